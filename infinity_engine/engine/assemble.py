@@ -1,6 +1,6 @@
 """Turns a model, an optimizer and settings into an Engine. A refusal leaves the model as it was.
 
-Checks, then plans, then reserves, and touches the model last.
+It checks, plans and reserves, in this order, and touches the model last.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def assemble(
             ranks=ranks,
             built=built,
         )
-        # what is closed may show values of its own
+        # Innermost: closing may set parameters once more, and the model is restored after that.
         with model_kept(model), _closed_where_it_fails(taken, ranks):
             parts = _parts(model, optimizer, config, planned, taken, teller=teller)
             engine = Engine(parts)
@@ -123,19 +123,20 @@ def assemble(
             planned.previous.release(planned.trained)
     resources.push(taken.pop_all())
     close_at_its_end(engine, resources)
-    return_freed_memory()  # of what the model was until now
+    return_freed_memory()  # the model's former memory
     return engine
 
 
 @contextmanager
 def _closed_where_it_fails(resources: ExitStack, ranks: Ranks | None) -> Iterator[None]:
-    """Where the body fails, let the other ranks know why, and close what it has opened."""
+    """Where the body fails, tell the other ranks why, and close what was opened."""
     try:
         yield
     except BaseException as error:
         if ranks is not None:
             ranks.close(error)
-        # what holds views of what is closed here is the error that is raised
+        # The traceback of `error` may still hold views of this memory, so closing may fail too.
+        # The first error is the one to raise.
         with suppress(Exception):
             resources.close()
         raise
@@ -150,7 +151,7 @@ def _parts(
     *,
     teller: Teller,
 ) -> EngineParts:
-    """Reserve, move and put together what was planned."""
+    """Reserve memory, move the parameters, and make the engine's parts."""
     accelerator, sizing, plan = planned.accelerator, planned.sizing, planned.plan
     trained, everything = planned.trained, planned.everything
     ledger = Ledger(planned.budget, device_is=Tier.HOST if accelerator.unified else Tier.DEVICE)
@@ -288,8 +289,8 @@ def _parts(
 
 
 def _update_threads(planned: Planned) -> UpdateThreads:
-    """Return the threads that update; ranks of one machine have theirs on cores of their own, if
-    there are enough.
+    """Return the threads for updates. Each rank of a machine gets cores of its own, if there are
+    enough.
     """
     if planned.cores is None or planned.cores.is_shared:
         return UpdateThreads.anywhere(planned.update_threads)
@@ -303,7 +304,7 @@ def _lanes(
     device: DeviceMemory[Any],
     meter: Meter,
 ) -> Lanes:
-    """Return what moves and updates, with its streams and threads."""
+    """Return streams, kernels and memory."""
     kernels = HostKernels(update_threads)
     return Lanes(
         accelerator=accelerator,
@@ -354,8 +355,8 @@ def _swap(
     *,
     sums_bytes: int,
 ) -> SwapFile | None:
-    """Take what the plan needs of each directory, as its budget is to all of them; of the host, for
-    checksums.
+    """Open the swap file: its share of each directory, in proportion to their budgets, and host
+    memory for checksums.
     """
     needed = plan.demand.nvme
     if not needed:
@@ -389,14 +390,14 @@ def _swap(
 
 
 def _warn_of_memory(directories: Iterable[str]) -> None:
-    """Say where a directory is host memory itself, whose bytes no budget of the host counts."""
+    """Warn of directories that are in host memory, whose bytes the host's budget does not count."""
     mounts = read_mounts()
     for directory in directories:
         mount = find_mount(mounts, os.path.realpath(directory))
         if mount is not None and mount.file_system in {"tmpfs", "ramfs"}:
             warnings.warn(
-                f"{directory} is on {mount.file_system}: what rests there is in host memory all "
-                "the same, beside the budget's host. Name a directory on a drive",
+                f"{directory} is on {mount.file_system}, which is host memory: what is offloaded "
+                "there takes RAM beside the budget's host. Name a directory on a drive",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -453,9 +454,7 @@ def _swapped(
 
 
 def _early(plan: Plan) -> list[int]:
-    """Return the subgroups that may be updated in a backward, in the order in which modules use
-    them.
-    """
+    """Return the subgroups that may be updated early, in the order in which modules use them."""
     return [
         index
         for index, layout in plan.layouts.items()
@@ -497,7 +496,7 @@ def _early_updates(
 def _pools(
     demand: Demand, ledger: Ledger, accelerator: Accelerator, resources: ExitStack
 ) -> tuple[PinnedPool, DeviceMemory[Any]]:
-    """Reserve what the plan takes, and open the pools that hold it."""
+    """Reserve the plan's memory, and open its pools."""
     host = ledger.reserve(Tier.HOST, demand.host, holder="pinned pool")
     resources.callback(host.close)
     pool = PinnedPool(host, layout=demand.slots)
@@ -510,17 +509,16 @@ def _pools(
 
 
 def _serve(pools: Iterable[PinnedPool | None], swap: SwapFile | None) -> None:
-    """Let the drives read and write the pools' memory without copies."""
+    """Register the pools with the drives, which then read and write them without copies."""
     for pool in pools:
         if pool is not None and swap is not None:
             pool.serve(swap.queue)
 
 
 def _passing(demand: Demand, ledger: Ledger, resources: ExitStack) -> PinnedPool | None:
-    """Return the pool for parameters on their way from the drives to a device with memory of its
-    own.
+    """Return the pool that parameters pass from the drives to a device with memory of its own.
 
-    It is one of its own, so that it is one piece again when all that pass it have passed.
+    It is a pool of its own: when all parameters have passed it, it is one free piece again.
     """
     if not demand.window:
         return None
@@ -532,9 +530,7 @@ def _passing(demand: Demand, ledger: Ledger, resources: ExitStack) -> PinnedPool
 
 
 def _drive_rates(config: EngineConfig, accelerator: Accelerator) -> Mapping[str, DriveRates]:
-    """Return the drives' calibrated rates, none where time is computed: drives take no time
-    there.
-    """
+    """Return the drives' calibrated rates; none on a virtual clock, where drives take no time."""
     return (
         {}
         if config.rates is None or isinstance(accelerator, VirtualAccelerator)

@@ -160,9 +160,8 @@ class Ending:
         Raises:
             RuntimeError: the update that was under way failed. All else is done.
         """
-        if (
-            self.closed or os.getpid() != self._process
-        ):  # a forked process has nothing of what is closed
+        # A forked process has neither the memory nor the threads that are closed here.
+        if self.closed or os.getpid() != self._process:
             return
         self._safe_point.disable()
         failed: RuntimeError | None = None
@@ -172,7 +171,7 @@ class Ending:
             adopt_early(self._early, self._states, self._fetcher)
             self._updates.resume()
             self._updates.end()
-        except RuntimeError as error:  # told at the end
+        except RuntimeError as error:  # raised at the end
             failed = kept(error)
         self.closed = True
         if self._dropped is not None:

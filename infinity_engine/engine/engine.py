@@ -1,10 +1,8 @@
-"""`Engine`: a model that trains within its budgets.
+"""`Engine`: a model that trains within its budgets. Call it like the model, then `backward` and
+`step`.
 
-Call it like the model, then `backward` and `step`.
-
-Ties together what the rest does: hooks give gradients to their keeper, a step fixes factor and
-hyperparameters, the executor walks the plan, and modules compute with the new values. Made by
-`initialize`.
+Connects the parts: hooks give gradients to the window, a step fixes the factor and hyperparameters,
+`Updates` carries out the plan, and modules compute with the new values. Made by `initialize`.
 """
 
 from __future__ import annotations
@@ -60,8 +58,8 @@ _B = TypeVar("_B")
 
 
 _MOVES = (
-    "it would move or cast parameters that the engine holds. Choose where and in which type "
-    "modules compute with the settings `accelerator` and `precision` of initialize"
+    "it would move or cast parameters that the engine manages. Choose device and dtype with the "
+    "settings `accelerator` and `precision` of initialize"
 )
 _REFUSED = MappingProxyType(
     {
@@ -69,11 +67,10 @@ _REFUSED = MappingProxyType(
             ("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "to_empty", "type", "xpu"),
             _MOVES,
         ),
-        "load_state_dict": "it would change parameters past the engine. Load under `with "
+        "load_state_dict": "it would change parameters behind the engine's back. Load under `with "
         "engine.gathered(engine.parameters(), modify=True): engine.module.load_state_dict(...)`",
-        "requires_grad_": "the engine trains the parameters that required a gradient when it was "
-        "initialized. Close "
-        "it, change that, and initialize another one",
+        "requires_grad_": "the engine trains the parameters that required a gradient in "
+        "initialize. Close the engine, change requires_grad, and initialize another one",
         "share_memory": "the engine's memory belongs to this process. Share what "
         "engine.state_dict() returns",
     }
@@ -82,7 +79,7 @@ _REFUSED = MappingProxyType(
 
 
 def _held(method: Callable[Concatenate[Engine, _P], _R]) -> Callable[Concatenate[Engine, _P], _R]:
-    """Hold signals back while a method runs."""
+    """Delay signals while a method runs."""
 
     @wraps(method)
     def held(self: Engine, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -95,7 +92,7 @@ def _held(method: Callable[Concatenate[Engine, _P], _R]) -> Callable[Concatenate
 class Engine:
     """Trains one model. Call it like the model.
 
-    Ctrl-C, and what other signals' handlers raise, comes between ops of an update and never within
+    Ctrl-C and the exceptions of other signal handlers come between ops of an update, never within
     one.
     """
 
@@ -169,12 +166,11 @@ class Engine:
         return self.model
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the model has under a name that the engine does not have; `generate` runs as
-        the model does.
+        """Return an attribute of the model. `generate` runs as the model does.
 
         Raises:
-            AttributeError: the model does not have it either, or it would change the model past the
-                engine.
+            AttributeError: the model does not have it, or it would change the model behind the
+                engine's back.
         """
         if name in _REFUSED:
             raise AttributeError(f"Engine has no {name}(): {_REFUSED[name]}")
@@ -189,16 +185,15 @@ class Engine:
         """Run the model.
 
         Raises:
-            CapacityError: the device's budget has no room for what modules make.
-            RuntimeError: an update that goes on beside this has failed: the next call goes on with
-                it.
+            CapacityError: the device's budget has no room for the activations.
+            RuntimeError: an update that goes on beside this has failed. The next call resumes it.
         """
         return self._run(self.model, *args, **kwargs)
 
     def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the model, or a method of it that calls modules."""
+        """Call the model, or one of its methods that call modules."""
         parts, end = self._parts, HeldEnd(self._signals)
-        with self._too_little_is_told(), end as around, end:
+        with self._explaining_out_of_memory(), end as around, end:
             with self._signals:
                 self._signals.watch(around)
                 self._check_whole(deferred_too=False)
@@ -207,8 +202,8 @@ class Engine:
                 around.enter_context(parts.telemetry.timed("forward"))
                 around.enter_context(parts.modules.saving())
                 if parts.autocast is not None:
-                    # Without its cache: the casts that it keeps would stay saved, and parameters
-                    # need none.
+                    # Without its cache: it would keep a cast copy of each parameter alive until the
+                    # backward, and parameters have the dtype already.
                     kind = self.device.type
                     around.enter_context(
                         torch.autocast(kind, dtype=parts.autocast, cache_enabled=False)
@@ -218,19 +213,17 @@ class Engine:
         return output
 
     def backward(self, loss: torch.Tensor, *, scale: bool = True, **kwargs: Any) -> None:
-        """Compute the gradients of `loss`.
+        """Compute the gradients of `loss`. With fp16, the engine multiplies it by the loss scale
+        first.
 
-        With fp16, the engine multiplies it by the loss scale first.
-
-        This is one micro-batch, for which the update divides gradients by `accumulation_steps`;
-        with `scale=False` it does not, and averaging is the caller's. With `retain_graph=True`, the
-        micro-batch goes on: the next backward belongs to it, unless the model or `step()` is called
-        before.
+        One call is one micro-batch, and the update divides the gradients by `accumulation_steps`.
+        With `scale=False` it does not, and the caller averages. With `retain_graph=True` the next
+        backward belongs to the same micro-batch, unless the model or `step()` is called in between.
 
         Raises:
-            CapacityError: the device's budget has no room for what modules make, or the host's for
-                the gradients of more micro-batches than `accumulation_steps`. The latter changes
-                nothing: step() uses what has come.
+            CapacityError: the device's budget has no room for what the backward allocates; or the
+                host's has none for the gradients of more micro-batches than `accumulation_steps`.
+                In the second case nothing has changed, and step() uses the gradients so far.
             RuntimeError: this step has gradients of backwards with the other `scale`, or its
                 updates have begun early. Nothing has changed.
         """
@@ -238,12 +231,11 @@ class Engine:
         self._nan_checks.check_loss(loss, self.steps)
         retains_graph = kwargs.get("retain_graph")
         end = HeldEnd(self._signals)
-        with self._too_little_is_told(), end as around, end:
+        with self._explaining_out_of_memory(), end as around, end:
             self._begin_backward(around, averaged=scale)
             scaled = loss if self._parts.scale.value == 1.0 else loss * self._parts.scale.value
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
-            # Where it is not said, torch retains the graph of a backward that can be
-            # differentiated.
+            # torch's own default: the graph is retained if the backward can be differentiated.
             with self._signals:
                 self._window.end_backward(
                     retains_graph=bool(
@@ -252,15 +244,17 @@ class Engine:
                 )
 
     @contextmanager
-    def _too_little_is_told(self) -> Iterator[None]:
-        """Say what would fit where torch finds the device's budget full."""
+    def _explaining_out_of_memory(self) -> Iterator[None]:
+        """Turn torch's out-of-memory error into one that says what would fit in the device's
+        budget.
+        """
         try:
             yield
         except torch.OutOfMemoryError as error:
-            told = no_room_for_modules(error, self._parts.accelerator, self.usage())
-            if told is None:
+            explained = no_room_for_modules(error, self._parts.accelerator, self.usage())
+            if explained is None:
                 raise
-            raise again(told) from kept(error)
+            raise again(explained) from kept(error)
 
     @_held
     def _begin_backward(self, around: ExitStack, *, averaged: bool) -> None:
@@ -273,21 +267,22 @@ class Engine:
 
     @_held
     def step(self, update: bool | None = None) -> StepResult:
-        """Update every parameter that has a gradient, and use the gradients up.
+        """Update every parameter that has a gradient, and clear the gradients.
 
-        Where fewer micro-batches have come than `accumulation_steps`, leave them for a later call.
-        `update=True` updates with what has come, as at the end of an epoch; `update=False` never
-        does. A step that was interrupted in its update is finished in any case.
+        Before `accumulation_steps` micro-batches have come, it only returns and keeps their
+        gradients. `update=True` updates with what has come, as at the end of an epoch;
+        `update=False` never does. A step that was interrupted in its update is finished in any
+        case.
 
         Raises:
             FloatingPointError: with fp16, the gradients are not finite at a loss scale of 1.
                 Nothing was updated.
-            RuntimeError: no gradient has come since the last step, a parameter was changed by
-                somebody else, or an op
-                failed: call it again, and it goes on where it stopped.
+            RuntimeError: no gradient has come since the last step; your code changed a parameter;
+                or an op failed, and the next call resumes there.
         """
         self._begin()
         parts = self._parts
+        # First what is left of the update before: its gradients are still in use.
         self._updates.resume()
         self._updates.end()
         accumulation = self._window.accumulation
@@ -299,20 +294,22 @@ class Engine:
         self._guards.check_states()
         if not parts.gradients.any and not parts.ranks.waits(last=last):
             raise RuntimeError(
-                "there is nothing to step with: no gradient has come since the last step, or "
-                "zero_grad() has dropped it. Call backward() first; if you did, the loss does not "
+                "There is no gradient to update with: none has come since the last step, or "
+                "zero_grad() has dropped it. Call backward() first. If you did, the loss does not "
                 "depend on any parameter of the optimizer"
             )
         if not wanted and not parts.states.begun:
             accumulation.leave()
             return StepResult(Outcome.ACCUMULATED, loss_scale=parts.scale.value)
-        if not parts.states.begun:  # else what has changed values may be what the step has begun
+        # A step that is resumed has changed some parameters itself.
+        if not parts.states.begun:
             self._check_untouched(parts.trained)
         before = self.steps
         try:
             with parts.telemetry.timed("update"):
                 result = self._update()
         finally:
+            # Also where it failed: what it has written is not a change by the caller.
             for trained in parts.trained:
                 trained.note_values()
         self._updates.end_step()
@@ -331,21 +328,20 @@ class Engine:
 
     @_held
     def zero_grad(self) -> None:
-        """Drop the gradients that have come, as if there had been no backward; a step uses them up
-        without this.
-        """
+        """Drop all gradients since the last step. step() clears those that it used without this."""
         self._check_whole(deferred_too=False)
         self._placeholders.hide()
-        if self._updates.under_way:  # its gradients are in use, and none has come since
+        # A deferred update still uses the gradients of its step, and none has come since.
+        if self._updates.under_way:
             return
         self._window.drop()
 
     @_held
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Let the next step clip the gradients to `max_norm`, unless they are dropped; return their
-        norm as it is now.
+        """Clip the gradients to `max_norm` in the next step, unless they are dropped before. Return
+        their norm.
 
-        What torch.nn.utils.clip_grad_norm_ is for: that one sees no gradients here.
+        Use it instead of torch.nn.utils.clip_grad_norm_, which sees no gradients here.
         """
         self._check_whole()
         return self._window.clip(max_norm)
@@ -368,14 +364,16 @@ class Engine:
                 return StepResult(Outcome.SKIPPED, gradient_norm=norm, loss_scale=parts.scale.value)
             if not total.is_finite:
                 warnings.warn(
-                    f"the norm of the gradients is {norm} in step {self.steps}: what they update "
-                    "will be NaN",
+                    f"The norm of the gradients is {norm} in step {self.steps}. Every parameter "
+                    "that they update becomes NaN or infinite",
                     RuntimeWarning,
                     stacklevel=4,
                 )
             factor = gradient_factor(total, unscale=unscale, max_norm=window.clip_to)
         else:
             factor = unscale
+        # Modules let go first: what they hold is not evicted. Both come before the first kernel
+        # writes: a copy that stays on the device would keep the old values.
         parts.modules.let_go()
         parts.fetcher.give_up()
         self._refuse_older_graphs()
@@ -390,11 +388,10 @@ class Engine:
         return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)
 
     def _refuse_older_graphs(self) -> None:
-        """Let PyTorch refuse the backward of a graph that has saved values which this update
-        replaces.
+        """Let PyTorch refuse a backward through values that this update replaces.
 
-        Kernels write without telling autograd. Parameters that modules fetch are refused when they
-        are fetched again.
+        The engine's kernels write without telling autograd, so the version counters are raised
+        here. Parameters that modules fetch need none: fetching a newer version is refused.
         """
         parts = self._parts
         if not parts.modules.fetches:
@@ -417,21 +414,23 @@ class Engine:
     def gathered(
         self, parameters: torch.nn.Parameter | Iterable[torch.nn.Parameter], *, modify: bool = False
     ) -> Iterator[None]:
-        """Have whole parameters within the body; what it finds and changes of them, with `modify`,
-        is kept.
+        """Have whole parameters in the body. With `modify`, what the body writes to them is
+        kept.
         """
         wanted = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for parameter in wanted:
             if not isinstance(parameter, torch.Tensor):
                 expected = "a parameter, or several, as model.parameters() lists them"
-                raise ConfigError(field="parameters", value=_said(parameter), expected=expected)
+                raise ConfigError(
+                    field="parameters", value=_described(parameter), expected=expected
+                )
         known = [self._known[id(parameter)] for parameter in wanted if id(parameter) in self._known]
         end = HeldEnd(self._signals)
         with end as around, end:
             self._signals.holding(self._gather)(known, around, modify=modify)
             yield
             with self._signals:
-                self._take_over(known) if modify else self._check_untouched(known)
+                self._keep_changes(known) if modify else self._check_untouched(known)
 
     def _gather(self, known: Sequence[ModelParameter], around: ExitStack, *, modify: bool) -> None:
         """Have whole parameters until `around` ends."""
@@ -450,8 +449,8 @@ class Engine:
 
     @contextmanager
     def _gathered_with_room(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Have these in the body; what the caller has read outside of modules makes way where room
-        is short.
+        """Have these parameters in the body. Parameters that the caller has read outside of modules
+        are evicted where room is short.
         """
         fetcher, modules = self._parts.fetcher, self._parts.modules
         with ExitStack() as held:
@@ -464,8 +463,8 @@ class Engine:
                         raise
             yield
 
-    def _take_over(self, known: Sequence[ModelParameter]) -> None:
-        """Keep what somebody has made of parameters that are gathered."""
+    def _keep_changes(self, known: Sequence[ModelParameter]) -> None:
+        """Keep what the body of `gathered` has written."""
         self._parts.ranks.check_same(known)
         for parameter in known:
             # The master first: an interrupt between the two leaves values that check_untouched
@@ -479,11 +478,11 @@ class Engine:
 
     @_held
     def register_external(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-        """Let `module` have a parameter of another one whenever it runs, as it has its own.
+        """Let `module` use a parameter of another module, whenever it runs, like its own.
 
-        For what it uses without reading it as an attribute of that other one: out of a variable, a
-        list or a closure. Of several ranks, all register the same. Where parameters stay on the
-        device, no update of it waits for a forward.
+        Needed where the module does not read it as an attribute of that other module, but from a
+        variable, a list or a closure. All ranks register the same. Where parameters stay on the
+        device, updates of this one never wait for a forward.
 
         Raises:
             ConfigError: the module or the parameter is not the model's.
@@ -494,7 +493,7 @@ class Engine:
             raise ConfigError(field="module", value=type(module).__name__, expected=expected)
         if id(parameter) not in self._known:
             expected = "one of the model's, as named_parameters() lists them"
-            raise ConfigError(field="parameter", value=_said(parameter), expected=expected)
+            raise ConfigError(field="parameter", value=_described(parameter), expected=expected)
         self._parts.modules.register_external(module, parameter)
         if isinstance(self._parts.deferral.follower, PendingParameters):
             self._parts.deferral.follower.register_external(parameter)
@@ -507,11 +506,10 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state dict as copies on the host, wherever its parameters are.
 
-        A parameter that has several names has one copy, so that what saves it can see that they are
-        tied.
+        A parameter with several names has one copy, so that the code that saves it can see the tie.
 
         Raises:
-            CapacityError: the machine, or its memory group, has too little memory for the copies.
+            CapacityError: the machine or its memory cgroup has too little memory for the copies.
         """
         self._check_whole()
         names = dict(self.model.named_parameters(remove_duplicate=False))
@@ -536,8 +534,8 @@ class Engine:
         return {name: copies[id(value)] for name, value in listed.items()}
 
     def _check_room_for_copies(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Refuse copies on the host that would not fit: the kernel kills who takes more than its
-        group has.
+        """Refuse copies that would not fit on the host, where the kernel kills the process
+        instead.
         """
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         free = self._parts.ranks.memory_for_copies(free_for_copies())
@@ -553,11 +551,11 @@ class Engine:
 
     @_held
     def state_of(self, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor | int]:
-        """Return copies of a parameter's fp32 master and moments, in its shape, and how many
-        updates it has had.
+        """Return copies of a parameter's fp32 master and moments, in its shape, and its number of
+        updates.
 
-        And of its gradient, where one has come since the last step and is kept: in fp32, as the
-        step would use it but for clipping. Updates in the backward use gradients up.
+        Also of its gradient, if one has come since the last step: in fp32, unscaled and averaged,
+        not clipped. Early updates leave none.
 
         Raises:
             ConfigError: the engine does not train it.
@@ -566,7 +564,7 @@ class Engine:
         known = self._known.get(id(parameter))
         if not isinstance(known, TrainedParameter):
             expected = "a parameter that the optimizer was made of and that requires a gradient"
-            raise ConfigError(field="parameter", value=_said(parameter), expected=expected)
+            raise ConfigError(field="parameter", value=_described(parameter), expected=expected)
         number = known.number
         self._parts.early.finish()
         self._parts.gradients.start_writing()
@@ -652,14 +650,16 @@ class Engine:
         return loaded
 
     def _begin_loading(self) -> None:
-        """Note that from here on the model is neither what it was nor what is loaded."""
+        """Note that the load begins to overwrite the model: until it ends, the model is a
+        mixture.
+        """
         self._half_loaded = True
 
     def _check_between_steps(self, what: str, *, loads: bool = False) -> None:
-        """Let nothing be under way; what `loads` may follow a load that has failed.
+        """Finish what is in flight. With `loads`, an earlier load may have failed half-way.
 
         Raises:
-            RuntimeError: gradients wait for a step.
+            RuntimeError: gradients have come since the last step.
         """
         self._ending.check_process()
         self._leave_no_half(half_loaded_too=loads)
@@ -667,20 +667,20 @@ class Engine:
         self._parts.gradients.start_writing()
         if self._parts.gradients.any or self._window.accumulation.count:
             raise RuntimeError(
-                "gradients have come since the last step, and a checkpoint has none: call step() "
+                "Gradients have come since the last step, and a checkpoint has none. Call step() "
                 f"or zero_grad() before {what}()"
             )
 
     @property
     def plan(self) -> StepPlan:
-        """What moves where and in which order in each update; with strategy auto, until it is
-        planned again.
+        """What each update moves where, and in which order. With strategy auto, another plan may
+        replace it.
         """
         return self._updates.plan
 
     @property
     def device(self) -> torch.device:
-        """Where modules compute, and where batches have to be."""
+        """The device where modules compute, and where batches have to be."""
         return self._parts.accelerator.torch_device
 
     @property
@@ -689,11 +689,11 @@ class Engine:
         return self._updates.made
 
     def usage(self) -> tuple[Usage, ...]:
-        """Return what each tier holds and held, against its budget."""
+        """Return what each tier holds and has held at most, with its budget."""
         return self._parts.ledger.usage()
 
     def fetching(self) -> FetchingStats:
-        """Return what parameters were fetched around modules: nothing where they stay on the
+        """Return how many parameters were fetched for modules: none where they stay on the
         device.
         """
         return self._parts.fetcher.stats
@@ -711,23 +711,22 @@ class Engine:
         ended = [step for step in self.timeline().steps if step.end_ns is not None]
         if not ended:
             raise RuntimeError(
-                "there is no step to report on: expected one that step() has ended, and the "
-                "setting telemetry.recording to be on while it ran"
+                "There is no step to report on. Call step() first, with the setting "
+                "telemetry.recording on"
             )
         drives = self._parts.drives
         return report_of(ended[-1], self.usage(), drives.uses(ended[-1]), drives.rates_of_update())
 
     def in_step(self, batches: Iterable[_B]) -> Iterator[tuple[_B, bool]]:
-        """Yield this rank's batches as often as the rank that has most of them, each with whether
-        it is a new one.
+        """Yield this rank's batches, each with True, until every rank has had all of its own.
 
-        A rank that has no more gets its last one again, so that it takes part in what the others
-        do: its result is not to be counted. All ranks go through all of it. On one rank, every
-        batch is new.
+        A rank that has no more batches gets its last one again, with False, so that it takes part
+        in the collectives of the others: do not count its result. On one rank, each batch comes
+        once, with True. All ranks iterate to the end.
 
         Raises:
             CollectiveError: another rank does something else, or has failed.
-            ConfigError: a rank has no batch at all, and others have.
+            ConfigError: a rank has no batch at all, and another one has.
         """
         rest = iter(batches)
         last: list[_B] = []
@@ -752,20 +751,19 @@ class Engine:
     # --- the end ----------------------------------------------------------------------------------
 
     def close(self, *, restore: bool = True) -> None:
-        """Take the hooks off and give all memory back but the parameters'. Again: nothing.
+        """Remove all hooks and return all memory except the parameters'. A second call does
+        nothing.
 
-        Parameters that the engine fetched get ordinary memory with their values, if the machine and
-        its memory group have enough; else they show NaN, and a warning says so. With
-        `restore=False` they show NaN and nothing is read: for a model that was saved and is needed
-        no more. Of several ranks, all say the same.
+        Parameters that were fetched get ordinary memory with their values, if the machine and its
+        memory cgroup have enough; if not, they show NaN and a warning says so. With `restore=False`
+        they show NaN and nothing is read: for a model that was saved. All ranks pass the same
+        value.
         """
         self._close(None, restore=restore)
 
     @_held
     def _close(self, reason: BaseException | None, *, restore: bool = True) -> None:
-        """Close; of several ranks, let the others know if there is a `reason` that they should
-        know.
-        """
+        """Close. Tell the other ranks the `reason`, if there is one."""
         self._ending.close(reason, restore=restore)
 
     def __enter__(self) -> Engine:
@@ -790,19 +788,20 @@ class Engine:
         self.__dict__.clear()
 
     def __deepcopy__(self, _memo: object) -> Engine:
-        """Refuse: states, hooks and memory are not to be had twice."""
+        """Refuse: states, hooks and memory cannot be copied."""
         raise TypeError(
-            "an engine cannot be copied: initialize another one for a copy of the model"
+            "An engine cannot be copied. Initialize another one for a copy of the model"
         )
 
     def __reduce__(self) -> str:
         """Refuse likewise."""
         raise TypeError(
-            "an engine cannot be pickled: its states are in memory that only this process has"
+            "An engine cannot be pickled: its states are in memory of this process. Use "
+            "engine.save()"
         )
 
     def _begin(self) -> None:
-        """Begin to record a step, where none is being recorded."""
+        """Begin to record a step, unless one is being recorded."""
         self._ending.check_process()
         self._ending.check_open()
         self._window.accumulation.note_call()
@@ -814,8 +813,8 @@ class Engine:
             self._recording = True
 
     def _check_whole(self, *, deferred_too: bool = True) -> None:
-        """Refuse to go on from half a step; what of one was deferred is done first, or left as it
-        is.
+        """Refuse to go on after half a step. A deferred update is finished first with
+        `deferred_too`.
         """
         self._ending.check_process()
         self._leave_no_half(deferred_too=deferred_too)
@@ -824,8 +823,8 @@ class Engine:
         self._ending.check_open()
         if self._half_loaded and not half_loaded_too:
             raise RuntimeError(
-                "a load failed half-way, so the model is a mixture: call load() again until it "
-                "succeeds"
+                "A load failed half-way, so some values are the checkpoint's and the rest are "
+                "older. Call load() again until it succeeds"
             )
         self._updates.resume()
         if self._updates.under_way:
@@ -833,16 +832,19 @@ class Engine:
                 self._updates.end()
             return
         if self._parts.states.begun:
-            raise RuntimeError("a step was interrupted: call step() again, which does what it left")
+            raise RuntimeError(
+                "A step was interrupted in its update, so some parameters are new and the rest "
+                "old. Call step() again, which finishes it"
+            )
 
 
 def close_at_its_end(engine: Engine, resources: ExitStack) -> None:
-    """Let these be closed when the engine is, which is at the latest when the caller drops it."""
+    """Close `resources` when the engine is closed, or when the caller drops it."""
     engine._ending.follow(engine, resources)
 
 
-def _said(parameter: object) -> str:
-    """Return what is said of what should be another parameter."""
+def _described(parameter: object) -> str:
+    """Describe what was passed in place of a parameter."""
     if isinstance(parameter, torch.Tensor):
         return f"one of shape {tuple(parameter.shape)}"
     return f"{parameter!r}, which is no parameter"

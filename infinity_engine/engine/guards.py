@@ -1,8 +1,6 @@
-"""`Guards`: what a model and an optimizer refuse while an engine has what they had.
+"""`Guards`: what a model and its optimizer refuse while an engine has their parameters and states.
 
-Each refusal says what to call.
-
-Looks, and lets torch's hooks ask it; changes nothing.
+Each refusal says what to call instead. torch's hooks call it; it changes nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ from infinity_engine.parameters.parameters import ModelParameter, TrainedParamet
 __all__ = ["Guards"]
 
 _LEFT_WITH_THE_ENGINE = "updates whose states an engine has"
-"""What the state dict of an engine's optimizer has beside torch's entries: how many updates made
-the states it lacks.
+"""An entry in the state dict of an engine's optimizer: how many updates made the states that the
+dict lacks.
 """
 
 
 class Guards:
-    """Those of one engine, until its hooks are removed; `known` are its parameters, by id."""
+    """The guards of one engine, until its hooks are removed; `known` has its parameters, by id."""
 
     def __init__(
         self,
@@ -39,14 +37,12 @@ class Guards:
         whole: bool,
         updates: Callable[[], int],
     ) -> None:
-        """Begin; `whole`: all parameters are there all the time.
-
-        `updates` returns how many were made.
+        """Set the guards. `whole` says that all parameters are on the device all the time;
+        `updates` returns how many updates were made.
         """
         self._optimizer = optimizer
         self._updates = updates
-        # Adagrad makes states before its first step, which it needs again when the engine is
-        # closed.
+        # Adagrad makes states before its first step. They stay: it needs them after close().
         self._unused = {
             id(parameter) for parameter, state in optimizer.state.items() if state.get("step") == 0
         }
@@ -61,7 +57,7 @@ class Guards:
 
     @contextmanager
     def listing(self) -> Iterator[None]:
-        """Let the model list its state dict in the body."""
+        """Allow the model's state_dict() in the body."""
         self._listing = True
         try:
             yield
@@ -69,8 +65,8 @@ class Guards:
             self._listing = False
 
     def step_optimizer(self) -> None:
-        """Let schedulers and step hooks see a step of the user's optimizer, which has no gradients
-        and does nothing.
+        """Call the optimizer's step() for its schedulers and hooks. It has no gradients, so it
+        changes nothing.
         """
         self._stepping = True
         try:
@@ -79,49 +75,50 @@ class Guards:
             self._stepping = False
 
     def check_gradients(self) -> None:
-        """Refuse gradients that the engine did not take: the optimizer's own step would use
+        """Refuse gradients that the engine does not have: the optimizer's own step would use
         them.
         """
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     raise RuntimeError(
-                        f"a parameter of shape {tuple(parameter.shape)} has a gradient that the "
-                        "engine did not take: it was frozen when the engine was initialized, or "
-                        "not the optimizer's then, or its gradient was set by hand. Close the "
-                        "engine and initialize another one after parameters are unfrozen or added"
+                        f"A parameter of shape {tuple(parameter.shape)} has a gradient that the "
+                        "engine does not manage. Either it was frozen or not in the optimizer when "
+                        "the engine was initialized, or your code set its gradient. After "
+                        "unfreezing or adding parameters, close the engine and initialize another "
+                        "one"
                     )
 
     def _check_stepping(self) -> None:
         if not self._stepping:
             raise RuntimeError(
-                "the engine steps this optimizer: call engine.step(), as the optimizer itself has "
-                "no gradients"
+                "This optimizer has no gradients: the engine has them. Call engine.step() instead "
+                "of optimizer.step()"
             )
 
     def check_states(self) -> None:
-        """Refuse to go on where the optimizer has states: nothing uses them."""
+        """Refuse to go on where the optimizer was given states, which nothing would use."""
         for parameter, state in self._optimizer.state.items():
             known = self._known.get(id(parameter))
             if state and isinstance(known, TrainedParameter) and id(parameter) not in self._unused:
                 raise RuntimeError(
-                    f"the optimizer was given states of {known.name} since the engine was "
+                    f"The optimizer was given states of {known.name} after the engine was "
                     "initialized. The engine has states of its own and would ignore these. To "
-                    "train with them, close the engine and initialize another one, which takes "
-                    "them over. To drop them, call optimizer.state.clear()"
+                    "train with them, close the engine and initialize another one, which adopts "
+                    "them. To drop them, call optimizer.state.clear()"
                 )
 
     def _warn_of_states(self, state_dict: dict[str, Any]) -> None:
         state_dict[_LEFT_WITH_THE_ENGINE] = self._updates()
         warnings.warn(
-            "the state dict of an engine's optimizer has its groups and no states, which the "
-            "engine has: engine.state_of(parameter) shows them",
+            "The state dict of an engine's optimizer has its groups but no states: the engine has "
+            "those. engine.state_of(parameter) returns them, and engine.save() saves them",
             RuntimeWarning,
             stacklevel=6,  # torch has two functions around its own
         )
 
     def _check_states(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse states that the engine would not see, and a state dict whose states stayed with an
+        """Refuse a state dict whose states the engine would not see, or whose states stayed with an
         engine.
         """
         updates = state_dict.get(_LEFT_WITH_THE_ENGINE)
@@ -135,26 +132,26 @@ class Guards:
             )
         if state_dict.get("state"):
             raise RuntimeError(
-                "the engine has the optimizer's states, and this version cannot load others: what "
-                "the optimizer loads would not be used. Load them before initialize, which takes "
-                "them over. To load its groups alone, their learning rates and such, call "
-                'optimizer.load_state_dict({**state_dict, "state": {}})'
+                "The engine has the optimizer's states and would ignore those that the optimizer "
+                "loads. Load them before initialize, which adopts them. To load only the groups, "
+                'such as learning rates, call optimizer.load_state_dict({**state_dict, "state": '
+                "{}})"
             )
 
     def _refuse_state_dict(self) -> None:
         if not self._listing:
             raise RuntimeError(
-                "the values of this model's parameters are where the engine fetches them from, on "
-                "the host or on other ranks: call engine.state_dict(), which has them"
+                "This model's parameters are on the host, on drives or on other ranks, so its "
+                "state_dict() would hold NaN. Call engine.state_dict() instead"
             )
 
     def _check_loading(self, module: torch.nn.Module) -> None:
-        """Refuse to load values into parameters that are not there."""
+        """Refuse to load values into parameters that are not on the device."""
         for parameter in module.parameters():
             known = self._known.get(id(parameter))
             if known is not None and not known.is_there:
                 raise RuntimeError(
-                    f"{known.name} is not there to be loaded, as the engine fetches parameters "
-                    "around modules: load under `with engine.gathered(model.parameters(), "
-                    "modify=True)`, or parts of the model under as much"
+                    f"{known.name} is not on the device, so nothing can be loaded into it: the "
+                    "engine fetches parameters only around modules. Load under `with "
+                    "engine.gathered(model.parameters(), modify=True)`, or module by module"
                 )

@@ -1,5 +1,5 @@
-"""Gradients from the moment autograd makes them until an update uses them up: taken, counted,
-scaled, kept.
+"""Gradients from the moment autograd makes them until an update has used them: accumulated,
+counted, scaled, offloaded.
 """
 
 __all__ = ()

@@ -1,8 +1,8 @@
 """`Accumulation`: which micro-batches have come since the last update, and how their gradients are
 averaged.
 
-Counts backwards, not calls of `Engine.step` (decision 0020). Holds no gradients; called by
-`Engine`, from one thread.
+Counts backwards, not calls of `Engine.step` (decision 0020). Holds no gradients. Called from one
+thread.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ __all__ = ["Accumulation"]
 
 
 class Accumulation:
-    """The micro-batches of one engine's steps, each of which is planned to have `planned`.
+    """The micro-batches of one engine's steps; `planned` is how many a step has.
 
-    A micro-batch is open while more backwards may belong to it: of a graph that is retained, or
-    past the engine. `on_micro_batch` is called with the end of each.
+    A micro-batch is open while more backwards may belong to it: those of a retained graph, and
+    those that the caller starts past the engine with `loss.backward()`. `on_micro_batch` is called
+    when one ends.
     """
 
     def __init__(self, planned: int, on_micro_batch: Callable[[], object]) -> None:
@@ -25,36 +26,39 @@ class Accumulation:
         self._ended = 0
         self._open = False
         self._averaged = True
-        self._left_by_step = False  # whether a step has left what came for a later one
-        self._just_left = False  # whether that was the newest call of the engine
-        # how often gradients were dropped right after that, since the last update
+        self._left_by_step = False  # step() was called before the last micro-batch had come
+        self._just_left = False  # and the engine has not been called since
+        # How often zero_grad() came right after such a step, since the last update. Once may be a
+        # caller that begins a step again; twice is a loop that never updates anything.
         self._drops_after_step = 0
 
     @property
     def count(self) -> int:
-        """How many micro-batches have come since the last update, an open one among them."""
+        """How many micro-batches have come since the last update, the open one included."""
         return self._ended + self._open
 
     @property
     def is_reached(self) -> bool:
-        """Whether as many have come as are planned."""
+        """Whether all planned micro-batches have come."""
         return self.count >= self.planned
 
     @property
     def expects_last(self) -> bool:
-        """Whether the micro-batch that is open, or the next one, is the last that is planned, or is
-        beyond it.
+        """Whether the micro-batch that is open, or the next one, is the last planned one or a later
+        one.
         """
         return self._ended >= self.planned - 1
 
     @property
     def is_full(self) -> bool:
-        """Whether the next backward begins a micro-batch that is not planned."""
+        """Whether the next backward begins a micro-batch more than planned."""
         return self._ended >= self.planned and not self._open
 
     @property
     def left_by_step(self) -> bool:
-        """Whether a call of step() has left micro-batches for a later one."""
+        """Whether a call of step() came before the last micro-batch and left the gradients for a
+        later call.
+        """
         return self._left_by_step
 
     @property
@@ -68,15 +72,16 @@ class Accumulation:
         """Note how the gradients of the next backward are averaged.
 
         Raises:
-            RuntimeError: those that have come are averaged in the other way; nothing has changed.
+            RuntimeError: those of earlier micro-batches are averaged in the other way. Nothing has
+                changed.
         """
         if self.count and self.planned > 1 and averaged != self._averaged:
             have = f"divided by {self.planned}" if self._averaged else "not divided"
             raise RuntimeError(
                 f"The gradients of {self.count} micro-batches of this step are {have}, and those "
-                "of this backward would be the other way. One step divides all of them or none: "
-                "give each backward() of a step the same `scale`. A backward past the engine, "
-                "loss.backward(), has scale=True. To begin the step again, call zero_grad()"
+                "of this backward would be the other way. Give each backward() of a step the same "
+                "`scale`; a plain loss.backward() counts as scale=True. To begin the step again, "
+                "call zero_grad()"
             )
         self._averaged = averaged
 
@@ -85,9 +90,8 @@ class Accumulation:
         self._open = True
 
     def end_backward(self, *, retains_graph: bool) -> None:
-        """Note the end of a backward.
-
-        More backwards of the same micro-batch follow where it retains its graph.
+        """Note the end of a backward. A retained graph keeps its micro-batch open for further
+        backwards.
         """
         self._open = True
         if not retains_graph:
@@ -103,16 +107,16 @@ class Accumulation:
     # --- steps ------------------------------------------------------------------------------------
 
     def note_call(self) -> None:
-        """Note that the engine is called to do anything but to drop gradients."""
+        """Note a call of the engine other than zero_grad()."""
         self._just_left = False
 
     def leave(self) -> None:
-        """Note a step that leaves what came for a later one."""
+        """Note a call of step() that leaves the gradients for a later one."""
         self._left_by_step = self._just_left = True
 
     def drops_in_vain(self) -> bool:
-        """Note that what came is about to be dropped; tell whether a loop seems to do so after each
-        step.
+        """Note that zero_grad() is about to drop gradients. Tell whether the caller seems to drop
+        them after every step, so that no step ever updates anything.
         """
         self._drops_after_step += self._just_left
         return self._just_left and self._drops_after_step > 1

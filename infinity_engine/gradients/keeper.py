@@ -1,15 +1,16 @@
-"""`GradientKeeper`: holds each parameter's gradient from the moment it is made until the step uses
-it up.
+"""`GradientKeeper`: holds each parameter's gradient from the moment autograd makes it until an
+update has used it.
 
-The first gradient of a window stays in the dtype it came in; from the second on they are added in
-fp32, in the order of their arrival. Where they lie follows from where their subgroups are updated:
-what the host updates of another memory starts its way down at once, what rests on the drives goes
-there, the rest stays on the device, until it is used. On the drives there is one for each
-micro-batch, and whoever reads them adds them up in that order. Updates nothing.
+The first gradient of a step stays in the dtype it came in. From the second on they are summed in
+fp32, in the order in which they come. Where a gradient lies follows from where its subgroup is
+updated: on the device where the device updates it, in pinned host memory where the host does, on
+the drives where the states are there. On the drives each micro-batch has a gradient of its own, and
+the update sums them in order. Updates nothing.
 
-[Note: who counts gradients that stay] Autograd has allocated them, so they are no leases; what
-there is of them is held of a reservation. A gradient that is added to a sum is not, as autograd's
-own until then: the device's streams let go of it in their order, whenever the host drops it.
+[Note: who counts gradients that stay] Autograd has allocated a gradient that stays on the device,
+so it is no lease: its bytes are held of a reservation. A gradient that is added to a sum is not
+counted. It is autograd's memory until the addition, and the device's allocator reuses it in stream
+order.
 """
 
 from __future__ import annotations
@@ -41,24 +42,24 @@ from infinity_engine.units import align_up
 __all__ = ["GradientKeeper", "Interceptor", "added_up"]
 
 Interceptor = Callable[[int, int, torch.Tensor, FloatFormat, int], bool]
-"""Tells whether it has taken a piece of a gradient: (parameter, piece, bytes, format, how many came
-before it).
+"""Called with (parameter, piece, bytes, format, how many came before) before a piece goes to the
+drives. Returns True if it keeps the piece itself.
 """
 _Sums = npt.NDArray[np.float64]
 _Coming = tuple[Event, Callable[[], None]]
-"""What the device was given to sum, and what puts the sums once the event has passed."""
+"""The event of a sum on the device, and what stores the sum once the event has passed."""
 _ADDING = "addition of gradients"
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class GradientKeeper:
-    """The gradients of one engine; `pieces` has those of each parameter, in order, `names` what
-    each is called.
+    """The gradients of one engine; `pieces` has, for each parameter, where each piece of it is
+    kept.
 
-    `staying` is promised for what stays on the device, and `sums` for sums on the host that no plan
-    has. Both grow where there is more than was planned, as far as the budget goes, until that is
-    dropped. `offload` is there where some gradients go to the drives; `sums_early` says that the
-    norm will be asked for.
+    `staying` counts gradients that stay on the device, and `sums` those sums on the host that no
+    plan foresees. Both grow as far as the budget allows when more comes than was planned, and
+    shrink when it is dropped. With `sums_early`, block sums for the norm are computed while a
+    gradient is still in memory on its way to the drives.
     """
 
     def __init__(
@@ -76,18 +77,18 @@ class GradientKeeper:
         self._names = tuple(names)
         self._numels = tuple(numels)
         self._lanes = lanes
-        self.room = staying.nbytes  # for what stays on the device, as planned
+        self.room = staying.nbytes  # the bytes planned for gradients that stay on the device
         self._staying = staying
         self._sum_memory = _SumMemory(lanes.host, sums)
         self._offload = offload
         self._sums_early = sums_early
         self._slots: tuple[_Slots, ...] = ()
-        self._refused_name: str | None = None  # whose gradient was refused
+        self._refused_name: str | None = None  # the parameter whose gradient was refused
         self.keep_in(pieces)
 
     def keep_in(self, pieces: Sequence[Sequence[GradientPiece]]) -> None:
-        """Keep the gradients to come in these pieces of each parameter, while there are none."""
-        assert not self.any, "gradients that came are where they were kept"
+        """Keep gradients in these pieces from now on. There must be none at present."""
+        assert not self.any, "the pieces change only while there are no gradients"
         self._slots = tuple(
             _Slots(
                 name,
@@ -103,10 +104,10 @@ class GradientKeeper:
         )
 
     def make_room(self, nbytes: int) -> None:
-        """Have room for so many bytes of gradients that stay on the device, while there are none.
+        """Reserve `nbytes` for gradients that stay on the device.
 
         Raises:
-            CapacityError: the budget has not so much left; nothing has changed.
+            CapacityError: the budget has too little left. Nothing has changed.
         """
         more = nbytes - self._staying.nbytes
         if more > 0:
@@ -121,11 +122,13 @@ class GradientKeeper:
         return any(slots.count for slots in self._slots)
 
     def has(self, parameter: int) -> bool:
-        """Whether one of that parameter has come."""
+        """Tell whether a gradient of this parameter has come."""
         return self._slots[parameter].count > 0
 
     def accumulate(self, parameter: int, gradient: torch.Tensor) -> None:
-        """Take a gradient, which belongs to the keeper from here on."""
+        """Add a gradient of a parameter to those that came before. The keeper owns its memory from
+        here on.
+        """
         try:
             self._slots[parameter].accumulate(gradient.detach().reshape(-1))
         except Exception:
@@ -141,11 +144,10 @@ class GradientKeeper:
             raise
 
     def check_room_for_more(self, planned: int) -> None:
-        """Refuse the gradients of more micro-batches than `planned` where the host has no room to
-        add them up.
+        """Refuse another backward where the host has no room to sum more than `planned` gradients.
 
         Raises:
-            CapacityError: that is so. Nothing has changed.
+            CapacityError: it has not. Nothing has changed.
         """
         try:
             self._sum_memory.check_room(sum(slots.missing_sum_bytes for slots in self._slots))
@@ -160,68 +162,68 @@ class GradientKeeper:
             ) from None
 
     def note_refused(self, parameter: int) -> None:
-        """Let no step be made of what has come, as a gradient of this parameter cannot be used,
-        until it is cleared.
+        """Refuse every step until `clear`: a gradient of this parameter was refused in a
+        backward.
         """
         self._refused_name = self._names[parameter]
 
     def values(self, parameter: int, piece: int) -> Values | None:
-        """Return a piece of a gradient where its update runs, None where none has come or it is
-        `read`.
+        """Return a piece of a gradient in the memory where its update runs. Return None where no
+        gradient has come, or where it is on the drives: use `read` there.
         """
         slots = self._slots[parameter]
         return slots.values(piece) if slots.count else None
 
     def release(self, parameter: int, piece: int) -> None:
-        """Note that nobody needs a piece any more, though it has come: a gradient on the device
-        goes with its last one.
+        """Note that an update has used a piece. A gradient on the device is freed with its last
+        piece.
 
-        Any thread may call.
+        Any thread may call this.
         """
         self._slots[parameter].release(piece)
 
     def read(
         self, parameter: int, piece: int, into: Sequence[memoryview], *, start: int = 0
     ) -> list[Hop]:
-        """Begin to read a piece that is kept on the drives: of each micro-batch from `start` on
-        that has memory.
+        """Begin to read a piece from the drives: the gradients of the micro-batches from `start`
+        on, one into each memory of `into`.
         """
         return self._slots[parameter].read(piece, into, start)
 
     def formats(self, parameter: int, piece: int) -> tuple[FloatFormat, ...]:
-        """Return the format of each that `read` reads."""
+        """Return the format of each gradient that `read` reads."""
         return self._slots[parameter].formats(piece)
 
     def finish_transfers(self) -> None:
-        """Finish what is under way: all that came is added up and where it is needed.
+        """Wait for all copies, additions and writes of gradients.
 
         Raises:
-            RuntimeError: one was refused: no step can be made of what there is, and this is raised
-                until it is cleared.
-            TransferError: some could not be written to the drives, and is lost: likewise.
+            RuntimeError: a gradient was refused. Raised until `clear`.
+            TransferError: a write to the drives failed and its gradient is lost. Raised until
+                `clear`.
         """
         if self._refused_name is not None:
             raise RuntimeError(
-                f"a gradient of {self._refused_name} was refused, as the error in its backward "
-                "said, so no step can be made of what there is: call zero_grad() and do the step's "
-                "backward again"
+                f"A gradient of {self._refused_name} was refused in a backward, as its error said, "
+                "so the gradients are incomplete. Call zero_grad(), and repeat the backwards of "
+                "this step"
             )
         for slots in self._slots:
             slots.finish_transfers()
         self._offload.finish_writes()
 
     def start_writing(self) -> None:
-        """Begin to write what is to go to the drives, so that the memory that it passes can be
-        waited for.
+        """Begin all writes to the drives, so that other code can wait for the memory of their
+        buffers.
         """
         self._offload.start()
 
     def norm(self) -> GradientNorm:
-        """Return the norm of all that came, which is settled, as it lies in memory."""
+        """Return the norm of all gradients, after `finish_transfers`."""
         return self.sums().total()
 
     def sums(self) -> GradientSums:
-        """Return what that norm is made of."""
+        """Return the block sums that make up the norm."""
         sums = GradientSums(self._numels)
         coming = [
             pending
@@ -236,8 +238,8 @@ class GradientKeeper:
         return sums
 
     def sum_of(self, parameter: int) -> torch.Tensor | None:
-        """Return a flat fp32 copy of all that came of a gradient, which is settled; None where none
-        did, or it is used.
+        """Return a flat fp32 copy of a parameter's gradient, after `finish_transfers`. Return None
+        where no gradient has come, or an update has used it.
 
         Raises:
             CapacityError: there is no room to read it from the drives.
@@ -247,15 +249,15 @@ class GradientKeeper:
         return whole if slots.count and slots.copy_into(whole) else None
 
     def intercept_with(self, interceptor: Interceptor) -> None:
-        """Let somebody take pieces that would go to the drives; what it takes counts as if it were
-        there.
+        """Offer each piece that would go to the drives to `interceptor` first. A piece that it
+        keeps counts as if it were on the drives.
         """
         for parameter, slots in enumerate(self._slots):
             slots.intercept_with(parameter, interceptor)
 
     def write_back(self, parameter: int, piece: int, memory: memoryview) -> None:
-        """Write the newest gradient of a piece, which was taken and is in this memory, to the
-        drives after all.
+        """Write the newest gradient of a piece, which the interceptor had kept in this memory, to
+        the drives.
         """
         self._slots[parameter].write_back(piece, memory)
 
@@ -270,8 +272,8 @@ class GradientKeeper:
 
 
 class _Slots:
-    """Where the gradient of one parameter is: on the device, on the host or the drives, or pieces
-    of it on each.
+    """The gradient of one parameter, whole or in pieces, on the device, on the host or on the
+    drives.
     """
 
     def __init__(
@@ -319,9 +321,7 @@ class _Slots:
 
     @property
     def missing_sum_bytes(self) -> int:
-        """The bytes of the sums on the host that one more gradient of this parameter makes
-        necessary.
-        """
+        """The bytes of host sums that one more gradient of this parameter would need."""
         return sum(slot.missing_sum_bytes for slot in self._on_host.values()) if self.count else 0
 
     def values(self, number: int) -> Values | None:
@@ -357,7 +357,7 @@ class _Slots:
             slot.finish_transfers()
 
     def put_sums(self, parameter: int, sums: GradientSums) -> list[_Coming]:
-        """Put the block sums of every piece; return those on the device, which are to be put."""
+        """Store the block sums of every piece. Return those that the device is still computing."""
         if not self.count:
             return []
         coming = []
@@ -370,7 +370,7 @@ class _Slots:
         return coming
 
     def copy_into(self, whole: torch.Tensor) -> bool:
-        """Copy every piece that is there; tell whether that was all of it."""
+        """Copy every piece that exists. Tell whether that was the whole gradient."""
         found = True
         for number, piece in enumerate(self._pieces):
             into = whole[piece.first_element :][: piece.numel]
@@ -391,7 +391,7 @@ class _Slots:
 
 
 class _DeviceSlot:
-    """A gradient, or a piece of it, where modules compute, until the pieces of these numbers are
+    """A gradient on the device, or one piece of it, until the pieces with these numbers are
     used.
     """
 
@@ -409,22 +409,24 @@ class _DeviceSlot:
         self._pieces = pieces
         self._lanes = lanes
         self._staying = staying
-        self._lock = threading.Lock()  # of what is used, and of the tensor then
+        # Updates on the device end in a thread of the device: it may release the last piece while
+        # the main thread clears.
+        self._lock = threading.Lock()
         self._left = set(pieces)
         self._tensor: torch.Tensor | None = None
         self._is_sum = False
 
     def accumulate(self, gradient: torch.Tensor) -> None:
-        mine = (
+        piece = (
             gradient if self._is_whole else gradient[self._part.first_element :][: self._part.numel]
         )
         if self._tensor is None:
-            nbytes = mine.nbytes
-            self._hold(nbytes, first=mine.dtype)  # [Note: who counts gradients that stay]
+            nbytes = piece.nbytes
+            self._hold(nbytes, first=piece.dtype)  # [Note: who counts gradients that stay]
             try:
-                whole = self._is_whole and mine.untyped_storage().nbytes() == nbytes
-                # the rest of the memory that it is in goes
-                self._tensor = mine if whole else mine.clone()
+                whole = self._is_whole and piece.untyped_storage().nbytes() == nbytes
+                # A part of a larger storage is copied, so that the rest of the storage is freed.
+                self._tensor = piece if whole else piece.clone()
             except BaseException:
                 self._staying.release(nbytes)
                 raise
@@ -442,15 +444,17 @@ class _DeviceSlot:
             except BaseException:
                 self._staying.release(nbytes)
                 raise
+            # The kernel may still be reading `first`: the allocator reuses it in stream order.
             self._tensor, self._is_sum = total, True
             self._staying.release(first.nbytes)
-        add = partial(_add, kernels.add_to_sum, mine, self._tensor)
+        add = partial(_add, kernels.add_to_sum, piece, self._tensor)
         self._lanes.on_device(add, numel, name=_ADDING)
 
     def _hold(self, nbytes: int, *, first: torch.dtype | None = None) -> None:
-        """Count bytes that stay; what is more than planned takes what the budget has left.
+        """Count bytes that stay on the device; grow the reservation where they are more than
+        planned.
 
-        `first` is what a gradient is of that is no sum.
+        `first` is the dtype of a first gradient, None for a sum: each has an error of its own.
         """
         try:
             self._staying.hold(nbytes)
@@ -465,7 +469,7 @@ class _DeviceSlot:
         self._staying.hold(nbytes)
 
     def release(self, piece: int) -> None:
-        """Let the gradient go, if that was the last piece that was not used."""
+        """Free the gradient if this was its last piece."""
         with self._lock:
             self._left.discard(piece)
             if not self._left:
@@ -473,6 +477,7 @@ class _DeviceSlot:
 
     def _let_go(self) -> None:
         if self._tensor is not None:
+            # Soon: kernels that were given this memory may not have run yet.
             self._staying.release_soon(self._tensor.nbytes)
             self._tensor = None
 
@@ -493,7 +498,8 @@ class _DeviceSlot:
     def copy_into(self, piece: GradientPiece, into: torch.Tensor) -> bool:
         if self._tensor is None:
             return False
-        self._lanes.accelerator.record(self._lanes.compute).wait()  # where it may still be added to
+        # The compute stream may still be adding to it.
+        self._lanes.accelerator.record(self._lanes.compute).wait()
         into.copy_(self._tensor[piece.first_element - self._part.first_element :][: piece.numel])
         return True
 
@@ -505,7 +511,7 @@ class _DeviceSlot:
 
 
 class _HostSlot:
-    """A piece of a gradient in pinned memory, or on its way there."""
+    """A piece of a gradient in pinned host memory, or on its way there."""
 
     def __init__(self, piece: GradientPiece, lanes: Lanes, sum_memory: _SumMemory) -> None:
         self._piece = piece
@@ -516,6 +522,7 @@ class _HostSlot:
         self._block_sums: _Sums | None = None
 
     def accumulate(self, gradient: torch.Tensor) -> None:
+        # Folded only now: the copy of the one before has had a whole backward to arrive.
         if self._newest is not None:
             self._fold()
         format_ = Values.of(gradient).format
@@ -528,7 +535,7 @@ class _HostSlot:
         return _SumMemory.nbytes(self._piece.numel) if self._sum is None else 0
 
     def _fold(self) -> None:
-        """Add the newest gradient to the sum, which begins with the first."""
+        """Add the newest gradient to the sum, which begins with the first one."""
         assert self._newest is not None, "there is one"
         lease = self._newest[0]
         self._wait()
@@ -583,10 +590,10 @@ class _HostSlot:
 
 
 class _DriveSlot:
-    """A piece of a gradient on the drives: one for each micro-batch, in order.
+    """A piece of a gradient on the drives, where each micro-batch has one, in order.
 
-    Where more come than have a place there, they are added up in host memory from then on, as far
-    as there is some.
+    If more come than have a place there, all are summed in host memory from then on, as far as
+    there is room.
     """
 
     def __init__(
@@ -613,7 +620,7 @@ class _DriveSlot:
 
     def accumulate(self, gradient: torch.Tensor) -> None:
         piece = gradient[self._piece.first_element :][: self._piece.numel].view(torch.uint8)
-        # which have a place
+        # Once they are summed in memory, a further one has no place on the drives.
         count = len(self.formats) if self._sum is None else self._offload.micro_batches
         format_ = Values.of(gradient).format
         if self._interceptor is not None and self._interceptor(piece, format_, count):
@@ -638,20 +645,18 @@ class _DriveSlot:
         return _SumMemory.nbytes(self._piece.numel) if is_full else 0
 
     def intercept_with(self, interceptor: Callable[[torch.Tensor, FloatFormat, int], bool]) -> None:
-        """Let somebody else take what comes: (bytes, format, how many came before it)."""
+        """Offer each gradient to `interceptor` first: (bytes, format, how many came before it)."""
         self._interceptor = interceptor
 
     def _make_place(self, count: int, nbytes: int) -> None:
-        """Have a place of so many bytes for the gradient of a micro-batch, those before which have
-        theirs.
-        """
+        """Allocate the place for a micro-batch's gradient, unless there is one of this size."""
         if count < len(self._places) and self._places[count].nbytes != nbytes:
             self._offload.release(self._places.pop(count))
         if count == len(self._places):
             self._places.append(self._offload.allocate(nbytes))
 
     def write_back(self, memory: memoryview) -> None:
-        """Write the newest, which is in this memory, after all."""
+        """Write the newest gradient, which the interceptor had kept in this memory."""
         count = len(self.formats) - 1
         nbytes = self.formats[count].nbytes * self._piece.numel
         self._make_place(count, nbytes)
@@ -664,11 +669,11 @@ class _DriveSlot:
         ]
 
     def values(self) -> Values | None:
-        """Return the sum, where there is one in memory."""
+        """Return the sum where it is in memory."""
         return None if self._sum is None else self._sum_in(self._sum)
 
     def finish_transfers(self) -> None:
-        """Nothing of its own: what was sent is settled as a whole."""
+        """Do nothing: `GradientOffload.finish_writes` waits for all writes at once."""
 
     def sums(self) -> _Sums:
         if self._block_sums is None:
@@ -676,7 +681,7 @@ class _DriveSlot:
         return self._block_sums
 
     def copy_into(self, into: Values) -> bool:
-        if self._interceptor is not None:  # who may have used it up
+        if self._interceptor is not None:  # an early update may have used it already
             return False
         if self._sum is not None:
             self._lanes.kernels.begin_sum(self._sum_in(self._sum), into)
@@ -685,7 +690,7 @@ class _DriveSlot:
         return True
 
     def _add(self, piece: torch.Tensor, format_: FloatFormat) -> None:
-        """Add one for which there is no place to the sum of all in memory."""
+        """Add a gradient that has no place on the drives to the sum in memory."""
         if self._sum is None:
             self._offload.finish_writes()
             total = self._sum_memory.lease(self._piece.numel)
@@ -706,8 +711,8 @@ class _DriveSlot:
         return Values(lease.flat().data_ptr(), self._piece.numel, FloatFormat.FP32, lease)
 
     def _read_back(self, total: Values | None) -> _Sums:
-        """Return the block sums of what is added up, which is read for that; keep the sum in
-        `total`, where given.
+        """Read the gradients back and sum them; return the block sums. Keep the sum in `total`
+        where that is given.
         """
         numel, kernels = self._piece.numel, self._lanes.kernels
         several = len(self.formats) > 1 or total is not None
@@ -735,12 +740,11 @@ class _DriveSlot:
 
 
 class _SumMemory:
-    """Memory for sums of gradients: what the host's pool has for them, else what the budget has
-    left.
+    """Memory for sums of gradients: first the host's pool, then what the budget has left.
 
-    A plan has room for the sums of `accumulation_steps` gradients. A parameter may get more of
-    them: of several losses, of a graph that is differentiated again, of a block that is
-    checkpointed in several places.
+    A plan has room for the sums of `accumulation_steps` gradients. A parameter may get more: from
+    several losses, from a graph that is differentiated twice, or from a block that is checkpointed
+    in several places.
     """
 
     def __init__(self, pool: PinnedPool, unplanned: Reservation) -> None:
@@ -749,14 +753,14 @@ class _SumMemory:
 
     @staticmethod
     def nbytes(numel: int) -> int:
-        """Return the bytes that the sum of so many elements takes, which come in pages."""
+        """Return the bytes of a sum of `numel` elements, in whole pages."""
         return align_up(FloatFormat.FP32.nbytes * numel, PAGE)
 
     def check_room(self, nbytes: int) -> None:
-        """Refuse what does not fit; take nothing.
+        """Refuse `nbytes` where they do not fit; allocate nothing.
 
         Raises:
-            CapacityError: pool and budget do not have that much left.
+            CapacityError: pool and budget together have less.
         """
         missing = nbytes - self._pool.stats().free
         if missing > 0:
@@ -777,7 +781,7 @@ class _SumMemory:
 
 
 class _Unplanned:
-    """Ordinary host memory beside the pool, which counts in a reservation until it is closed."""
+    """Ordinary host memory beside the pool, counted in a reservation until it is closed."""
 
     def __init__(self, reservation: Reservation, nbytes: int) -> None:
         try:
@@ -802,7 +806,7 @@ class _Unplanned:
 
 
 def added_up(kernels: HostKernels, gradients: Sequence[Values], into: Values) -> _Sums:
-    """Add gradients up in fp32, in their order, and return the block sums of that."""
+    """Sum gradients in fp32, in their order; return the block sums of the result."""
     sums = kernels.begin_sum(gradients[0], into)
     for gradient in gradients[1:]:
         sums = kernels.add_to_sum(gradient, into)
@@ -810,7 +814,7 @@ def added_up(kernels: HostKernels, gradients: Sequence[Values], into: Values) ->
 
 
 def _download(lanes: Lanes, piece: torch.Tensor, lease: Lease) -> Event | None:
-    """Bring bytes from where modules compute into host memory; None where they are there on
+    """Begin to copy bytes from the device to host memory. Return None where they are there on
     return.
     """
     if lanes.accelerator.unified:
@@ -820,11 +824,12 @@ def _download(lanes: Lanes, piece: torch.Tensor, lease: Lease) -> Event | None:
     if lanes.accelerator.torch_device.type != "cpu":
         event = _copy_down(lanes, piece, lease, made)
         assert lanes.download is not None, "copies are between two memories"
-        # autograd lets go of it, and its stream knows of no copy
+        # Autograd frees the gradient now, and its stream does not know that the download stream
+        # still reads it.
         lanes.accelerator.outlives(piece, lanes.download)
         return event
-    # Emulated: what autograd made is in no device memory yet.
-    with lanes.meter.waits(Wait.GRADIENTS):  # until there is room
+    # The emulated device keeps its memory apart, and autograd ran on the host: copy it there first.
+    with lanes.meter.waits(Wait.GRADIENTS):  # for device memory
         source = lanes.device.lease(piece.numel(), holder="gradients on their way")
     with source:
         source.flat().copy_(piece)
@@ -834,7 +839,7 @@ def _download(lanes: Lanes, piece: torch.Tensor, lease: Lease) -> Event | None:
 
 
 def _copy_down(lanes: Lanes, piece: torch.Tensor, lease: Lease, made: Event) -> Event:
-    """Copy bytes to where a lease begins."""
+    """Begin to copy bytes into the front of a lease, which stays open until the copy has ended."""
     target = lease.flat()[: piece.numel()]
     event = lanes.copy(Lane.D2H, Cargo.GRADIENTS, target, piece, after=[made], name="gradient")
     lease.until(event)
@@ -842,26 +847,24 @@ def _copy_down(lanes: Lanes, piece: torch.Tensor, lease: Lease, made: Event) -> 
 
 
 def _too_many(error: CapacityError) -> CapacityError:
-    """Return what is said where there is no room for the sum of several gradients."""
+    """Return the error for a sum of several gradients that does not fit."""
     return _refused(
         error,
-        "give a parameter no more gradients in a step than accumulation_steps says, as with "
-        "engine.backward(first + second) for the losses of one batch; a parameter in several "
-        "segments of reentrant checkpointing has one from each. Or let all fit in memory. Then "
-        "zero_grad() and go on",
+        "give no parameter more gradients in a step than accumulation_steps. For several losses of "
+        "one batch, call engine.backward(first + second). A parameter in several segments of "
+        "reentrant checkpointing gets one gradient from each segment: use use_reentrant=False, or "
+        "a budget in which the sums fit in memory. Then call zero_grad() and go on",
     )
 
 
 def _unplanned(error: CapacityError, dtype: torch.dtype) -> CapacityError:
-    """Return what is said where there is no room for the first gradient of a parameter, of this
-    type.
-    """
+    """Return the error for a first gradient of a dtype that the plan has no room for."""
     return _refused(
         error,
-        f"this first gradient of a parameter is of {dtype}, and the plan has room for one of each "
-        "in the type that initialize gave its model: cast no parameters after it, as "
-        "model.to(dtype) does, but set its precision; and give no other parameter more gradients "
-        "in a step than accumulation_steps says. Then zero_grad() and go on",
+        f"this gradient is the parameter's first and of {dtype}, and the plan has room for the "
+        "dtype that the parameter had in initialize. Do not cast parameters after that, as "
+        "model.to(dtype) does: set `precision` instead. Give no other parameter more gradients in "
+        "a step than accumulation_steps. Then call zero_grad() and go on",
     )
 
 

@@ -1,8 +1,7 @@
-"""`GradientOffload`: gradients on their way to the drives, through host buffers that are free again
-when they are written.
+"""`GradientOffload`: writes gradients to the drives, through host buffers that it reuses.
 
-Whoever sends one when no buffer is free waits for the oldest. What could not be written is told
-when all is settled.
+A buffer is free again when its write has ended; a caller that needs one waits for the oldest write.
+A write that fails raises only when all writes are finished, so that the backward goes on.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["GradientOffload", "NoOffload"]
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A gradient that is in its buffer once `made` has passed."""
+    """A gradient in a buffer, or on its way there: complete once `made` has passed."""
 
     lease: Lease
     made: Event | None
@@ -36,7 +35,9 @@ class _Sent:
 
 
 class GradientOffload:
-    """The way of gradients to `swap`, where there is a place for those of so many micro-batches."""
+    """The gradients of one engine that go to `swap`, which has a place for `micro_batches` of
+    each.
+    """
 
     def __init__(self, swap: SwapFile, lanes: Lanes, micro_batches: int) -> None:
         self.micro_batches = micro_batches
@@ -44,20 +45,21 @@ class GradientOffload:
         self._lanes = lanes
         self._slots = max(micro_batches, GRADIENT_SLOTS)
         self._turn = 0
-        self._waiting: deque[_Sent] = deque()  # their bytes may not be in their buffers yet
+        # The device may still be copying these into their buffers: no write may begin before.
+        self._waiting: deque[_Sent] = deque()
         self._writing: list[IOEvent] = []
         self._failed: TransferError | None = None
 
     def allocate(self, nbytes: int) -> Place:
-        """Return room for a gradient, to be released."""
+        """Allocate a place on the drives for a gradient. The caller releases it."""
         return self._swap.allocate(nbytes, holder="gradients")
 
     def release(self, place: Place) -> None:
-        """Give room back. Nobody writes there any more."""
+        """Release a place. No write to it may be in flight."""
         self._swap.release(place)
 
     def lease(self) -> Lease:
-        """Return a buffer for any gradient, waiting for one where need be."""
+        """Return a buffer for one gradient; where none is free, wait for the oldest write."""
         slot, self._turn = gradient_slot(self._turn % self._slots), self._turn + 1
         self._start_ready()
         while True:
@@ -65,24 +67,26 @@ class GradientOffload:
                 with self._lanes.meter.waits(Wait.GRADIENTS):
                     return self._lanes.host.lease_planned(slot, holder="gradients on their way")
             except CapacityError:
+                # Every buffer may hold a gradient whose write has not even begun: begin the oldest.
                 if not self._waiting:
                     raise
                 self._start()
 
     def lease_sum(self) -> Lease:
-        """Return the buffer in which those of several micro-batches are added up in fp32."""
+        """Return the buffer in which the gradients of several micro-batches are summed in fp32."""
         return self._lanes.host.lease_planned(SUM)
 
     def send(self, lease: Lease, made: Event | None, place: Place, *, what: str) -> None:
-        """Write a gradient, which is in the buffer when `made` has passed; the buffer is this way's
-        from here on.
+        """Write a gradient that is in the buffer once `made` has passed. The buffer is closed after
+        that.
         """
         self._waiting.append(_Sent(lease, made, place, what))
         self._start_ready()
 
     def write_now(self, memory: memoryview, place: Place, *, what: str) -> None:
-        """Write a gradient from memory that is the caller's; what fails is told when all is
-        settled.
+        """Write a gradient from the caller's memory, and wait for that.
+
+        A failure is raised by `finish_writes`.
         """
         with self._lanes.meter.waits(Wait.GRADIENTS):
             self._forget_written([IOEvent([self._swap.write(place, memory, what=what)])])
@@ -91,22 +95,20 @@ class GradientOffload:
         )
 
     def read(self, place: Place, into: memoryview, *, what: str) -> Hop:
-        """Begin to read a gradient that was sent; all that was is settled."""
+        """Begin to read a gradient, after `finish_writes`."""
         return self._swap.read(place, into, what=what)
 
     def start(self) -> None:
-        """Begin to write all that was sent: whoever needs the memory of the buffers can wait for
-        them then.
-        """
+        """Begin all writes, so that every buffer gets free without another call."""
         while self._waiting:
             self._start()
 
     def finish_writes(self) -> None:
-        """Wait until all that was sent is written.
+        """Wait for all writes.
 
         Raises:
-            TransferError: some could not be; names the first. All others are. Is raised until they
-                are dropped.
+            TransferError: a write failed; it is the first one's error. All other gradients are on
+                the drives. The error is raised again until `drop`.
         """
         self.start()
         with self._lanes.meter.waits(Wait.GRADIENTS):
@@ -116,7 +118,7 @@ class GradientOffload:
             raise again(self._failed)
 
     def drop(self) -> None:
-        """Wait likewise: nobody wants what was sent, and what of it is lost."""
+        """Wait for all writes and forget their failures: no one needs these gradients any more."""
         with suppress(TransferError):
             self.finish_writes()
         self._failed = None
@@ -126,13 +128,14 @@ class GradientOffload:
             self._start()
 
     def _start(self) -> None:
-        """Begin to write what was sent first, when it is there."""
+        """Begin the oldest write, after the copy into its buffer."""
         sent = self._waiting.popleft()
         if sent.made is not None:
             with self._lanes.meter.waits(Wait.GRADIENTS):
                 sent.made.wait()
         memory = sent.lease.memory()[: sent.place.nbytes]
         event = IOEvent([self._swap.write(sent.place, memory, what=sent.what)])
+        # Closed now, but the buffer returns to the pool only when the write has ended.
         sent.lease.until(event)
         sent.lease.close()
         written = [event for event in self._writing if event.done()]
@@ -143,7 +146,7 @@ class GradientOffload:
         )
 
     def _forget_written(self, events: Sequence[IOEvent]) -> None:
-        """Wait for these, and keep what stopped the first that failed, but nothing that holds
+        """Wait for writes, and keep the first error without its traceback, which would hold
         buffers.
         """
         for event in events:

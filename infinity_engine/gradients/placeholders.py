@@ -1,10 +1,8 @@
-"""`PlaceholderGradient`: what a parameter shows as its gradient when the engine has taken that.
+"""`PlaceholderGradient`: what a parameter shows as its `grad` after the engine took the real one.
 
-Who computes with it is told.
-
-torch.nn.utils.clip_grad_norm_ and whatever else works on gradients leaves out parameters that show
-none: it would do nothing, and say nothing. Shown by one parameter of each group from its gradient
-on until the engine is called again.
+Computing with it raises an error that names the engine's method instead. Without it, `grad` would
+be None, and torch.nn.utils.clip_grad_norm_ and similar code would silently do nothing. One
+parameter of each group shows one, from its gradient on until the engine is called again.
 """
 
 from __future__ import annotations
@@ -38,20 +36,21 @@ class PlaceholderGradient(torch.Tensor):
             RuntimeError: always.
         """
         raise RuntimeError(
-            "this gradient is not here: the engine has taken it, as all others, when it was made. "
-            "To clip gradients, or to know their norm, call engine.clip_grad_norm_(max_norm) or "
-            "set max_grad_norm; to see one, call engine.state_of(parameter) before the step; to "
-            f"drop them, call engine.zero_grad(). What was asked for is {func}"
+            "This parameter's gradient is a placeholder: the engine moved the real one into its "
+            f"own memory when autograd made it. {func} cannot be computed with it. To clip "
+            "gradients or to know their norm, call engine.clip_grad_norm_(max_norm) or set "
+            "max_grad_norm. To see one, call engine.state_of(parameter) before the step. To drop "
+            "all, call engine.zero_grad()"
         )
 
-    # torch's takes contents, of which there are none
+    # torch's own prints the values, and there are none.
     def __repr__(self) -> str:  # type: ignore[override]
         """Say what it is."""
         return f"PlaceholderGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 class GradientPlaceholders:
-    """Those that parameters show, one of each group."""
+    """The placeholders of one model, at most one for each parameter group."""
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
@@ -59,7 +58,7 @@ class GradientPlaceholders:
         self._shown: dict[int, tuple[torch.nn.Parameter, PlaceholderGradient]] = {}  # by groups
 
     def show(self, of: TrainedParameter) -> None:
-        """Let this parameter show that its gradient was taken, if none of its group does."""
+        """Show a placeholder at this parameter, unless another parameter of its group shows one."""
         if of.group in self._shown:
             return
         taken = PlaceholderGradient(of.parameter)
@@ -70,19 +69,26 @@ class GradientPlaceholders:
             self._hooks.before_accumulating(of.parameter, partial(self._make_way, of))
 
     def _make_way(self, of: TrainedParameter) -> None:
-        """Let no gradient be added to what is none."""
+        """Remove the placeholder before autograd adds a gradient to it.
+
+        Raises:
+            RuntimeError: the caller had set `grad` to None. The engine still has the gradients.
+        """
         if (
             of.group in self._shown
             and self._shown[of.group][0] is of.parameter
             and self._hide(of.group)
         ):
-            raise RuntimeError(f"{set_to_none_message()}. Call it now, and do this backward again")
+            raise RuntimeError(f"{set_to_none_message()}. Call it now, and repeat this backward")
 
     def hide(self) -> bool:
-        """Let nothing be shown; tell whether somebody has dropped what was."""
+        """Remove all placeholders. Tell whether the caller has replaced one, as `zero_grad` of an
+        optimizer or model does.
+        """
         if not self._watched:
             return False
         dropped = [self._hide(group) for group in list(self._shown)]
+        # Hooks first: from here on autograd accumulates into the parameter as usual.
         self._hooks.remove()
         self._watched.clear()
         return any(dropped)
@@ -96,9 +102,9 @@ class GradientPlaceholders:
 
 
 def set_to_none_message() -> str:
-    """Return what is said where gradients were dropped past the engine, which still has them."""
+    """Return the message for gradients that the caller dropped past the engine."""
     return (
-        "a gradient was set to None between backward and step, as optimizer.zero_grad() and "
-        "model.zero_grad() do, and the engine, which has taken all gradients, still has them: what "
-        "drops them is engine.zero_grad()"
+        "A gradient was set to None between backward and step, as optimizer.zero_grad() and "
+        "model.zero_grad() do. The engine still has all gradients, as it moved them into its own "
+        "memory. To drop them, call engine.zero_grad()"
     )

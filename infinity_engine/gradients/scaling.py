@@ -1,9 +1,8 @@
-"""`LossScale`: what the loss is multiplied by, so that fp16 gradients do not vanish.
+"""`LossScale`: what the loss is multiplied by, so that fp16 gradients do not underflow to 0.
 
-Grows while all goes well.
-
-A skipped step halves it; 2,000 good steps in a row double it, as torch.amp.GradScaler does. Powers
-of two only, so that scaling and unscaling round nothing.
+A step whose gradients overflow is skipped and halves the scale; 2,000 good steps in a row double
+it, as in torch.amp.GradScaler. It is always a power of two: scaling and unscaling then round
+nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _LEAST = 1.0
 
 
 class LossScale:
-    """The scale of one engine: always 1 unless it is `dynamic`, as fp16 gradients need it."""
+    """The scale of one engine: 1, or `dynamic` where some parameters compute in fp16."""
 
     def __init__(self, *, dynamic: bool) -> None:
         self.value = _FIRST if dynamic else 1.0
@@ -30,7 +29,7 @@ class LossScale:
         return {"value": self.value, "good_steps": self._good}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Go on from there, where gradients need a scale."""
+        """Restore what `state_dict` returned, if this model needs a scale."""
         if self.dynamic:
             self.value, self._good = float(state["value"]), int(state["good_steps"])
 
@@ -50,8 +49,8 @@ class LossScale:
         self._good = 0
         if self.value <= _LEAST:
             raise FloatingPointError(
-                "The gradients are not finite at a loss scale of 1. The range of fp16 is not the "
-                "reason, and no parameter was updated. Look for NaN or infinity in inputs, loss "
-                "and parameters, and call zero_grad() before the next backward"
+                "The gradients are not finite, and the loss scale is 1 already, so the range of "
+                "fp16 is not the reason. No parameter was updated. Look for NaN or infinity in "
+                "inputs, loss and parameters, and call zero_grad() before the next backward"
             )
         self.value /= 2

@@ -1,9 +1,9 @@
-"""`EarlyUpdates`: subgroups that are updated in a backward, as soon as their gradients are there
-(decision 0015).
+"""`EarlyUpdates`: updates subgroups on the drives in the backward, as soon as their gradients are
+there (decision 0015).
 
-Fills host buffers with what is expected next, takes gradients into them, updates what is complete
-and writes it to new places. Waits for nothing in a backward: what it does not get to is left to the
-step. What it has made counts only when the step makes it count.
+Loads the subgroups that are expected next into host buffers, keeps their gradients in those
+buffers, updates what is complete and writes it to new places. It never waits in a backward: what it
+does not get to is left to the step. What it has made counts only when the step adopts it.
 """
 
 from __future__ import annotations
@@ -26,70 +26,72 @@ from infinity_engine.update.swapping import SwappedStates
 __all__ = ["EarlyUpdates", "NoEarlyUpdates"]
 
 _FORMAT = FloatFormat.BF16
-"""Of gradients: fp32 parameters, which are masters, are not updated early, nor fp16 ones, whose
-scale may fall.
+"""The dtype of gradients that are accepted. fp32 parameters are their own masters and would change
+in the backward; fp16 gradients depend on a loss scale that may still be halved.
 """
 _Piece = tuple[int, int]  # a parameter, and which piece of it
 
 
 @dataclass(slots=True)
 class _Early:
-    """A subgroup that is in a buffer."""
+    """A subgroup in a buffer for early updates."""
 
     count: int  # of its segments
     loading: IOEvent | None = None
     loaded: bool = False
-    updating: bool = False  # or updated: an update that was interrupted has left nobody knows what
-    # those whose gradient is there: of which micro-batch
+    # Set before the update: one that was interrupted leaves a mixture of old and new values.
+    updating: bool = False
+    # The micro-batch of each segment whose gradient is there.
     arrived: dict[int, int] = field(default_factory=dict)
     steps: list[int] | None = None  # of each segment, once it is updated
     storing: IOEvent | None = None
 
     @property
     def complete(self) -> bool:
-        """Whether it is here with all its gradients, and no update of it was begun."""
+        """Whether it is loaded with all its gradients, and no update of it has begun."""
         return self.loaded and not self.updating and len(self.arrived) == self.count
 
     def load(self, reading: IOEvent) -> None:
-        """Note what reads it."""
+        """Note the read that fills the buffer."""
         self.loading = reading
 
     def note_arrival(self) -> None:
-        """Note that what was loaded is here."""
+        """Note that the read has ended."""
         self.loaded = True
 
     def begin_update(self) -> None:
-        """Note that it is not what was loaded any more."""
+        """Note that the buffer no longer has what was loaded."""
         self.updating = True
 
     def note_update(self, steps: list[int]) -> None:
-        """Note that it is new here, with these step counts."""
+        """Note that it is updated, with these step counts."""
         self.steps = steps
 
     def store(self, writing: IOEvent) -> None:
-        """Note what writes it."""
+        """Note the write to its new place."""
         self.storing = writing
 
 
 @dataclass(slots=True)
 class _Window:
-    """One backward, and what was made in it."""
+    """One backward, and the updates made in it."""
 
     inputs: StepInputs
-    left: deque[int]  # subgroups that have not had their turn
+    left: deque[int]  # subgroups that were not loaded yet
     here: dict[int, int] = field(default_factory=dict)  # the buffer of each subgroup that is in one
-    missed: set[int] = field(default_factory=set)  # some of whose gradients have gone to the drives
-    # written; the step counts that they will have
+    missed: set[int] = field(
+        default_factory=set
+    )  # left to the step: some gradient is on the drives
+    # Those that are written, with the step counts that they get when they are adopted.
     made: dict[int, list[int]] = field(default_factory=dict)
 
 
 class EarlyUpdates:
-    """What may be updated early, `order` says in which order it is expected; `buffers` are how many
-    there are for it.
+    """The early updates of one engine. `order` lists the subgroups in the order of their gradients;
+    there are `buffers` host buffers for them.
 
-    `segments` has the subgroup and the number of the segment of each piece of a gradient.
-    `write_back` writes a gradient to the drives that was taken into a buffer: (parameter, piece,
-    its bytes).
+    `segments` gives the subgroup and the segment number of each piece of a gradient. `write_back`
+    writes a gradient that was kept in a buffer to the drives: (parameter, piece, its bytes).
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class EarlyUpdates:
     # --- in a backward ----------------------------------------------------------------------------
 
     def begin(self, inputs: StepInputs) -> None:
-        """Begin to load what is expected first. What was begun already goes on."""
+        """Begin the early updates of a backward: load the subgroups whose gradients come first."""
         if self._window is None:
             self._swapped.begin_early(self._buffers)
             self._window = _Window(inputs, deque(self._order))
@@ -173,11 +175,11 @@ class EarlyUpdates:
         format_: FloatFormat,
         micro_batch: int,
     ) -> bool:
-        """Take a piece of a gradient, as bytes, if its subgroup is in a buffer; tell whether it was
-        taken.
+        """Keep a piece of a gradient, given as bytes, in the buffer of its subgroup. Tell whether
+        there was one.
 
         Raises:
-            RuntimeError: its subgroup was updated without it.
+            RuntimeError: the subgroup was updated without it.
         """
         window, where = self._window, self._segments.get((parameter, piece))
         if window is None or where is None:
@@ -187,25 +189,25 @@ class EarlyUpdates:
         early = self._early.get(subgroup)
         if subgroup in window.made or (early is not None and early.steps is not None):
             raise RuntimeError(
-                "a gradient came for a parameter that this step has updated already: with "
-                "storage.early_updates there is one backward() for each micro-batch, and no second "
-                "gradient of one parameter in it (as with reentrant checkpointing). Call "
-                "zero_grad(), which takes the update back, or turn the setting off"
+                "A second gradient came for a parameter that this step has already updated. With "
+                "storage.early_updates, each micro-batch has one backward(), and each parameter "
+                "one gradient in it; reentrant checkpointing makes more. Call zero_grad(), which "
+                "takes the update back, or turn the setting off"
             )
         buffered = None if early is None else self._swapped.buffered(subgroup)
-        takes = (
+        fits = (
             buffered is not None and buffered.has_place(segment, micro_batch) and format_ is _FORMAT
         )
-        if early is None or buffered is None or not takes or segment in early.arrived:
+        if early is None or buffered is None or not fits or segment in early.arrived:
             self._miss(subgroup)
             return False
         buffered.gradient(segment, micro_batch, gradient.numel()).copy_(gradient)
-        # its update waits for the next go_on: the taker's caller notes it first
+        # Not updated here: the keeper has yet to count this gradient. The next go_on() does it.
         early.arrived[segment] = micro_batch
         return True
 
     def go_on(self) -> None:
-        """Do what can be done without waiting for the drives."""
+        """Do what can be done without waiting for the drives: update, store, load the next."""
         if self._window is None:
             return
         for subgroup, early in list(self._early.items()):
@@ -213,7 +215,7 @@ class EarlyUpdates:
         self._fill()
 
     def _fill(self) -> None:
-        """Begin to load into every buffer that is free."""
+        """Begin to load a subgroup into every free buffer."""
         window = self._window
         assert window is not None, "there is a backward"
         free = [number for number in range(self._buffers) if number not in window.here.values()]
@@ -231,7 +233,7 @@ class EarlyUpdates:
                 return
             try:
                 early.loading.wait()
-            except TransferError:  # the step loads it again, and says so if it cannot
+            except TransferError:  # the step loads it again, and raises if that fails too
                 self._abandon(subgroup)
                 return
             early.note_arrival()
@@ -242,7 +244,7 @@ class EarlyUpdates:
         if early.storing is not None and early.storing.done():
             try:
                 early.storing.wait()
-            except TransferError:  # the step writes it again, and says so if it cannot
+            except TransferError:  # finish() writes it again, and raises if that fails too
                 return
             self._leave(subgroup, early.steps)
 
@@ -256,11 +258,12 @@ class EarlyUpdates:
         early.store(self._swapped.store_early(subgroup, self._window.here[subgroup]))
 
     def _leave(self, subgroup: int, steps: list[int] | None) -> None:
-        """Let a subgroup's buffer be free; `steps`: it was made.
+        """Free a subgroup's buffer. `steps` are its step counts where it was updated.
 
-        Interrupted, it can be done again.
+        It can be repeated after an interrupt.
         """
         assert self._window is not None, "there is a backward"
+        # Recorded before the buffer is free: an interrupt between the two must not lose the update.
         if steps is not None:
             self._window.made[subgroup] = steps
         self._swapped.leave_early(subgroup)
@@ -268,14 +271,16 @@ class EarlyUpdates:
         self._window.here.pop(subgroup, None)
 
     def _miss(self, subgroup: int) -> None:
-        """Leave a subgroup to the step, one of whose gradients goes to the drives."""
+        """Leave a subgroup to the step, as one of its gradients goes to the drives."""
         assert self._window is not None, "there is a backward"
         self._window.missed.add(subgroup)
         if subgroup in self._early:
             self._abandon(subgroup)
 
     def _abandon(self, subgroup: int) -> None:
-        """Free a buffer of what is not updated; the gradients that are in it go to the drives."""
+        """Free the buffer of a subgroup that is not updated, and write its gradients to the
+        drives.
+        """
         assert self._window is not None, "there is a backward"
         self._window.missed.add(subgroup)
         early, buffered = self._early[subgroup], self._swapped.buffered(subgroup)
@@ -288,7 +293,7 @@ class EarlyUpdates:
         self._leave(subgroup, None)
 
     def _wait_for(self, event: IOEvent | None, wait: Wait) -> None:
-        """Wait for the end of I/O, whichever."""
+        """Wait for an I/O to end, whether it succeeds or not."""
         if event is not None:
             with self._meter.waits(wait), suppress(TransferError):
                 event.wait()
@@ -296,11 +301,10 @@ class EarlyUpdates:
     # --- after it ---------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Let no subgroup be in a buffer: what is complete is updated and written, the rest is left
-        to the step.
+        """Empty all buffers: update and write what is complete, and leave the rest to the step.
 
         Raises:
-            TransferError: something could not be written. It is tried again the next time.
+            TransferError: a write failed twice. The next call tries it again.
         """
         if self._window is None:
             return
@@ -325,17 +329,15 @@ class EarlyUpdates:
 
     @property
     def made(self) -> Mapping[int, list[int]]:
-        """The subgroups that were made in the backward, which is settled, with their step
-        counts.
-        """
+        """The subgroups that were updated, with their step counts, after `finish`."""
         return {} if self._window is None else self._window.made
 
     def end(self) -> None:
-        """Forget the backward: what was made in it counts."""
+        """Forget the backward, whose updates the step has adopted."""
         self._window = None
 
     def drop(self) -> None:
-        """Forget the backward and what was made in it."""
+        """Forget the backward and its updates: the old places still have the old values."""
         for subgroup, early in list(self._early.items()):
             self._wait_for(early.loading, Wait.READS)
             self._wait_for(early.storing, Wait.WRITES)

@@ -1,8 +1,8 @@
-"""The optimizer's states: where each subgroup's masters and moments lie, and the ops of a plan
-carried out on them.
+"""The optimizer's states: where the masters and moments of each subgroup are, and how a plan's ops
+act on them.
 
-Owns the leases of the states and of the staging sets. Knows no order: the plan has it, and the
-Executor walks it.
+Owns the leases of states and of staging sets. Knows no order: the plan has it, and the Executor
+follows it.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from infinity_engine.update.swapping import BufferedSubgroup, SwappedStates
 
 __all__ = ["Receiver", "StateKeeper", "StepInputs", "piece_numbers"]
 
-_COMPARED = 1 << 18  # elements at once, where a master is compared with what somebody has changed
+_COMPARED = 1 << 18  # elements of a master that are compared with changed values at once
 
 _Originals = Callable[[TrainedParameter, int, torch.Tensor], None]
-"""Fills a flat tensor with the elements of a parameter, from one on, as they were before the
-engine.
+"""Fills a flat tensor with the elements of a parameter, from one on, as they were before
+`initialize`.
 """
 
 Receiver = Callable[[int, int, torch.Tensor], None]
-"""Is shown new values of a parameter that go to the drives: (parameter, first byte, bytes, which
-are not its own).
+"""Called with the new values of a parameter before they go to the drives: (parameter, first byte,
+bytes). The bytes are a view of a buffer that is reused.
 """
 
 
@@ -76,14 +76,14 @@ class StepInputs:
 
 @dataclass(slots=True)
 class _Held:
-    """One subgroup: its states where they stay between steps, which may be the drives."""
+    """One subgroup, and where its states are between steps."""
 
     subgroup: Subgroup
     home: Home
-    lease: Lease | None  # None: its states rest on the drives, or it has none but its values
+    lease: Lease | None  # None: its states are on the drives, or it has only values
     pieces: tuple[int, ...]  # which piece of its parameter each segment is
     steps: list[int]  # of each segment
-    # what its update writes for modules, where they have it in the other memory
+    # New 16-bit values on their way to the memory where modules compute.
     copies: Lease | None = None
 
     def move(self, home: Home, copies: Lease | None) -> None:
@@ -94,11 +94,10 @@ class _Held:
 
 
 class StateKeeper:
-    """All states of one engine, and the Carrier of its plans.
+    """All states of one engine; carries out the ops of its plans.
 
-    A master lies in place, as the fp32 parameter itself, where that is in the memory in which it is
-    updated. Staging sets are there from the beginning of a step to its end. What rests on the
-    drives is the business of `swapped`.
+    The fp32 parameter itself is the master where it lies in the memory in which it is updated.
+    Staging sets exist from the beginning of a step to its end. `swapped` has what is on the drives.
     """
 
     def __init__(
@@ -113,19 +112,20 @@ class StateKeeper:
         resting: Collection[int] = (),
     ) -> None:
         self._swapped = swapped
-        self._resting = frozenset(resting)  # the subgroups whose states are on the drives
+        self._resting = frozenset(resting)  # subgroups whose states are on the drives
         self._plan = plan
         self._trained = trained
         self._state_names = tuple(state_names)
         self._lanes = lanes
         self._inputs: StepInputs | None = None
         self._receiver: Receiver | None = None
-        # subgroups that this step has updated: their step counts from its end on
+        # The new step counts of what this step has updated. They count only from its end on: an
+        # interrupted step repeats the others with the counts that these had before.
         self._done: dict[int, list[int]] = {}
-        # updated, and not yet home again
+        # Updated on the device, and in flight back to the host.
         self._on_the_way: list[tuple[_Held, list[int], Event]] = []
         homes = plan.homes()
-        # the step counts of what visits, as its update will leave them
+        # Of subgroups in staging sets: the step counts after their update.
         self._visits: dict[int, list[int]] = {}
         numbers = piece_numbers(subgroups)
         self._held = {
@@ -137,12 +137,11 @@ class StateKeeper:
     # --- where things lie -------------------------------------------------------------------------
 
     def adopt_plan(self, plan: StepPlan) -> None:
-        """Go by another plan from the next step on.
-
-        States stay where they are, so that residents are the same.
+        """Follow another plan from the next step on. States stay where they are, so its residents
+        are the same.
 
         Raises:
-            CapacityError: the host has no room for what it needs; nothing has changed.
+            CapacityError: the host has no room for the copies that it needs. Nothing has changed.
         """
         assert not self.begun, "a step goes by one plan"
         homes = plan.homes()
@@ -166,7 +165,7 @@ class StateKeeper:
         self._plan = plan
 
     def _copies(self, subgroup: Subgroup, home: Home) -> Lease | None:
-        """Return the memory for what its update writes for modules, where they have it in the other
+        """Lease memory for the new values of a subgroup, where modules compute in the other
         memory.
         """
         elsewhere = Home.RESIDENT if self._at_home else Home.HOST
@@ -186,8 +185,8 @@ class StateKeeper:
         return _Held(subgroup, home, lease, pieces, [0] * len(subgroup.segments), copies)
 
     def _nbytes(self, subgroup: Subgroup, home: Home) -> int:
-        """Return the bytes of a subgroup's states: the masters, unless they are in place, then the
-        moments.
+        """Return the bytes of a subgroup's states: the masters, unless they are the parameters, and
+        the moments.
         """
         return (
             4
@@ -196,9 +195,7 @@ class StateKeeper:
         )
 
     def _state_in(self, flat: torch.Tensor, held: _Held, steps: Sequence[int]) -> SubgroupState:
-        """Return the subgroup's states as they lie in these bytes: the masters first, then the
-        moments.
-        """
+        """Return a subgroup's states as they lie in `flat`: the masters first, then the moments."""
         subgroup = held.subgroup
         values = (
             flat[: self._nbytes(subgroup, held.home)].view(torch.float32).view(-1, subgroup.numel)
@@ -216,13 +213,11 @@ class StateKeeper:
         )
 
     def _states_of(self, held: _Held) -> torch.Tensor:
-        """Return the bytes of a subgroup's states where they are: at home, or in a buffer of this
-        step.
-        """
+        """Return the bytes of a subgroup's states: its lease, or the buffer of this step."""
         if held.lease is not None:
             return held.lease.flat()
         buffered = self._buffered(held)
-        assert buffered is not None, "what rests on the drives was loaded"
+        assert buffered is not None, "states on the drives were loaded"
         return buffered.states()
 
     def _buffered(self, held: _Held) -> BufferedSubgroup | None:
@@ -234,7 +229,7 @@ class StateKeeper:
 
     @property
     def _at_home(self) -> bool:
-        """Whether updates leave what modules compute with on the host, from where it is fetched."""
+        """Whether parameters are fetched from the host, so that updates leave new values there."""
         return self._plan.parameters is not Tier.DEVICE
 
     @property
@@ -244,8 +239,8 @@ class StateKeeper:
     def _values_of(
         self, held: _Held, number: int, buffered: BufferedSubgroup | None = None
     ) -> Values:
-        """Return the values that modules compute with: in memory, or of a segment that is in a
-        buffer, there.
+        """Return a segment's values that modules compute with: in the subgroup's buffer or in
+        memory.
         """
         segment, format_ = held.subgroup.segments[number], held.subgroup.formats.values
         buffered = buffered or self._buffered(held)
@@ -260,7 +255,7 @@ class StateKeeper:
     def _target_bytes(
         self, held: _Held, number: int, buffered: BufferedSubgroup | None = None
     ) -> torch.Tensor:
-        """Return the bytes of those values."""
+        """Return a segment's values that modules compute with, as bytes."""
         segment, width = held.subgroup.segments[number], held.subgroup.formats.width
         buffered = buffered or self._buffered(held)
         if buffered is not None and number in buffered.layout.values:
@@ -269,16 +264,16 @@ class StateKeeper:
         return flat[width * segment.first_element :][: width * segment.numel]
 
     def on_new_values(self, receiver: Receiver) -> None:
-        """Show what a step makes of values that rest on the drives to somebody, before it is
-        written there.
+        """Call `receiver` with new values that go to the drives, while they are still in a
+        buffer.
         """
         self._receiver = receiver
 
     def begin(
         self, originals: _Originals, rules: Sequence[Rule], previous: PreviousStates, teller: Teller
     ) -> None:
-        """Write the first masters, of `originals` in fp32, and states: `previous`, or what each
-        rule begins with.
+        """Write the first masters, from `originals` in fp32, and moments: `previous` ones, or the
+        rule's initial state.
         """
         total = sum(self._nbytes(held.subgroup, held.home) for held in self._held.values())
         with teller.part("making optimizer states", total) as made:
@@ -297,6 +292,7 @@ class StateKeeper:
             if held.lease is not None:
                 self._fill(held, held.lease.flat(), originals, rules, previous)
             elif held.subgroup.index in self._resting:
+                # Every buffer has a write in flight: the oldest one frees the next buffer.
                 if len(writing) == buffers:
                     writing.popleft().wait()
                 buffered = self._swapped.empty(held.subgroup.index, count % buffers)
@@ -335,7 +331,7 @@ class StateKeeper:
                     piece.fill_(rule.initial_state)
 
     def state_of(self, number: int) -> Mapping[str, torch.Tensor]:
-        """Return copies of a parameter's master and moments, flat."""
+        """Return flat copies of a parameter's master and moments."""
         names = ("master", *self._state_names)
         whole = {name: torch.empty(self._trained[number].numel) for name in names}
         for held, index, segment in self._segments_of(number):
@@ -347,7 +343,7 @@ class StateKeeper:
         return whole
 
     def _copy_out(self, held: _Held, index: int, into: Mapping[str, torch.Tensor]) -> None:
-        """Copy a segment's master and moments; on return there are no views of where they were."""
+        """Copy a segment's master and moments. No view of the buffer is left on return."""
         with self._in_memory(held) as (flat, buffered):
             for name, piece in self._pieces(held, index, flat, buffered):
                 into[name].copy_(piece)
@@ -356,7 +352,7 @@ class StateKeeper:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """What the states beside the master are called."""
+        """The names of the moments."""
         return self._state_names
 
     def segments(self) -> list[Segment]:
@@ -364,11 +360,10 @@ class StateKeeper:
         return [segment for held in self._held.values() for segment in held.subgroup.segments]
 
     def read_segments(self, show: Callable[[Segment, Mapping[str, torch.Tensor]], None]) -> None:
-        """Show each segment with its master and moments, of which no view may be left when `show`
-        returns.
-        """
+        """Call `show` with each segment's master and moments. `show` may keep no view of them."""
         for held in self._held.values():
-            # whose frame has the last views of a subgroup, and ends before the next
+            # A function of its own: its frame has the last views of the subgroup's buffer, and the
+            # buffer must be free before the next subgroup is read.
             self._show_segments(held, show)
 
     def _show_segments(
@@ -384,9 +379,8 @@ class StateKeeper:
         """Let `fill` overwrite each segment's master and moments, and the values that modules
         compute with.
 
-        The values are None where the master is what modules compute with. What is written is kept
-        as an update's results are; tell the provider of it as of an update. No view may be left
-        when `fill` returns.
+        The values are None where the master is the parameter itself. What is written is kept like
+        the results of an update: tell the provider of parameters. `fill` may keep no view.
         """
         for held in self._held.values():
             self._fill_segments(held, fill)
@@ -406,7 +400,7 @@ class StateKeeper:
                 fill(segment, dict(self._pieces(held, index, flat, buffered)), values)
 
     def set_steps(self, number: int, steps: int) -> None:
-        """Let a parameter have had so many updates."""
+        """Set how many updates a parameter has had."""
         for held, index, _ in self._segments_of(number):
             held.steps[index] = steps
 
@@ -415,11 +409,10 @@ class StateKeeper:
         return max((held.steps[index] for held, index, _ in self._segments_of(number)), default=0)
 
     def set_master(self, number: int, values: torch.Tensor) -> None:
-        """Let a parameter's master be flat values of its own, which somebody has changed, where
-        they are others.
+        """Overwrite a parameter's master with `values`, which the caller changed; they are flat.
 
-        Where the master rounds to what is there, it was not changed, and keeps what rounding takes
-        of it.
+        An element that equals the rounded master was not changed, and its master keeps all its
+        bits.
         """
         for held, index, segment in self._segments_of(number):
             if not self._in_place(held.subgroup, held.home):
@@ -429,14 +422,12 @@ class StateKeeper:
         with self._in_memory(held, write_states=True) as (flat, buffered):
             master = dict(self._pieces(held, index, flat, buffered))["master"]
             for first in range(0, len(values), _COMPARED):
-                mine = master[first : first + _COMPARED]
-                theirs = values[first : first + _COMPARED].to(mine.device)
-                mine.copy_(
-                    torch.where(mine.to(theirs.dtype) == theirs, mine, theirs.to(mine.dtype))
-                )
+                old = master[first : first + _COMPARED]
+                new = values[first : first + _COMPARED].to(old.device)
+                old.copy_(torch.where(old.to(new.dtype) == new, old, new.to(old.dtype)))
 
     def _segments_of(self, number: int) -> Iterator[tuple[_Held, int, Segment]]:
-        """Yield where a parameter's segments are, with their numbers there."""
+        """Yield the subgroup, number and segment of each segment of a parameter."""
         for held in self._held.values():
             for index, segment in enumerate(held.subgroup.segments):
                 if segment.parameter == number:
@@ -484,7 +475,7 @@ class StateKeeper:
         return found
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Return all memory."""
         for held in self._held.values():
             if held.lease is not None:
                 held.lease.close()
@@ -501,34 +492,34 @@ class StateKeeper:
     # --- ops --------------------------------------------------------------------------------------
 
     def begin_step(self, inputs: StepInputs) -> None:
-        """Take what the updates of a step need.
-
-        One that was interrupted goes on with what it began with.
+        """Begin a step with its inputs. A step that was interrupted keeps the inputs that it began
+        with.
         """
         self._inputs = self._inputs or inputs
         self.resume_step()
 
     def resume_step(self) -> None:
-        """Take the memory that a step needs, or what is missing of it."""
+        """Lease the memory of a step that it does not have yet."""
         if not self._unified:
-            with self._lanes.meter.waits(Wait.OPS):  # until what has made way for them is gone
+            with self._lanes.meter.waits(Wait.OPS):  # for evicted parameters
                 for nbytes in self._plan.staging_bytes[len(self._staging) :]:
                     self._staging.append(self._lanes.device.lease(nbytes, holder="staging sets"))
         self._swapped.begin_step(len(self._plan.buffer_bytes), self._done)
 
     def note_arrivals(self) -> None:
-        """Count what visited the device and is home again as updated; what failed on the way is as
-        it was.
+        """Count the subgroups that are back from the device as updated. One whose copy failed is as
+        before.
         """
         for held, steps, event in self._on_the_way:
-            with suppress(Exception):  # told by whoever walks the plan
+            with suppress(Exception):  # the walk has raised it already
                 event.wait()
                 self._note_update(held, steps)
         self._on_the_way.clear()
         self._swapped.note_arrivals()
 
     def end_step(self) -> None:
-        """Note that every subgroup was updated. Interrupted, it can be done again."""
+        """End a step in which every subgroup was updated. It can be repeated after an interrupt."""
+        # From the inputs on it is over: until the last line below, a repeat does the same again.
         for index, steps in self._done.items():
             self._held[index].steps[:] = steps
         self._close_staging()
@@ -538,7 +529,7 @@ class StateKeeper:
     # --- before a step ----------------------------------------------------------------------------
 
     def update_early(self, index: int, inputs: StepInputs) -> list[int]:
-        """Update a subgroup that is in a buffer; return the step counts that it has once it is
+        """Update a subgroup in its buffer; return the step counts that it gets when it is
         adopted.
         """
         held = self._held[index]
@@ -548,8 +539,8 @@ class StateKeeper:
         return list(state.steps)
 
     def adopt(self, made: Mapping[int, Sequence[int]]) -> dict[int, Place]:
-        """Let updates that were made early be this step's; return where the values of parameters
-        are now.
+        """Count early updates as this step's. Return where the values of their parameters are
+        now.
         """
         if not made:
             return {}
@@ -561,18 +552,16 @@ class StateKeeper:
 
     @property
     def made_early(self) -> Collection[int]:
-        """The subgroups of which this step's update was made before it."""
+        """The subgroups whose early update this step has adopted."""
         return self._swapped.adopted
 
     @property
     def begun(self) -> bool:
-        """Whether a step was begun and not ended: some of what modules compute with may be new, and
-        the rest old.
-        """
+        """Whether a step has begun and not ended: some values may be new and the rest old."""
         return self._inputs is not None
 
     def carry_out(self, op: Op, after: Sequence[Event]) -> Event | IOEvent | None:
-        """Submit an op; updates on the host are done on return."""
+        """Submit an op. An update on the host is done on return."""
         held = self._held[op.subgroup]
         if isinstance(op, StoreStates):
             return self._swapped.store(op)
@@ -594,10 +583,10 @@ class StateKeeper:
         return None if self._unified else self._move(op, held, after)
 
     def _was_done(self, held: _Held) -> bool:
-        """Tell whether an interrupted step has left nothing of a subgroup but, where it rests on
-        drives, to store it.
+        """Tell whether an interrupted step has left nothing to do for a subgroup but to store it.
 
-        What visits is updated when it is home again, and staging sets have others' bytes by then.
+        One that is updated on the device counts as done when its states are back on the host. Its
+        staging set may hold another subgroup by then.
         """
         index = held.subgroup.index
         if self._swapped.has(index) and self._buffered(held) is None:
@@ -675,8 +664,8 @@ class StateKeeper:
         *,
         arrives: bool = False,
     ) -> None:
-        """Update a subgroup whose states are in `state`; `arrives`: it counts as updated when it is
-        home again.
+        """Update a subgroup whose states are in `state`. With `arrives`, it counts as updated only
+        when it is back on the host.
         """
         inputs = self._step
         if held.subgroup.index in self._done:
@@ -721,7 +710,7 @@ class StateKeeper:
             self._lanes.meter.needs(Cargo.STATES, nbytes, found=held.lease is not None)
 
     def _gradient(self, held: _Held, number: int, inputs: StepInputs) -> Values | None:
-        """Return the gradient of a segment where its update runs."""
+        """Return the gradient of a segment in the memory where its update runs."""
         buffered = self._buffered(held)
         segment, piece = held.subgroup.segments[number], held.pieces[number]
         if buffered is None or number not in buffered.layout.gradients:
@@ -757,13 +746,13 @@ class StateKeeper:
             inputs.gradients.release(segment.parameter, piece)
 
     def _targets(self, held: _Held) -> tuple[Values | None, ...]:
-        """Return where the host's update writes what modules compute with."""
+        """Return where the host's update writes new values for modules."""
         copies = self._copies_of(held)
         return self._computed_with(held) if copies is None else self._parts_of(copies, held)
 
     def _copies_of(self, held: _Held) -> torch.Tensor | None:
-        """Return the bytes of what the host's update writes for the device, where that is another
-        memory.
+        """Return the bytes in which the host's update leaves new values for the device, None where
+        modules compute on the host.
         """
         if held.copies is not None:
             return held.copies.flat()
@@ -773,7 +762,7 @@ class StateKeeper:
         return buffered.copies(formats.width * held.subgroup.numel)
 
     def _targets_on_device(self, staging: int | None, held: _Held) -> tuple[Values | None, ...]:
-        """Return where the device's update writes it."""
+        """Return where the device's update writes new values for modules."""
         if self._unified or not self._at_home:
             return self._computed_with(held)
         if held.subgroup.formats.parameter is None:
@@ -787,8 +776,8 @@ class StateKeeper:
         )
 
     def _updated_on_device(self, staging: int | None, held: _Held) -> torch.Tensor:
-        """Return the bytes of what modules compute with as the device's update leaves them: 16
-        bits, or the masters.
+        """Return the new values as the device's update leaves them: 16-bit values, or the
+        masters.
         """
         subgroup = held.subgroup
         states = self._staging[staging].flat() if staging is not None else self._states_of(held)
@@ -809,9 +798,9 @@ class StateKeeper:
     def _copy_masters(
         self, subgroup: Subgroup, state: SubgroupState, gradients: GradientKeeper
     ) -> None:
-        """Give modules the fp32 values that were updated beside them, in device memory.
+        """Copy new fp32 masters to the parameters in device memory, which modules compute with.
 
-        Others may not be there.
+        Only those that have a gradient: the memory of others may be in use by a module.
         """
         assert isinstance(state.master, Values), "masters that are not in place are one stream"
         whole = state.master.owner
@@ -841,7 +830,7 @@ class StateKeeper:
     def _upload_parameters(
         self, op: UploadParameters, held: _Held, after: Sequence[Event]
     ) -> Event:
-        """Take what the host updated to where modules compute with it."""
+        """Copy what the host updated to where modules compute with it."""
         copies = self._copies_of(held)
         for values, piece in self._copied(
             held, self._states_of(held) if copies is None else copies
@@ -852,7 +841,7 @@ class StateKeeper:
     def _download_parameters(
         self, op: DownloadParameters, held: _Held, after: Sequence[Event]
     ) -> Event:
-        """Take what the device updated to where modules fetch it from, or into the buffer that is
+        """Copy what the device updated to where modules fetch it, or into the buffer that is
         stored.
         """
         for values, piece in self._copied(held, self._updated_on_device(op.staging, held)):
@@ -860,8 +849,8 @@ class StateKeeper:
         return self._behind(self._lanes.download, after)
 
     def _behind(self, stream: Stream | None, after: Sequence[Event]) -> Event:
-        """Return the end of what `stream` was given, and of `after`: there may have been nothing to
-        copy.
+        """Return an event after all copies of `stream` so far and after `after`: there may have
+        been no copy.
         """
         assert stream is not None, "copies are between two memories"
         for event in after:
@@ -871,8 +860,8 @@ class StateKeeper:
     def _copied(
         self, held: _Held, source: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the bytes of each segment that was updated: as modules have them, and in `source`,
-        which has all.
+        """Yield, for each updated segment, the bytes where modules have it and those in
+        `source`.
         """
         inputs = self._step
         width = held.subgroup.formats.width
@@ -889,7 +878,7 @@ def _part(values: torch.Tensor, segment: Segment) -> torch.Tensor:
 
 
 def piece_numbers(subgroups: Sequence[Subgroup]) -> dict[int, tuple[int, ...]]:
-    """Return, for each segment of each subgroup, which piece of its parameter it is."""
+    """Return which piece of its parameter each segment of each subgroup is."""
     counts: dict[int, int] = {}
     found = {}
     for subgroup in subgroups:

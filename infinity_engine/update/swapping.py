@@ -1,9 +1,8 @@
-"""`SwappedStates`: what of subgroups rests on the drives, and the host buffers that it passes
-through in an update.
+"""`SwappedStates`: the optimizer states and values that are on the drives, and the host buffers
+that they pass.
 
-Reads and writes what its caller's ops say, into and out of the buffers that they name. Knows no
-arithmetic of updates and no order. What was updated in a buffer stays there until it has been
-written.
+Reads into and writes from the buffers that the plan's ops name. Knows neither the arithmetic of
+updates nor their order. A subgroup that was updated in a buffer stays there until it is written.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class BufferedSubgroup:
                 hop.wait()
 
     def store(self, writing: IOEvent | None) -> None:
-        """Note what writes it; None: nothing does any more."""
+        """Note the write that is in flight, or None when it has ended."""
         self.storing = writing
 
     def states(self) -> torch.Tensor:
@@ -68,11 +67,11 @@ class BufferedSubgroup:
         return self.buffer.flat()[: self.layout.states_bytes]
 
     def values(self, segment: int, nbytes: int) -> torch.Tensor:
-        """Return the bytes of a segment's values that rest on the drives."""
+        """Return the bytes of a segment's values that are on the drives."""
         return self.buffer.flat()[self.layout.values[segment] :][:nbytes]
 
     def copies(self, nbytes: int) -> torch.Tensor:
-        """Return the bytes of what the update writes for the device."""
+        """Return the bytes for the new values that the device gets."""
         return self.buffer.flat()[self.layout.copies :][:nbytes]
 
     def gradient(self, segment: int, micro_batch: int, nbytes: int) -> torch.Tensor:
@@ -94,18 +93,19 @@ class BufferedSubgroup:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where states of subgroups and values of parameters are, and where what is made early of them
-    goes.
+    """Where states and values are on the drives, and the new places that early updates write to.
+
+    The two places of a subgroup swap roles when its early update is adopted: nothing is copied.
     """
 
     states: Mapping[int, Place]
     new_states: Mapping[int, Place]
     values: Mapping[int, Place]
     new_values: Mapping[int, Place]
-    adopted: frozenset[int] = frozenset()  # the subgroups that this step has made early
+    adopted: frozenset[int] = frozenset()  # subgroups whose early update this step has adopted
 
     def adopting(self, indices: Collection[int], parameters: Collection[int]) -> _Places:
-        """Return what is so when what was made early of these is what there is."""
+        """Return the places after the early updates of these subgroups were adopted."""
         states = {index: self.new_states[index] for index in indices}
         values = {parameter: self.new_values[parameter] for parameter in parameters}
         return _Places(
@@ -121,11 +121,11 @@ class _Places:
 
 
 class SwappedStates:
-    """The places of states on the drives, and where the values of parameters rest that do:
-    `values`, by number.
+    """What of one engine's subgroups is on the drives; `values` has the places of parameters that
+    are.
 
-    `pieces` has, by the index of each subgroup, which piece of its parameter each segment is.
-    `early` are the subgroups that may be updated before their step, to new places.
+    `pieces` gives, by subgroup, which piece of its parameter each segment is. `early` names the
+    subgroups that may be updated before their step, which have a second place.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class SwappedStates:
     # --- a step -----------------------------------------------------------------------------------
 
     def begin_step(self, buffers: int, updated: Collection[int]) -> None:
-        """Take the host buffers, and forget what an interrupted walk has loaded and not updated."""
+        """Lease the host buffers. Forget what an interrupted step has loaded and not updated."""
         for number in range(len(self._buffers), buffers):
             self._buffers.append(self._lanes.host.lease_planned(buffer_slot(number)))
         self._buffered = {
@@ -188,7 +188,7 @@ class SwappedStates:
         }
 
     def end_step(self) -> None:
-        """Give the buffers back. What was adopted is what there is from here on."""
+        """Return the buffers. The places that were adopted are the current ones from here on."""
         self._buffered.clear()
         self._places = replace(self._places, adopted=frozenset())
         while self._buffers:
@@ -206,22 +206,22 @@ class SwappedStates:
 
     @property
     def adopted(self) -> Collection[int]:
-        """The subgroups that this step has made early."""
+        """The subgroups whose early update this step has adopted."""
         return self._places.adopted
 
     def has(self, index: int) -> bool:
-        """Tell whether some of a subgroup rests on the drives."""
+        """Tell whether a subgroup's states or values are on the drives."""
         return index in self._layouts
 
     def buffered(self, index: int) -> BufferedSubgroup | None:
-        """Return the subgroup where it is in a buffer, or None."""
+        """Return a subgroup that is in a buffer, or None."""
         return self._buffered.get(index)
 
     def load(
         self, op: LoadStates, wanted: Collection[int], gradients: GradientKeeper
     ) -> IOEvent | None:
-        """Begin to read what of a subgroup rests on the drives and is needed to update its segments
-        `wanted`.
+        """Begin to read a subgroup: its states, and what the update of the segments `wanted`
+        needs.
         """
         if op.subgroup in self._buffered:  # an interrupted step has updated it
             return None
@@ -229,7 +229,8 @@ class SwappedStates:
         for index in [
             index for index, buffered in self._buffered.items() if buffered.buffer is buffer
         ]:
-            # it is stored: what is in the buffer from here on is not its own
+            # The plan reuses a buffer only after its subgroup was stored. Forget that one first:
+            # the buffer's bytes belong to the next subgroup from here on.
             del self._buffered[index]
         buffered = self._buffered[op.subgroup] = BufferedSubgroup(layout, buffer, wanted)
         return self._read(op, buffered, gradients) if wanted else None
@@ -263,7 +264,7 @@ class SwappedStates:
         return IOEvent(hops)
 
     def store(self, op: StoreStates) -> IOEvent | None:
-        """Begin to write a subgroup that was updated to the drives."""
+        """Begin to write an updated subgroup to the drives."""
         buffered = self._buffered.get(op.subgroup)
         if buffered is None or not buffered.wanted:
             return None
@@ -280,11 +281,11 @@ class SwappedStates:
         return buffered.storing
 
     def note_arrivals(self) -> list[int]:
-        """Return the subgroups that are on the drives again since this was asked last."""
+        """Return the subgroups whose store has ended since the last call."""
         stored = []
         for index, buffered in list(self._buffered.items()):
             if buffered.storing is not None:
-                with suppress(Exception):  # told by whoever walks the plan
+                with suppress(Exception):  # the walk has raised it already
                     buffered.storing.wait()
                     del self._buffered[index]
                     stored.append(index)
@@ -294,18 +295,18 @@ class SwappedStates:
     # --- before a step ----------------------------------------------------------------------------
 
     def begin_early(self, buffers: int) -> None:
-        """Take the host buffers for early updates, or what is missing of them."""
+        """Lease the host buffers for early updates that are not leased yet."""
         for number in range(len(self._early_buffers), buffers):
             self._early_buffers.append(self._lanes.host.lease_planned(early_slot(number)))
 
     def end_early(self) -> None:
-        """Give them back. Nobody reads or writes there any more."""
+        """Return them. No read or write of them may be in flight."""
         while self._early_buffers:
             self._early_buffers.pop().close()
 
     def load_early(self, index: int, buffer: int, gradients: GradientKeeper) -> IOEvent:
-        """Begin to read a subgroup, and what there is of its gradients, into a buffer for early
-        updates.
+        """Begin to read a subgroup and those of its gradients that are on the drives, into a buffer
+        for early updates.
         """
         layout, segments = self._layouts[index], self._subgroups[index].segments
         buffered = self._buffered[index] = BufferedSubgroup(
@@ -316,7 +317,7 @@ class SwappedStates:
         )
 
     def store_early(self, index: int, buffer: int) -> IOEvent:
-        """Begin to write a subgroup that was updated to its new places."""
+        """Begin to write a subgroup that was updated early, to its new places."""
         buffered = self._buffered[index]
         places = self._places
         pieces = self._pieces_of(index, buffered, places.new_states, places.new_values)
@@ -329,18 +330,17 @@ class SwappedStates:
         return IOEvent(hops)
 
     def leave_early(self, index: int) -> None:
-        """Let the buffer of a subgroup be free, once nobody reads or writes it any more."""
+        """Free the buffer of a subgroup, after all its I/O has ended."""
         buffered = self._buffered.get(index)
         if buffered is not None:
             buffered.wait_for_io()
             self._buffered.pop(index, None)
 
     def adopt(self, indices: Collection[int]) -> dict[int, Place]:
-        """Let what was written early be what there is; return the new places of values, by
-        parameter.
+        """Make the new places of these subgroups the current ones. Return the new places of their
+        values, by parameter.
 
-        Again, before the step has ended: changes nothing, so that one that was interrupted can go
-        on.
+        Repeated before the step has ended, it changes nothing: an interrupted step calls it again.
         """
         parameters = {
             segment.parameter for index in indices for segment in self._subgroups[index].segments
@@ -352,9 +352,7 @@ class SwappedStates:
     # --- outside of steps -------------------------------------------------------------------------
 
     def borrowed(self, index: int) -> BufferedSubgroup:
-        """Return a subgroup as it is on the drives, in a buffer of the caller's own: to be
-        closed.
-        """
+        """Read a subgroup into a buffer of the caller's, who closes it."""
         buffered = self.empty(index, 0)
         try:
             pieces = self._pieces_of(index, buffered, values=buffered.layout.in_place)
@@ -387,7 +385,7 @@ class SwappedStates:
         return IOEvent(buffered.start(self._swap.write, self._pieces_of(index, buffered)))
 
     def close(self) -> None:
-        """Give all memory and room back."""
+        """Return all memory and all places."""
         self.end_step()
         self.end_early()
         places, self._places = self._places, _Places({}, {}, {}, {})

@@ -1,8 +1,7 @@
-"""`Updates`: the update that is under way, from its first op until its last, and the plan that it
-goes by.
+"""`Updates`: carries out one update after the other, each along the plan.
 
-What of it can wait until modules need it is handed to who lets them wait. One that fails is gone on
-with by whoever asks next. Between two updates, a better plan takes the place of theirs.
+With a deferral, part of an update goes on beside the next forward. An op that fails ends the walk;
+the next call of the engine resumes it. Between two updates, a better plan may replace the plan.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Deferral:
-    """What of an update can wait until modules need it: all but the subgroups that `now` names."""
+    """Which part of an update can wait until modules need it: all subgroups but those that `now`
+    names.
+    """
 
     now: Collection[int]
     parts: Mapping[int, Sequence[Part]]
@@ -46,7 +47,7 @@ class Deferral:
 
 
 class Updates:
-    """Makes the updates of an engine, one after the other."""
+    """The updates of one engine."""
 
     def __init__(
         self,
@@ -66,25 +67,26 @@ class Updates:
         self._meter = meter
         self._replanner = replanner
         self._plan = plan
-        self._replan: Replan | None = None  # which the next update is to go by
+        self._replan: Replan | None = None  # a better plan, for the next update
         self._planned_again: str | None = None
-        self._walk: Walk | None = None  # along the plan, of the update that is under way
+        self._walk: Walk | None = None  # of the update in flight, None between two updates
         self._made = 0
-        self._counted = False  # whether the step that was begun was counted already
+        # Whether the step in flight is in `made`: its update will be made, whatever is interrupted.
+        self._counted = False
 
     @property
     def plan(self) -> StepPlan:
-        """What the next update goes by, or the one that is under way."""
+        """The plan of the update in flight, or of the next one."""
         return self._plan
 
     @property
     def made(self) -> int:
-        """How many were made, or will be whatever happens."""
+        """How many updates were made. One in flight counts as soon as nothing can stop it."""
         return self._made
 
     @property
     def under_way(self) -> bool:
-        """Whether one goes on after its step."""
+        """Whether an update goes on after its step."""
         return self._walk is not None
 
     def make(self) -> None:
@@ -113,7 +115,7 @@ class Updates:
                 walk.poll()
 
     def end_step(self) -> None:
-        """Count the update as made, and use the gradients up, unless it still needs them."""
+        """Count the update as made. Drop the gradients, unless the rest of it still needs them."""
         if self._walk is None:
             self._gradients.clear()
             self._counted = False
@@ -121,25 +123,29 @@ class Updates:
             self._count()
 
     def resume(self) -> None:
-        """Begin again with what a deferred update that failed has left; let no walk of an
-        interrupted step go on.
+        """Resume a deferred update that has failed, and finish or forget the walk of an interrupted
+        step.
         """
         self._drop_failed_walk()
+        # The step that began this walk was interrupted before it counted: it will be repeated, so
+        # the walk must not go on beside it.
         if self._walk is not None and not self._counted:
             with self._failing_ends():
                 self._walk.finish()
             self._leave_walk()
         if self._walk is None and self._counted and not self._states.begun:
+            # All is updated; only the gradients were not dropped yet.
             self._forget_gradients()
         elif self._walk is None and self._counted:
+            # A deferred update has failed: its step has ended, so nothing else repeats it.
             self._states.resume_step()
             self._defer(self._begin_walk())
 
     def end(self) -> None:
-        """Do all that is left of it.
+        """Carry out the rest of the update.
 
         Raises:
-            RuntimeError: an op failed: whoever asks next goes on from there.
+            RuntimeError: an op failed. The next call resumes there.
         """
         walk = self._walk
         if walk is None:
@@ -160,29 +166,27 @@ class Updates:
         self._adopt_plan()
 
     def follow_no_more(self) -> None:
-        """Let modules have all parameters: there is no update under way."""
+        """Let modules use all parameters: no update is in flight."""
         self._deferral.follower.follow(None)
 
     def continue_from(self, made: int) -> None:
-        """Go on as if so many updates had been made, which a checkpoint says."""
+        """Count from `made` updates, as a checkpoint says."""
         self._made = made
 
     def look_for_a_plan(self, counters: Callable[[], Mapping[str, int]]) -> None:
-        """See whether the step that has ended shows that another plan is better."""
+        """Ask whether the counters of the last step show that another plan is better."""
         if self._replanner.watches and self._replan is None:
             self._replan = self._replanner.note_step(counters())
         if self._walk is None:
             self._adopt_plan()
 
     def why_planned_again(self) -> str | None:
-        """Return why there is another plan since this was asked for the last time, None where there
-        is none.
-        """
+        """Return why the plan was replaced since the last call, or None."""
         why, self._planned_again = self._planned_again, None
         return why
 
     def _begin_walk(self) -> Walk:
-        """Begin to walk along the plan."""
+        """Begin to carry out the plan."""
         self._meter.begin_update()
         self._walk = self._executor.begin(self._plan)
         return self._walk
@@ -192,21 +196,21 @@ class Updates:
         self._deferral.follower.follow(update)
 
     def _count(self) -> None:
-        """Count a step whose update will be made whatever happens: interrupted from here on, it is
-        not made again.
+        """Count a step whose update cannot be stopped any more: after an interrupt it is not
+        repeated.
         """
         if not self._counted:
             self._made, self._counted = self._made + 1, True
 
     def _forget_gradients(self) -> None:
-        """Drop the gradients of an update that was deferred, and is made."""
+        """Drop the gradients of a deferred update that is complete."""
         self.follow_no_more()
         self._gradients.clear()
         self._counted = False
 
     @contextmanager
     def _failing_ends(self) -> Iterator[None]:
-        """Leave a walk that fails in the body."""
+        """Forget the walk if it fails in the body."""
         try:
             yield
         finally:
@@ -217,15 +221,14 @@ class Updates:
             self._leave_walk()
 
     def _leave_walk(self) -> None:
-        """Forget a walk that has ended before its step has.
-
-        Who asks for what it has not made is told so again.
+        """Forget a walk that ended before its step. What it has not done is resumed by another
+        walk.
         """
         self._walk = None
         self._states.note_arrivals()
 
     def _adopt_plan(self) -> None:
-        """Go by a better plan, if there is one: between two updates, while there are no
+        """Replace the plan by a better one, between two updates and while there are no
         gradients.
         """
         replan, gradients = self._replan, self._gradients
@@ -236,11 +239,11 @@ class Updates:
         try:
             gradients.make_room(replan.plan.demand.staying)
             self._states.adopt_plan(replan.plan.steps)
-        except CapacityError as problem:  # what is free is in pieces
+        except CapacityError as problem:  # enough is free, but not in one piece
             gradients.make_room(before)
-            _LOG.warning("not planned again, as there is no room for that: %s", problem)
+            _LOG.warning("The plan is kept, as a better one does not fit: %s", problem)
             return
         gradients.keep_in(replan.pieces)
         self._replanner.adopt(replan)
         self._plan, self._planned_again = replan.plan.steps, replan.why
-        _LOG.info("planned again: %s", replan.why)
+        _LOG.info("The plan was replaced: %s", replan.why)
