@@ -1,6 +1,4 @@
-"""Describes a model, its optimizer and the settings in sizes, which is all that planning sees of
-them.
-"""
+"""Describes a model, its optimizer and the settings in sizes, for a planner that knows no torch."""
 
 from __future__ import annotations
 
@@ -42,8 +40,8 @@ def sizing_of(
     unified: bool,
     in_memory: bool = True,
 ) -> Sizing:
-    """Return what there is to be held of a model whose parameters these are, or shards of them, in
-    memory or not.
+    """Return the sizes of a model whose parameters these are, or shards of them. `in_memory` says
+    whether their values are in memory already.
     """
     everything = (*trained, *frozen)
     nbytes = {id(parameter.of_model): parameter.nbytes for parameter in everything}
@@ -73,10 +71,10 @@ def sizing_of(
 def deepest_of(
     model: torch.nn.Module, nbytes: Mapping[int, int], leaves: Collection[str] = ()
 ) -> int:
-    """Return the most bytes that modules within one another need at one time, of parameters by
-    their ids.
+    """Return the most bytes that nested modules need at one time; `nbytes` has those of parameters,
+    by id.
 
-    Modules of `leaves` need all that is within them.
+    Modules of `leaves` need all that is inside them.
     """
     modules = dict(model.named_modules())
     return _deepest(
@@ -89,8 +87,8 @@ def deepest_of(
 def shape_of(
     model: torch.nn.Module, trained: Iterable[TrainedParameter], frozen: Iterable[ModelParameter]
 ) -> ModelShape:
-    """Return a live model as the planner sees one that need not exist; a module's arithmetic is
-    that of its weights.
+    """Return a live model in the planner's terms. The arithmetic of a module is estimated from its
+    weights.
     """
     ours = {id(known.of_model) for known in trained}
     widths = {id(known.of_model): known.dtype.itemsize for known in (*trained, *frozen)}
@@ -129,7 +127,7 @@ def shape_of(
 
 
 def pieces_of(sizing: Sizing, plan: Plan, trained: int) -> list[list[GradientPiece]]:
-    """Return the pieces that each trained parameter's gradient is needed in."""
+    """Return the pieces in which the gradient of each trained parameter is needed."""
     homes = plan.steps.homes()
     pieces: dict[int, list[GradientPiece]] = {}
     for subgroup in sizing.subgroups:
@@ -145,7 +143,7 @@ def pieces_of(sizing: Sizing, plan: Plan, trained: int) -> list[list[GradientPie
 
 
 def wish_of(config: EngineConfig, policy: OffloadPolicy | None) -> Wish:
-    """Return what the settings ask for, and the policy that takes the place of the strategy's."""
+    """Return what the settings ask for, and a policy that replaces the strategy's."""
     return Wish(
         strategy=config.strategy,
         tiers=_TIERS[config.parameters],
@@ -162,9 +160,9 @@ def _deepest(
     nbytes: Callable[[torch.nn.Parameter], int],
     leaves: Collection[int] = (),
 ) -> int:
-    """Return what the module needs at most at one time.
+    """Return the most that a module and those inside it need at one time.
 
-    Lists of parameters are not called: whoever has them reads.
+    A list of parameters is never called, so its parameters count for the module that has the list.
     """
     own = sum(nbytes(parameter) for parameter in module.parameters(recurse=id(module) in leaves))
     if id(module) in leaves:

@@ -1,7 +1,6 @@
-"""The only registrar of hooks: whatever the engine hangs on the user's objects is hung here, and
-taken off again.
+"""The only module that registers hooks on the user's objects, and removes them again.
 
-Hooks call what they are given, with signals held back, and decide nothing.
+Hooks call the function that they were given, with signals delayed, and decide nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Hooks:
     def on_gradient(
         self, parameter: torch.nn.Parameter, take: Callable[[torch.Tensor], None]
     ) -> None:
-        """Call `take` with each gradient of a parameter, which then has none."""
+        """Call `take` with each gradient of a parameter, whose `grad` is None from then on."""
 
         @self.signals.holding
         def hook(owner: torch.Tensor) -> None:
@@ -47,9 +46,7 @@ class Hooks:
 
     @staticmethod
     def takes_gradients(parameter: torch.nn.Parameter) -> bool:
-        """Tell whether somebody is called with the gradients of a parameter, of this engine or
-        another one.
-        """
+        """Tell whether this or another engine receives the gradients of a parameter."""
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         ours = f"{Hooks.on_gradient.__qualname__}.<locals>.hook"
         return any(
@@ -58,7 +55,7 @@ class Hooks:
         )
 
     def before_accumulating(self, parameter: torch.nn.Parameter, call: Callable[[], None]) -> None:
-        """Call `call` before a gradient is added to what a parameter has."""
+        """Call `call` before autograd adds a gradient to the parameter's `grad`."""
 
         @self.signals.holding
         def hook(_gradient: torch.Tensor) -> None:
@@ -83,8 +80,8 @@ class Hooks:
         saved: Callable[[dict[str, Any]], None],
         loaded: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """Call `saved` with a state dict that the optimizer has made of itself, `loaded` before it
-        loads one.
+        """Call `saved` with each state dict that the optimizer makes, and `loaded` before it loads
+        one.
         """
 
         def saved_hook(_optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -102,8 +99,8 @@ class Hooks:
         before: Callable[[torch.nn.Module], None],
         after: Callable[[torch.nn.Module, object], None],
     ) -> None:
-        """Call `before` when a module is about to run, and `after`, with what it returns, also
-        where it raises.
+        """Call `before` when a module is about to run, and `after` with its output, also where it
+        raises.
         """
 
         @self.signals.holding
@@ -118,8 +115,8 @@ class Hooks:
         self._handles.append(module.register_forward_hook(hook, always_call=True))
 
     def before_backward(self, tensor: torch.Tensor, call: Callable[[], None]) -> None:
-        """Call `call` when the gradient of a tensor is there, before that of what it was made of is
-        computed.
+        """Call `call` when the gradient of a tensor is computed, before the gradients of its inputs
+        are.
         """
 
         @self.signals.holding
@@ -132,10 +129,10 @@ class Hooks:
     def before_call(
         self, module: torch.nn.Module, hook: Callable[[torch.nn.Module, Any], None]
     ) -> None:
-        """Call `hook` itself, which so can be found again among the module's, when the module is
-        about to run.
+        """Call `hook` when the module is about to run. It is registered unwrapped, so that
+        compilers can trace it and callers can find it among the module's hooks.
 
-        It is called as it is, also by compilers; nor does `on_any_use` hold signals back.
+        Signals are not delayed, here and in `on_any_use`.
         """
         self._handles.append(module.register_forward_pre_hook(hook))
 
@@ -144,18 +141,16 @@ class Hooks:
         parameter: Callable[[torch.nn.Module, str, object], None],
         submodule: Callable[[torch.nn.Module, str, object], None],
     ) -> None:
-        """Tell of every parameter and submodule, in any thread, that a module is about to have, and
-        under which name.
+        """Call `parameter` and `submodule` with every one that any module in any thread is about to
+        register, and its name.
 
-        A submodule's own `__init__` has run by then. Either may be None.
+        A submodule's own `__init__` has run by then. Each may return a replacement, or None.
         """
         self._handles.append(register_module_parameter_registration_hook(parameter))
         self._handles.append(register_module_module_registration_hook(submodule))
 
     def on_read(self, module: torch.nn.Module, read: Callable[[object], None]) -> None:
-        """Call `read` with a parameter of the module's own before anybody gets it as an
-        attribute.
-        """
+        """Call `read` with a parameter of the module's own before code gets it as an attribute."""
         parameters = module._parameters
         self._watched.append((module, parameters))
         module.__dict__["_parameters"] = _WatchedParameters(parameters, self.signals.holding(read))
@@ -167,12 +162,12 @@ class Hooks:
         listed: Callable[[], None],
         copied: Callable[[], None],
     ) -> None:
-        """As `on_read`; and call `listed` before all of the module's own are listed, `copied`
-        before it is copied.
+        """Like `on_read`. Also call `listed` before all parameters of the module are listed, and
+        `copied` before they are copied.
         """
         parameters = module._parameters
         self._watched.append((module, parameters))
-        module.__dict__["_parameters"] = _AwaitedParameters(parameters, read, listed, copied)
+        module.__dict__["_parameters"] = _PendingParameters(parameters, read, listed, copied)
 
     def on_state_dict(self, module: torch.nn.Module, check: Callable[[], None]) -> None:
         """Call `check` before a state dict of the module is made."""
@@ -184,7 +179,7 @@ class Hooks:
         self._handles.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
 
     def on_load_state_dict(self, module: torch.nn.Module, check: Callable[[], None]) -> None:
-        """Call `check` before values of a state dict are taken over by the module."""
+        """Call `check` before the module loads values of a state dict."""
 
         def hook(*_: Any) -> None:
             check()
@@ -195,18 +190,16 @@ class Hooks:
     def saving(
         self, pack: Callable[[torch.Tensor], object], unpack: Callable[[Any], torch.Tensor]
     ) -> AbstractContextManager[None]:
-        """Return what lets autograd save what `pack` returns, in this thread and within its
-        body.
-        """
+        """Return a context in which autograd saves what `pack` returns, in this thread."""
         return torch.autograd.graph.saved_tensors_hooks(
             self.signals.holding(pack), self.signals.holding(unpack)
         )
 
     def can_save(self) -> bool:
-        """Tell whether such hooks can be set: those of checkpointing see what is saved, and ours
-        would hide it.
+        """Tell whether `saving` can be used here.
 
-        Nor can they within a transform of torch.func, which keeps what it needs by itself.
+        Not under checkpointing, whose own hooks must see what is saved, and would be hidden by
+        ours. Not inside a transform of torch.func, which keeps what it needs itself.
         """
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return False
@@ -217,7 +210,8 @@ class Hooks:
             return False
 
     def remove(self) -> None:
-        """Take all hooks off. Interrupted, it can be done again."""
+        """Remove all hooks. It can be repeated after an interrupt."""
+        # Each leaves the list only after it is removed: an interrupt between forgets none.
         while self._handles:
             self._handles[-1].remove()
             self._handles.pop()
@@ -226,15 +220,15 @@ class Hooks:
             now = module._parameters
             if now is not before:
                 before.clear()
-                before.update(now)  # what was added or taken away meanwhile
+                before.update(now)  # parameters may have been added or removed meanwhile
                 module.__dict__["_parameters"] = before
             self._watched.pop()
 
 
 class _WatchedParameters(dict[str, "torch.nn.Parameter | None"]):
-    """The parameters of a module by name; tells when one is read.
+    """The parameters of a module by name; calls a function when one is read.
 
-    All of them at once may be listed untold.
+    Listing all of them at once calls nothing.
     """
 
     def __init__(
@@ -250,16 +244,16 @@ class _WatchedParameters(dict[str, "torch.nn.Parameter | None"]):
 
     def __reduce_ex__(self, _protocol: object) -> Any:
         raise TypeError(
-            "a model whose parameters an engine fetches cannot be copied or pickled, as its values "
-            "are not there: take engine.state_dict(), or close the engine first"
+            "A model whose parameters an engine fetches cannot be copied or pickled, as most of "
+            "its parameters show NaN. Copy engine.state_dict(), or close the engine first"
         )
 
     def __deepcopy__(self, memo: object) -> Any:
         return self.__reduce_ex__(memo)
 
 
-class _AwaitedParameters(_WatchedParameters):
-    """Such that can be listed, copied and pickled as well, once that was told."""
+class _PendingParameters(_WatchedParameters):
+    """The same; listing and copying them call functions first."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""`ModuleParameters`: sees who needs which parameters, and lets the fetcher bring them.
+"""`ModuleParameters`: knows which parameters each module needs, and asks the fetcher for them.
 
-A module that is about to run needs its own; whoever reads `module.weight` needs that one; the
-backward needs what was saved for it. What a running module asked for stays until it returns, and is
-its caller's if it returns it.
+A module that is about to run needs its own parameters; code that reads `module.weight` needs that
+one; a backward needs those that were saved for it. What a running module asked for stays until it
+returns. A parameter that the module returns then stays for its caller.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def check_modules(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if is_compiled(module):
             expected = (
-                "a module that is not compiled, as parameters are fetched around modules: what is "
-                "compiled reads them where no hook can fetch them. Give the device a larger budget "
-                'and parameters="device", or do not compile it'
+                "a module that is not compiled: the engine fetches parameters by hooks around "
+                "modules, and compiled code runs none. Do not compile it, or give the device a "
+                'larger budget and parameters="device"'
             )
             raise ConfigError(
                 field=f"module {name or 'model'}", value=type(module).__name__, expected=expected
@@ -51,7 +51,7 @@ def check_modules(model: torch.nn.Module) -> None:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Tell whether a module does not run in Python, so that hooks may not see what it reads."""
+    """Tell whether a module is compiled, so that hooks may not see what it reads."""
     compiled = (
         "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
     )
@@ -59,11 +59,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def leaves_of(model: torch.nn.Module, names: Iterable[str]) -> frozenset[str]:
-    """Return the modules that these name, or whose classes they name: one within another is not
-    one.
+    """Return the paths of the modules that `names` name, by path or class. Of nested ones, only the
+    outermost.
 
     Raises:
-        ConfigError: a name is that of none.
+        ConfigError: a name fits no module.
     """
     found: set[str] = set()
     for name in names:
@@ -81,14 +81,14 @@ def leaves_of(model: torch.nn.Module, names: Iterable[str]) -> frozenset[str]:
 
 
 def _within(path: str, modules: Collection[str]) -> bool:
-    """Tell whether a module is in one of these."""
+    """Tell whether a module is inside one of these."""
     return any(path != other and (not other or path.startswith(f"{other}.")) for other in modules)
 
 
 @dataclass(slots=True)
 class _Frame:
-    """A module that is running, the parameters that are held for it, and what keeps them from being
-    saved.
+    """A running module, the parameters that are held for it, and the hooks for what autograd
+    saves.
     """
 
     module: torch.nn.Module | None
@@ -96,19 +96,23 @@ class _Frame:
     held: dict[int, None] = field(default_factory=dict)  # in the order in which they came
 
     def save_with(self, saving: AbstractContextManager[None]) -> None:
-        """Let these hooks be the ones that count until the frame's end."""
+        """Use these hooks until the frame ends."""
         saving.__enter__()
         self.saving = saving
 
-    def take(self) -> tuple[AbstractContextManager[None] | None, dict[int, None]]:
-        """Return what is to be ended, and have nothing more."""
+    def surrender(self) -> tuple[AbstractContextManager[None] | None, dict[int, None]]:
+        """Return hooks and parameters to let go of, and forget them."""
         saving, held = self.saving, self.held
+        # Forgotten first: an interrupted end is repeated by the next one, and nothing may be let go
+        # of twice.
         self.saving, self.held = None, {}
         return saving, held
 
 
 class _SavedParameter(NamedTuple):
-    """What is saved for the backward in place of a view of a parameter."""
+    """What is saved for the backward in place of a view of a parameter, which is fetched again
+    then.
+    """
 
     number: int
     version: int
@@ -119,9 +123,10 @@ class _SavedParameter(NamedTuple):
 
 
 class _SavedTensor(NamedTuple):
-    """Anything else that is saved, and the version that it had.
+    """Any other saved tensor, and its version then.
 
-    Not the very tensor: its graph would hold itself.
+    It is a detached alias: the tensor itself would hold its graph, and the graph holds what is
+    saved.
     """
 
     tensor: torch.Tensor
@@ -129,10 +134,10 @@ class _SavedTensor(NamedTuple):
 
 
 class ModuleParameters:
-    """The uses that the modules of one model make of `parameters`.
+    """Which of `parameters` the modules of one model use, and when.
 
-    A module of `leaves` uses all that is within it, as a whole: when it begins, and when its
-    backward does.
+    A module of `leaves` uses all parameters inside it as one: when it begins, and when its backward
+    does.
     """
 
     fetches = True
@@ -157,15 +162,16 @@ class ModuleParameters:
         }
         self._read_uses = {known.number: Use(known.name, (known.number,)) for known in parameters}
         self._numbers = {id(known.parameter): known.number for known in parameters if known.numel}
+        # The caller's own reads, outside of any module, at the bottom of the stack.
         self._outside = _Frame(None)
         self._frames = [self._outside]
-        self._leaf = _Frame(None)  # of the one whose backward began last
+        self._leaf = _Frame(None)  # of the leaf whose backward began last
         self._uses: dict[int, Use] = {}  # by modules' ids: what each needs when it is about to run
         self._leaf_uses: dict[int, Use] = {}  # likewise
         self._in_leaves: set[int] = set()
         self._leaf_of: dict[int, torch.nn.Module] = {}  # by ids of modules within one, and its own
         self._called: set[int] = set()  # modules, of which it is seen when they run
-        self._asked: set[int] = set()  # what anybody has ever asked for
+        self._asked: set[int] = set()  # what a module or the caller has asked for so far
         self._closed = False
         for name, module in model.named_modules():
             is_leaf = name in leaves
@@ -187,11 +193,11 @@ class ModuleParameters:
                     self._called.add(id(module))
 
     def register_external(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-        """Let a module have a parameter, from its next call on, as it has its own; one in a leaf,
-        as the leaf has.
+        """Let a module use a parameter from its next call on, as it uses its own. A leaf uses it
+        for a module inside it.
 
         Raises:
-            ConfigError: the module has come to the model since the engine was made.
+            ConfigError: the module was added after the engine was made.
         """
         module = self._leaf_of.get(id(module), module)
         use, number = self._uses.get(id(module)), self._numbers.get(id(parameter))
@@ -210,34 +216,31 @@ class ModuleParameters:
             self._called.add(id(module))
 
     def gathered(self, numbers: Iterable[int]) -> None:
-        """Note that somebody has these outside of modules."""
+        """Note that the caller has asked for these."""
         self._asked.update(numbers)
 
     def check_asked(self, number: int) -> None:
-        """Refuse a gradient of a parameter that nobody has ever asked for: it was used as NaN.
+        """Refuse a gradient of a parameter that was never asked for, and so was read as NaN.
 
         Raises:
-            RuntimeError: that is so.
+            RuntimeError: it was not.
         """
         if number in self._parameters and number not in self._asked:
             raise self._unseen(number)
 
     def never_asked(self) -> list[str]:
-        """Return the names of the parameters that neither a module nor the caller has asked for so
-        far.
-        """
+        """Return the names of the parameters that neither a module nor the caller has asked for."""
         if len(self._asked) >= len(self._parameters):
             return []
         return [self._names[number] for number in self._parameters if number not in self._asked]
 
     def saving(self) -> AbstractContextManager[None]:
-        """Let nothing in the body save parameters for the backward, which fetches them again
-        instead.
+        """Save no parameters for the backward in the body: the backward fetches them again.
 
-        The body calls the model: what an interrupted call has left behind ends here.
+        The body calls the model. Frames that an interrupted call left behind end first.
 
         Raises:
-            ConfigError: a module has been compiled since the engine took the model over.
+            ConfigError: a module was compiled after the engine was made.
         """
         self._end_frames(1)
         model = self._model()
@@ -246,26 +249,24 @@ class ModuleParameters:
         return self._hooks.saving(self._pack, self._unpack)
 
     def close(self) -> None:
-        """Let go of everything for good: no graph that was made until now can be differentiated any
-        more.
-        """
+        """Let go of everything. No graph made so far can be differentiated any more."""
         self.let_go()
         self._closed = True
 
     def let_go(self) -> None:
-        """Let go of all that is held: no module is running, and nobody needs what was read outside
-        of one any more.
+        """Let go of all parameters that are held. No module is running, and the caller's reads have
+        ended.
         """
         self._end_frames(1)
         self._end(self._outside)
         self.end_backward()
 
     def let_go_of_oldest_read(self, wanted: Collection[int] = ()) -> bool:
-        """Let go of the parameter that was read outside of modules first, unless it is wanted; tell
-        if there is one.
+        """Let go of the parameter that the caller read first outside of modules, unless it is
+        wanted. Tell whether there was one.
 
-        Nothing says when the caller's code has done with such a read: the value stays until its
-        room is needed.
+        Nothing shows when the caller has done with such a read, so it is held until its memory is
+        needed.
         """
         for number in self._outside.held:
             if number not in wanted:
@@ -275,7 +276,7 @@ class ModuleParameters:
         return False
 
     def end_backward(self) -> None:
-        """Let go of what the backward of a leaf has held: no backward is running."""
+        """Let go of what the backward of a leaf holds. No backward is running."""
         self._end(self._leaf)
 
     # --- modules ----------------------------------------------------------------------------------
@@ -283,15 +284,17 @@ class ModuleParameters:
     def _before(self, module: torch.nn.Module) -> None:
         use, frame = self._uses[id(module)], _Frame(module)
         if len(self._frames) == 1 and self._hooks.can_save():
-            # A parameter that autograd saves as it is, it reads as modules see it by then.
+            # This module was called past the engine. Without the hooks, autograd would save the
+            # parameter itself, and read NaN from it in the backward.
             frame.save_with(self._hooks.saving(self._pack, self._unpack))
         self._frames.append(frame)
         if use.parameters:
             self._ask(use, frame)
 
     def _after(self, module: torch.nn.Module, output: object) -> None:
-        """End the module's frame, and those within that an exception left behind."""
+        """End the module's frame, and frames inside it that an exception left behind."""
         frames = self._frames
+        # A module inside that raised may not have reached its own hook.
         at = len(frames) - 1
         while at and frames[at].module is not module:
             at -= 1
@@ -306,18 +309,20 @@ class ModuleParameters:
                     self._hooks.before_backward(tensor, partial(self._before_backward, use))
 
     def _before_backward(self, use: Use) -> None:
-        """Have all of a leaf, on every rank, until the backward of another begins."""
+        """Hold all parameters of a leaf on every rank, until the backward of another leaf
+        begins.
+        """
         if not self._leaf.held.keys() >= set(use.parameters):
             self._end(self._leaf)
             self._ask(use, self._leaf)
 
     def _end_frames(self, at: int) -> None:
-        """End the frames from there on, the innermost first."""
+        """End the frames from `at` on, the innermost first."""
         while len(self._frames) > at:
             self._end(self._frames.pop())
 
     def _end(self, frame: _Frame) -> None:
-        saving, held = frame.take()
+        saving, held = frame.surrender()
         if saving is not None:
             saving.__exit__(None, None, None)
         self._fetcher.resident.let_go(held)
@@ -347,7 +352,7 @@ class ModuleParameters:
             self._fetcher.resident.hold((number,))
 
     def _returned(self, output: object) -> Iterable[int]:
-        """Yield the parameters that are in what a module returns."""
+        """Return the parameters in the output of a module."""
         if isinstance(output, torch.Tensor):
             number = self._numbers.get(id(output))
             return () if number is None else (number,)
@@ -380,7 +385,8 @@ class ModuleParameters:
         )
 
     def _check_seen(self, tensor: torch.Tensor) -> None:
-        """Refuse to save what is shown in place of a parameter that is not there."""
+        """Refuse to save the NaN that is shown in place of a parameter."""
+        # One element expanded to a shape, which is how an absent parameter looks.
         storage = tensor.untyped_storage()
         if any(tensor.stride()) or storage.nbytes() != tensor.element_size() or tensor.numel() < 2:
             return
@@ -393,9 +399,9 @@ class ModuleParameters:
 
     def _unseen(self, number: int) -> RuntimeError:
         return RuntimeError(
-            f"{self._names[number]} was used where nobody could see that it is needed, and read as "
-            "NaN: what a module has is fetched when it runs, and what it reads as an attribute of "
-            "another one when it reads it; this came another way, such as a variable, a list or "
+            f"{self._names[number]} was used where the engine could not see it, and read as NaN. "
+            "The engine fetches a parameter when its module runs, or when code reads it as an "
+            "attribute of a module; this one came from elsewhere, such as a variable, a list or "
             "model.parameters(). Call engine.register_external(module, parameter) once for the "
             "module that uses it, or use it under `with engine.gathered(parameter)`"
         )
@@ -404,9 +410,10 @@ class ModuleParameters:
         if isinstance(saved, _SavedTensor):
             if saved.tensor._version != saved.version:
                 raise RuntimeError(
-                    "a tensor that the backward needs was modified by an in-place operation after "
-                    f"it was saved: it was at version {saved.version} and is at version "
-                    f"{saved.tensor._version}, of shape {tuple(saved.tensor.shape)}"
+                    f"A tensor of shape {tuple(saved.tensor.shape)} that the backward needs was "
+                    "modified by an in-place operation after it was saved: it was at version "
+                    f"{saved.version} and is at version {saved.tensor._version}. Let the operation "
+                    "make a new tensor, or use a copy of this one in the forward"
                 )
             return saved.tensor
         assert isinstance(saved, _SavedParameter), "what is saved is one of the two"
@@ -414,15 +421,17 @@ class ModuleParameters:
         if self._closed:
             raise RuntimeError(
                 f"The engine was closed before this backward, which needs {self._names[number]}. A "
-                "graph that was made under the engine ends with it. Call backward() before "
-                "close(), or run the model again"
+                "graph made under an engine cannot be differentiated after close(). Call "
+                "backward() before close(), or run the model again"
             )
         if saved.version != self._fetcher.version_of(number):
             raise RuntimeError(
-                f"the backward needs {self._names[number]} as it was in the forward, and "
-                "engine.step(), or somebody under engine.gathered(), has changed it since: call "
-                "backward before that, and forward again for another one"
+                f"The backward needs {self._names[number]} as it was in the forward, and "
+                "engine.step() or a body of engine.gathered(modify=True) has changed it since. "
+                "Call backward() before that, or run the forward again"
             )
+        # Ranks gather a leaf together when its backward begins. One that is shown must not be asked
+        # for by one rank alone.
         if number not in self._in_leaves or number not in self._fetcher.shown:
             self._fetcher.need(self._saved_uses[number])
         values = self._fetcher.shown.values(number)
@@ -468,7 +477,7 @@ class UnwatchedModules:
 
 
 def tensors_in(output: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what a module returns."""
+    """Yield the tensors in the output of a module."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):

@@ -1,7 +1,6 @@
-"""The parameters of a model: those that the engine trains and those that are frozen, and what
-modules compute with.
+"""The parameters of a model, trained and frozen, and the values that modules compute with.
 
-Sees when somebody else changed one. Takes no gradients, moves and updates nothing.
+Detects changes by other code. Takes no gradients, moves and updates nothing.
 """
 
 from __future__ import annotations
@@ -30,13 +29,11 @@ __all__ = [
 
 @dataclass(eq=False)
 class ModelParameter:
-    """One parameter of the model; `number` is its place among those that the engine knows.
+    """One parameter of the model, or this rank's shard of one; `number` is its index among all that
+    the engine knows.
 
-    Modules compute with it in `dtype`, which may be another one than it has when it is given to the
-    engine.
-
-    Or this rank's shard of one, flat: a part of the model's parameter `part_of`, with the same
-    number and name.
+    Modules compute with it in `dtype`, which may differ from the dtype that it had in `initialize`.
+    A shard is flat, and has the number and name of the model's parameter `part_of`.
     """
 
     number: int
@@ -55,85 +52,84 @@ class ModelParameter:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that modules compute with."""
+        """The bytes of its values, in the dtype that modules compute with."""
         return self.numel * self.dtype.itemsize
 
     @property
     def of_model(self) -> torch.nn.Parameter:
-        """The model's parameter that it is, or is a shard of."""
+        """The model's parameter that this is, or is a shard of."""
         return self.parameter if self.part_of is None else self.part_of
 
     @property
     def values(self) -> torch.Tensor:
-        """The elements that modules compute with, flat, where updates leave them in memory."""
+        """Its values where updates leave them, flat."""
         return self.home.detach().view(-1)
 
     @property
     def home(self) -> torch.Tensor:
-        """The contiguous tensor that has those elements: the parameter, or what modules see copies
-        of.
+        """The contiguous tensor where its values live: the parameter itself, or one that modules
+        see copies of.
         """
         if self._on_drives:
             raise RuntimeError(
-                f"the values of {self.name} are on the drives: load them to see them"
+                f"The values of {self.name} are on the drives, so there is no tensor of them. "
+                "Fetch the parameter first"
             )
         return self.parameter if self._at_home is None else self._at_home
 
     def live_at(self, home: torch.Tensor | None) -> None:
-        """Let its values be in this flat tensor, of which modules see copies; None: they are the
-        parameter's own.
-        """
+        """Set the flat tensor where its values live. None: they live in the parameter itself."""
         self._at_home = home
         self._on_drives = False
 
     def rest_on_drives(self) -> None:
-        """Let its values be on the drives, and modules see copies of them."""
+        """Note that its values live on the drives."""
         self._on_drives = True
 
     @property
     def on_drives(self) -> bool:
-        """Whether its values are there."""
+        """Whether its values live on the drives."""
         return self._on_drives
 
     def show(self, values: torch.Tensor) -> None:
         """Let modules see these values.
 
-        A change by somebody else, before, is still seen as one afterwards.
+        The version is not noted: `check_untouched` still detects a change that came before.
         """
         self.parameter.data = values
         self._seen = (values.data_ptr(), self._seen[1])
 
     @property
     def is_there(self) -> bool:
-        """Whether modules see its values, and not what is shown in place of them."""
+        """Whether modules see its values, and not NaN in place of them."""
         return self.parameter.numel() < 2 or any(self.parameter.stride())
 
     def note_values(self) -> None:
-        """Remember the values as they are now as the engine's own."""
+        """Remember the present values as the engine's own."""
         self._seen = self._state()
 
     def check_untouched(self) -> None:
-        """Refuse to go on where somebody else has changed the values.
+        """Refuse values that other code has changed.
 
         Raises:
-            RuntimeError: that is so.
+            RuntimeError: they were changed.
         """
         if self._state() != self._seen:
             raise RuntimeError(
-                f"{self.name} was changed outside of the engine, which has its own copy of it: the "
-                "change would be lost. Change it under `with engine.gathered([parameter], "
-                "modify=True)`"
+                f"{self.name} was changed outside of the engine. The engine keeps a copy of its "
+                "own and would overwrite the change. Change it under `with "
+                "engine.gathered([parameter], modify=True)`"
             )
 
     def _state(self) -> tuple[int, int]:
-        # Kernels do not raise the version. An update does so once, and notes it: any other change
-        # is somebody else's.
+        # The engine's kernels do not raise the version. An update raises it once and notes that, so
+        # any other change of the version or the address is not the engine's.
         return self.parameter.data_ptr(), self.parameter._version
 
 
 def absent(dtype: torch.dtype, shape: torch.Size, where: torch.device) -> torch.Tensor:
-    """Return what a parameter shows whose values are not there: who reads it gets NaN, who writes
-    to it an error.
+    """Return what is shown in place of absent values: NaN, expanded so that a write to it
+    raises.
     """
     nothing = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), nothing, dtype=dtype, device=where).expand(shape)
@@ -141,7 +137,7 @@ def absent(dtype: torch.dtype, shape: torch.Size, where: torch.device) -> torch.
 
 @dataclass(eq=False)
 class TrainedParameter(ModelParameter):
-    """One parameter of the optimizer: `number` is its place among them, `group` that of its
+    """One parameter of the optimizer; `number` is its index among them, `group` that of its
     parameter group.
     """
 
@@ -149,19 +145,18 @@ class TrainedParameter(ModelParameter):
 
     @property
     def formats(self) -> Formats:
-        """How it and its masters are stored."""
+        """The formats of its values and masters."""
         return formats_of(self.name, self.dtype)
 
 
 def collect_parameters(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: Precision
 ) -> tuple[TrainedParameter, ...]:
-    """Return the optimizer's parameters that are to be trained, in the model's order: about that of
-    their use.
+    """Return the optimizer's parameters that are trained, in the model's order, which is about that
+    of their use.
 
     Raises:
-        ConfigError: one is not the model's, or is of a kind that cannot be trained here; or none is
-            left.
+        ConfigError: one is not the model's, or cannot be trained here; or none is left.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     dtypes = dtypes_of(model, precision)
@@ -173,7 +168,7 @@ def collect_parameters(
                 raise ConfigError(
                     field="optimizer",
                     value=f"a parameter of shape {tuple(parameter.shape)} in group {number}",
-                    expected="only parameters of the model: make the optimizer of "
+                    expected="only parameters of the model. Make the optimizer from "
                     "model.parameters(), after the last module was added or replaced",
                 )
             _check(name, parameter)
@@ -181,8 +176,8 @@ def collect_parameters(
                 raise ConfigError(
                     field="model",
                     value=f"one whose {name} another engine trains",
-                    expected="a model of no other engine: close that one first, which leaves an "
-                    "ordinary model",
+                    expected="a model that no other engine trains. Close that engine first, which "
+                    "leaves an ordinary model",
                 )
             if parameter.requires_grad:
                 formats_of(name, dtypes[id(parameter)])
@@ -205,14 +200,13 @@ def collect_parameters(
 def check_memory_of_their_own(
     parameters: Iterable[ModelParameter], buffers: Mapping[str, torch.Tensor]
 ) -> None:
-    """Refuse parameters that share elements with one another or with a buffer, where one of them is
-    trained.
+    """Refuse a trained parameter that shares memory with another parameter or a buffer.
 
-    Each would get its own gradient and its own copy on another tier, so what was one tensor would
-    become two.
+    Each of the two would get its own gradient and its own copy on another tier, and so become a
+    tensor of its own.
 
     Raises:
-        ConfigError: two share elements; it names both.
+        ConfigError: two share memory. The error names both.
     """
     ranges = [
         (*_range_of(known.parameter), known.name, isinstance(known, TrainedParameter))
@@ -225,8 +219,8 @@ def check_memory_of_their_own(
             raise ConfigError(
                 field=f"parameter {name}",
                 value=f"one that shares memory with {of}",
-                expected="memory of its own. As two parameters of one memory they would come apart "
-                "on drives and in 16 bits. To tie them, let both modules have the same "
+                expected="memory of its own. Offloaded or rounded to 16 bits, the two would become "
+                "different tensors. To tie them, let both modules have the same "
                 "Parameter: second.weight = first.weight. To keep both, give one its own "
                 "values: parameter.data = parameter.data.clone()",
             )
@@ -235,15 +229,15 @@ def check_memory_of_their_own(
 
 
 def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses that a tensor's elements fill; nothing where they have gaps, as columns
-    of a matrix have.
+    """Return the range of addresses of a tensor's elements. It is empty where they have gaps, as a
+    matrix column has.
     """
     if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
         return 0, 0
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    # an expanded tensor has fewer elements in memory, which are no values of its own
+    # An expanded tensor has fewer elements in memory than it shows.
     if last + 1 != tensor.numel():
         return 0, 0
     return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
@@ -252,7 +246,7 @@ def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
 def collect_frozen(
     model: torch.nn.Module, trained: Collection[TrainedParameter], precision: Precision
 ) -> tuple[ModelParameter, ...]:
-    """Return the model's other parameters, with the numbers that follow.
+    """Return the parameters that are not trained, numbered after those that are.
 
     Raises:
         ConfigError: one is of a kind that cannot be used here.

@@ -1,9 +1,9 @@
-"""`PendingParameters`: parameters that stay on the device, and show NaN until an update beside a
-forward has made them.
+"""`PendingParameters`: parameters that stay on the device, and show NaN until a deferred update has
+made their new values.
 
-Modules that run, and whoever reads `module.weight`, wait for their own; who lists or copies
-parameters ends the update. Leaves to the forward only what modules were seen to ask for: what
-somebody holds in a variable is made in the step.
+A module that runs, and code that reads `module.weight`, wait for the parameters that they need.
+Code that lists or copies parameters waits for the whole update. Only parameters that modules were
+seen to ask for are left to the forward: the caller may hold any other one in a variable.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["PendingParameters"]
 
 
 class PendingParameters:
-    """The trained parameters of a model; `updated` tells whether a step changes one, by its number.
+    """The trained parameters of a model; `updated(number)` tells whether a step changes one.
 
-    Hooks are there from one step to the end of its update, and before the first step.
+    Hooks are set from a step to the end of its update, and before the first step.
     """
 
     def __init__(
@@ -40,22 +40,22 @@ class PendingParameters:
         self._updated = updated
         self._hooks = hooks
         self._numbers = {id(known.parameter): known.number for known in trained if known.numel}
-        self._asked: set[int] = set()  # what a module has asked for, of those that run in Python
-        self._unseen: set[int] = set()  # what modules use and nobody sees them read
+        self._asked: set[int] = set()  # parameters that a module in Python has asked for
+        self._unseen: set[int] = set()  # parameters that modules use where no hook sees it
         self._absent: dict[int, torch.Tensor] = {}
-        # the values that are to be shown, of the parameters that are not
+        # The values of parameters that show NaN at present.
         self._hidden: dict[int, torch.Tensor] = {}
         self._update: DeferredUpdate | None = None
         self._watch()
 
     def register_external(self, parameter: torch.nn.Parameter) -> None:
-        """Leave a parameter to no forward: it is used where nobody sees it."""
+        """Update a parameter in the step: it is used where no hook sees it."""
         if id(parameter) in self._numbers:
             self._unseen.add(self._numbers[id(parameter)])
 
     def follow(self, update: DeferredUpdate | None) -> None:
-        """Let nobody see from here on what this update has not made yet; None: show all, and take
-        all hooks off.
+        """Hide the parameters that this update has not made yet. None: show all, and remove all
+        hooks.
 
         Raises:
             RuntimeError: an op of the update failed.
@@ -103,10 +103,9 @@ class PendingParameters:
             self._need((number,))
 
     def _need(self, numbers: Iterable[int]) -> None:
-        """Let these be shown, once they are made; the host makes updates of what comes later in
-        that time.
-        """
-        # who reads them then is the compiler: what it makes has no hooks
+        """Show these parameters when they are updated. Meanwhile the host makes other updates."""
+        # The compiler reads them here, and its code will run without hooks: `follow` ends updates
+        # of models that have compiled modules.
         if torch.compiler.is_compiling():
             return
         self._asked.update(numbers)
@@ -144,9 +143,9 @@ class PendingParameters:
     def _show(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             known = self._trained[number]
-            # else `step` refuses what somebody set
+            # Otherwise the caller has set `data` meanwhile, and `step` is to refuse that change.
             if known.parameter.data_ptr() == self._absent[number].data_ptr():
                 known.show(self._hidden[number])
-                known.note_values()  # copies of the update may have moved the version meanwhile
+                known.note_values()  # copies of the update may have raised the version
             known.live_at(None)
             del self._hidden[number]

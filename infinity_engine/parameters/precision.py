@@ -1,7 +1,7 @@
-"""Which dtype each parameter computes in, by the setting `precision` and by what the model has
-(decision 0019).
+"""Which dtype each parameter computes in, from the setting `precision` and the model (decision
+0019).
 
-Changes nothing. Buffers are no matter of it: they keep their dtype, whatever the setting.
+Changes nothing. Buffers keep their dtype whatever the setting.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _FORMATS = MappingProxyType(
 )
 _16_BIT = frozenset({torch.bfloat16, torch.float16})
 _CAST = frozenset({*_FORMATS, torch.float64})
-"""Dtypes whose values mean the same in another one: fp8 needs scales that its module keeps."""
+"""Dtypes that can be cast to another one. fp8 cannot: it needs scales, which its module keeps."""
 
 
 def asked_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the dtype that a setting asks for; None: each parameter computes in its own."""
+    """Return the dtype that a setting asks for. None: each parameter keeps its own."""
     return _ASKED.get(precision)
 
 
@@ -52,6 +52,7 @@ def dtypes_of(model: torch.nn.Module, precision: Precision) -> Mapping[int, torc
         return {id(parameter): parameter.dtype for parameter in parameters}
     kept: set[int] = set()
     if asked in _16_BIT:
+        # A model that has 16-bit parameters already was mixed on purpose: its fp32 ones stay.
         is_mixed = any(parameter.dtype in _16_BIT for parameter in parameters)
         on_purpose = parameters if is_mixed else _beside_statistics(model)
         kept = {id(parameter) for parameter in on_purpose if parameter.dtype == torch.float32}
@@ -64,8 +65,8 @@ def dtypes_of(model: torch.nn.Module, precision: Precision) -> Mapping[int, torc
 
 
 def _beside_statistics(model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-    """Yield what torch computes with only in the dtype of statistics that stay in fp32: weights of
-    batch norm.
+    """Yield the weights of batch norms whose statistics are fp32: torch computes with both in one
+    dtype.
     """
     for module in model.modules():
         if (
@@ -83,9 +84,9 @@ def formats_of(name: str, dtype: torch.dtype) -> Formats:
     """
     if dtype not in _FORMATS:
         expected = (
-            "torch.float32, torch.bfloat16 or torch.float16, which are what the engine trains. "
-            "Cast the parameter before you make the optimizer, freeze it with "
-            'requires_grad_(False), or set precision="fp32", which casts fp64 to fp32'
+            "torch.float32, torch.bfloat16 or torch.float16. Cast the parameter before you make "
+            'the optimizer, freeze it with requires_grad_(False), or set precision="fp32", which '
+            "casts fp64 to fp32"
         )
         raise ConfigError(field=f"dtype of parameter {name}", value=str(dtype), expected=expected)
     return _FORMATS[dtype]

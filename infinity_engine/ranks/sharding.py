@@ -65,8 +65,8 @@ def check_cut(model: torch.nn.Module, config: EngineConfig, *, built_alone: bool
         if hasattr(parameter, "placements"):
             expected = (
                 "an ordinary tensor: a DTensor is a shard of something already, as tensor "
-                "parallelism makes it, and "
-                "its operations communicate. Let one of the two cut the model"
+                "parallelism makes it, and its operations communicate. Let one of the two cut the "
+                "model"
             )
             raise ConfigError(
                 field=f"parameter {name}", value=type(parameter).__name__, expected=expected
@@ -204,10 +204,9 @@ class Sharding:
                 free=has,
                 limit=has,
                 change=f"raise the budget's {tier.name.lower()}: whole parameters that are there "
-                "at once "
-                f"take {self.least} B, whole gradients {self.reduces.held} B, and buffers of "
-                "collectives "
-                f"{self.wires_bytes} B; ranks.bucket_bytes lowers both of the latter",
+                f"at once take {self.least} B, whole gradients {self.reduces.held} B, and "
+                f"buffers of collectives {self.wires_bytes} B; ranks.bucket_bytes lowers "
+                "both of the latter",
             )
         return (
             replace(budget, host=has - needed) if unified else replace(budget, device=has - needed)
