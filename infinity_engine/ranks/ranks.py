@@ -1,9 +1,9 @@
-"""`Ranks`: this rank among those that train one model: what all must have in common, who owns what,
-whole values.
+"""`Ranks`: this rank and the others that train one model: what they agree on, which shard each
+owns, and whole values.
 
-Knows parameters, budgets and settings; fetches, reduces and updates nothing. Made by `initialize`
-where there are several ranks, and closed last, with the error if there is one, of which the others
-are told.
+Knows parameters, budgets and settings; fetches, reduces and updates nothing. `initialize` makes it
+where there are several ranks. It is closed last, with the error if there is one, which the other
+ranks then raise.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["Cut", "Held", "Ranks", "together", "wire_of"]
 
 _LOG = logging.getLogger(__name__)
 _MOST_SHOWN = 3
-# What may be another on each rank: where things are and how fast, and what only this process sees.
+# Settings that may differ between ranks: where drives are, how fast they are, what is recorded.
 _OF_EACH_RANK = (
     "budget.nvme",
     "calibration",
@@ -60,8 +60,8 @@ _OF_EACH_RANK = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The model's parameters, whole and as this rank's shards, `trained` and `frozen`; `specs` are
-    of all ranks.
+    """The model's parameters, whole and as this rank's shards; `specs` has the shards of all
+    ranks.
     """
 
     ranks: Ranks
@@ -74,7 +74,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Held:
-    """What a machine's ranks hold already of its host, and of its file systems."""
+    """What the ranks of this machine already hold of its host and its file systems."""
 
     host: int
     on_systems: Mapping[str, int]
@@ -85,25 +85,23 @@ class Held:
 
 
 class Ranks:
-    """Rank `rank` of `size`, two or more, which a parameter is cut over, or neighbours among them
-    that share a copy.
+    """Rank `rank` of `size`, two or more.
 
-    `collectives` are of all ranks, and `shards` of those that share a copy of the model, which may
-    be all. `gradients` is a second sequence of these, of what backwards make. `replicas` are those
-    that own the same, None where all ranks share one copy.
+    `collectives` are those of all ranks, `shards` those of the ranks that share one copy of the
+    model, which may be all. `gradients` is a second sequence over the same ranks as `shards`:
+    reduces run beside gathers. `replicas` are the ranks that own the same shards, or None where all
+    share one copy.
     """
 
     def __init__(self, collectives: Collectives, config: RanksConfig) -> None:
         self.config = config
         self.partitioning = Partitioning(config.partitioning.value)
         self.neighbours = 1
-        """How many ranks there are on this machine, once budgets were shared."""
+        """How many ranks this machine has, after `share_budget`."""
         self.users: Mapping[str, int] = MappingProxyType({})
-        """How many of them use each directory of this one's, once budgets were shared."""
+        """How many of these use each directory of this rank, after `share_budget`."""
         self.cores = CoreShare(tuple(sorted(os.sched_getaffinity(0))), is_shared=False)
-        """Which of the cores that this process may run on are this rank's, once budgets were
-        shared.
-        """
+        """Which of this process's cores are this rank's, after `share_budget`."""
         self._first_here = collectives.rank
         self.collectives = collectives
         self._agree_on_mesh()
@@ -114,7 +112,7 @@ class Ranks:
 
     @classmethod
     def join(cls, config: RanksConfig) -> Ranks | None:
-        """Meet the others; None where there are none."""
+        """Connect to the other ranks. Return None where there are none."""
         if config.stage is Stage.ALONE:
             return None
         collectives = Collectives.join(timeout_s=config.timeout_s)
@@ -137,35 +135,37 @@ class Ranks:
         return self.collectives.split(shard_ranks)
 
     def _agree_on_mesh(self) -> None:
-        """Make sure that all ranks make the same groups: where they do not, torch waits or mixes
-        them up.
+        """Make sure that all ranks make the same process groups: torch hangs or mixes messages
+        otherwise.
         """
         self.agree_again_on("the mesh", {"ranks.shard_ranks": self.config.shard_ranks})
 
     @property
     def rank(self) -> int:
-        """Which one this is."""
+        """This rank's number."""
         return self.collectives.rank
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """How many ranks there are."""
         return self.collectives.size
 
     def on_wait(self, call: Callable[[], object]) -> None:
-        """Call this again and again while this rank waits for others: what it raises ends the
+        """Call `call` repeatedly while this rank waits for others. An error from it ends the
         wait.
         """
         for sequence in self._sequences():
             sequence.on_wait(call)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the others, who are told why where `error` says it. Again: nothing."""
+        """Leave the other ranks, which raise `error` if there is one. A second call does
+        nothing.
+        """
         for sequence in self._sequences():
             sequence.close(error)
 
     def _sequences(self) -> list[Collectives]:
-        """Return all, those that follow others first."""
+        """Return all sequences of collectives, those made of others first."""
         found = [
             self.gradients,
             *([] if self.replicas is None else [self.replicas]),
@@ -176,22 +176,22 @@ class Ranks:
 
     # --- what all have in common ------------------------------------------------------------------
 
-    def agree_on(self, what: str, mine: Mapping[str, object]) -> None:
-        """Make sure that all ranks say the same of the same things.
+    def agree_on(self, what: str, values: Mapping[str, object]) -> None:
+        """Make sure that all ranks have the same values for the same names.
 
         Raises:
-            CollectiveError: they do not; names the first things that differ, and who says what of
-                them.
+            CollectiveError: they have not. The error names the first values that differ, and the
+                ranks that have each.
         """
-        payload = json.dumps({name: str(value) for name, value in mine.items()}).encode()
-        said: list[dict[str, str]] = [
+        payload = json.dumps({name: str(value) for name, value in values.items()}).encode()
+        answers: list[dict[str, str]] = [
             json.loads(answer) for answer in self.collectives.share(what, payload)
         ]
-        names = list(dict.fromkeys(name for answer in said for name in answer))
+        names = list(dict.fromkeys(name for answer in answers for name in answer))
         found = [
-            f"{name}: {told}"
+            f"{name}: {difference}"
             for name in names
-            if (told := _told([answer.get(name) for answer in said]))
+            if (difference := _difference([answer.get(name) for answer in answers]))
         ]
         if found:
             more = f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
@@ -203,7 +203,7 @@ class Ranks:
             )
 
     def agree_on_versions(self) -> None:
-        """Make sure that all ranks run the same.
+        """Make sure that all ranks run the same versions.
 
         Raises:
             CollectiveError: they do not.
@@ -218,8 +218,8 @@ class Ranks:
         parameters: Sequence[ModelParameter],
         digest: Callable[[torch.nn.Parameter], str],
     ) -> None:
-        """Make sure that all ranks train the same model in the same way, from the same values, as
-        `digest` says them.
+        """Make sure that all ranks train the same model in the same way, from the same values;
+        `digest` hashes those.
 
         Raises:
             CollectiveError: they do not.
@@ -240,49 +240,49 @@ class Ranks:
             {known.name: digest(known.parameter) for known in parameters},
         )
 
-    def agree_again_on(self, what: str, mine: Mapping[str, object]) -> None:
-        """Do as `agree_on`, for what is asked often and mostly is the same: ranks exchange a
+    def agree_again_on(self, what: str, values: Mapping[str, object]) -> None:
+        """Like `agree_on`, for values that are compared often and rarely differ: ranks compare a
         checksum first.
 
         Raises:
-            CollectiveError: they do not say the same.
+            CollectiveError: the values differ.
         """
-        checksum = crc32c(json.dumps({name: str(value) for name, value in mine.items()}).encode())
+        checksum = crc32c(json.dumps({name: str(value) for name, value in values.items()}).encode())
         if (
             len(set(self.collectives.share(f"whether all agree on {what}", str(checksum).encode())))
             > 1
         ):
-            self.agree_on(what, mine)
+            self.agree_on(what, values)
 
     def any_has_more(self, *, has_more: bool, has_had: bool) -> bool:
-        """Tell whether any rank has another batch; those that have none use their last one again.
+        """Tell whether any rank has another batch. Ranks without one use their last one again.
 
         Raises:
-            ConfigError: a rank has had none so far.
+            ConfigError: a rank has had no batch so far.
         """
-        mine = b"more" if has_more else b"again" if has_had else b"none"
-        said = self.collectives.share("which ranks have another batch", mine)
-        without = [rank for rank, answer in enumerate(said) if answer == b"none"]
-        if b"more" in said and without:
-            expected = "one on each rank at least, which it can use again while others have more"
+        own = b"more" if has_more else b"again" if has_had else b"none"
+        answers = self.collectives.share("which ranks have another batch", own)
+        without = [rank for rank, answer in enumerate(answers) if answer == b"none"]
+        if b"more" in answers and without:
+            expected = "at least one on each rank, which the rank uses again while others have more"
             raise ConfigError(
                 field="batches",
                 value=f"none on rank {', '.join(map(str, without))}",
                 expected=expected,
             )
-        return b"more" in said
+        return b"more" in answers
 
     def go_on_with(self, config: RanksConfig) -> None:
-        """Train, with these settings, what the ranks have built or loaded with others.
+        """Go on with the ranks that have built or loaded the model, with these settings.
 
         Raises:
-            ConfigError: they do not go with what was built.
-            RuntimeError: the ranks have parted since.
+            ConfigError: the settings do not fit what was built.
+            RuntimeError: the ranks are no longer connected.
         """
         if self.collectives.failed:
             raise RuntimeError(
-                "the ranks that have built this model have parted, as one of them has failed, or "
-                "initialize has: build the model again, on all of them"
+                "The ranks that built this model are no longer connected: one of them failed, or "
+                "an earlier initialize did. Build the model again on all ranks"
             )
         before = self.config
         for name, now, then in (
@@ -299,34 +299,34 @@ class Ranks:
                 raise ConfigError(field=f"ranks.{name}", value=given, expected=expected)
         self.config = config
 
-    def tell(self, what: str, mine: object) -> list[Any]:
-        """Return what each rank says, of what JSON has."""
+    def tell(self, what: str, value: object) -> list[Any]:
+        """Return what each rank passes, as JSON has it."""
         return [
-            json.loads(answer) for answer in self.collectives.share(what, json.dumps(mine).encode())
+            json.loads(answer)
+            for answer in self.collectives.share(what, json.dumps(value).encode())
         ]
 
-    def least(self, what: str, mine: int) -> int:
-        """Return the smallest of what the ranks say."""
-        return min(int(answer) for answer in self.collectives.share(what, str(mine).encode()))
+    def least(self, what: str, value: int) -> int:
+        """Return the smallest of the ranks' values."""
+        return min(int(answer) for answer in self.collectives.share(what, str(value).encode()))
 
-    def most(self, what: str, mine: int) -> int:
-        """Return the largest of what the ranks say."""
-        return max(int(answer) for answer in self.collectives.share(what, str(mine).encode()))
+    def most(self, what: str, value: int) -> int:
+        """Return the largest of the ranks' values."""
+        return max(int(answer) for answer in self.collectives.share(what, str(value).encode()))
 
     def share_budget(
         self, budget: ResolvedBudget, *, device_is_shared: bool, held: Held | None = None
     ) -> ResolvedBudget:
-        """Return this rank's part of a budget, which is that of its machine: of its host, its cores
-        and its drives.
+        """Return this rank's part of its machine's budget: of the host, the cores and the drives.
 
-        Who names the same directory on the same machine has an equal part of it. Directories of one
-        file system, which ranks may have each for itself, have together no more than is free there,
-        and than the machine's ranks have `held` already.
+        Ranks of a machine that name the same directory get equal parts of it. Directories of one
+        file system together get no more than is free there; `held` counts what the ranks hold
+        already as free.
         """
         places = {directory: str(Path(directory).resolve()) for directory in budget.nvme}
         on_drives = {} if held is None else held.on_systems
         systems = {directory: _file_system_of(directory) for directory in budget.nvme}
-        told = {
+        own = {
             "machine": Process.own().machine,
             "host": budget.host,
             "cores": sorted(os.sched_getaffinity(0)),
@@ -340,12 +340,12 @@ class Ranks:
                 for directory, limit in budget.nvme.items()
             },
         }
-        said = [
+        answers = [
             json.loads(answer)
-            for answer in self.collectives.share("budgets", json.dumps(told).encode())
+            for answer in self.collectives.share("budgets", json.dumps(own).encode())
         ]
-        ranks = [rank for rank, answer in enumerate(said) if answer["machine"] == told["machine"]]
-        here = [said[rank] for rank in ranks]
+        ranks = [rank for rank, answer in enumerate(answers) if answer["machine"] == own["machine"]]
+        here = [answers[rank] for rank in ranks]
         self.neighbours, self._first_here = len(here), ranks[0]
         self.cores = divide_cores([neighbour["cores"] for neighbour in here], here[0]["nodes"])[
             ranks.index(self.rank)
@@ -365,8 +365,8 @@ class Ranks:
         )
 
     def tell_of_shared_cores(self) -> None:
-        """Warn, once a machine, where it has too few cores for its ranks; once budgets were
-        shared.
+        """Warn, on the machine's first rank, if the machine has fewer cores than ranks. After
+        `share_budget`.
         """
         if self.cores.is_shared and self.rank == self._first_here:
             _LOG.warning(
@@ -377,21 +377,21 @@ class Ranks:
             )
 
     def held_here(self, host: int, drives: Mapping[str, int]) -> Held:
-        """Return what all ranks of this machine hold already, of which this one says what it
+        """Return what all ranks of this machine hold; `host` and `drives` are what this one
         does.
         """
-        told = {
+        own = {
             "machine": Process.own().machine,
             "host": host,
             "drives": [
                 [_file_system_of(directory)[0], nbytes] for directory, nbytes in drives.items()
             ],
         }
-        said = [
+        answers = [
             json.loads(answer)
-            for answer in self.collectives.share("what is held already", json.dumps(told).encode())
+            for answer in self.collectives.share("what is held already", json.dumps(own).encode())
         ]
-        here = [answer for answer in said if answer["machine"] == told["machine"]]
+        here = [answer for answer in answers if answer["machine"] == own["machine"]]
         systems: Counter[str] = Counter()
         for neighbour in here:
             for system, nbytes in neighbour["drives"]:
@@ -399,11 +399,11 @@ class Ranks:
         return Held(sum(neighbour["host"] for neighbour in here), systems)
 
     def once_a_machine(self, what: str, make: Callable[[], str]) -> str:
-        """Return what the first rank of this machine makes, while the others wait; once budgets
-        were shared.
+        """Return what the machine's first rank makes, while its other ranks wait. After
+        `share_budget`.
         """
-        mine = make() if self.rank == self._first_here else ""
-        return self.collectives.share(what, mine.encode())[self._first_here].decode()
+        made = make() if self.rank == self._first_here else ""
+        return self.collectives.share(what, made.encode())[self._first_here].decode()
 
     # --- who owns what ----------------------------------------------------------------------------
 
@@ -413,9 +413,10 @@ class Ranks:
         frozen: Sequence[ModelParameter],
         is_cut: Callable[[torch.nn.Parameter], ShardSpec | None] = lambda _: None,
     ) -> Cut:
-        """Cut parameters over the ranks, but for those that are, as `is_cut` says.
+        """Cut parameters over the ranks, except those that `is_cut` returns a spec for: they are
+        cut already.
 
-        What this one owns of the others shares the memory of the whole ones until it is moved.
+        This rank's shards are views of the whole values until they are moved.
         """
         partitioner = Partitioner(self.shards.size, self.partitioning)
         built = {known.number: is_cut(known.parameter) for known in (*trained, *frozen)}
@@ -458,26 +459,26 @@ class Ranks:
             return torch.nn.Parameter(
                 absent(whole.dtype, torch.Size([shard.numel]), whole.device), requires_grad=False
             )
-        # no view, which would keep all of it
+        # An empty shard gets memory of its own: a view would keep the whole parameter alive.
         values = torch.empty(0, dtype=whole.dtype, device=whole.device)
         if shard.numel:
             values = whole.reshape(-1)[shard.first_element : shard.end]
         return torch.nn.Parameter(values, requires_grad=False)
 
     def own(self, spec: ShardSpec, whole: torch.Tensor) -> torch.Tensor:
-        """Return what this rank owns of a flat tensor."""
+        """Return this rank's shard of a flat tensor."""
         shard = spec.shards[self.shards.rank]
         return whole[shard.first_element : shard.end]
 
     def group(
         self, name: str, members: Sequence[GroupMember], collectives: Collectives | None = None
     ) -> ShardGroup:
-        """Return parameters that go together."""
+        """Return a group of parameters that one collective moves."""
         return ShardGroup(name, members, collectives or self.shards, partitioning=self.partitioning)
 
     def whole(self, name: str, spec: ShardSpec, shard: torch.Tensor) -> torch.Tensor:
-        """Return, on every rank and in new host memory, all of what each has a shard of; flat, as
-        they are.
+        """Return a whole flat tensor, on every rank and in new host memory, from the shards
+        of all.
         """
         group = self.group(name, [GroupMember(name, spec, shard.dtype)])
         whole = torch.empty(spec.numel, dtype=shard.dtype, device="cpu")
@@ -490,7 +491,7 @@ class Ranks:
         return whole
 
     def norm(self, sums: GradientSums, specs: Sequence[ShardSpec]) -> GradientNorm:
-        """Return the norm of what all ranks have the block sums of."""
+        """Return the norm of the gradients whose block sums the ranks have."""
         whole = GradientSums([spec.numel for spec in specs])
         for number, blocks in enumerate(share_block_sums(self.shards, specs, sums.blocks)):
             whole.put(number, 0, blocks)
@@ -501,8 +502,8 @@ class Ranks:
 def together(
     config: RanksConfig, budget: Callable[[], ResolvedBudget]
 ) -> Iterator[tuple[Ranks | None, ResolvedBudget]]:
-    """Yield the other ranks, if there are any, and this one's part of a budget; tell them what the
-    body raises.
+    """Yield the ranks, or None where there is one, and this rank's part of a budget. If the body
+    raises, the other ranks raise too.
     """
     ranks = Ranks.join(config)
     if ranks is None:
@@ -517,15 +518,15 @@ def together(
 
 
 def wire_of(nbytes: int, parts: int, most: int) -> int:
-    """Return how large a buffer is taken where `nbytes` let a collective go in one round, and it
-    has so many parts.
+    """Return the size of a buffer in which a collective of `nbytes` goes in one round where `most`
+    allows it, in `parts` parts.
     """
     least = 64 * parts
     return min(nbytes, max(align_up(most, least), least)) if nbytes else 0
 
 
-def _told(values: Sequence[str | None]) -> str | None:
-    """Say which ranks said what, where it is not the same."""
+def _difference(values: Sequence[str | None]) -> str | None:
+    """Say which ranks have which value, or return None where all are equal."""
     ranks: dict[str | None, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -555,17 +556,13 @@ def _kind_of(known: ModelParameter) -> str:
 
 
 def _file_system_of(directory: str) -> tuple[str, int]:
-    """Return which one a directory is on, and how many bytes may be taken there, as budgets count
-    them.
-    """
+    """Return the file system of a directory, and how many bytes it has free for a budget."""
     mount = find_mount(read_mounts(), os.path.realpath(directory))
     return mount.device if mount else "", probe_capacity([directory]).nvme[directory]
 
 
 def _part_of(place: str, limit: int, drives: Sequence[Mapping[str, tuple[str, int, int]]]) -> int:
-    """Return a rank's part of a directory, of which `drives` have what each rank of the machine
-    said.
-    """
+    """Return a rank's part of a directory; `drives` has what each rank of the machine uses."""
     system = next(directories[place][0] for directories in drives if place in directories)
     limits: dict[str, int] = {}
     free = []

@@ -1,15 +1,14 @@
-"""`GradientReducer`: adds the gradients of all ranks up, and hands each rank the sums of its
-shards.
+"""`GradientReducer`: sums the gradients of all ranks, and leaves each rank the sums of its shards.
 
-Takes whole gradients as a backward makes them, and lets go of them bucket by bucket; keeps nothing
-between backwards, and never more than it has room for. Who keeps the sums is the keeper's business.
+Gets whole gradients as a backward makes them, and frees them bucket by bucket. It keeps nothing
+between backwards, and never more than it has room for. The keeper keeps the sums.
 
-[Note: reduces have an order of their own] Buckets are reduced in one order on all ranks, in a
-sequence of collectives beside that of gathers: first those of what is expected, then all of them in
-turns, for what comes after its bucket. Where ranks use different parameters (experts, branches),
-one that has a bucket full starts to reduce it, and another joins when its backward is over, or when
-the first has no room and waits: [Note: who waits for whom]. A rank sends zeros for what it has not;
-where no rank has anything of a bucket, no data moves.
+[Note: reduces have an order of their own] All ranks reduce buckets in one order, in a sequence of
+collectives beside that of gathers. First come the buckets of expected gradients, then all buckets
+in turns, for gradients that come after their bucket. Where ranks use different parameters (experts,
+branches), a rank that has a bucket full starts to reduce it. Another rank joins when its backward
+ends, or when the first has no room and waits: [Note: who waits for whom]. A rank sends zeros for
+gradients that it does not have. Where no rank has any gradient of a bucket, no data moves.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from infinity_engine.ranks.ranks import Ranks, wire_of
 __all__ = ["REDUCES", "GradientReducer", "KernelAdder", "Room", "buckets_of"]
 
 REDUCES = 2
-"""So many reduces are under way at once, each with a buffer of its own."""
+"""How many reduces are in flight at once, each with a buffer of its own."""
 
 _MOST_FREED = 16 << 20
-_Take = Callable[[int, torch.Tensor], None]
+_Deliver = Callable[[int, torch.Tensor], None]
 
 
 class KernelAdder:
-    """Additions by the kernels that add gradients everywhere else."""
+    """Sums with the kernels that sum gradients everywhere else, so that the bits are the same."""
 
     def __init__(self, kernels: HostKernels) -> None:
         self._kernels = kernels
@@ -64,8 +63,8 @@ class KernelAdder:
 
 
 def buckets_of(members: Sequence[GroupMember], bucket_bytes: int) -> list[tuple[int, ...]]:
-    """Return the numbers of those that are reduced together: neighbours, the last first, as in a
-    backward.
+    """Return the numbers of the members of each bucket: neighbours, the last first, as a backward
+    makes them.
     """
     buckets: list[list[int]] = []
     room = 0
@@ -81,20 +80,20 @@ def buckets_of(members: Sequence[GroupMember], bucket_bytes: int) -> list[tuple[
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The bytes that reduces take of the device: the same on all ranks."""
+    """The bytes of device memory that reduces need, equal on all ranks."""
 
     wire: int
-    """Of each buffer that they go through."""
+    """Of each buffer that a reduce passes."""
     gradients: int
-    """Of whole gradients that are held at once."""
+    """Of whole gradients held at once."""
     sums: int
-    """Of sums that are being made."""
+    """Of sums in flight."""
     freed: int
-    """That malloc may have of what was let go of."""
+    """Of freed memory that malloc may not have returned yet."""
 
     @property
     def held(self) -> int:
-        """What is held beside buffers."""
+        """All but the buffers."""
         return self.gradients + self.sums + self.freed
 
     @property
@@ -106,10 +105,10 @@ class Room:
     def of(
         cls, members: Sequence[GroupMember], ranks: Ranks, *, adds_up: bool, on_host: bool
     ) -> Room:
-        """Return it for the gradients of these, which are tensors on the host or on a device that
-        has its own memory.
+        """Return the room for the gradients of `members`, which are on the host or on a device with
+        memory of its own.
 
-        Without it, gradients are let go of before their bucket is full.
+        With less room, gradients are reduced before their bucket is full.
         """
         most = ranks.config.bucket_bytes
         groups = [
@@ -141,7 +140,7 @@ def _nbytes(member: GroupMember) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Reduce:
-    """A reduce that was started, and where its sums go."""
+    """A reduce in flight, and where its sums go."""
 
     numbers: Sequence[int]
     sums: Sequence[torch.Tensor]
@@ -152,8 +151,8 @@ class _Reduce:
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """How far a rank is when its backward is over: how many of what it has of each, after so many
-    reduces.
+    """How many reduces a rank has started when its backward ends, and how many gradients of each
+    parameter wait.
     """
 
     started: int
@@ -169,14 +168,14 @@ class _Progress:
 
 
 class GradientReducer:
-    """Reduces gradients of `members`, one for each trained parameter; `take` gets the sums of this
-    rank's shards.
+    """Reduces the gradients of `members`, one for each trained parameter; `deliver` gets the sums
+    of this rank's shards.
 
-    A bucket is reduced when all has come of it that came in the backward before, to any rank;
-    before that where there is no `room` for more: reduces go through `wires`, and what is held
-    beside them counts as `held`. What comes after its bucket is reduced once more. Where it
-    `adds_up`, members are fp32, and whole gradients are added up here until the last micro-batch of
-    a step.
+    A bucket is reduced when all its gradients have come that came to any rank in the backward
+    before. It is reduced earlier where there is no `room` for more. Reduces pass `wires`; what is
+    held beside them counts as `held`. A gradient that comes after its bucket is reduced once more.
+    With `adds_up`, members are fp32, and whole gradients are summed here until the last micro-batch
+    of a step.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class GradientReducer:
         members: Sequence[GroupMember],
         ranks: Ranks,
         lanes: Lanes,
-        take: _Take,
+        deliver: _Deliver,
         *,
         room: Room,
         wires: Sequence[Lease],
@@ -204,7 +203,7 @@ class GradientReducer:
         self._holds = 0  # bytes of gradients
         self._freed = FreedMemory(room.freed) if room.freed else None
         self._device = lanes.accelerator.torch_device
-        self._take = take
+        self._deliver = deliver
         self._groups: dict[tuple[int, ...], ShardGroup] = {}
         self._all_buckets = buckets_of(members, ranks.config.bucket_bytes)
         self._under_way: deque[_Reduce] = deque()
@@ -213,7 +212,7 @@ class GradientReducer:
         ranks.gradients.on_stall(self._join)
 
     def _expect(self, numbers: Collection[int]) -> None:
-        """Begin with a backward in which these are expected."""
+        """Begin a backward in which these gradients are expected."""
         buckets = [
             tuple(number for number in bucket if number in numbers) for bucket in self._all_buckets
         ]
@@ -224,7 +223,7 @@ class GradientReducer:
         self._open = False
 
     def _bucket(self, turn: int) -> tuple[int, ...]:
-        """Return what is reduced then, on all ranks, in a backward."""
+        """Return the bucket that all ranks reduce at this turn of a backward."""
         after = turn - len(self._buckets)
         return (
             self._buckets[turn] if after < 0 else self._all_buckets[after % len(self._all_buckets)]
@@ -232,18 +231,18 @@ class GradientReducer:
 
     @property
     def open(self) -> bool:
-        """Whether a gradient has come since all were reduced."""
+        """Whether a gradient has come since the last `finish`."""
         return self._open
 
     def accumulate(self, number: int, gradient: torch.Tensor) -> None:
-        """Take a whole gradient, which is the reducer's from here on.
+        """Add a whole gradient, which the reducer owns from here on.
 
         Raises:
-            CollectiveError: there is no room for it before another is reduced, and that failed.
+            CollectiveError: there was no room before another reduce, and that failed.
         """
         self._open = True
         flat = gradient.detach().contiguous().view(-1)
-        del gradient
+        del gradient  # a copy that is contiguous already must not keep the original alive
         if not self.adds_up:
             self._make_room(flat.nbytes)
             self._hold(flat.nbytes)
@@ -256,8 +255,8 @@ class GradientReducer:
             self._sums[number] = flat.float()
 
     def go_on(self) -> None:
-        """Start what is complete and end what has ended, without waiting: whoever has a moment
-        calls it.
+        """Start reduces of full buckets and end those that are done, without waiting. Called often
+        in a backward.
 
         Raises:
             CollectiveError: a reduce failed.
@@ -270,7 +269,7 @@ class GradientReducer:
             self._start_next()
 
     def drop(self) -> None:
-        """Drop what has come, on all ranks; what they reduce they reduce first."""
+        """Drop all gradients, on all ranks. Gradients that are being reduced are reduced first."""
         self._release(sum(total.nbytes for total in self._sums.values()))
         self._sums.clear()
         if self._open and not self.adds_up:
@@ -278,7 +277,8 @@ class GradientReducer:
         self._open = False
 
     def finish(self) -> None:
-        """Reduce all that has come to any rank; every rank comes to this when its backward is over.
+        """Reduce all gradients that have come to any rank. Every rank calls this at the end of its
+        backward.
 
         Raises:
             CollectiveError: another rank does something else, or has failed.
@@ -286,16 +286,17 @@ class GradientReducer:
         while self._sums:
             number, values = self._sums.popitem()
             self._waiting[number] = deque([values])
-        mine = _Progress(self._next, {number: len(some) for number, some in self._waiting.items()})
+        own = _Progress(self._next, {number: len(some) for number, some in self._waiting.items()})
         with self._meter.waits(Wait.GRADIENTS):
-            said = [
+            all_progress = [
                 _Progress.unpack(answer)
-                for answer in self._ranks.collectives.share("what has a gradient", mine.pack())
+                for answer in self._ranks.collectives.share("what has a gradient", own.pack())
             ]
-            most = max(progress.started for progress in said)
+            # The others start what the furthest rank has started, so that all are at one turn.
+            most = max(progress.started for progress in all_progress)
             while self._next < most:
                 self._start_next()
-            left = [self._left(progress, most) for progress in said]
+            left = [self._left(progress, most) for progress in all_progress]
             for turn in range(
                 max((count for counts in left for count in counts.values()), default=0)
             ):
@@ -309,28 +310,31 @@ class GradientReducer:
         self._expect(self._reduced or range(len(self._members)))
 
     def close(self) -> None:
-        """Forget what has come. Nothing is under way any more."""
+        """Forget all gradients. No reduce is in flight."""
         self._sums.clear()
         self._waiting.clear()
         self._under_way.clear()
         self._held.release(self._held.held)
 
-    def _left(self, said: _Progress, most: int) -> Counter[int]:
-        """Return how many of each are left of what a rank has, after so many reduces."""
-        left = Counter(said.waiting)
-        for turn in range(said.started, most):
-            left -= Counter(self._bucket(turn))  # which keeps what is positive
+    def _left(self, progress: _Progress, most: int) -> Counter[int]:
+        """Return how many gradients of each parameter a rank has left after so many reduces."""
+        left = Counter(progress.waiting)
+        for turn in range(progress.started, most):
+            left -= Counter(
+                self._bucket(turn)
+            )  # subtraction of Counters drops what is not positive
         return left
 
     # --- room -------------------------------------------------------------------------------------
 
     def _make_room(self, nbytes: int) -> None:
-        """Let there be room for a gradient: wait for others that are being reduced, and reduce some
-        early for it.
+        """Make room for a gradient: wait for reduces in flight, and start some early.
 
-        What is started early depends on what has come, never on time.
+        Which ones are started early depends on which gradients have come, never on time: all ranks
+        must start the same.
         """
-        if not self._ranks.gradients.can_stall:  # then nobody may wait in a backward
+        # Otherwise another rank could wait for this one in its own backward, and both for ever.
+        if not self._ranks.gradients.can_stall:
             return
         while self._holds + nbytes > self._room.gradients:
             with self._meter.waits(Wait.GRADIENTS):
@@ -338,7 +342,7 @@ class GradientReducer:
                 if self._under_way:
                     self._end()
                 elif self._holds + nbytes > self._room.gradients:
-                    # nothing that has ended just now has made room
+                    # go_on() may just have freed enough; if not, reduce a bucket that is not full.
                     self._start_next()
 
     def _hold(self, nbytes: int) -> None:
@@ -352,8 +356,8 @@ class GradientReducer:
     # --- buckets ----------------------------------------------------------------------------------
 
     def _join(self, number: int) -> None:
-        """Start what others wait for, up to this one in the sequence: [Note: who waits for
-        whom].
+        """Start the reduces that other ranks wait for, up to this one in the sequence: [Note: who
+        waits for whom].
         """
         while self._ranks.gradients.started < number:
             self._start_next()
@@ -363,7 +367,7 @@ class GradientReducer:
         self._start(self._bucket(turn))
 
     def _start(self, numbers: Sequence[int]) -> None:
-        """Reduce what has come first of each of these."""
+        """Reduce the oldest gradient of each of these."""
         if not numbers:
             return
         while not self._free_wires:
@@ -407,25 +411,26 @@ class GradientReducer:
         return first
 
     def _end(self) -> None:
-        """Wait until the oldest under way has ended, and hand on what any rank had of it."""
+        """Wait for the oldest reduce in flight, and deliver its sums."""
         nbytes = self._finish(self._under_way.popleft())
         if self._freed is not None:
             self._freed.freed(nbytes)
 
     def _finish(self, ended: _Reduce) -> int:
-        """Wait until it has ended, and return the bytes that are let go of then."""
+        """Wait for a reduce, deliver its sums, and return how many bytes it frees."""
         ended.event.wait()
         self._free_wires.append(ended.wire)
         self._release(ended.gradient_bytes)
         sums_bytes = sum(total.nbytes for total in ended.sums)
         self._held.release(sums_bytes)
+        # A bit for each member that any rank had a gradient of: sums of zeros are not delivered.
         had = 0
         for bits in ended.event.said:
             had |= bits
         for place, (number, total) in enumerate(zip(ended.numbers, ended.sums, strict=True)):
             if had >> place & 1:
                 self._reduced.add(number)
-                self._take(number, total)
+                self._deliver(number, total)
         return ended.gradient_bytes + sums_bytes
 
     def _group(self, numbers: tuple[int, ...]) -> ShardGroup:

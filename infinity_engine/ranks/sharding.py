@@ -1,7 +1,7 @@
-"""`Sharding`: a model that is cut over the ranks: what it takes of this one beside its shards, and
-what makes it whole.
+"""`Sharding`: how a model is cut over ranks, what whole parameters and collectives need of the
+device, and what makes parameters whole.
 
-Put together by `assemble`, used by the engine; where there is one rank, there is none of it.
+`assemble` puts it together where there are several ranks.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from infinity_engine.ranks.together import ManyRanks
 __all__ = ["Sharding", "Shards", "check_cut"]
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel"})
-# of the room for whole parameters, small ones that stay whole take at most one in so many
+# Small parameters that stay whole get at most this part of the room for whole parameters: 1 / 4.
 _LARGEST_SMALL_PART = 4
 
 
 def check_cut(model: torch.nn.Module, config: EngineConfig, *, built_alone: bool) -> None:
-    """Refuse what this version does not do on several ranks; `built_alone`: this rank has built the
-    model by itself.
+    """Refuse what this version cannot do on several ranks. `built_alone` says that this rank built
+    the model by itself.
 
     Raises:
-        ConfigError: it is something of that.
+        ConfigError: it is such a thing.
     """
     for name, module in model.named_modules():
         if any(
@@ -53,8 +53,8 @@ def check_cut(model: torch.nn.Module, config: EngineConfig, *, built_alone: bool
             for kind in type(module).__mro__
         ):
             expected = (
-                "the model itself, without it: the engine cuts parameters and averages gradients "
-                "over the ranks"
+                "the model without this wrapper: the engine itself cuts parameters and averages "
+                "gradients over the ranks"
             )
             raise ConfigError(
                 field=f"module {name}" if name else "model",
@@ -64,9 +64,8 @@ def check_cut(model: torch.nn.Module, config: EngineConfig, *, built_alone: bool
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "placements"):
             expected = (
-                "an ordinary tensor: a DTensor is a shard of something already, as tensor "
-                "parallelism makes it, and its operations communicate. Let one of the two cut the "
-                "model"
+                "an ordinary tensor. A DTensor is a shard already, as tensor parallelism makes it, "
+                "and its operations communicate. Let only one of the two cut the model"
             )
             raise ConfigError(
                 field=f"parameter {name}", value=type(parameter).__name__, expected=expected
@@ -103,35 +102,33 @@ def check_cut(model: torch.nn.Module, config: EngineConfig, *, built_alone: bool
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """What the parameters that `cut` has shards of take of the device when they are whole."""
+    """How a model is cut, and what its whole parameters need of the device."""
 
     cut: Cut
     parameters: tuple[CutParameter, ...]
     members: tuple[GroupMember, ...]
-    """What is reduced: one for each that is trained."""
+    """What is reduced: one member for each trained parameter."""
     adds_up: bool
-    """Whether gradients of several micro-batches are added up before they are reduced."""
+    """Whether gradients of several micro-batches are summed before they are reduced."""
     by_module: bool
     """Whether parameters are whole only while modules need them."""
     leaves: frozenset[str]
     least: int
-    """The bytes of what is whole at the same time: all, or the most that modules within one another
+    """The bytes that are whole at the same time: all parameters, or the most that nested modules
     need.
     """
     deepest_shards: int
-    """The most bytes of the largest shards that any rank has, of what modules within one another
-    need.
-    """
+    """The most bytes that nested modules need of the shards, of the rank with the largest ones."""
     gather_bytes: int
     reduces: Room
     wires_bytes: int
-    """Of all buffers that collectives go through."""
+    """The bytes of all buffers that collectives pass."""
 
     @classmethod
     def of(
         cls, model: torch.nn.Module, cut: Cut, accumulation_steps: int, *, unified: bool
     ) -> Sharding:
-        """Return it for a model that was cut."""
+        """Return the sharding of a model that was cut."""
         ranks = cut.ranks
         leaves = leaves_of(model, ranks.config.leaf_modules)
         parameters = tuple(
@@ -180,20 +177,20 @@ class Sharding:
 
     @property
     def ranks(self) -> Ranks:
-        """Who works together."""
+        """The ranks that train the model."""
         return self.cut.ranks
 
     def wish(self, wish: Wish) -> Wish:
-        """Return what settings ask for, of shards: with all parameters whole on the device, they
-        stay there as well.
+        """Return what the settings ask for, for shards. Where whole parameters stay on the device,
+        shards do as well.
         """
         return wish if self.by_module else replace(wish, tiers=(Tier.DEVICE,))
 
     def left_of(self, budget: ResolvedBudget, *, unified: bool) -> ResolvedBudget:
-        """Return the budget without the least that whole parameters and collectives take of it.
+        """Return the budget without the least that whole parameters and collectives need.
 
         Raises:
-            CapacityError: it has not so much.
+            CapacityError: the budget has less.
         """
         needed = self.least + self.wires_bytes + self.reduces.held
         tier, has = (Tier.HOST, budget.host) if unified else (Tier.DEVICE, budget.device)
@@ -213,17 +210,15 @@ class Sharding:
         )
 
     def without_ahead(self, left: ResolvedBudget, *, unified: bool) -> ResolvedBudget:
-        """Return what is left without as much again as is whole at a time, for what is gathered
-        ahead of modules.
-        """
+        """Return the rest of the budget without room to gather ahead of modules."""
         ahead = self.least if self.by_module else 0
         if unified:
             return replace(left, host=max(left.host - ahead, 0))
         return replace(left, device=max(left.device - ahead, 0))
 
     def sized(self, sizing: Sizing) -> Sizing:
-        """Return what there is to be held of the shards: what modules need at a time is as much on
-        all ranks.
+        """Return the sizes of the shards. What modules need at one time is the same on all
+        ranks.
         """
         return replace(sizing, deepest=self.deepest_shards)
 
@@ -237,8 +232,8 @@ class Sharding:
         *,
         small_bytes: int,
     ) -> ManyRanks:
-        """Take the memory for whole parameters, with what the budget has left, and return what
-        makes them whole.
+        """Reserve memory for whole parameters, from what the budget has left, and return what makes
+        them whole.
         """
         held = ledger.reserve(Tier.DEVICE, self.reduces.held, holder="whole gradients")
         resources.callback(held.close)
@@ -295,22 +290,18 @@ class Sharding:
         )
 
     def _limit(self, ledger: Ledger) -> int:
-        """Return the bytes of whole parameters that all ranks have room for, what the budget has
-        left among them.
-        """
+        """Return the bytes of whole parameters that every rank has room for."""
         every = sum(parameter.nbytes for parameter in self.parameters)
         free = ledger.free(Tier.DEVICE) - self.wires_bytes - self.least
         more = min(max(free, 0), every - self.least)
         return self.ranks.least("room for whole parameters", self.least + more)
 
     def _some_fetch(self, shards: Shards) -> bool:
-        """Tell whether shards are at home elsewhere on any rank: plans may differ where machines
-        do.
-        """
+        """Tell whether any rank fetches its shards: plans may differ between machines."""
         return self.ranks.most("who fetches shards", int(shards.fetcher is not None)) > 0
 
     def _small(self, small_bytes: int, room: int) -> list[int]:
-        """Return the parameters of fewer bytes that stay whole from one update to the next."""
+        """Return the numbers of small parameters that stay whole from one update to the next."""
         found = []
         for parameter in self.parameters:
             if parameter.nbytes < small_bytes and parameter.nbytes <= room:
@@ -321,8 +312,8 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Shards:
-    """Who has this rank's shards: the keeper of their gradients, and the fetcher of those that are
-    not at home.
+    """What holds this rank's shards: the keeper of their gradients, and the fetcher of those off
+    the device.
     """
 
     lanes: Lanes
