@@ -44,8 +44,8 @@ class NaNChecks:
         """
         if not isinstance(loss, torch.Tensor):
             expected = (
-                "a tensor. If the model returns an object that has the loss beside other values, "
-                "pass its loss, as in engine.backward(output.loss)"
+                "a tensor: of a model's output that has other values beside its loss, the loss, as "
+                "in engine.backward(output.loss)"
             )
             raise ConfigError(field="loss", value=type(loss).__name__, expected=expected)
         if loss.numel() != 1:

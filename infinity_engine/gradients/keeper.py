@@ -850,10 +850,11 @@ def _too_many(error: CapacityError) -> CapacityError:
     """Return the error for a sum of several gradients that does not fit."""
     return _refused(
         error,
-        "give no parameter more gradients in a step than accumulation_steps. For several losses of "
-        "one batch, call engine.backward(first + second). A parameter in several segments of "
-        "reentrant checkpointing gets one gradient from each segment: use use_reentrant=False, or "
-        "a budget in which the sums fit in memory. Then call zero_grad() and go on",
+        "give no parameter more gradients in a step than accumulation_steps says. For several "
+        "losses of one batch, call engine.backward(first + second). A parameter in several "
+        "segments of reentrant checkpointing gets one gradient from each segment: use "
+        "use_reentrant=False, or a budget in which the sums fit in memory. Then call zero_grad() "
+        "and go on",
     )
 
 
@@ -861,10 +862,10 @@ def _unplanned(error: CapacityError, dtype: torch.dtype) -> CapacityError:
     """Return the error for a first gradient of a dtype that the plan has no room for."""
     return _refused(
         error,
-        f"this gradient is the parameter's first and of {dtype}, and the plan has room for the "
+        f"the gradient is its parameter's first and of {dtype}, and the plan has room for the "
         "dtype that the parameter had in initialize. Do not cast parameters after that, as "
-        "model.to(dtype) does: set `precision` instead. Give no other parameter more gradients in "
-        "a step than accumulation_steps. Then call zero_grad() and go on",
+        "model.to(dtype) does: set its precision instead. Give no other parameter more gradients "
+        "in a step than accumulation_steps. Then call zero_grad() and go on",
     )
 
 

@@ -41,8 +41,8 @@ def check_modules(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if is_compiled(module):
             expected = (
-                "a module that is not compiled: the engine fetches parameters by hooks around "
-                "modules, and compiled code runs none. Do not compile it, or give the device a "
+                "a module that is not compiled, as the engine fetches parameters by hooks around "
+                "modules and compiled code runs none: do not compile it, or give the device a "
                 'larger budget and parameters="device"'
             )
             raise ConfigError(

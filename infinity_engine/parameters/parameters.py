@@ -168,7 +168,7 @@ def collect_parameters(
                 raise ConfigError(
                     field="optimizer",
                     value=f"a parameter of shape {tuple(parameter.shape)} in group {number}",
-                    expected="only parameters of the model. Make the optimizer from "
+                    expected="only parameters of the model: make the optimizer from "
                     "model.parameters(), after the last module was added or replaced",
                 )
             _check(name, parameter)
@@ -176,7 +176,7 @@ def collect_parameters(
                 raise ConfigError(
                     field="model",
                     value=f"one whose {name} another engine trains",
-                    expected="a model that no other engine trains. Close that engine first, which "
+                    expected="a model that no other engine trains: close that engine first, which "
                     "leaves an ordinary model",
                 )
             if parameter.requires_grad:
@@ -219,10 +219,10 @@ def check_memory_of_their_own(
             raise ConfigError(
                 field=f"parameter {name}",
                 value=f"one that shares memory with {of}",
-                expected="memory of its own. Offloaded or rounded to 16 bits, the two would become "
-                "different tensors. To tie them, let both modules have the same "
-                "Parameter: second.weight = first.weight. To keep both, give one its own "
-                "values: parameter.data = parameter.data.clone()",
+                expected="memory of its own, as the two would become different tensors once they "
+                "are offloaded or rounded to 16 bits: to tie them, let both modules have "
+                "the same Parameter (second.weight = first.weight); to keep both, give "
+                "one its own values (parameter.data = parameter.data.clone())",
             )
         if stop > end:
             end, of, is_trained = stop, name, trained

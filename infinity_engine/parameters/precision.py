@@ -84,7 +84,7 @@ def formats_of(name: str, dtype: torch.dtype) -> Formats:
     """
     if dtype not in _FORMATS:
         expected = (
-            "torch.float32, torch.bfloat16 or torch.float16. Cast the parameter before you make "
+            "torch.float32, torch.bfloat16 or torch.float16: cast the parameter before you make "
             'the optimizer, freeze it with requires_grad_(False), or set precision="fp32", which '
             "casts fp64 to fp32"
         )

@@ -64,8 +64,8 @@ def check_cut(model: torch.nn.Module, config: EngineConfig, *, built_alone: bool
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "placements"):
             expected = (
-                "an ordinary tensor. A DTensor is a shard already, as tensor parallelism makes it, "
-                "and its operations communicate. Let only one of the two cut the model"
+                "an ordinary tensor, as a DTensor is a shard already and its operations "
+                "communicate: let only one of the engine and tensor parallelism cut the model"
             )
             raise ConfigError(
                 field=f"parameter {name}", value=type(parameter).__name__, expected=expected

@@ -299,7 +299,7 @@ def test_ranks_that_write_different_values_are_told() -> None:
 def test_zero_grad_drops_the_gradients_of_all_ranks() -> None:
     first, second = looked()
 
-    assert "there is nothing to step with" in first["nothing"]
+    assert "There is no gradient to update with" in first["nothing"]
     assert first["norm"] == second["norm"] > 0
 
 

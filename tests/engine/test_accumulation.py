@@ -131,7 +131,7 @@ def test_step_with_update_false_never_updates() -> None:
 def test_step_with_update_true_needs_a_gradient() -> None:
     with (
         opened(MEMORY, None, None) as (engine, _),
-        pytest.raises(RuntimeError, match="nothing to step with"),
+        pytest.raises(RuntimeError, match="no gradient to update with"),
     ):
         engine.step(update=True)
 

@@ -304,13 +304,13 @@ def test_a_load_that_fails_half_way_has_to_be_made_again(
             patch.setattr(CheckpointReader, "read", failing)
             with pytest.raises(TransferError):
                 engine.load(tmp_path)
-        with pytest.raises(RuntimeError, match=r"call load\(\) again"):
+        with pytest.raises(RuntimeError, match=r"Call load\(\) again"):
             engine(torch.randn(3, 8))
-        with pytest.raises(RuntimeError, match=r"call load\(\) again"):
+        with pytest.raises(RuntimeError, match=r"Call load\(\) again"):
             engine.save(tmp_path, "broken")
         with pytest.raises(IncompleteCheckpoint):
             engine.load(tmp_path, "nowhere")
-        with pytest.raises(RuntimeError, match=r"call load\(\) again"):
+        with pytest.raises(RuntimeError, match=r"Call load\(\) again"):
             engine(torch.randn(3, 8))
         engine.load(tmp_path)
         one_step(engine)

@@ -346,7 +346,7 @@ def test_more_micro_batches_than_planned_are_refused_before_anything_is_lost(
     with early(case, tmp_path) as (engine, task):
         engine.backward(engine(task.batch(1)))
         with pytest.raises(
-            RuntimeError, match=r"updates of this step have begun.*Nothing was lost"
+            RuntimeError, match=r"early_updates has updated already.*Nothing was lost"
         ):
             engine.backward(engine(task.batch(2)))
         engine.step()
@@ -430,7 +430,7 @@ def test_a_second_backward_before_a_step_is_refused_and_can_be_taken_back(tmp_pa
         largest = [each for each in task.parameters() if each.numel() > 1000][-3]
         with (
             engine.gathered([largest]),
-            pytest.raises(RuntimeError, match=r"one backward\(\) for each micro-batch"),
+            pytest.raises(RuntimeError, match=r"each micro-batch has one backward\(\)"),
         ):
             engine.backward(largest.float().sum())
         engine.zero_grad()
@@ -493,7 +493,7 @@ def finish(engine: Engine) -> None:
         try:
             engine.zero_grad()
         except RuntimeError as error:
-            if "call step() again" not in str(error):
+            if "Call step() again" not in str(error):
                 continue
             try:
                 engine.step()

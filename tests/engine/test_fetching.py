@@ -633,7 +633,7 @@ def test_state_dict_of_the_model_is_refused_and_that_of_the_engine_is_right() ->
     with fetching(mlp) as made:
         train(made)
 
-        with pytest.raises(RuntimeError, match=r"call engine\.state_dict\(\)"):
+        with pytest.raises(RuntimeError, match=r"Call engine\.state_dict\(\)"):
             made.model.state_dict()
         assert differing(expected, made.state_dict()) == []
 

@@ -74,6 +74,6 @@ def test_training_continues_after_gradients_that_are_not_finite() -> None:
 def test_backward_past_the_engine_is_refused_at_every_loss_scale() -> None:
     with (
         fp16_engine_at_scale_one() as made,
-        pytest.raises(RuntimeError, match=r"call engine\.backward\(loss\)"),
+        pytest.raises(RuntimeError, match=r"Call engine\.backward\(loss\)"),
     ):
         loss_of(made, infinite=False).backward()  # type: ignore[no-untyped-call]  # torch is

@@ -339,7 +339,7 @@ def fails_in_forward(made: Engine) -> None:
 
 
 def steps_without_gradients(made: Engine) -> None:
-    with pytest.raises(RuntimeError, match="nothing to step with"):
+    with pytest.raises(RuntimeError, match="no gradient to update with"):
         made.step()
 
 

@@ -217,7 +217,7 @@ def test_a_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
             folder = until_end.enter_context(tmpfs(tmp_path, 100 << 20))
         except DiskUnavailableError as reason:
             pytest.skip(str(reason))
-        with pytest.warns(RuntimeWarning, match="is on tmpfs: what rests there is in host memory"):
+        with pytest.warns(RuntimeWarning, match="is on tmpfs, which is host memory"):
             until_end.enter_context(opened(CASE, None, folder))
 
 
