@@ -270,6 +270,7 @@ def _parts(
         ledger=ledger,
         hooks=hooks,
         queue=None if swap is None else swap.queue,
+        io_bytes=0 if swap is None else swap.io_bytes,
         resources=ExitStack(),
     )
 

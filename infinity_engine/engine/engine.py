@@ -25,10 +25,14 @@ import torch
 from torch.autograd.graph import increment_version
 
 from deepnvme import IOQueue
+from deepnvme.choices import chosen
 from infinity_engine.accel import Accelerator
 from infinity_engine.checkpoint.directory import LATEST
-from infinity_engine.engine.checkpointing import Checkpoints, Loaded, Run, Stateful
+from infinity_engine.engine.autosave import PREEMPTED_EXIT_CODE, Autosave
+from infinity_engine.engine.checkpointing import Run, Stateful
 from infinity_engine.engine.guards import Guards
+from infinity_engine.engine.loading import Loaded, Loads
+from infinity_engine.engine.saving import OnError, SaveReport, SaveRequest, Saves, SaveState
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.gradients.accumulation import Accumulation
 from infinity_engine.gradients.keeper import GradientKeeper
@@ -122,6 +126,7 @@ class EngineParts:
     ledger: Ledger
     hooks: Hooks
     queue: IOQueue | None  # None where there are no drives
+    io_bytes: int  # that it has reserved of the host for copies
     resources: ExitStack
 
 
@@ -174,20 +179,22 @@ class Engine:
             parts.whole.ranks.on_wait(self._safe_point)
         for each in parts.trained:
             parts.hooks.on_gradient(each.parameter, partial(self._take, each.number))
-        self._checkpoints = Checkpoints(
-            Run(
-                model=parts.model,
-                optimizer=parts.optimizer,
-                trained=parts.trained,
-                frozen=parts.frozen,
-                states=parts.states,
-                provider=parts.fetcher,
-                whole=parts.whole,
-                scale=parts.scale,
-                ledger=parts.ledger,
-                queue=parts.queue,
-            )
+        run = Run(
+            model=parts.model,
+            optimizer=parts.optimizer,
+            trained=parts.trained,
+            frozen=parts.frozen,
+            states=parts.states,
+            provider=parts.fetcher,
+            whole=parts.whole,
+            scale=parts.scale,
+            ledger=parts.ledger,
+            queue=parts.queue,
+            io_bytes=parts.io_bytes,
+            telemetry=parts.telemetry,
         )
+        self._saves, self._loads = Saves(run), Loads(run)
+        self._autosave = Autosave(parts.whole)
         self._half_loaded = False
         self._guards = Guards(
             parts.model,
@@ -413,6 +420,7 @@ class Engine:
         """
         self._begin()
         parts = self._parts
+        self._saves.look()
         self._updates.resume()
         self._updates.end()
         self._accumulation.end_micro_batch()
@@ -698,6 +706,8 @@ class Engine:
         changing = modify and any(isinstance(each, TrainedParameter) for each in known)
         if changing:
             self._check_not_early()
+        if modify:
+            self._saves.wait_for_states()
         self._settle_early()
         self._parts.gradients.start_writing()
         if changing:
@@ -901,6 +911,8 @@ class Engine:
         *,
         extra: Mapping[str, Stateful] | None = None,
         keep: int | None = None,
+        wait: bool = True,
+        on_error: OnError | str = OnError.RAISE,
     ) -> str:
         """Save all that the run needs to go on with the same bits; return the checkpoint's tag.
 
@@ -911,9 +923,15 @@ class Engine:
         survives a power loss. With `keep`, all but so many of the newest are removed after this one
         was read back and found whole. All ranks call this.
 
+        With `wait=False`, it returns as soon as training may go on, and a thread writes beside it
+        what there is now. An error appears at the next step, save, load or close: it is raised, or
+        with `on_error="warn"` it is a warning. A save that is still under way is waited for first.
+        `last_save()` says how it stands.
+
         Raises:
             RuntimeError: gradients have come since the last step: step() or zero_grad() first.
             ConfigError: `tag` cannot be a tag, or a checkpoint has it already.
+            CapacityError: the host's budget has less than 1.2 MiB free.
             TransferError: the drive is full or failed. Earlier checkpoints are as they were, and
                 training can go on.
             TypeError: a state dict holds what cannot be kept without pickling: where, and what to
@@ -921,7 +939,88 @@ class Engine:
             CollectiveError: another rank failed.
         """
         self._check_between_steps("save")
-        return self._checkpoints.save(Path(path), tag, self.steps, extra or {}, keep=keep)
+        request = SaveRequest(
+            path=Path(path),
+            tag=tag,
+            extra=extra or {},
+            keep=keep,
+            wait=wait,
+            on_error=chosen(OnError, on_error, "on_error"),
+            steps=self.steps,
+        )
+        return self._saves.save(request)
+
+    def last_save(self) -> SaveReport:
+        """Return how the newest save stands: tag, bytes, seconds, how long training waited."""
+        return self._saves.report
+
+    def autosave(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every: int | str,
+        keep: int | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+        wait: bool = False,
+        on_error: OnError | str = OnError.WARN,
+    ) -> str | None:
+        """Save if it is time, and return the tag then; None if it is not.
+
+        Call it at the end of the loop's body, on all ranks. `every` is a number of steps or a time:
+        500, "30min", "1.5h". The other arguments are those of `save`. Between the micro-batches of
+        a step, it does nothing.
+
+        From the first call on, SIGTERM lets the next call save, close the engine and raise
+        SystemExit(75), unless the program has a handler of its own. That one can call `preempt()`,
+        which has the same effect.
+
+        Raises:
+            ConfigError: `every` is neither.
+            SystemExit: the process was told to stop, and the checkpoint is there.
+        """
+        tag, stops = self._autosave_if_due(
+            path, every, keep=keep, extra=extra, wait=wait, on_error=on_error
+        )
+        if stops:
+            self.close(restore=False)
+            raise SystemExit(PREEMPTED_EXIT_CODE)
+        return tag
+
+    def preempt(self) -> None:
+        """Let the next `autosave` save and end the process.
+
+        Signal handlers and other threads may call it.
+        """
+        self._autosave.stop()
+
+    @_held
+    def _autosave_if_due(
+        self,
+        path: str | os.PathLike[str],
+        every: int | str,
+        *,
+        keep: int | None,
+        extra: Mapping[str, Stateful] | None,
+        wait: bool,
+        on_error: OnError | str,
+    ) -> tuple[str | None, bool]:
+        """Save if it is time or the process has to stop; return the tag, and whether it has to."""
+        self._check_process()
+        self._check_open()
+        self._autosave.begin(every, self.steps)
+        if self._parts.gradients.any or self._accumulation.count or not self.steps:
+            return None, False
+        due, stops = self._autosave.decide(self.steps)
+        if not due and not stops:
+            return None, False
+        if stops:
+            self._saves.finish()
+        last = self._saves.report
+        if stops and last.state is SaveState.COMMITTED and last.step == self.steps:
+            return last.tag, True
+        wait = wait or stops
+        tag = self.save(path, extra=extra, keep=keep, wait=wait, on_error=on_error)
+        return tag, stops
 
     @_held
     def load(
@@ -949,7 +1048,8 @@ class Engine:
             CollectiveError: another rank failed.
         """
         self._check_between_steps("load", loads=True)
-        loaded = self._checkpoints.load(
+        self._saves.finish()
+        loaded = self._loads.load(
             Path(path),
             tag,
             extra or {},
@@ -1079,7 +1179,10 @@ class Engine:
         `restore=False` they show NaN and nothing is read: for a model that was saved and is needed
         no more. Of several ranks, all say the same.
         """
-        self._close(None, restore=restore)
+        try:
+            self._close(None, restore=restore)
+        finally:
+            self._autosave.close()
 
     @_held
     def _close(self, reason: BaseException | None, *, restore: bool = True) -> None:
@@ -1089,7 +1192,7 @@ class Engine:
         # a forked process has nothing of what is closed
         if not self._closed and os.getpid() == self._process:
             self._closing = True
-            failed: RuntimeError | None = None
+            failed: Exception | None = None
             whole = self._parts.whole
             if whole is not None and reason is not None:
                 whole.ranks.close(reason)
@@ -1099,6 +1202,7 @@ class Engine:
                 self._updates.end()
             except RuntimeError as error:  # told at the end
                 failed = kept(error)
+            failed = self._end_save(alone=(failed or reason) is not None) or failed
             self._closed = True
             if self._parts.modules is not None:
                 self._parts.modules.close()
@@ -1118,6 +1222,17 @@ class Engine:
             if failed is not None:
                 raise again(failed)
 
+    def _end_save(self, *, alone: bool) -> Exception | None:
+        """Let the save that is under way end; return what is to be raised of it."""
+        if alone:
+            self._saves.finish_alone()
+            return None
+        try:
+            self._saves.finish()
+        except Exception as error:
+            return kept(error)
+        return None
+
     def __enter__(self) -> Engine:
         """Return itself."""
         return self
@@ -1134,6 +1249,8 @@ class Engine:
         except Exception:
             if error is None:
                 raise
+        finally:
+            self._autosave.close()
 
     def __deepcopy__(self, _memo: object) -> Engine:
         """Refuse: states, hooks and memory are not to be had twice."""

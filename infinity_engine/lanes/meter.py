@@ -94,6 +94,7 @@ class Wait(Enum):
     GRADIENTS = "wait for gradients"
     READS = WAIT_FOR_READS  # from the drives, of what the update needs
     WRITES = WAIT_FOR_WRITES  # to them, of what it has made
+    CHECKPOINT = "wait for checkpoint"  # until a save has written what the update changes
     OPS = WAIT_FOR_OPS  # of the update, other ones, or for room for what they move
 
 

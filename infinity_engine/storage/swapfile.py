@@ -152,6 +152,11 @@ class SwapFile:
         return sum(settings.inflight_bytes for settings in drives.values())
 
     @property
+    def io_bytes(self) -> int:
+        """What is reserved of the host for copies that the queue makes."""
+        return 0 if self._host is None else self._host.nbytes
+
+    @property
     def capacity(self) -> int:
         """Bytes for use, in whole pages."""
         return sum(self._volume.capacities)

@@ -48,6 +48,14 @@ from infinity_engine.plan.ops import (
 from infinity_engine.plan.step import Home, StepPlan
 from infinity_engine.progress import Teller
 from infinity_engine.storage import IOEvent, Place
+from infinity_engine.update.captured import (
+    CapturedPiece,
+    CapturedRun,
+    CapturedStates,
+    CapturedSubgroup,
+    RunInMemory,
+    RunOnDrives,
+)
 from infinity_engine.update.swapping import SwappedStates, Visit
 
 __all__ = ["Receiver", "StateKeeper", "StepInputs", "piece_numbers"]
@@ -120,6 +128,7 @@ class StateKeeper:
         self._lanes = lanes
         self._inputs: StepInputs | None = None
         self._receiver: Receiver | None = None
+        self._before_change: Callable[[int], None] = _nothing
         # subgroups that this step has updated: their step counts from its end on
         self._done: dict[int, list[int]] = {}
         # updated, and not yet home again
@@ -354,24 +363,43 @@ class StateKeeper:
         """What the states beside the master are called."""
         return self._state_names
 
-    def segments(self) -> list[Segment]:
-        """Return all segments, in the order of `read_segments` and `overwrite_segments`."""
-        return [segment for held in self._held.values() for segment in held.subgroup.segments]
+    def before_changes(self, call: Callable[[int], None]) -> None:
+        """Call this with the index of each subgroup before its states change where they rest."""
+        self._before_change = call
 
-    def read_segments(self, show: Callable[[Segment, Mapping[str, torch.Tensor]], None]) -> None:
-        """Show each segment with its master and moments, of which no view may be left when `show`
-        returns.
-        """
-        for held in self._held.values():
-            # whose frame has the last views of a subgroup, and ends before the next
-            self._show_segments(held, show)
+    def capture(self) -> CapturedStates:
+        """Return the states as they are now, in the order in which the next update changes them."""
+        updates = [op for op in self._plan.ops if isinstance(op, UpdateOnHost | UpdateOnDevice)]
+        order = dict.fromkeys([*(op.subgroup for op in updates), *self._held])
+        return CapturedStates([self._captured(self._held[index]) for index in order])
 
-    def _show_segments(
-        self, held: _Held, show: Callable[[Segment, Mapping[str, torch.Tensor]], None]
-    ) -> None:
-        with self._looking_at(held) as (flat, visit):
-            for index, segment in enumerate(held.subgroup.segments):
-                show(segment, dict(self._pieces(held, index, flat, visit)))
+    def _captured(self, held: _Held) -> CapturedSubgroup:
+        index, swapped, names = held.subgroup.index, self._swapped, self._state_names
+        numbered = [
+            (number, segment)
+            for number, segment in enumerate(held.subgroup.segments)
+            if segment.numel
+        ]
+        runs: list[CapturedRun] = []
+        if not self._in_place(held.subgroup, held.home):
+            names = ("master", *names)
+        else:
+            for number, segment in numbered:
+                master = CapturedPiece(segment, "master")
+                place = None if swapped is None else swapped.values_place(index, number)
+                if swapped is not None and place is not None:
+                    runs.append(RunOnDrives((master,), place, swapped.read))
+                else:
+                    runs.append(RunInMemory(master, self._target_bytes(held, number)))
+        pieces = [CapturedPiece(segment, name) for name in names for _, segment in numbered]
+        if held.lease is not None:
+            flat = held.lease.flat()
+            for piece in pieces:
+                first = names.index(piece.stream) * held.subgroup.numel + piece.segment.offset
+                runs.append(RunInMemory(piece, flat[4 * first :][: piece.nbytes]))
+        elif swapped is not None and (place := swapped.states_place(index)) is not None:
+            runs.append(RunOnDrives(tuple(pieces), place, swapped.read))
+        return CapturedSubgroup(index, tuple(runs))
 
     def overwrite_segments(
         self, fill: Callable[[Segment, Mapping[str, torch.Tensor], torch.Tensor | None], None]
@@ -406,6 +434,7 @@ class StateKeeper:
         there at the end.
         """
         index = held.subgroup.index
+        self._before_change(index)
         if self._swapped is None or not self._swapped.has(index):
             assert held.lease is not None, "states that do not rest on drives have a lease"
             yield held.lease.flat(), None
@@ -462,6 +491,8 @@ class StateKeeper:
         where they rest.
         """
         index = held.subgroup.index
+        if changing:
+            self._before_change(index)
         if self._swapped is None or not self._swapped.has(index):
             assert held.lease is not None, "states that do not rest on drives have a lease"
             yield held.lease.flat(), None
@@ -553,6 +584,7 @@ class StateKeeper:
         """Update a subgroup that is in a buffer; return the step counts that it has once it is
         adopted.
         """
+        self._before_change(index)
         held = self._held[index]
         state = self._state_in(self._states_of(held), held, held.steps)
         op = UpdateOnHost(subgroup=index, params=held.subgroup.numel)
@@ -587,6 +619,8 @@ class StateKeeper:
     def carry_out(self, op: Op, after: Sequence[Event]) -> Event | IOEvent | None:
         """Submit an op; updates on the host are done on return."""
         held = self._held[op.subgroup]
+        if isinstance(op, UpdateOnHost | UpdateOnDevice | DownloadStates | StoreStates):
+            self._before_change(op.subgroup)
         if isinstance(op, LoadStates | StoreStates):
             return self._load_or_store(op, held)
         if self._was_done(held):
@@ -890,6 +924,10 @@ class StateKeeper:
                     self._target_bytes(held, number),
                     source[width * segment.offset :][: width * segment.numel],
                 )
+
+
+def _nothing(_index: int) -> None:
+    """Let a subgroup change at once."""
 
 
 def _part(values: torch.Tensor, segment: Segment) -> torch.Tensor:
