@@ -924,9 +924,9 @@ class Engine:
         was read back and found whole. All ranks call this.
 
         With `wait=False`, it returns as soon as training may go on, and a thread writes beside it
-        what there is now. An error appears at the next step, save, load or close: it is raised, or
-        with `on_error="warn"` it is a warning. A save that is still under way is waited for first.
-        `last_save()` says how it stands.
+        what there is now. An error of the drive appears at the next step, save, load or close. It
+        is raised; with `on_error="warn"` it is a warning, now and then. A save that is still under
+        way is waited for first. `last_save()` says how it stands.
 
         Raises:
             RuntimeError: gradients have come since the last step: step() or zero_grad() first.
@@ -1008,7 +1008,8 @@ class Engine:
         self._check_process()
         self._check_open()
         self._autosave.begin(every, self.steps)
-        if self._parts.gradients.any or self._accumulation.count or not self.steps:
+        waiting = self._parts.gradients.any and not self._updates.under_way
+        if waiting or self._accumulation.count or not self.steps:
             return None, False
         due, stops = self._autosave.decide(self.steps)
         if not due and not stops:
@@ -1018,9 +1019,9 @@ class Engine:
         last = self._saves.report
         if stops and last.state is SaveState.COMMITTED and last.step == self.steps:
             return last.tag, True
-        wait = wait or stops
-        tag = self.save(path, extra=extra, keep=keep, wait=wait, on_error=on_error)
-        return tag, stops
+        if stops:
+            return self.save(path, extra=extra, keep=keep), True
+        return self.save(path, extra=extra, keep=keep, wait=wait, on_error=on_error), False
 
     @_held
     def load(

@@ -42,7 +42,13 @@ from infinity_engine.engine.checkpointing import (
     Stateful,
     random_state,
 )
-from infinity_engine.errors import ConfigError, DamagedCheckpoint, InfinityError, TransferError
+from infinity_engine.errors import (
+    CollectiveError,
+    ConfigError,
+    DamagedCheckpoint,
+    InfinityError,
+    TransferError,
+)
 from infinity_engine.kept_errors import again, kept
 from infinity_engine.lanes.meter import Wait
 from infinity_engine.parameters.parameters import ModelParameter
@@ -56,10 +62,10 @@ _ORPHAN_S = 30.0  # for which rank 0 waits for other ranks after its own main th
 
 
 class OnError(Enum):
-    """What becomes of an error of a save in the background."""
+    """What becomes of an error of the drive in a save."""
 
-    RAISE = "raise"  # The next step, save, load or close raises it.
-    WARN = "warn"  # It warns instead, and training goes on.
+    RAISE = "raise"  # It is raised: by save, or the next step, save, load or close.
+    WARN = "warn"  # It is a warning, and training goes on.
 
 
 class SaveState(Enum):
@@ -132,15 +138,24 @@ class Saves:
             path = str(request.path.resolve())
             told = {"path": path, "tag": request.tag, "keep": request.keep}
             self._ranks.agree("where the checkpoint is saved", told)
-            self._save = self._begin(request)
-            self._captured = self._save.captured
-            self._save.start()
-        began = self._save.tag
-        if request.wait or self._save.has_lent_memory:
-            self.finish(raises=True)
-        return began
+            tag = request.tag or tag_of_step(request.steps)
+            try:
+                save = self._save = self._begin(request)
+            except (TransferError, CollectiveError) as error:
+                self._report = SaveReport(
+                    tag=tag, step=request.steps, state=SaveState.FAILED, error=str(error)
+                )
+                if request.on_error is OnError.RAISE:
+                    raise
+                _warn(tag, error)
+                return tag
+            self._captured = save.captured
+            save.start()
+        if request.wait or save.has_lent_memory:
+            self.finish()
+        return save.tag
 
-    def finish(self, *, raises: bool = False) -> None:
+    def finish(self) -> None:
         """Wait for the save that is under way, on all ranks; show its error as it was asked for.
 
         Raises:
@@ -154,7 +169,7 @@ class Saves:
             error = self._end(save)
         self._leave(save)
         if error is not None:
-            self._show(save, error, raises=raises)
+            self._show(save, error)
 
     def finish_alone(self) -> None:
         """Wait for the save that is under way without other ranks, which may be gone."""
@@ -174,7 +189,7 @@ class Saves:
         """
         save = self._save
         if save is not None and save.ended and save.error is not None:
-            self._show(save, save.error, raises=False)
+            self._show(save, save.error)
         if save is not None and save.ended and self._ranks.size == 1:
             save.join()
             self._leave(save)
@@ -230,17 +245,11 @@ class Saves:
         self._report = save.report(self._stall_s)
         self._save, self._captured = None, CapturedStates.nothing()
 
-    def _show(self, save: _Save, error: Exception, *, raises: bool) -> None:
-        if not save.show() and not raises:
-            return
-        if raises or save.on_error is OnError.RAISE:
-            raise again(error)
-        warnings.warn(
-            f"the checkpoint {save.tag} was not saved: {error}. Earlier checkpoints are as they "
-            "were, and training goes on",
-            RuntimeWarning,
-            stacklevel=5,
-        )
+    def _show(self, save: _Save, error: Exception) -> None:
+        if save.show():
+            if save.on_error is OnError.RAISE:
+                raise again(error)
+            _warn(save.tag, error)
 
     # --- what is done before training goes on -----------------------------------------------------
 
@@ -660,6 +669,15 @@ def _saved_file(entry: Sequence[Any]) -> SavedFile:
     """Return what the manifest says of a file, from what JSON had of it."""
     name, nbytes, checksums = entry
     return SavedFile(name=name, nbytes=nbytes, checksums=tuple(checksums))
+
+
+def _warn(tag: str, error: Exception) -> None:
+    warnings.warn(
+        f"the checkpoint {tag} was not saved: {error}. Earlier checkpoints are as they were, and "
+        "training goes on",
+        RuntimeWarning,
+        stacklevel=6,
+    )
 
 
 @contextmanager

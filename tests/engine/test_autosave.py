@@ -15,7 +15,7 @@ import pytest
 from infinity_engine.checkpoint import CheckpointDirectory
 from infinity_engine.engine.autosave import PREEMPTED_EXIT_CODE, Autosave, Due
 from infinity_engine.errors import ConfigError
-from support.saved_engines import one_step, small
+from support.saved_engines import PLACES, engine_at, one_step, small, steps
 
 PROGRAM = """
 import sys
@@ -125,6 +125,15 @@ def test_a_run_saves_every_so_many_steps_and_keeps_the_newest(tmp_path: Path) ->
     expected = [f"step-{step:08}" if step % 2 == 0 else None for step in range(1, 8)]
     assert tags == expected
     assert CheckpointDirectory(tmp_path).tags() == ["step-00000004", "step-00000006"]
+
+
+@pytest.mark.parametrize("name", ["drives", "drives, early updates", "drives and device"])
+def test_a_run_whose_update_goes_on_in_the_forward_saves_too(tmp_path: Path, name: str) -> None:
+    with engine_at(PLACES[name], tmp_path) as (engine, run):
+        for step in range(4):
+            steps(engine, run, step, 1)
+            assert (engine.autosave(tmp_path / "c", every=2) is None) == (step % 2 == 0)
+    assert CheckpointDirectory(tmp_path / "c").tags() == ["step-00000002", "step-00000004"]
 
 
 def test_an_autosave_between_micro_batches_waits_for_the_step(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from infinity_engine.errors import (
     TransferError,
 )
 from support.engine_bits import Bits, bits_of, differing
-from support.nvme_disks import DiskUnavailableError, loop_ext4
 from support.saved_engines import PLACES, engine_at, one_step, small, steps
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -237,31 +236,6 @@ def test_a_load_that_fails_half_way_has_to_be_made_again(
             engine(torch.randn(3, 8))
         engine.load(tmp_path)
         one_step(engine)
-
-
-def test_a_full_drive_fails_the_save_and_training_goes_on(tmp_path: Path) -> None:
-    try:
-        with loop_ext4(tmp_path, 20 << 20) as mount:
-            model = torch.nn.Sequential(torch.nn.Linear(8, 512), torch.nn.Linear(512, 1024))
-            optimizer = torch.optim.AdamW(model.parameters())
-            budget = {"host": "64MiB"}
-            with infinity_engine.initialize(
-                model, optimizer, budget=budget, accelerator="cpu"
-            ) as engine:
-                loss = engine(torch.randn(3, 8)).sum()
-                engine.backward(loss)
-                engine.step()
-                saved = engine.save(mount)
-                for number in range(2):
-                    with pytest.raises(TransferError, match="No space left"):  # noqa: PT012 - the one before may fit
-                        engine.save(mount, f"more-{number}")
-                        engine.save(mount, f"most-{number}")
-                    engine.backward(engine(torch.randn(3, 8)).sum())
-                    engine.step()
-                assert not [entry for entry in mount.iterdir() if entry.name.startswith(".")]
-                engine.load(mount, saved)
-    except DiskUnavailableError as reason:
-        pytest.skip(str(reason))
 
 
 def test_what_cannot_be_kept_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
