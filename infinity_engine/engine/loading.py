@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepnvme import IOQueue, Pool
-from deepnvme.arrays import ITEMSIZES, Returns, code_of, empty
+from deepnvme.memory.arrays import ITEMSIZES, Returns, code_of, empty
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, Kind, SavedTensor
 from infinity_engine.checkpoint.objects import read_objects
 from infinity_engine.engine.checkpointing import CheckpointMemory, Run, RunRanks, Stateful

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from deepnvme.safetensors import SafetensorsWriter
+from deepnvme.formats.safetensors import SafetensorsWriter
 from infinity_engine.checkpoint import CheckpointReader, directory
 from infinity_engine.update.states import StateKeeper
 
