@@ -17,14 +17,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from infinity_engine.accel import Event as StreamEvent
 from infinity_engine.kept_errors import kept
-from infinity_engine.memory import Event
 from infinity_engine.plan.ops import Lane, Op
 from infinity_engine.plan.step import StepPlan
 from infinity_engine.telemetry import Telemetry
+
+if TYPE_CHECKING:  # the planner walks too, without torch
+    from infinity_engine.memory import Event
 
 __all__ = ["WAIT_FOR_OPS", "WAIT_FOR_READS", "WAIT_FOR_WRITES", "Carrier", "Executor", "Walk"]
 
@@ -39,8 +40,11 @@ class Carrier(Protocol):
     bench.
     """
 
-    def carry_out(self, op: Op, after: Sequence[StreamEvent]) -> Event | None:
-        """Submit an op, to begin when `after` have passed; None where it has ended on return."""
+    def carry_out(self, op: Op, after: Sequence[Any]) -> Event | None:
+        """Submit an op, to begin when `after` have passed; None where it has ended on return.
+
+        `after` are events that it has returned for ops of streams.
+        """
 
 
 def _nothing() -> None:
@@ -280,15 +284,12 @@ class Walk:
 
     def _submit(self, number: int) -> None:
         op = self._plan.ops[number]
-        after: list[StreamEvent] = []
+        after: list[Event] = []
         for other in op.after:
             event = self._events[other]
             if self._has_to_end(other, op):
                 self._wait_for(other)
             elif event is not None:
-                assert isinstance(event, StreamEvent), (
-                    "only drives have other ones, and what is theirs has to end"
-                )
                 after.append(event)
         try:
             self._events[number] = self._carrier.carry_out(op, after)
