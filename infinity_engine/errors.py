@@ -20,6 +20,7 @@ rank or a worker can hand one over. Imports nothing of the package; called by ev
         IncompleteCheckpoint                parts of it are not there
         ChecksumError                       bytes on disk are not the bytes that were written
         DamagedCheckpoint                   one of its files is not what the format demands
+        UnsupportedCheckpoint               another library wrote it in a way that is not read here
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ __all__ = [
     "MissingDependencyError",
     "TraceMismatch",
     "TransferError",
+    "UnsupportedCheckpoint",
 ]
 
 _SHOWN_CHARACTERS = 200
@@ -354,6 +356,23 @@ class DamagedCheckpoint(CheckpointError):  # noqa: N818 - the name says it witho
         return (
             f"checkpoint {self.path}: {self.entry} cannot be used: {self.flaw}. "
             "Load an earlier committed checkpoint, or copy this one again from where it was whole"
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class UnsupportedCheckpoint(CheckpointError):  # noqa: N818 - the name says it without 'Error'
+    """Another library wrote the checkpoint in a way that is not read here: `flaw` says which.
+
+    `change` says what to do instead.
+    """
+
+    entry: str
+    flaw: str
+    change: str
+
+    def _message(self) -> str:
+        return (
+            f"checkpoint {self.path}: {self.entry} cannot be imported: {self.flaw}. {self.change}"
         )
 
 

@@ -28,8 +28,10 @@ from deepnvme import IOQueue
 from deepnvme.choices import chosen
 from infinity_engine.accel import Accelerator
 from infinity_engine.checkpoint.directory import LATEST
+from infinity_engine.checkpoint.export import SHARD_BYTES
 from infinity_engine.engine.autosave import PREEMPTED_EXIT_CODE, Autosave
 from infinity_engine.engine.checkpointing import Run, Stateful
+from infinity_engine.engine.exporting import Exports, export_dtype
 from infinity_engine.engine.guards import Guards
 from infinity_engine.engine.loading import Loaded, Loads
 from infinity_engine.engine.saving import OnError, SaveReport, SaveRequest, Saves, SaveState
@@ -193,7 +195,7 @@ class Engine:
             io_bytes=parts.io_bytes,
             telemetry=parts.telemetry,
         )
-        self._saves, self._loads = Saves(run), Loads(run)
+        self._saves, self._loads, self._exports = Saves(run), Loads(run), Exports(run)
         self._autosave = Autosave(parts.whole)
         self._half_loaded = False
         self._guards = Guards(
@@ -949,6 +951,38 @@ class Engine:
             steps=self.steps,
         )
         return self._saves.save(request)
+
+    @_held
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | str | None = None,
+        trainable_only: bool = False,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> tuple[Path, ...]:
+        """Write the weights as safetensors into the directory `path`; return the files.
+
+        `transformers.from_pretrained` and `load_into` read them; a large model is in shards of
+        `shard_bytes` with an index, tied weights are there once. `dtype` is float32, bfloat16 or
+        float16, rounded to nearest even from the masters; without it, each weight has the dtype
+        that modules compute with. With `trainable_only`, only what is trained is written. Takes up
+        to 32 MiB of the host's budget, and the drive twice the weights while it runs. All ranks
+        call this and share the directory.
+
+        Raises:
+            ConfigError: `path` has weights already, or `dtype` is another one.
+            CapacityError: the host's budget has less than 1.2 MiB free.
+            TransferError: the drive is full or failed. No file is left.
+            RuntimeError: gradients have come since the last step: step() or zero_grad() first.
+            CollectiveError: another rank failed.
+        """
+        chosen_dtype = export_dtype(dtype)
+        self._check_between_steps("export")
+        self._saves.finish()
+        return self._exports.export(
+            Path(path), chosen_dtype, trainable_only=trainable_only, shard_bytes=shard_bytes
+        )
 
     def last_save(self) -> SaveReport:
         """Return how the newest save stands: tag, bytes, seconds, how long training waited."""

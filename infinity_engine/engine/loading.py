@@ -17,7 +17,7 @@ import torch
 from deepnvme import IOQueue, Pool
 from deepnvme.memory.arrays import ITEMSIZES, Returns, code_of, empty
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, Kind, SavedTensor
-from infinity_engine.checkpoint.objects import read_objects
+from infinity_engine.checkpoint.objects import objects_file, read_objects
 from infinity_engine.engine.checkpointing import CheckpointMemory, Run, RunRanks, Stateful
 from infinity_engine.errors import ManifestMismatch
 from infinity_engine.optim import Segment
@@ -124,6 +124,8 @@ class _Load:
         for name, tensor in mine.items():
             found = saved.get(name)
             flaw = None if found is None else self._flaw(tensor, found)
+            if found is None and tensor.kind is Kind.TRANSIENT:
+                continue  # other libraries do not save what a state dict leaves out
             if found is None:
                 missing.append(name)
             elif flaw is not None:
@@ -170,10 +172,11 @@ class _Load:
     def _unlike_objects(self, extra: Mapping[str, Stateful]) -> Iterator[_Difference]:
         """Yield how the optimizer and `extra` differ; note what can be restored."""
         optimizer, run = self._run.optimizer, self._reader.manifest.run
+        kind = type(optimizer).__name__
         groups, members = self._objects["optimizer_groups"], self._run.group_members()
         unlike = [
             _Difference("the number of the optimizer's groups", len(members), len(groups)),
-            _Difference("the optimizer", type(optimizer).__name__, run.get("optimizer")),
+            _Difference("the optimizer", kind, run.get("optimizer", kind)),
             _Difference(
                 "the optimizer's groups of parameters",
                 members,
@@ -254,8 +257,9 @@ class _Load:
             for group, saved in groups:
                 group.update(saved)
         self._run.scale.load_state_dict(objects["loss_scale"])
-        # Else the rank is a new one, and the random numbers of rank 0 are not its own.
-        if rank < self._reader.manifest.ranks:
+        # A new rank has the objects of rank 0, whose random numbers are not its own. A checkpoint
+        # that was imported has none.
+        if objects_file(rank) in self._reader.manifest.objects and "random" in objects:
             _set_random_state(objects["random"])
 
     def _read_weight(self, saved: SavedTensor, first: int, into: torch.Tensor) -> None:

@@ -149,3 +149,20 @@ def test_ranks_that_load_other_checkpoints_are_told(tmp_path: Path) -> None:
     ranks = launch(2, rank_checkpoints.goes_on, RUNS["parameters"], tmp_path / "nothing")
     assert all("any checkpoint" in str(rank.error) for rank in ranks)
     assert CheckpointDirectory(path).latest() == "step-00000002"
+
+
+@pytest.mark.parametrize("name", ["parameters", "optimizer", "drives", "odd"])
+def test_ranks_export_the_weights_that_they_have_together(name: str, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    before = launched(2, rank_checkpoints.exports, RUNS[name], tmp_path, drive_of(name))
+    assert [rank["files"] for rank in before] == [["model.safetensors"]] * 2
+    found = safetensors.load_file(tmp_path / "fp32" / "model.safetensors")
+    masters = {
+        state.removesuffix(": master"): tensor
+        for state, tensor in before[0]["states"].items()
+        if state.endswith(": master")
+    }
+    assert masters
+    for weight, tensor in masters.items():
+        assert torch.equal(found[weight].reshape(-1), tensor.reshape(-1)), weight
+    assert sorted(file.name for file in tmp_path.rglob("*") if file.name.startswith(".")) == []

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import infinity_engine
+from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
+from infinity_engine.checkpoint.rewriting import reshard
 from infinity_engine.errors import (
     ConfigError,
     DamagedCheckpoint,
@@ -272,3 +274,28 @@ def test_a_save_stays_within_the_budget_of_the_host(tmp_path: Path) -> None:
         engine.load(tmp_path / "saved")
         for usage in engine.usage():
             assert usage.peak_held <= usage.limit
+
+
+def test_a_resharded_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    expected, losses = uninterrupted(tmp_path, "bf16")
+    with engine_at(PLACES["host"], tmp_path) as (engine, run):
+        steps(engine, run, 0, 2)
+        engine.save(tmp_path / "saved")
+    with CheckpointReader(CheckpointDirectory(tmp_path / "saved").resolve()) as reader:
+        reshard(reader, CheckpointDirectory(tmp_path / "three"), 3)
+    with engine_at(PLACES["drives"], tmp_path) as (engine, run):
+        engine.load(tmp_path / "three")
+        assert steps(engine, run, 2, 2) == losses
+        assert differing(expected, bits_of(engine)) == []
+
+
+def test_a_strict_load_needs_no_buffers_that_state_dicts_leave_out(tmp_path: Path) -> None:
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        engine.save(tmp_path)
+    model, _, engine = small()
+    model.register_buffer("positions", torch.arange(3.0), persistent=False)
+    with engine:
+        assert engine.load(tmp_path).missing == ()
+        assert dict(model.named_buffers())["positions"].tolist() == [0, 1, 2]

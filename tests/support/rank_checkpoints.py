@@ -26,6 +26,7 @@ from support.rank_training import Run, batch_of, engine_of, made, states_of, whe
 from support.small_models import Task
 
 __all__ = [
+    "exports",
     "fails_beside_on_one_rank",
     "fails_on_one_rank",
     "goes_on",
@@ -119,6 +120,17 @@ def resumes(
             steps(engine, task, engine.steps, 1)
             engine.save(path, keep=2, wait=not beside)
         return digest_of(states_of(engine, task))
+
+
+def exports(run: Run, path: Path, drive: Path | None = None) -> dict[str, Any]:
+    """Train two steps and export; return what each rank had then, and the files."""
+    task, optimizer = made(run)
+    with deterministic_compute(), ExitStack() as around:
+        engine = engine_of(with_drive(run, drive), task, optimizer, around)
+        steps(engine, task, 0, 2)
+        files = engine.export(path / "fp32", dtype=torch.float32)
+        engine.export(path / "model", shard_bytes=20_000)
+        return {"files": [file.name for file in files], "states": states_of(engine, task)}
 
 
 def fails_on_one_rank(run: Run, path: Path) -> str:
