@@ -18,13 +18,13 @@ from deepnvme import IOQueue
 from deepnvme.machine.probing import find_mount, read_mounts
 from deepnvme.sizes import PAGE
 from infinity_engine.accel import Accelerator, StreamKind, VirtualAccelerator, open_accelerator
-from infinity_engine.building.built import originals_of
-from infinity_engine.building.homes import (
-    Originals,
-    bring_home,
-    model_kept,
+from infinity_engine.building.built import built_model_of
+from infinity_engine.building.initial_placement import (
+    InitialValues,
     move_buffers,
-    release_originals,
+    place_parameters,
+    release_initial_values,
+    restored_on_failure,
 )
 from infinity_engine.config import EngineConfig, Overlap, Precision, Recording
 from infinity_engine.engine.engine import Engine, EngineParts
@@ -88,7 +88,7 @@ def assemble(
     `initialize` says what is raised.
     """
     resources, taken, teller = ExitStack(), ExitStack(), Teller(progress)
-    built = originals_of(model)
+    built = built_model_of(model)
     ranks = None if built is None else built.ranks
     if ranks is None:
         ranks = Ranks.join(config.ranks)
@@ -110,10 +110,10 @@ def assemble(
             built=built,
         )
         # what is closed may show values of its own
-        with model_kept(model), _closed_where_it_fails(taken, ranks):
+        with restored_on_failure(model), _closed_where_it_fails(taken, ranks):
             parts = _parts(model, optimizer, config, planned, taken, teller=teller)
             engine = Engine(parts)
-            release_originals(planned.everything, built)
+            release_initial_values(planned.everything, built)
             planned.previous.release(planned.trained)
     resources.push(taken.pop_all())
     parts.resources.push(resources.pop_all())
@@ -168,16 +168,16 @@ def _parts(
     signals = HeldSignals()
     hooks = Hooks(signals)
     resources.callback(hooks.remove)
-    originals = Originals(everything, planned.built)
+    initial = InitialValues(everything, planned.built)
     resources.callback(accelerator.cap, None)
     accelerator.cap(planned.budget.device)
-    records, shown = bring_home(
+    records, shown = place_parameters(
         everything,
         sizing,
         plan,
         lanes=lanes,
         swap=swap,
-        originals=originals,
+        initial=initial,
         resources=resources,
         teller=teller,
     )
@@ -193,7 +193,7 @@ def _parts(
         resting=plan.resting.states,
     )
     resources.callback(states.close)
-    states.begin(originals.fill, planned.rules, planned.previous, teller)
+    states.begin(initial.fill, planned.rules, planned.previous, teller)
     for parameter, values in shown:
         parameter.data = values
     has_fp16 = any(subgroup.formats.parameter is FloatFormat.FP16 for subgroup in sizing.subgroups)

@@ -464,7 +464,7 @@ def test_where_device_and_host_are_one_memory_a_lease_to_copy_into_is_refused(
         record = made.shard("w", some_bytes(5000, seed=1))
         with (
             made.device.lease(5000, holder="planned") as lease,
-            pytest.raises(ConfigError, match="nothing, as DEVICE and HOST are one memory"),
+            pytest.raises(ConfigError, match="None, as DEVICE and HOST are one memory"),
         ):
             made.mover.upload(record, into=lease)
 

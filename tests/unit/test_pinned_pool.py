@@ -150,7 +150,7 @@ def test_a_slot_that_is_held_is_refused_with_who_has_it_and_that_the_run_is_not_
     error = refused.value
     assert (error.asked, error.free, error.limit) == (PAGE, 0, PAGE)
     assert error.holders == (("layers.3.gradient", PAGE),)
-    assert "what runs is not what was planned: slot 'c' of the layout" in str(error)
+    assert "the step differs from its plan: slot 'c' of the layout" in str(error)
 
 
 def test_the_refusal_of_a_slot_counts_what_of_it_is_free_and_names_nobody_else() -> None:

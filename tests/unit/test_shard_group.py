@@ -178,7 +178,7 @@ def test_a_rank_that_has_left_starts_nothing() -> None:
         CollectiveError, match=r"waiting failed on rank 0 .* when this rank closed the group"
     ):
         waiting.wait()
-    with pytest.raises(RuntimeError, match="start nothing after close"):
+    with pytest.raises(RuntimeError, match="Start nothing after close"):
         ranks.agree("anything")
 
 
