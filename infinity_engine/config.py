@@ -20,7 +20,7 @@ from infinity_engine.plan.strategy import STRATEGIES
 from infinity_engine.units import parse_bytes, positive
 
 __all__ = [
-    "Accelerator",
+    "AcceleratorChoice",
     "Backend",
     "Checksum",
     "EngineConfig",
@@ -31,7 +31,7 @@ __all__ = [
     "Recording",
     "Replanning",
     "Setting",
-    "Stage",
+    "ShardingStage",
     "StorageConfig",
     "TelemetryConfig",
     "settings_table",
@@ -81,7 +81,7 @@ class Replanning(Enum):
     OFF = "off"  # No: the first plan is that of every step.
 
 
-class Accelerator(Enum):
+class AcceleratorChoice(Enum):
     """What DEVICE is."""
 
     AUTO = "auto"  # cuda where there is a usable GPU, otherwise cpu.
@@ -110,7 +110,7 @@ class Checksum(Enum):
     OFF = "off"  # Not at all.
 
 
-class Stage(Enum):
+class ShardingStage(Enum):
     """What is cut over the ranks; what is not, each rank has whole."""
 
     ALONE = "alone"  # Nothing: each process trains a model of its own, whoever has started it.
@@ -382,10 +382,10 @@ class RanksConfig(_Settings):
     needs none.
     """
 
-    stage: Stage = field(
-        default=Stage.PARAMETERS,
+    stage: ShardingStage = field(
+        default=ShardingStage.PARAMETERS,
         metadata=_about(
-            _member(Stage), "what is cut over the ranks, beside the optimizer's states"
+            _member(ShardingStage), "what is cut over the ranks, beside the optimizer's states"
         ),
     )
     partitioning: Partitioning = field(
@@ -480,9 +480,9 @@ class EngineConfig(_Settings):
             "the dtype that parameters compute in; model: each one's own; others cast (memory.md)",
         ),
     )
-    accelerator: Accelerator = field(
-        default=Accelerator.AUTO,
-        metadata=_about(_member(Accelerator), "what DEVICE is"),
+    accelerator: AcceleratorChoice = field(
+        default=AcceleratorChoice.AUTO,
+        metadata=_about(_member(AcceleratorChoice), "what DEVICE is"),
     )
     parameters: ParametersAt = field(
         default=ParametersAt.AUTO,

@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 
 from infinity_engine.accel import Accelerator
-from infinity_engine.optim import HostKernels, Update
-from infinity_engine.optim import Stream as Values
+from infinity_engine.optim import HostKernels, Update, Values
 from infinity_engine.optim.cuda import stream_of_others
 
 __all__ = ["DeviceKernels", "device_kernels"]

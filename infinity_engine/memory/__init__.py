@@ -5,14 +5,13 @@ Moves nothing and decides nothing.
 
 from infinity_engine.memory.device import DeviceMemory, Views
 from infinity_engine.memory.layout import Layout, Request, layout
-from infinity_engine.memory.lease import Event, Lease
+from infinity_engine.memory.lease import Lease, Waitable
 from infinity_engine.memory.ledger import Ledger, Reservation, Usage
 from infinity_engine.memory.pinned import Freed, PinnedPool, PoolStats
 from infinity_engine.memory.resident import FreedMemory, ResidentMemory, return_freed_memory
 
 __all__ = [
     "DeviceMemory",
-    "Event",
     "Freed",
     "FreedMemory",
     "Layout",
@@ -25,6 +24,7 @@ __all__ = [
     "ResidentMemory",
     "Usage",
     "Views",
+    "Waitable",
     "layout",
     "return_freed_memory",
 ]

@@ -21,7 +21,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from infinity_engine.errors import CapacityError
-from infinity_engine.memory.lease import Backing, Event, Lease, Lessor, NoBytes
+from infinity_engine.memory.lease import Backing, Lease, Lessor, NoBytes, Waitable
 from infinity_engine.memory.ledger import Reservation
 from infinity_engine.plan import Tier
 
@@ -80,7 +80,7 @@ class Cache(Protocol):
     def give(self) -> bool:
         """Close a lease that is not in use; return whether there was one."""
 
-    def used(self) -> Event:
+    def used(self) -> Waitable:
         """Return the end of all that the device was given so far that may use views of its
         leases.
         """

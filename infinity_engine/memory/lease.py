@@ -31,10 +31,10 @@ from infinity_engine.plan import Tier
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Backing", "Event", "Lease", "Lessor", "NoBytes"]
+__all__ = ["Backing", "Lease", "Lessor", "NoBytes", "Waitable"]
 
 
-class Event(Protocol):
+class Waitable(Protocol):
     """A point in a stream's work."""
 
     def done(self) -> bool:
@@ -84,7 +84,7 @@ class Lease:
         self.holder = holder
         self._lessor = lessor
         self._backing: Backing | None = backing
-        self._events: list[Event] = []
+        self._events: list[Waitable] = []
 
     @property
     def closed(self) -> bool:
@@ -151,7 +151,7 @@ class Lease:
             )
         return view
 
-    def until(self, event: Event) -> None:
+    def until(self, event: Waitable) -> None:
         """Let the memory go back no earlier than `event` has passed."""
         if self._backing is None:
             raise RuntimeError(f"the lease of {self.holder} is closed: attach events before that")
@@ -200,9 +200,9 @@ class _Given:
     backing: Backing
     holder: str
     nbytes: int
-    events: Sequence[Event] = ()
+    events: Sequence[Waitable] = ()
 
-    def wait_for(self, events: Sequence[Event]) -> None:
+    def wait_for(self, events: Sequence[Waitable]) -> None:
         self.events = events
 
     def passed(self) -> bool:
@@ -231,7 +231,7 @@ class Lessor(ABC):
         self._closing: deque[_Given] = deque()  # oldest first
         self._views: set[_Given] = set()  # what went back but for views that still exist
         # of leases that were dropped without a close
-        self._dropped: deque[tuple[Backing, Sequence[Event]]] = deque()
+        self._dropped: deque[tuple[Backing, Sequence[Waitable]]] = deque()
         self._waits = 0
         self._ending = self._closed = False
 
@@ -278,12 +278,12 @@ class Lessor(ABC):
             # meanwhile: the first look gives it back, also when this wait is interrupted.
             oldest.wait()
 
-    def _take_back(self, _lease: Lease, backing: Backing, events: Sequence[Event]) -> None:
+    def _take_back(self, _lease: Lease, backing: Backing, events: Sequence[Waitable]) -> None:
         with self._lock:
             self._end(backing, events)
             self._catch_up()
 
-    def _end(self, backing: Backing, events: Sequence[Event]) -> None:
+    def _end(self, backing: Backing, events: Sequence[Waitable]) -> None:
         """Let a buffer go back, now or when its events have passed. Again: does nothing."""
         given = self._open.get(id(backing))
         if given is None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.optim.formats import FloatFormat, Stream
+from infinity_engine.optim.formats import FloatFormat, Values
 from infinity_engine.optim.nvrtc import KERNELS, compile_kernels, cupy_nvrtc
 from infinity_engine.optim.subgroup import NORM_BLOCK, Update
 
@@ -57,26 +57,26 @@ class CudaKernels:
         grid = (self._grid(widest), len(update.records))
         self._functions["update"](grid, (_THREADS,), (records,))
 
-    def block_sums(self, gradient: Stream) -> Any:
+    def block_sums(self, gradient: Values) -> Any:
         """Return the sums of squares of the gradient's blocks, a cupy array, valid when the stream
         has passed.
         """
         format_ = np.uint32(gradient.format.value)
         return self._sums("block_sums", gradient, (gradient.address, format_, gradient.numel))
 
-    def begin_sum(self, gradient: Stream, into: Stream) -> Any:
+    def begin_sum(self, gradient: Values, into: Values) -> Any:
         """Write a gradient to the fp32 values `into`; return the block sums of what they hold then,
         as above.
         """
         return self._accumulate(gradient, into, begins=1)
 
-    def add_to_sum(self, gradient: Stream, into: Stream) -> Any:
+    def add_to_sum(self, gradient: Values, into: Values) -> Any:
         """Add a gradient to the fp32 values `into`; return the block sums of what they hold then,
         as above.
         """
         return self._accumulate(gradient, into, begins=0)
 
-    def _accumulate(self, gradient: Stream, into: Stream, *, begins: int) -> Any:
+    def _accumulate(self, gradient: Values, into: Values, *, begins: int) -> Any:
         if into.format is not FloatFormat.FP32 or into.numel != gradient.numel:
             expected = f"{gradient.numel} values of FP32, as many as the gradient has"
             raise ConfigError(
@@ -86,7 +86,7 @@ class CudaKernels:
         arguments = (into.address, gradient.address, format_, np.uint32(begins), gradient.numel)
         return self._sums("accumulate", gradient, arguments)
 
-    def _sums(self, kernel: str, gradient: Stream, arguments: tuple[Any, ...]) -> Any:
+    def _sums(self, kernel: str, gradient: Values, arguments: tuple[Any, ...]) -> Any:
         sums = self._cupy.empty(-(-gradient.numel // NORM_BLOCK), np.float64)
         if gradient.numel > 0:
             grid = (self._grid(len(sums) * _WARP),)

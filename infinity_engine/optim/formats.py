@@ -1,7 +1,7 @@
 """How the values of an update are stored: dtypes of gradients, parameters, masters and moments, and
 where they lie.
 
-Pure descriptions: owns no memory and changes none. A Stream keeps alive what it was made of.
+Pure descriptions: owns no memory and changes none. A Values keeps alive what it was made of.
 Imports no torch: a tensor is whatever has a tensor's methods.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from infinity_engine.errors import ConfigError
 
-__all__ = ["FloatFormat", "Formats", "Master", "Moments", "Stream"]
+__all__ = ["FloatFormat", "Formats", "Master", "Moments", "Values"]
 
 
 class FloatFormat(Enum):
@@ -115,7 +115,7 @@ def _format_of(dtype: Any) -> FloatFormat | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class Values:
     """Values one behind another in memory: where, how many, of which format."""
 
     address: int
@@ -125,7 +125,7 @@ class Stream:
     """Kept alive as long as the stream."""
 
     @classmethod
-    def of(cls, values: Any, *, format: FloatFormat | None = None) -> Stream:
+    def of(cls, values: Any, *, format: FloatFormat | None = None) -> Values:
         """Return the stream of a contiguous numpy array or torch tensor.
 
         `format` reads 16-bit integers as floats, for numpy, which has no bf16.
@@ -145,7 +145,7 @@ class Stream:
         address = values.data_ptr() if is_tensor else values.ctypes.data
         return cls(address, values.numel() if is_tensor else values.size, found, values)
 
-    def part(self, start: int, numel: int) -> Stream:
+    def part(self, start: int, numel: int) -> Values:
         """Return `numel` of the values from `start` on.
 
         Raises:
@@ -157,4 +157,4 @@ class Stream:
                 value=(start, numel),
                 expected=f"within the {self.numel} values of the stream",
             )
-        return Stream(self.address + start * self.format.nbytes, numel, self.format, self.owner)
+        return Values(self.address + start * self.format.nbytes, numel, self.format, self.owner)

@@ -32,8 +32,10 @@ def rules_of(optimizer: Any) -> tuple[Rule, ...]:
         ConfigError: there is no such rule, or an option that it does not have.
     """
     cls = type(optimizer)
+    # The engine's LionOptimizer cannot be called Lion, as its rule is; an outside Lion may be.
+    name = cls.__name__.removesuffix("Optimizer")
     for rule, options in _OPTIONS:
-        if cls.__name__ == rule.__name__ and (
+        if name == rule.__name__ and (
             rule is Lion or cls.__module__.startswith("torch.optim.")
         ):
             return tuple(_rule(rule, options, group) for group in optimizer.param_groups)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from infinity_engine import _native
 from infinity_engine.errors import ConfigError
-from infinity_engine.optim.formats import FloatFormat, Formats, Master, Moments, Stream
+from infinity_engine.optim.formats import FloatFormat, Formats, Master, Moments, Values
 from infinity_engine.optim.rules import Rule, RuleFlag
 
 __all__ = [
@@ -108,10 +108,10 @@ class SubgroupState:
     """Where a subgroup's states are, and how many steps each of its segments has made."""
 
     subgroup: Subgroup
-    master: Stream | tuple[Stream, ...]
+    master: Values | tuple[Values, ...]
     """The fp32 masters, or the 16-bit remainders of split ones. One for each segment where they lie
     apart: a parameter in fp32 can be its own master."""
-    states: tuple[Stream, ...]
+    states: tuple[Values, ...]
     """In the rule's order; as many as the rule of the subgroup's segments that needs most."""
     steps: list[int] = field(default_factory=list)
 
@@ -119,7 +119,7 @@ class SubgroupState:
         self.steps = self.steps or [0] * len(self.subgroup.segments)
         split = self.formats.master is Master.SPLIT
         wanted = FloatFormat.BF16 if split else FloatFormat.FP32
-        if isinstance(self.master, Stream):
+        if isinstance(self.master, Values):
             self._check("master", self.master, self.subgroup.numel, wanted)
         else:
             self._check_apart(self.master, wanted)
@@ -131,7 +131,7 @@ class SubgroupState:
         """How they are stored."""
         return self.subgroup.formats
 
-    def _check_apart(self, masters: tuple[Stream, ...], wanted: FloatFormat) -> None:
+    def _check_apart(self, masters: tuple[Values, ...], wanted: FloatFormat) -> None:
         segments = self.subgroup.segments
         if len(masters) != len(segments):
             raise ConfigError(
@@ -143,7 +143,7 @@ class SubgroupState:
         for number, (segment, stream) in enumerate(zip(segments, masters, strict=True)):
             self._check(f"master[{number}]", stream, segment.numel, wanted)
 
-    def _check(self, name: str, stream: Stream, numel: int, wanted: FloatFormat) -> None:
+    def _check(self, name: str, stream: Values, numel: int, wanted: FloatFormat) -> None:
         if stream.numel != numel or stream.format.nbytes != wanted.nbytes:
             raise ConfigError(
                 field=f"SubgroupState.{name}",
@@ -161,7 +161,7 @@ class Update:
 
     records: npt.NDArray[Any]
     steps: list[int]
-    keeps: tuple[Stream, ...]
+    keeps: tuple[Values, ...]
     """The memory that the records name, kept alive."""
 
 
@@ -169,8 +169,8 @@ def update_records(
     state: SubgroupState,
     *,
     rules: Sequence[Rule],
-    gradients: Sequence[Stream | None],
-    parameters: Sequence[Stream | None],
+    gradients: Sequence[Values | None],
+    parameters: Sequence[Values | None],
     gradient_factor: float = 1.0,
 ) -> Update:
     """Say what the kernels shall do to a subgroup in this step; `state.steps` is set to `steps`
@@ -186,8 +186,8 @@ def update_records(
     written = [number for number, gradient in enumerate(gradients) if gradient is not None]
     segments = [state.subgroup.segments[number] for number in written]
     steps = list(state.steps)
-    read: list[Stream] = []
-    copies: list[Stream] = []
+    read: list[Values] = []
+    copies: list[Values] = []
     for number, segment in zip(written, segments, strict=True):
         gradient, parameter = gradients[number], parameters[number]
         assert gradient is not None, "segments without one are skipped"
@@ -209,7 +209,7 @@ def update_records(
         seed, keyed = state.formats.seed, zip(segments, made, strict=True)
         records["flags"] |= np.uint32(RuleFlag.STOCHASTIC_MOMENTS)
         records["key"] = [rounding_key(seed, segment.parameter, step) for segment, step in keyed]
-    masters = (state.master,) if isinstance(state.master, Stream) else state.master
+    masters = (state.master,) if isinstance(state.master, Values) else state.master
     return Update(records=records, steps=steps, keeps=(*masters, *state.states, *read, *copies))
 
 
@@ -230,7 +230,7 @@ def _with_constants(
 
 
 def _write_masters(records: npt.NDArray[Any], state: SubgroupState, written: Sequence[int]) -> None:
-    if isinstance(state.master, Stream):
+    if isinstance(state.master, Values):
         width = state.master.format.nbytes
         offsets = [state.subgroup.segments[number].offset for number in written]
         addresses = [state.master.address + width * offset for offset in offsets]
@@ -255,7 +255,7 @@ def _write_states(
 
 
 def _check_segment(
-    state: SubgroupState, segment: Segment, rule: Rule, gradient: Stream, parameter: Stream | None
+    state: SubgroupState, segment: Segment, rule: Rule, gradient: Values, parameter: Values | None
 ) -> None:
     name = f"parameter {segment.parameter} from element {segment.first_element} on"
     if len(state.states) < len(rule.states):

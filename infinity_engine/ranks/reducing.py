@@ -25,8 +25,7 @@ import torch
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Wait
 from infinity_engine.memory import FreedMemory, Lease, Reservation
-from infinity_engine.optim import HostKernels
-from infinity_engine.optim import Stream as Values
+from infinity_engine.optim import HostKernels, Values
 from infinity_engine.partition import (
     MOST_TOLD,
     CollectiveEvent,

@@ -19,7 +19,7 @@ from infinity_engine.memory import DeviceMemory, Lease, PinnedPool
 from infinity_engine.plan import Tier
 from infinity_engine.residence.record import ShardRecord
 from infinity_engine.residence.residency import HOME_OF, MOVES, Residency
-from infinity_engine.storage import CopyHop, Hop, Place, Stage, SwapFile, Transfer
+from infinity_engine.storage import CopyHop, Hop, Place, PlannedHop, SwapFile, Transfer
 
 __all__ = ["Mover", "Source"]
 
@@ -180,7 +180,7 @@ class Mover:
         ended, self._transfers = self._transfers, []
         return [transfer.untold for transfer in ended if transfer.untold is not None]
 
-    def _begin(self, stages: list[Stage]) -> Transfer:
+    def _begin(self, stages: list[PlannedHop]) -> Transfer:
         transfer = Transfer(stages)
         self._transfers.append(transfer)
         self._let_go()
@@ -205,7 +205,7 @@ class Mover:
         source: Source,
         into: Lease | None = None,
         by: Hop | None = None,
-    ) -> Stage:
+    ) -> PlannedHop:
         leaves, goes_to = MOVES[moving]
         if into is not None:
             self._check_target(record, moving, into)
@@ -248,7 +248,7 @@ class Mover:
             for target in new:
                 self._give_back(target)
 
-        return Stage(start, finish, undo)
+        return PlannedHop(start, finish, undo)
 
     def _check_target(self, record: ShardRecord, moving: Residency, into: Lease) -> None:
         """Raise ConfigError unless the shard can move there."""

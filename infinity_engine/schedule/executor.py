@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Protocol
 
-from infinity_engine.accel import Event as StreamEvent
+from infinity_engine.accel import Event
 from infinity_engine.kept_errors import kept
-from infinity_engine.memory import Event
+from infinity_engine.memory import Waitable
 from infinity_engine.plan.ops import Lane, Op
 from infinity_engine.plan.step import StepPlan
 from infinity_engine.telemetry import Telemetry
@@ -39,7 +39,7 @@ class Carrier(Protocol):
     bench.
     """
 
-    def carry_out(self, op: Op, after: Sequence[StreamEvent]) -> Event | None:
+    def carry_out(self, op: Op, after: Sequence[Event]) -> Waitable | None:
         """Submit an op, to begin when `after` have passed; None where it has ended on return."""
 
 
@@ -89,7 +89,7 @@ class Walk:
         self._telemetry = telemetry
         self._safe_point = safe_point
         self._order = deque(plan.submission_order())
-        self._events: dict[int, Event | None] = {}
+        self._events: dict[int, Waitable | None] = {}
         self._held_back: dict[Lane, deque[int]] = {}  # [Note: who waits for whom]
         self._arrivals = plan.arrivals()
         self._updates = {
@@ -280,13 +280,13 @@ class Walk:
 
     def _submit(self, number: int) -> None:
         op = self._plan.ops[number]
-        after: list[StreamEvent] = []
+        after: list[Event] = []
         for other in op.after:
             event = self._events[other]
             if self._has_to_end(other, op):
                 self._wait_for(other)
             elif event is not None:
-                assert isinstance(event, StreamEvent), (
+                assert isinstance(event, Event), (
                     "only drives have other ones, and what is theirs has to end"
                 )
                 after.append(event)

@@ -22,7 +22,7 @@ from infinity_engine.kept_errors import again, kept
 if TYPE_CHECKING:
     from infinity_engine.accel import Event
 
-__all__ = ["CopyHop", "Hop", "Hops", "IOEvent", "IOHop", "Stage", "Transfer", "transfer_error"]
+__all__ = ["CopyHop", "Hop", "Hops", "IOEvent", "IOHop", "PlannedHop", "Transfer", "transfer_error"]
 
 
 class Hop(Protocol):
@@ -145,7 +145,7 @@ class CopyHop:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PlannedHop:
     """A hop that is to come: how to start it, what is so when it has ended, and what is so again
     when it failed.
 
@@ -163,9 +163,9 @@ class Transfer:
     Driven by one thread, which polls it or waits for its result.
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[PlannedHop]) -> None:
         self._stages = list(reversed(stages))
-        self._stage: Stage | None = None
+        self._stage: PlannedHop | None = None
         self._hop: Hop | None = None
         self._moved = 0
         self._error: BaseException | None = None
@@ -252,7 +252,7 @@ class Transfer:
             self._moved += moved
             stage.finish()
 
-    def _stop(self, stage: Stage, error: BaseException) -> None:
+    def _stop(self, stage: PlannedHop, error: BaseException) -> None:
         self._stage = self._hop = None
         failed = [stage, *reversed(self._stages)]
         self._stages.clear()

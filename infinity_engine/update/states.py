@@ -28,9 +28,9 @@ from infinity_engine.optim import (
     Segment,
     Subgroup,
     SubgroupState,
+    Values,
     update_records,
 )
-from infinity_engine.optim import Stream as Values
 from infinity_engine.parameters.parameters import TrainedParameter
 from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import (

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from infinity_engine.accel import StreamKind, open_accelerator
 from infinity_engine.errors import CollectiveError
-from infinity_engine.optim import GradientSums, HostKernels, Stream, UpdateThreads
+from infinity_engine.optim import GradientSums, HostKernels, UpdateThreads, Values
 from infinity_engine.partition import (
     CollectiveEvent,
     Collectives,
@@ -204,7 +204,7 @@ def norm_bits(ranks: Collectives) -> float:
     for spec in specs:
         shard = spec.shards[ranks.rank]
         gradient = values(spec.numel, torch.float32, 7)[shard.first_element : shard.end]
-        mine.append(kernels.block_sums(Stream.of(gradient)) if shard.numel else np.zeros(0))
+        mine.append(kernels.block_sums(Values.of(gradient)) if shard.numel else np.zeros(0))
     sums = GradientSums(NUMELS)
     for number, blocks in enumerate(share_block_sums(ranks, specs, mine)):
         sums.put(number, 0, blocks)
