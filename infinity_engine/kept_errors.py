@@ -1,5 +1,5 @@
-"""Errors that are kept to be raised later, or more than once, without the buffers of those that
-they passed.
+"""Errors that are kept to be raised later, or more than once, without the buffers that their
+tracebacks refer to.
 
 [Note: errors that are kept] The traceback of an error has the frames that it passed. Their locals
 have buffers, and often the error itself: a cycle, which keeps the buffers until Python's collector
@@ -21,11 +21,11 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 def kept(error: _Error) -> _Error:
-    """Return an error, caught where this is called, such that it keeps nothing else: [Note: errors
-    that are kept].
+    """Return an error, caught where this is called, without references to anything else: [Note:
+    errors that are kept].
 
-    Ours say all themselves. Of others, which may be mistakes in the code, the lines below the
-    caller stay.
+    An InfinityError says everything in its message. Of other errors, which may be bugs, the frames
+    below the caller stay.
     """
     passed: BaseException | None = error
     while passed is not None:

@@ -1,5 +1,5 @@
-"""What an operation may see of copies that it is not ordered with: NaN, never the bytes that luck
-would have it see.
+"""Shows NaN to an operation in place of bytes that an unordered copy may be moving, never bytes
+that are right by luck.
 
 Two operations are unordered when neither waits for the other and the host waited for neither before
 it submitted the other. Used by the virtual clock alone, in one thread; touches device memory and
@@ -7,8 +7,8 @@ the targets of copies, nothing else.
 
 [Note: why no host memory is filled in passing] While a work is carried out, the targets of
 unordered uploads are NaN; afterwards their bytes are put back. Nothing else reads device memory
-meanwhile. Host memory may be a drive's by then, as the host may have seen the end of a download and
-gone on: of it, only what a copy itself writes is touched.
+meanwhile. Host memory may belong to an I/O by then, as the host may have seen the end of a download
+and gone on. So only the bytes that a copy itself writes are touched there.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def carry_out_work(
     """Do the work while the targets of unordered uploads are NaN.
 
     Raises:
-        RuntimeError: it changed what an unordered upload writes or an unordered download reads.
+        RuntimeError: it changed bytes that an unordered upload writes or an unordered download
+            reads.
     """
     targets = [(other, other.device.clone()) for other in unordered if other.kind is StreamKind.H2D]
     for target, _ in targets:
@@ -79,10 +80,9 @@ def carry_out_work(
             target.device.copy_(before)
     if changed:
         raise RuntimeError(
-            f"{name} changed bytes of {' and '.join(changed)}, which may be under way: expected "
-            "one of them to wait "
-            "for the other, but neither does; pass the event of the one that goes first in the "
-            "other's `after`"
+            f"{name} changed bytes of {' and '.join(changed)}, which may be under way: neither "
+            "waits for the other. Pass the event of the one that goes first in the other's "
+            "`after`"
         )
 
 

@@ -88,7 +88,7 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
 
     def _wait(self, operation: PacedOperation) -> None:
         operation.block()
-        self._tell(operation)
+        self._raise_failure(operation)
 
     def _drain(self) -> None:
         for lane in self._lanes.values():
@@ -102,9 +102,8 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
             thread.join()
 
     def _serve(self, jobs: SimpleQueue[_Job | None]) -> None:
-        """Carry out jobs one after another until there is None.
-
-        All that a job waits for was submitted before it.
+        """Carry out jobs one after another until None comes. All that a job waits for was submitted
+        before it.
         """
         free_ns = 0
         while True:
@@ -112,7 +111,7 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
             if job is None:
                 return
             free_ns = self._carry_out(*job, free_ns)
-            del job  # What it used is not kept until the next one comes.
+            del job  # else this frame would keep the job's tensors alive until the next job
 
     def _carry_out(
         self, operation: PacedOperation, behind: Sequence[PacedOperation], free_ns: int
@@ -129,12 +128,12 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
                 failure = Failure(error)
         if not isinstance(operation.action, Mark):
             self._note(operation, began_ns, time.perf_counter_ns())
-        self._settle(operation, failure)
+        self._finish(operation, failure)
         operation.end(due_ns)
         return due_ns
 
     def _perform(self, operation: PacedOperation, start_ns: int) -> int:
-        """Do it, beginning now what was due at `start_ns`; return when its end was due."""
+        """Carry it out, beginning now what was due at `start_ns`; return when its end was due."""
         action = operation.action
         if isinstance(action, Mark):
             return start_ns

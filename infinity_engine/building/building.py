@@ -28,7 +28,7 @@ from infinity_engine.building.sharded_parameters import ShardedParameters
 from infinity_engine.memory import Ledger
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.plan import ResolvedBudget
-from infinity_engine.progress import Teller
+from infinity_engine.progress import ProgressReporter
 from infinity_engine.ranks.ranks import Ranks
 from infinity_engine.storage import SwapFile
 
@@ -71,7 +71,7 @@ _GET_DATA, _SET_DATA = _T.data.__get__, _T.data.__set__  # type: ignore[attr-def
 
 @contextmanager
 def building(
-    budget: ResolvedBudget, cache: int | None, teller: Teller, ranks: Ranks | None
+    budget: ResolvedBudget, cache: int | None, reporter: ProgressReporter, ranks: Ranks | None
 ) -> Iterator[BuiltModel]:
     """Offload the parameters that modules register in the body to the drives. See `init_context`
     for what is raised.
@@ -84,7 +84,7 @@ def building(
             "init_context(...)`"
         )
     with ExitStack() as failed:
-        with teller.part("building on the drives", None) as written:
+        with reporter.part("building on the drives", None) as written:
             built, records = opened(budget, cache, failed, written, ranks)
             mode = _Building(records)
             # the modules built so far: they have no values

@@ -22,9 +22,9 @@ from infinity_engine.placement.buffers import SCRATCH
 from infinity_engine.placement.placing import Plan
 from infinity_engine.placement.sizing import Sizing
 from infinity_engine.plan import Tier
-from infinity_engine.progress import Teller
-from infinity_engine.storage import SwapFile
+from infinity_engine.progress import ProgressReporter
 from infinity_engine.residence import ShardRecord
+from infinity_engine.storage import SwapFile
 
 __all__ = [
     "InitialValues",
@@ -112,7 +112,7 @@ def place_parameters(
     swap: SwapFile | None,
     initial: InitialValues,
     resources: ExitStack,
-    teller: Teller,
+    reporter: ProgressReporter,
 ) -> tuple[dict[int, ShardRecord], list[tuple[torch.nn.Parameter, torch.Tensor]]]:
     """Put the values of parameters where they stay; return the records of those that modules fetch.
 
@@ -122,7 +122,7 @@ def place_parameters(
     records = {}
     shown = []
     on_host = plan.steps.parameters is not Tier.DEVICE and not lanes.accelerator.unified
-    with teller.part(
+    with reporter.part(
         "placing parameters", sum(parameter.nbytes for parameter in parameters)
     ) as placed:
         for parameter in parameters:
@@ -180,7 +180,7 @@ def _place_on_drives(
     placed: Callable[[int], None],
 ) -> ShardRecord:
     """Write a parameter's values to a place on the drives, piece by piece; `placed` is called with
-    the bytes of each piece.
+    the bytes of each.
     """
     dtype = parameter.dtype
     # as subgroups cut it

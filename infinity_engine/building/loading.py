@@ -31,7 +31,7 @@ from infinity_engine.building.sharded_parameters import ShardedParameters
 from infinity_engine.errors import ConfigError, TransferError
 from infinity_engine.partition import Partitioner, Shard, ShardSpec
 from infinity_engine.plan import ResolvedBudget, Tier
-from infinity_engine.progress import Teller
+from infinity_engine.progress import ProgressReporter
 from infinity_engine.ranks.ranks import Ranks
 from infinity_engine.signals import HeldSignals
 from infinity_engine.storage import IOHop, Place, SwapFile
@@ -102,7 +102,7 @@ def load(
     model: torch.nn.Module,
     directory: str | os.PathLike[str],
     budget: ResolvedBudget,
-    teller: Teller,
+    reporter: ProgressReporter,
     ranks: Ranks | None,
 ) -> BuiltModel:
     """Fill `model`; with several `ranks`, with this one's slices. See `load_into` for what is
@@ -130,7 +130,7 @@ def load(
                 for path in {target.source.path for target in targets}
             }
             total = sum(target.nbytes for target in targets)
-            with teller.part("loading values", total) as written:
+            with reporter.part("loading values", total) as written:
                 _stream(_pieces(targets, places, files), built.swap, written)
             values = [
                 absent(target.tensor)

@@ -56,7 +56,7 @@ from infinity_engine.placement.placing import Plan
 from infinity_engine.placement.sizing import Demand, Sizing
 from infinity_engine.plan import DriveRates, ResolvedBudget, Tier
 from infinity_engine.planning.planning import Planned, check_and_plan, refusing_beside
-from infinity_engine.progress import Progress, Teller
+from infinity_engine.progress import Progress, ProgressReporter
 from infinity_engine.ranks.ranks import Ranks
 from infinity_engine.ranks.sharding import Shards
 from infinity_engine.reporting.drives import DriveMeter
@@ -87,7 +87,7 @@ def assemble(
 
     `initialize` says what is raised.
     """
-    resources, taken, teller = ExitStack(), ExitStack(), Teller(progress)
+    resources, taken, reporter = ExitStack(), ExitStack(), ProgressReporter(progress)
     built = built_model_of(model)
     ranks = None if built is None else built.ranks
     if ranks is None:
@@ -111,7 +111,7 @@ def assemble(
         )
         # what is closed may show values of its own
         with restored_on_failure(model), _closed_where_it_fails(taken, ranks):
-            parts = _parts(model, optimizer, config, planned, taken, teller=teller)
+            parts = _parts(model, optimizer, config, planned, taken, reporter=reporter)
             engine = Engine(parts)
             release_initial_values(planned.everything, built)
             planned.previous.release(planned.trained)
@@ -142,7 +142,7 @@ def _parts(
     planned: Planned,
     resources: ExitStack,
     *,
-    teller: Teller,
+    reporter: ProgressReporter,
 ) -> EngineParts:
     """Reserve, move and put together what was planned."""
     accelerator, sizing, plan = planned.accelerator, planned.sizing, planned.plan
@@ -179,7 +179,7 @@ def _parts(
         swap=swap,
         initial=initial,
         resources=resources,
-        teller=teller,
+        reporter=reporter,
     )
     move_buffers(model, accelerator.torch_device, resources)
     swapped = _swapped(plan, sizing, trained=trained, records=records, lanes=lanes, swap=swap)
@@ -193,7 +193,7 @@ def _parts(
         resting=plan.resting.states,
     )
     resources.callback(states.close)
-    states.begin(initial.fill, planned.rules, planned.previous, teller)
+    states.begin(initial.fill, planned.rules, planned.previous, reporter)
     for parameter, values in shown:
         parameter.data = values
     has_fp16 = any(subgroup.formats.parameter is FloatFormat.FP16 for subgroup in sizing.subgroups)
@@ -507,7 +507,7 @@ def _serve(pools: Iterable[PinnedPool | None], swap: SwapFile | None) -> None:
     """Let the drives read and write the pools' memory without copies."""
     for pool in pools:
         if pool is not None and swap is not None:
-            pool.serve(swap.queue)
+            pool.register_with(swap.queue)
 
 
 def _passing(demand: Demand, ledger: Ledger, resources: ExitStack) -> PinnedPool | None:

@@ -1,6 +1,5 @@
-"""Who holds which bytes of DEVICE and HOST: limits, promises, buffers.
-
-Moves nothing and decides nothing.
+"""The bytes of DEVICE and HOST and their holders: limits, promises, buffers. Moves nothing and
+decides nothing.
 """
 
 from infinity_engine.memory.device import DeviceMemory, Views

@@ -1,5 +1,5 @@
-"""Where buffers lie whose lifetimes a plan knows: requests with sizes and steps in, places in one
-run of bytes out.
+"""Places buffers with known lifetimes: requests with sizes and steps in, places in one run of bytes
+out.
 
 Pure and deterministic, whatever the order of the requests; takes no memory. PinnedPool gives leases
 at the places.
@@ -31,7 +31,7 @@ _MOST_ROUNDS = 12
 # searches end long before.
 _MOST_LOOKS = 200_000_000
 _PLACING = 2000
-_SHORT = 64  # a buffer that lives for at most this part of the steps is looked up by its first one
+_SHORT = 64  # a buffer is short-lived if it lives for at most one 64th of the steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +121,17 @@ def _check_names(ordered: Sequence[Request]) -> None:
 
 
 class _Fit(Enum):
-    """Which of the gaps between the buffers in its way one takes."""
+    """Which of the gaps between earlier buffers a buffer takes."""
 
-    FIRST = auto()  # the lowest that holds it
-    BEST = auto()  # the smallest that holds it, of equals the lowest
+    FIRST = auto()  # the lowest gap that holds it
+    BEST = auto()  # the smallest gap that holds it, the lowest of equal ones
 
 
 class _Buffers:
-    """Requests as arrays, those first that live long, each part by first step: what is in one's way
-    stands together.
+    """Requests as arrays, long-lived ones first, each part by first step: a buffer's rivals stand
+    side by side.
 
-    Sizes and offsets are in units of the alignment, times in those steps in which something begins
+    Sizes and offsets are in units of the alignment, times in those steps in which a buffer begins
     or has ended.
     """
 
@@ -155,7 +155,7 @@ class _Buffers:
         self._short_end = (count + np.searchsorted(short_begins, self.ends)).tolist()
 
     def looks(self) -> int:
-        """Return what one packing costs."""
+        """Return the cost of one packing, in buffers looked at."""
         windows = zip(self._long_end, self._short_begin, self._short_end, strict=True)
         return sum(_PLACING + long + end - begin for long, begin, end in windows)
 
@@ -167,8 +167,8 @@ class _Buffers:
         return int(np.cumsum(change).max())
 
     def pack(self, order: NDArray[np.int64], fit: _Fit) -> NDArray[np.int64]:
-        """Return the offsets when one after the other, in `order`, takes a gap that those before it
-        left.
+        """Return the offsets when one buffer after the other, in `order`, takes a gap that those
+        before it left.
         """
         sizes, begins, ends = self.sizes.tolist(), self.begins.tolist(), self.ends.tolist()
         offsets = np.zeros(len(order), np.int64)
@@ -205,7 +205,7 @@ def _place(offsets: NDArray[np.int64], tops: NDArray[np.int64], size: int, fit: 
 
 
 class _Attempt:
-    """An order to pack in, which puts those first that have stuck out over the bound most often."""
+    """An order to pack in; buffers that often stuck out over the bound come first."""
 
     def __init__(self, fit: _Fit, *keys: NDArray[np.int64]) -> None:
         self.fit = fit
@@ -218,17 +218,17 @@ class _Attempt:
         return np.lexsort((self._rank, -self._blame))
 
     def blame(self, stuck_out: NDArray[np.bool_]) -> None:
-        """Let these come earlier the next time."""
+        """Move these forward in the next order."""
         self._blame += stuck_out
 
 
 def _search(buffers: _Buffers) -> NDArray[np.int64]:
-    """Return the best offsets found in some rounds of several orders, at once when there can be no
-    better ones.
+    """Return the best offsets found in some rounds of several orders; ends at once when none can be
+    better.
 
     Size first packs lifetimes that nest or that have little to do with one another; order in time
-    packs windows that move along. Which will do is not known before; where neither does, mostly a
-    few buffers were late and stick out.
+    packs windows that move along. Which order will do is not known before. Where neither does,
+    mostly a few buffers were placed late and stick out.
     """
     sizes, begins, ends = buffers.sizes, buffers.begins, buffers.ends
     lives = ends - begins

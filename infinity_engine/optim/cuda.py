@@ -1,8 +1,8 @@
-"""The GPU's home of the update rules: the CPU's records, addresses on the device, on a cupy stream.
+"""The update rules on a GPU: the CPU's records, with addresses on the device, on a cupy stream.
 
-Gives the CPU's bits. Starts work on the stream that is current in cupy and waits for nothing; what
-the records name must stay until the stream has passed. Has not run on a GPU yet: tests/gpu compares
-it with the CPU there.
+Gives the CPU's bits. Starts work on the stream that is current in cupy and waits for nothing; the
+memory that the records name must stay until the stream has passed. Has not run on a GPU yet:
+tests/gpu compares it with the CPU there.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class CudaKernels:
         return self._sums("block_sums", gradient, (gradient.address, format_, gradient.numel))
 
     def begin_sum(self, gradient: Values, into: Values) -> Any:
-        """Write a gradient to the fp32 values `into`; return the block sums of what they hold then,
-        as above.
+        """Write a gradient to the fp32 values `into`; return the block sums of the result, as
+        above.
         """
         return self._accumulate(gradient, into, begins=1)
 
     def add_to_sum(self, gradient: Values, into: Values) -> Any:
-        """Add a gradient to the fp32 values `into`; return the block sums of what they hold then,
-        as above.
+        """Add a gradient to the fp32 values `into`; return the block sums of the result, as
+        above.
         """
         return self._accumulate(gradient, into, begins=0)
 
@@ -99,16 +99,16 @@ class CudaKernels:
 
 
 def stream_of_others(cupy: Any, handle: int, device: int) -> Any:
-    """Return cupy's stream for one that another library has made and keeps, on the device of that
+    """Return cupy's stream for one that another library made and owns, on the device of that
     index.
     """
-    # since cupy 14, which warns of what was before
+    # since cupy 14, which deprecates ExternalStream
     adopt = getattr(cupy.cuda.Stream, "from_external", None)
     return cupy.cuda.ExternalStream(handle, device) if adopt is None else adopt(_OfOthers(handle))
 
 
 class _OfOthers:
-    """A stream in the words of the CUDA stream protocol."""
+    """A stream that another library owns, as the CUDA stream protocol wants it."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle

@@ -1,8 +1,7 @@
-"""The CPU's home of the update rules: carries out what a subgroup's records say, and sums
-gradients.
+"""The update rules on the CPU: carries out a subgroup's records, and sums gradients.
 
 Gives the same bits on every CPU, with every number of threads. Blocks the calling thread, without
-the GIL. The memory that is named must stay where it is until the call returns.
+the GIL. The memory that the records name must stay where it is until the call returns.
 """
 
 from __future__ import annotations
@@ -49,15 +48,11 @@ class HostKernels:
         return np.frombuffer(sums)
 
     def begin_sum(self, gradient: Values, into: Values) -> npt.NDArray[np.float64]:
-        """Write a gradient to the fp32 values `into`, and return the block sums of what they hold
-        then.
-        """
+        """Write a gradient to the fp32 values `into`, and return the block sums of the result."""
         return self._accumulate(gradient, into, begins=True)
 
     def add_to_sum(self, gradient: Values, into: Values) -> npt.NDArray[np.float64]:
-        """Add a gradient to the fp32 values `into`, and return the block sums of what they hold
-        then.
-        """
+        """Add a gradient to the fp32 values `into`, and return the block sums of the result."""
         return self._accumulate(gradient, into, begins=False)
 
     def _accumulate(

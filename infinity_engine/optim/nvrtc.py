@@ -1,7 +1,7 @@
-"""Compiles the GPU's update kernels from the text that the native module was compiled from.
+"""Compiles the GPU's update kernels from the source text that the native module was compiled from.
 
-Knows the flags that exactness needs and refuses what was not compiled by them. Launches nothing;
-works without a GPU.
+Knows the flags that exactness needs and refuses code compiled without them. Launches nothing; works
+without a GPU.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def compile_kernels(nvrtc: Nvrtc, architecture: str) -> Compiled:
     """Compile for an `architecture` such as "sm_90".
 
     Raises:
-        RuntimeError: NVRTC refuses the text, or makes of it what could give other bits than the
-            CPU.
+        RuntimeError: NVRTC refuses the source, or compiles it to code that could give other bits
+            than the CPU.
     """
     sources = _native.sources()
     kernels = sources.pop("kernels.cu")
@@ -70,9 +70,8 @@ def compile_kernels(nvrtc: Nvrtc, architecture: str) -> Compiled:
         inexact = sorted(set(_INEXACT.findall(text)))
         if inexact:
             raise RuntimeError(
-                f"the update kernels compiled for {architecture} hold {', '.join(inexact)}, which "
-                "rounds otherwise "
-                f"than the CPU; compile with {' '.join(FLAGS)}"
+                f"the update kernels compiled for {architecture} contain {', '.join(inexact)}, "
+                f"which rounds otherwise than the CPU; compile with {' '.join(FLAGS)}"
             )
         return Compiled(text, nvrtc.getCUBIN(program))
     finally:

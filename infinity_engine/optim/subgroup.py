@@ -2,8 +2,8 @@
 parameters.
 
 Cutting is pure; a SubgroupState names the memory that a subgroup's states are in and counts each
-segment's steps. `update_records` turns both, with gradients and rules, into what the kernels of any
-home read. Moves no bytes itself.
+segment's steps. `update_records` turns both, with gradients and rules, into records that the
+kernels on CPU and GPU read. Moves no bytes itself.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Segment:
     """The piece of one parameter that one subgroup holds."""
 
     parameter: int
-    """Which one, in the order of trained parameters."""
+    """Its number among the trained parameters."""
     first_element: int
     """Where the piece begins in the parameter."""
     numel: int
@@ -105,12 +105,13 @@ def cut_into_subgroups(
 
 @dataclass(kw_only=True, slots=True)
 class SubgroupState:
-    """Where a subgroup's states are, and how many steps each of its segments has made."""
+    """The memory of a subgroup's states, and how many steps each of its segments has made."""
 
     subgroup: Subgroup
     master: Values | tuple[Values, ...]
-    """The fp32 masters, or the 16-bit remainders of split ones. One for each segment where they lie
-    apart: a parameter in fp32 can be its own master."""
+    """The fp32 masters, or the 16-bit remainders of split ones. One for each segment where they are
+    apart, as fp32 parameters can be their own masters.
+    """
     states: tuple[Values, ...]
     """In the rule's order; as many as the rule of the subgroup's segments that needs most."""
     steps: list[int] = field(default_factory=list)
@@ -155,8 +156,8 @@ class SubgroupState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """What one step does to one subgroup: records for the kernels, and the step counts when it is
-    done.
+    """The update of one subgroup in one step: records for the kernels, and the step counts after
+    it.
     """
 
     records: npt.NDArray[Any]
@@ -173,8 +174,8 @@ def update_records(
     parameters: Sequence[Values | None],
     gradient_factor: float = 1.0,
 ) -> Update:
-    """Say what the kernels shall do to a subgroup in this step; `state.steps` is set to `steps`
-    when they have.
+    """Return the records that tell the kernels how to update a subgroup; then `state.steps` is set
+    to `steps`.
 
     `rules`, `gradients` and `parameters` have one entry for each segment: the rule of its parameter
     group, its piece of the gradient or None (the segment is skipped, its step count stays), its
@@ -216,8 +217,8 @@ def update_records(
 def _with_constants(
     rules: Sequence[Rule], steps: Sequence[int], gradient_factor: float
 ) -> npt.NDArray[Any]:
-    """Return a record for each segment with what its rule needs in its step; most segments have the
-    same.
+    """Return a record for each segment with the constants of its rule and step; most segments share
+    them.
     """
     shared: dict[tuple[int, int], int] = {}
     rows = [shared.setdefault(key, len(shared)) for key in zip(map(id, rules), steps, strict=True)]

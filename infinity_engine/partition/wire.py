@@ -17,14 +17,12 @@ from infinity_engine.units import align_up
 __all__ = ["WIRE_ALIGNMENT", "Piece", "Window", "WireLayout"]
 
 WIRE_ALIGNMENT = 64
-"""Every piece begins at a multiple of so many bytes of its segment, and every window does: no
-element is cut.
-"""
+"""Pieces and windows begin at multiples of this in their segment: no element is cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements of one parameter that lie one behind another in a segment, or in a window of it."""
+    """Consecutive elements of one parameter in a segment, or in a window of it."""
 
     member: int
     """The parameter's place among those of the layout."""
@@ -64,7 +62,9 @@ class WireLayout:
 
     @property
     def is_one_run(self) -> bool:
-        """Whether the segments, one behind another, are the only parameter as it lies in memory."""
+        """Whether the segments, one behind another, are the single parameter as it lies in
+        memory.
+        """
         if any(len(segment) != 1 for segment in self.segments):
             return False
         pieces = [segment[0] for segment in self.segments]
@@ -87,7 +87,9 @@ class WireLayout:
         return max(min(window.end, self.nbytes[rank]) - window.start, 0)
 
     def pieces_in(self, window: Window, rank: int) -> Iterator[Piece]:
-        """Yield what of a rank's pieces lies in a window, with offsets from the window's start."""
+        """Yield the pieces of a rank's segment, or their parts, in a window, with offsets from the
+        window's start.
+        """
         for piece in self.segments[rank]:
             size = self._itemsizes[piece.member]
             start = max(piece.offset, window.start)

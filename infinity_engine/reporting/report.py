@@ -1,6 +1,6 @@
-"""`StepReport`: what a step did, in figures, and as a small table for people.
+"""`StepReport`: one step in figures, and as a small table for people.
 
-Read out of what telemetry recorded of the step; measures nothing itself.
+Reads the step that telemetry recorded; measures nothing itself.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ _UPDATES: tuple[type[UpdateOp], ...] = (UpdateOnHost, UpdateOnDevice)
 
 
 class Over(Enum):
-    """Which time a link's rate is counted over."""
+    """The time that a link's rate is counted over."""
 
-    BUSY = "while busy"  # In which it carried something, as the device knows.
-    STEP = "over the step"  # All of the step: the device does not know.
+    BUSY = "while busy"  # the time in which it carried bytes, where the device knows that
+    STEP = "over the step"  # the whole step, where the device does not know
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkUse:
-    """What went over one link, and how fast; the rate is None where no bytes did, or in no time."""
+    """The bytes over one link, and their rate; the rate is None where there were no bytes, or no
+    time.
+    """
 
     nbytes: Mapping[Cargo, int]
     bytes_per_s: float | None
@@ -59,8 +61,8 @@ class LinkUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateUse:
-    """How many parameters the subgroups have that were updated in one place, and the seconds that
-    their updates took.
+    """The parameters of the subgroups that were updated in one place, and the seconds that their
+    updates took.
 
     Seconds are None where the device does not know.
     """
@@ -71,11 +73,11 @@ class UpdateUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdatePhase:
-    """An update, from its first op until its last one has ended, and the part of that in which
-    lanes were at its ops.
+    """An update, from the start of its first op to the end of its last, and the part of it in which
+    each lane was busy.
 
-    A lane of which nobody knows when it was busy is not there; a drive's part is what its bytes
-    take at its calibrated rates, where there are any.
+    A lane with unknown busy times is left out. A drive's part is the time of its bytes at its
+    calibrated rates, where there are any.
     """
 
     seconds: float
@@ -84,8 +86,8 @@ class UpdatePhase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hits:
-    """Of the bytes that were needed and could rest on drives, those in memory already, and those
-    read from drives.
+    """The bytes that were needed and could be on drives: those found in memory, and those read from
+    drives.
     """
 
     found: int
@@ -94,7 +96,7 @@ class Hits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The most that a tier, or a directory of NVMe, ever held until the step's end, against its
+    """The most that a tier, or a directory of NVMe, held up to the step's end, against its
     budget.
     """
 
@@ -105,15 +107,13 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """One step in figures; as text, a table.
+    """One step in figures; as text, a table. `device` says how to read the times: an emulated
+    device has its own.
 
-    `device` says what the times are worth: an emulated device has its own.
-
-    `waits` are the seconds in which the host waited, and are within the phases' own. `links` has
-    those that carried something. `update` is the one that has ended in this step: with overlap,
-    that of the step before. Of the fetched parameters, those in time were there or under way when
-    they were asked for. `hits` are of what could rest on drives, where something does; `drives` is
-    by directory.
+    `waits` are the seconds in which the host waited; the phases contain them. `links` has the links
+    that carried bytes. `update` is the one that has ended in this step: with overlap, that of the
+    step before. Parameters in time were on the device, or on their way, when a module needed them.
+    `hits` count what could be on drives, where anything is; `drives` is by directory.
     """
 
     index: int
@@ -137,7 +137,7 @@ class StepReport:
     peaks: tuple[Peak, ...]
 
     def __str__(self) -> str:
-        """Return a table of two columns: what, and how much."""
+        """Return a table of two columns: names and figures."""
         rows = [
             (
                 f"step {self.index}",
@@ -206,8 +206,8 @@ def report_of(
     drives: Mapping[str, DriveUse] = MappingProxyType({}),
     drive_rates: Mapping[Lane, float] = MappingProxyType({}),
 ) -> StepReport:
-    """Return the figures of a step that has ended; `usage` has the budgets, `drives` what each
-    directory did in it.
+    """Return the figures of a step that has ended; `usage` has the budgets, `drives` the use of
+    each directory.
 
     `drive_rates` are the bytes per second of all drives together in an update, as far as they were
     calibrated.

@@ -87,7 +87,7 @@ def test_a_move_that_was_interrupted_is_told_as_given_up_afterwards() -> None:
     with pytest.raises(KeyboardInterrupt):
         transfer.poll()
 
-    assert (transfer.done(), transfer.untold) == (True, None)
+    assert (transfer.done(), transfer.unreported) == (True, None)
     with pytest.raises(TransferError) as told:
         transfer.result()
     assert told.value.errno == errno.ECANCELED

@@ -260,7 +260,7 @@ def test_a_closed_pool_is_forgotten_by_the_queues_that_it_served() -> None:
     memory = planned_pool(pages=2)
     queues = [RecordingQueue(), RecordingQueue()]
     for queue in queues:
-        memory.serve(cast("IOQueue", queue))
+        memory.register_with(cast("IOQueue", queue))
     served = [list(queue.has) for queue in queues]
     queues[1].closed = True  # has forgotten everything by itself
 
@@ -275,7 +275,7 @@ def test_a_closed_pool_serves_no_queue_and_is_not_pinned() -> None:
     memory.close()
 
     with pytest.raises(RuntimeError, match="the pool is closed"):
-        memory.serve(cast("IOQueue", RecordingQueue()))
+        memory.register_with(cast("IOQueue", RecordingQueue()))
     assert not memory.pinned
 
 
