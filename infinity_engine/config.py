@@ -113,7 +113,7 @@ class Checksum(Enum):
 class ShardingStage(Enum):
     """What is cut over the ranks; what is not, each rank has whole."""
 
-    ALONE = "alone"  # Nothing: each process trains a model of its own, whoever has started it.
+    ALONE = "alone"  # Nothing: each process trains a model of its own, also under torchrun.
     # Its states; each rank has whole parameters, and whole gradients until the step.
     OPTIMIZER = "optimizer"
     GRADIENTS = "gradients"  # Gradients as well, as soon as they are made.
@@ -519,7 +519,7 @@ class EngineConfig(_Settings):
     )
     accumulation_steps: int = field(
         default=1,
-        metadata=_about(_whole(1), "micro-batches whose gradients are added up for one update"),
+        metadata=_about(_whole(1), "micro-batches that are summed for one update"),
     )
     max_grad_norm: float | None = field(
         default=None,

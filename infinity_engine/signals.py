@@ -176,7 +176,7 @@ class HeldSignals:
 
 
 class HeldEnd:
-    """A context whose `stack` is closed at its end, with signals held back.
+    """A context that closes its `stack` at its end, with signals held back.
 
     Enter it twice: where a signal comes as the inner one begins to end, the outer one closes the
     stack.

@@ -203,8 +203,8 @@ class Telemetry:
     def timed(
         self, name: str, /, *, track: str | None = None, **fields: object
     ) -> AbstractContextManager[None]:
-        """Return a span whose nanoseconds also go to the counter `<name> ns`, which stays exact
-        where spans are dropped.
+        """Return a span that also adds its nanoseconds to the counter `<name> ns`, which stays
+        exact where spans are dropped.
 
         A span within another of the same name is counted twice.
         """
@@ -217,7 +217,7 @@ class Telemetry:
     def record(
         self, name: str, /, *, track: str, start_ns: int, end_ns: int, **fields: object
     ) -> None:
-        """Record a span whose times are known afterwards, such as those of an I/O thread or of
+        """Record a span with times that are known afterwards, such as those of an I/O thread or of
         events on a GPU.
 
         Its times are on the clock of now_ns; `track` is the line of the timeline that it is drawn

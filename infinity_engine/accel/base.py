@@ -253,7 +253,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int, *, idle_bytes: int = 0) -> Buffer:
-        """Return a buffer whose content is undefined, aligned to 64 bytes at least.
+        """Return a buffer with undefined content, aligned to 64 bytes at least.
 
         Beside it, at most `idle_bytes` of what was given back may be kept for later buffers.
 

@@ -107,7 +107,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         return self._streams[self._lane(stream).stream]
 
     def allocate(self, nbytes: int, *, idle_bytes: int = 0) -> Buffer:
-        """Return a buffer whose content is undefined."""
+        """Return a buffer with undefined content."""
         if nbytes < 1:
             raise ValueError(f"expected a buffer of 1 B or more, got {nbytes} B")
         try:

@@ -80,7 +80,7 @@ class OperationRecord:
 
 
 class EmulatedMemory:
-    """The device's bytes, as blocks of host memory whose addresses are known."""
+    """The device's bytes, as blocks of host memory with known addresses."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes

@@ -61,8 +61,8 @@ _NEED_NO_VALUES = frozenset(
         torch._has_compatible_shallow_copy_type,
     }
 )  # fmt: skip
-# Calls that give an address away, which nobody sees the end of, and that the tensor itself keeps
-# alive.
+# Calls that return the memory's address. The engine cannot see how long the address is used, so
+# these parameters stay in memory for good.
 _GIVE_AN_ADDRESS = frozenset({_T.data_ptr, _T.numpy, _T.__array__, _T.__dlpack__})
 # Calls that run Python again, which is not seen: a checkpointed part of a forward.
 _CALL_BACK = frozenset({_T.backward, torch.autograd.backward, torch.autograd.grad})

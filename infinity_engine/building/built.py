@@ -1,5 +1,4 @@
-"""`BuiltModel`: a model whose parameters' values are on the drives, until an engine takes them
-over.
+"""`BuiltModel`: a model with its values on the drives, until an engine takes them over.
 
 `init_context` returns it. Its modules refuse to run; `built_model_of` finds it again by the hook
 that refuses. Reads values and changes none. With several ranks, each has its shards; calls that
@@ -29,8 +28,8 @@ class BuiltModel:
     """The parameters of one model and where their values are. `engine.initialize` takes the values
     over and closes it.
 
-    A parameter whose memory is visible through another tensor when the context ends stays in host
-    memory, as does one with a single element; then the values seen through that tensor count. The
+    A parameter stays in host memory where another tensor still shows its memory when the context
+    ends (then the values seen through that tensor count), or where it has a single element. The
     files are also removed when neither the model nor this object is referenced any more.
     """
 
@@ -87,7 +86,7 @@ class BuiltModel:
     def read_into(self, parameter: torch.Tensor, first_element: int, values: torch.Tensor) -> None:
         """Fill `values`, flat and of the parameter's dtype, as `piece` would return it.
 
-        With several ranks, this rank reads its own shard, whose first element is 0.
+        With several ranks, this rank reads its own shard; element 0 is the shard's first.
         """
         spec = self.spec_of(parameter)
         mine = (
@@ -253,8 +252,8 @@ class _Unready:
     def refuse(self) -> None:
         if self.built.closed:
             raise RuntimeError(
-                "This model has no values: it was built in an init_context whose body failed, or "
-                "that was closed before engine.initialize. Build the model again"
+                "This model has no values: the body of its init_context failed, or its "
+                "BuiltModel was closed before engine.initialize. Build the model again"
             )
         raise RuntimeError(
             "This model was built in an init_context, and its values are on the drives. Call "

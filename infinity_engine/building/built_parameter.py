@@ -4,7 +4,7 @@ drives, or in both.
 Takes values away from a parameter and gives them back; counts and decides nothing.
 `BuiltParameters` has them all.
 
-[Note: whose memory leaves] A parameter leaves host memory only where no other tensor can see that
+[Note: which memory leaves] A parameter leaves host memory only where no other tensor can see that
 memory. It is written to the drives and its data is replaced; if its storage is still alive after
 that, a view of it exists somewhere, and the parameter gets the storage back. So what is written
 through a view counts, whenever it is written.
@@ -159,7 +159,7 @@ class BuiltParameter:
 
     def evict(self, parameter: torch.Tensor) -> bool:
         """Replace the data of a parameter that was stored; tell whether its memory is free: [Note:
-        whose memory leaves].
+        which memory leaves].
         """
         storage = weakref.ref(parameter.untyped_storage())
         offset, self._stride = int(parameter.storage_offset()), parameter.stride()
@@ -233,7 +233,7 @@ def nbytes_of(parameter: torch.Tensor) -> int:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether it is a dense tensor in host memory whose bytes are its values."""
+    """Tell whether it is a dense tensor in host memory that stores its values as such."""
     return (
         not isinstance(tensor, UninitializedParameter | UninitializedBuffer)
         and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__

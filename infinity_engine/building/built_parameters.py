@@ -37,7 +37,7 @@ CACHE_PART = 4
 """Without a given size, the cache is this part of the free host budget: one in four."""
 _PAGE = 4096
 _STEP = 256 * MiB  # the least that the swap file grows by, where the budget has it
-# after so many freed bytes malloc is told to return its holes to the system
+# after so many freed bytes malloc returns its holes to the system
 _RETURNED = 16 * MiB
 _MANY = 64  # after so many new parameters, look for those that are not referenced any more
 _HOLDER = "parameters being built"
@@ -103,7 +103,7 @@ class BuiltParameters:
             self._note(parameter)
 
     def adopt_absent(self, parameter: torch.Tensor, name: str, place: Place) -> None:
-        """Take over a parameter whose values are in `place` alone, in the order of its
+        """Take over a parameter with its values in `place` alone, in the order of its
         dimensions.
         """
         self._add(parameter, BuiltParameter(parameter, name, place))
@@ -157,7 +157,7 @@ class BuiltParameters:
         """Have the values of these in host memory within the body, which may change them, their
         shape and dtype.
 
-        `replaced` is one of them whose data the body sets: its old values need not be there.
+        `replaced` is one of them. The body sets its data, so its old values need not be there.
 
         Raises:
             CapacityError: the host's budget has no room for all of them.
@@ -397,7 +397,7 @@ class BuiltParameters:
 
     @contextmanager
     def _copying(self, parameter: torch.Tensor) -> Iterator[None]:
-        """Count the copy that is made of a parameter whose elements are not contiguous."""
+        """Count the copy that is made of a parameter with elements that are not contiguous."""
         nbytes = 0 if parameter.is_contiguous() else nbytes_of(parameter)
         self._host.hold(nbytes)
         try:

@@ -152,7 +152,7 @@ class _Update:
     begin_ns: int
     end_ns: int
     busy_ns: Counter[Lane] = field(default_factory=Counter)
-    # of drives, whose busy times are unknown
+    # of drives, where busy times are unknown
     nbytes: Counter[Lane] = field(default_factory=Counter)
     unknown: Counter[Lane] = field(default_factory=Counter)
 
@@ -162,7 +162,7 @@ class _Update:
         self.end_ns = max(self.end_ns, end_ns)
 
     def know(self, lane: Lane, start_ns: int, end_ns: int) -> None:
-        """Note the times of an op whose times were unknown so far."""
+        """Note the times of an op that were unknown so far."""
         self.unknown[lane] -= 1
         self.works(lane, start_ns, end_ns)
 
@@ -227,7 +227,7 @@ class Meter:
         self._telemetry.counter(needed(cargo, FOUND if found else MISSING)).add(nbytes)
 
     def works(self, event: Event, *, name: str, **fields: object) -> None:
-        """Note work on the device, whose end is `event`."""
+        """Note work on the device; `event` is its end."""
         if self._on:
             update = None if self._accelerator.unified else self._update_of(name)
             if update is not None:

@@ -13,8 +13,8 @@ __all__ = ["cgroup_directories", "read_number"]
 
 
 def cgroup_directories(controller: str, roots: SystemRoots = HOST_ROOTS) -> tuple[Path, ...]:
-    """Return the directories whose limits hold for this process: its own groups and all above them,
-    up to the mounts.
+    """Return the directories with the limits on this process: its own groups and all above them, up
+    to the mounts.
 
     A container often knows its group's path and does not see the group: directories may be missing,
     and the mount itself, the last of each hierarchy, then is the container's group.

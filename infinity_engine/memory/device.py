@@ -157,7 +157,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes that views keep of leases that are closed and whose events have passed."""
+        """The bytes that views keep of closed leases, once all events have passed."""
         return sum(given.nbytes for given in self._views.copy()) if self._views else 0
 
     def _allocate(self, nbytes: int, views: Views) -> Backing | None:

@@ -304,7 +304,7 @@ class Lessor(ABC):
             self._end(*self._dropped.popleft())
 
     def _release_all_ended(self) -> bool:
-        """Give back every buffer whose events have passed; tell whether there was one."""
+        """Give back every buffer that waits for no event any more; tell whether there was one."""
         before = len(self._closing)
         for _ in range(before):
             if self._closing[0].passed():
@@ -332,7 +332,7 @@ class Lessor(ABC):
         self._uncount(given.nbytes)
 
     def release_ended(self) -> None:
-        """Give back the buffers of closed leases whose events have passed."""
+        """Give back the buffers of closed leases that wait for no event any more."""
         with self._lock:
             self._catch_up()
             self._release_all_ended()

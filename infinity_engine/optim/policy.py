@@ -261,7 +261,7 @@ class PlanDraft:
         self._subgroups = tuple(subgroups)
         self._limits = limits
         self._ops: list[Op] = []
-        # The subgroups updated on the host whose parameters are up.
+        # The subgroups updated on the host and uploaded since.
         self._uploaded: set[int] = set()
         # For each subgroup updated on the host, the number of that op.
         self._updated: dict[int, int] = {}
@@ -356,7 +356,7 @@ class PlanDraft:
         return *loaded, uploaded, *updates, left, *self._store(subgroup)
 
     def resident(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
-        """Update a subgroup whose states stay on the device."""
+        """Update a resident subgroup: its states stay on the device."""
         return (
             *self._load(subgroup),
             *self._update_on_device(subgroup, None),

@@ -11,10 +11,10 @@ rank polls or waits and sees the headers. So a rank must not block in other comm
 user's own, while another rank waits for the engine's: ranks that run one program do both in one
 order, and never get there.
 
-[Note: why headers] A collective whose ranks disagree hangs, ends the process or mixes up bytes,
-depending on backend and sizes. A header of 256 bytes over Gloo costs one exchange on the host
-beside the data, which several collectives overlap (figures: docs/decisions/0014-many-ranks.md). It
-waits for the ranks' programs, never for a device.
+[Note: why headers] If the ranks of a collective disagree, it hangs, ends the process or mixes up
+bytes, depending on backend and sizes. A header of 256 bytes over Gloo costs one exchange on the
+host beside the data, which several collectives overlap (figures:
+docs/decisions/0014-many-ranks.md). It waits for the ranks' programs, never for a device.
 """
 
 from __future__ import annotations
@@ -233,9 +233,9 @@ class _Groups:
 
     def close(self) -> None:
         while self._groups:
-            # Gone at once, on all ranks: one whose end waited for the garbage collector would keep
-            # others from theirs, as Gloo ends a group when what is under way in it has ended or its
-            # peers have gone.
+            # Destroyed at once, on all ranks: Gloo ends a group when its work has ended or its
+            # peers are gone, so a group that waited for the garbage collector would block the other
+            # ranks in theirs.
             group = self._groups.pop()
             with suppress(Exception):  # after a failure the group may be broken
                 dist.destroy_process_group(group)
@@ -510,7 +510,7 @@ class Collectives:
         """Return a mesh: the ranks among which parameters are cut, and the ranks that own the same
         shards.
 
-        Every `shard_ranks` neighbours make a group of the first kind, whose order is that of all
+        Every `shard_ranks` neighbours make a group of the first kind, which keeps the order of all
         ranks. Groups of the second kind have an order of their own, as those of `beside`. A failure
         of one fails the whole family. All ranks call it on a group that `join` returned, and close
         the groups that they got from it first.
@@ -704,7 +704,7 @@ class Collectives:
 
     @property
     def _position(self) -> int:
-        """How many collectives this rank has started in the sequences whose order is that of all
+        """How many collectives this rank has started in the sequences that keep the order of all
         ranks.
         """
         return sum(each._started for each in self._sequences if not each._related.own_order)

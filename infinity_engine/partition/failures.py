@@ -150,7 +150,7 @@ class Failures:
         return _in_words(ended, missing, reports, self._patience_s)
 
     def _ended(self, rank: int) -> int | None:
-        """Return the process number of a rank whose process has ended; None where it has not."""
+        """Return the process number of a rank if that process has ended; None where it has not."""
         text = self._get(f"process/{rank}")
         if text is None:
             return None

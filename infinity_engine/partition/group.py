@@ -1,5 +1,4 @@
-"""`ShardGroup`: parameters whose shards one collective gathers, and whose gradients one collective
-reduces.
+"""`ShardGroup`: parameters that one collective gathers, and their gradients, which one reduces.
 
 Lays out what goes over the wire; `Collectives` carries it. Owns no memory: the caller passes the
 buffers, and what does not fit into them goes in several rounds. Called by the engine, which gathers
@@ -65,8 +64,8 @@ class Adder(Protocol):
 
 
 class TorchAdder:
-    """torch's own additions. The engine passes kernels instead, whose bits no setting of torch
-    changes.
+    """torch's own additions. The engine passes its kernels instead: no setting of torch changes
+    their bits.
     """
 
     def begin(self, values: torch.Tensor, into: torch.Tensor) -> None:
@@ -234,9 +233,9 @@ class ShardGroup:
         """Begin to add up all ranks' gradients of this rank's shards, in fp32 and in the ranks'
         order, into `into`.
 
-        `gradients` are of the whole parameters, None where this rank has none; flat, as `wire` is,
-        whose bytes are used until the end: the more of them, up to `reduce_bytes`, the fewer
-        rounds. Returns at once. [Note: the order of sums]
+        `gradients` are of the whole parameters, None where this rank has none; flat, as `wire` is.
+        The bytes of `wire` are used until the end: the more of them, up to `reduce_bytes`, the
+        fewer rounds. Returns at once. [Note: the order of sums]
 
         Each rank announces bits, one for each of the first MOST_ANNOUNCED members: whether it has a
         gradient of that. Where no rank has any, `into` stays as it is. `ended` is called at the

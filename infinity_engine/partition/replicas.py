@@ -120,7 +120,7 @@ class HybridReduce:
 
     `reduce` begins the first and gets the function to call at its end. `sum_up` begins the second,
     and gets as bits which members any of the neighbours had a gradient of. Reduces may end in any
-    order: `queue` has those whose second part has not begun, in the order in which they were
+    order: `queue` has those that have not begun their second part, in the order in which they were
     started, which is that of all replicas.
     """
 

@@ -122,7 +122,7 @@ class Pending:
     ) -> None:
         self.op = header.op
         self.number = header.number
-        self.position = position  # among those of all sequences whose order is that of all ranks
+        self.position = position  # among those of all sequences that keep the order of all ranks
         self.ended = False
         self.error: CollectiveError | None = None
         self.since = time.monotonic()

@@ -35,7 +35,7 @@ class DriveUse:
 
 
 class DriveMeter:
-    """Counts for one engine, whose `swap` is None where nothing is offloaded to drives.
+    """Counts for one engine; its `swap` is None where nothing is offloaded to drives.
 
     `rates` are the calibrated rates of directories, and `rated` the bytes that may be written to
     them: of some, or none.

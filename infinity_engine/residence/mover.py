@@ -185,8 +185,8 @@ class Mover:
         return transfer
 
     def _drop_ended(self) -> None:
-        """Forget the moves that have ended, except those whose error no call has raised or returned
-        yet.
+        """Forget the moves that have ended, except those with an error that no call has raised or
+        returned yet.
         """
         self._transfers = [
             transfer

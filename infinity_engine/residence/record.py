@@ -25,7 +25,7 @@ class _Copy:
 
 
 class ShardRecord:
-    """One shard of `nbytes`, whose only copy lies in `where` when the record is made."""
+    """One shard of `nbytes`; its only copy lies in `where` when the record is made."""
 
     __slots__ = ("_arriving", "_copies", "_residency", "_version", "name", "nbytes")
 

@@ -15,7 +15,7 @@ __all__ = ["HOME_OF", "MOVES", "TIER_OF", "TRANSITIONS", "Residency"]
 
 
 class Residency(Enum):
-    """The tier that has the current version; or the move towards a tier, whose bytes there are
+    """The tier that has the current version; or the move towards a tier, where the bytes are
     undefined so far.
 
     Other tiers may have copies of the same version: a shard that is NVME with a copy in HOST is a

@@ -682,7 +682,9 @@ def test_what_was_built_before_an_error_does_not_run_with_values_that_are_gone(d
     with pytest.raises(KeyError), init_context(budget=budget(drive), cache=0):
         fails()
 
-    with pytest.raises(RuntimeError, match="This model has no values: it was built in an init_context whose body failed"):
+    with pytest.raises(
+        RuntimeError, match="This model has no values: the body of its init_context failed"
+    ):
         built[0](torch.ones(60))
 
 
