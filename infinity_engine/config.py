@@ -228,7 +228,7 @@ def _bytes_of_drives() -> _Kind:
     def read(place: str, given: object) -> int | Directories[int]:
         if isinstance(given, Mapping):
             return Directories(
-                {name: size(f"{place}[{name!r}]", each) for name, each in given.items()},
+                {name: size(f"{place}[{name!r}]", nbytes) for name, nbytes in given.items()},
                 field=place,
             )
         return size(place, given)
@@ -262,7 +262,7 @@ def _names() -> _Kind:
         if (
             isinstance(given, str)
             or not isinstance(given, Sequence)
-            or not all(isinstance(each, str) for each in given)
+            or not all(isinstance(name, str) for name in given)
         ):
             raise ConfigError(field=place, value=given, expected=words)
         return tuple(given)

@@ -160,18 +160,17 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
 
     def _learn(self, ended: list[VirtualOperation]) -> None:
         """Note that the host knows that these have ended: carry out what they need."""
-        self._carry_out_all(ended)
+        for operation in self._in_some_order(_closure(ended)):
+            self._carry_out(operation)
         self._host_knows = _newest([self._host_knows, *(operation.upto for operation in ended)])
         self._forget()
 
-    def _carry_out_all(self, ended: list[VirtualOperation]) -> None:
-        """Carry out these and what they wait for."""
-        for operation in self._in_some_order(_closure(ended)):
-            self._carry_out(operation)
-
     def _in_some_order(self, needed: dict[int, VirtualOperation]) -> Iterator[VirtualOperation]:
         """Yield the operations in one of the orders that what they wait for allows."""
-        missing = {number: _pending_of(operation) for number, operation in needed.items()}
+        missing = {
+            number: {other.number for other in operation.behind if other.carried_at is None}
+            for number, operation in needed.items()
+        }
         ready = sorted(number for number, others in missing.items() if not others)
         followers: dict[int, list[int]] = {}
         for number, others in missing.items():
@@ -229,14 +228,10 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
 def _newest(known: Iterable[dict[Stream, int]]) -> dict[Stream, int]:
     """Return the newest operation of each stream over all of `known`."""
     newest: dict[Stream, int] = {}
-    for each in known:
-        for stream, number in each.items():
+    for operations in known:
+        for stream, number in operations.items():
             newest[stream] = max(number, newest.get(stream, -1))
     return newest
-
-
-def _pending_of(operation: VirtualOperation) -> set[int]:
-    return {other.number for other in operation.behind if other.carried_at is None}
 
 
 def _closure(ended: list[VirtualOperation]) -> dict[int, VirtualOperation]:

@@ -68,17 +68,14 @@ class InitialValues:
             self._built.read_into(parameter.of_model, first_element, values)
         else:
             dtype = parameter.parameter.dtype
-            room = self._room_for(dtype)
+            if dtype not in self._converted:
+                self._converted[dtype] = torch.empty(_CONVERTED, dtype=dtype, device="cpu")
+            room = self._converted[dtype]
             for start in range(0, values.numel(), _CONVERTED):
                 piece = values[start : start + _CONVERTED]
                 read = room[: piece.numel()]
                 self._built.read_into(parameter.of_model, first_element + start, read)
                 piece.copy_(read)
-
-    def _room_for(self, dtype: torch.dtype) -> torch.Tensor:
-        if dtype not in self._converted:
-            self._converted[dtype] = torch.empty(_CONVERTED, dtype=dtype, device="cpu")
-        return self._converted[dtype]
 
 
 def release_initial_values(parameters: Iterable[ModelParameter], built: BuiltModel | None) -> None:

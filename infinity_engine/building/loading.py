@@ -186,7 +186,10 @@ def _targets(model: torch.nn.Module, found: Mapping[str, _Source], where: str) -
     if missing or unexpected:
         said = [
             f"{len(those)} {what}: {_listed(those)}"
-            for what, those in _kinds(missing, unexpected)
+            for what, those in (
+                ("missing", missing),
+                ("that the model does not have", unexpected),
+            )
             if those
         ]
         raise ConfigError(
@@ -215,10 +218,6 @@ def _targets(model: torch.nn.Module, found: Mapping[str, _Source], where: str) -
             )
         targets.append(target)
     return targets
-
-
-def _kinds(missing: list[str], unexpected: list[str]) -> Sequence[tuple[str, list[str]]]:
-    return ("missing", missing), ("that the model does not have", unexpected)
 
 
 def _listed(names: list[str]) -> str:

@@ -53,11 +53,11 @@ class Lanes:
         """
         stream = self.upload if lane is Lane.H2D else self.download
         assert stream is not None, "copies are between two memories"
-        bytes_of = [each.flat() if isinstance(each, Lease) else each for each in (target, source)]
+        bytes_of = [side.flat() if isinstance(side, Lease) else side for side in (target, source)]
         event = self.accelerator.copy(*bytes_of, stream=stream, after=after)
-        for each in (target, source):
-            if isinstance(each, Lease):
-                each.until(event)
+        for side in (target, source):
+            if isinstance(side, Lease):
+                side.until(event)
         self.meter.copies(lane, cargo, bytes_of[0].numel(), event, name=name, **fields)
         return event
 

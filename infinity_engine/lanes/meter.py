@@ -327,7 +327,9 @@ class Meter:
                 known.append((record, wanted.pop(record.name)))
         for record, submitted in reversed(known):
             self._record(submitted, record.start_ns, record.end_ns)
-        self._left = {name: each for name, each in wanted.items() if name in self._submitted}
+        self._left = {
+            name: submitted for name, submitted in wanted.items() if name in self._submitted
+        }
         self._submitted = {}
 
     def _record(self, submitted: _Submitted, start_ns: int, end_ns: int) -> None:

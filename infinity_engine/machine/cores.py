@@ -63,13 +63,13 @@ def read_nodes(roots: SystemRoots = HOST_ROOTS) -> tuple[tuple[int, ...], ...]:
     """
     found = (roots.sys / "devices/system/node").glob("node[0-9]*")
     nodes = [
-        _numbers(read_kernel_file(each / "cpulist"))
-        for each in sorted(found, key=lambda each: int(each.name[4:]))
+        _numbers(read_kernel_file(directory / "cpulist"))
+        for directory in sorted(found, key=lambda directory: int(directory.name[4:]))
     ]
     return tuple(
-        tuple(sorted(each, key=lambda core: (_first_sibling(core, roots), core)))
-        for each in nodes
-        if each
+        tuple(sorted(node, key=lambda core: (_first_sibling(core, roots), core)))
+        for node in nodes
+        if node
     )
 
 

@@ -88,36 +88,37 @@ def layout(requests: Iterable[Request], *, alignment: int = PAGE) -> Layout:
         raise ConfigError(
             field="layout alignment", value=alignment, expected="a positive number of bytes"
         )
-    ordered = sorted(requests, key=lambda each: (each.first, each.last, each.nbytes, each.name))
-    _check_names(ordered)
-    places = {each.name: Extent(0, 0) for each in ordered if not each.nbytes}
-    filled = [each for each in ordered if each.nbytes]
+    ordered = sorted(
+        requests, key=lambda request: (request.first, request.last, request.nbytes, request.name)
+    )
+    for name, following in pairwise(sorted(request.name for request in ordered)):
+        if name == following:
+            raise ConfigError(field="layout requests", value=name, expected="each name once")
+    places = {request.name: Extent(0, 0) for request in ordered if not request.nbytes}
+    filled = [request for request in ordered if request.nbytes]
     # What lives in all steps stands at the bottom, out of the way; the search is for the others.
-    end = max((each.last for each in filled), default=0)
-    always = [each for each in filled if (each.first, each.last) == (filled[0].first, end)]
+    end = max((request.last for request in filled), default=0)
+    always = [
+        request for request in filled if (request.first, request.last) == (filled[0].first, end)
+    ]
     bottom = 0
-    for each in always:
-        places[each.name] = Extent(bottom, each.nbytes)
-        bottom += align_up(each.nbytes, alignment)
+    for request in always:
+        places[request.name] = Extent(bottom, request.nbytes)
+        bottom += align_up(request.nbytes, alignment)
     others = _Buffers(
-        [each for each in filled if (each.first, each.last) != (filled[0].first, end)], alignment
+        [request for request in filled if (request.first, request.last) != (filled[0].first, end)],
+        alignment,
     )
     tops = [bottom]
-    for each, offset in zip(others.requests, _search(others).tolist(), strict=True):
-        places[each.name] = Extent(bottom + offset * alignment, each.nbytes)
-        tops.append(align_up(places[each.name].end, alignment))
+    for request, offset in zip(others.requests, _search(others).tolist(), strict=True):
+        places[request.name] = Extent(bottom + offset * alignment, request.nbytes)
+        tops.append(align_up(places[request.name].end, alignment))
     return Layout(
         places=places,
         nbytes=max(tops),
-        peak_bytes=sum(each.nbytes for each in always)
-        + others.peak([each.nbytes for each in others.requests]),
+        peak_bytes=sum(request.nbytes for request in always)
+        + others.peak([request.nbytes for request in others.requests]),
     )
-
-
-def _check_names(ordered: Sequence[Request]) -> None:
-    for name, following in pairwise(sorted(each.name for each in ordered)):
-        if name == following:
-            raise ConfigError(field="layout requests", value=name, expected="each name once")
 
 
 class _Fit(Enum):
@@ -136,13 +137,15 @@ class _Buffers:
     """
 
     def __init__(self, requests: Sequence[Request], alignment: int) -> None:
-        edges = [each.first for each in requests] + [each.last + 1 for each in requests]
+        edges = [request.first for request in requests] + [request.last + 1 for request in requests]
         steps, times = np.unique(np.array(edges, np.int64), return_inverse=True)
         lives = times[len(requests) :] - times[: len(requests)]
         is_short = lives <= len(steps) // _SHORT
         order = np.argsort(is_short, kind="stable")
         self.requests = [requests[index] for index in order.tolist()]
-        self.sizes = np.array([-(-each.nbytes // alignment) for each in self.requests], np.int64)
+        self.sizes = np.array(
+            [-(-request.nbytes // alignment) for request in self.requests], np.int64
+        )
         self.begins = times[: len(requests)][order]
         self.ends = self.begins + lives[order]
         # Who overlaps one in time is among the long ones before `long_end` or the short in

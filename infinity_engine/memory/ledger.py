@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from infinity_engine.errors import CapacityError, ConfigError
@@ -328,12 +327,8 @@ class Ledger:
                     peak_held=account.peak_held,
                     holders=account.holders(),
                 )
-                for account in self._accounts()
+                for account in (*dict.fromkeys(self._memory.values()), *self._drives.values())
             )
-
-    def _accounts(self) -> Iterator[_Account]:
-        yield from dict.fromkeys(self._memory.values())
-        yield from self._drives.values()
 
     def _account(self, tier: Tier, directory: str | None) -> _Account:
         if tier is not Tier.NVME:

@@ -90,7 +90,10 @@ class CudaKernels:
         sums = self._cupy.empty(-(-gradient.numel // NORM_BLOCK), np.float64)
         if gradient.numel > 0:
             grid = (self._grid(len(sums) * _WARP),)
-            wide = tuple(np.uint64(each) if isinstance(each, int) else each for each in arguments)
+            wide = tuple(
+                np.uint64(argument) if isinstance(argument, int) else argument
+                for argument in arguments
+            )
             self._functions[kernel](grid, (_THREADS,), (*wide, sums))
         return sums
 

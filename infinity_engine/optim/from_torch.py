@@ -57,5 +57,5 @@ def _rule(rule: type[Rule], options: tuple[str, ...], group: Mapping[str, Any]) 
 def _plain(value: Any) -> Any:
     """Turn tensors into the numbers they hold."""
     if isinstance(value, (tuple, list)):
-        return tuple(_plain(each) for each in value)
+        return tuple(_plain(item) for item in value)
     return value if isinstance(value, bool) else float(value)

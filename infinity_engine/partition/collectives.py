@@ -214,7 +214,7 @@ class _Groups:
         if len(parts[0]) == 1:
             return _Alone()
         return _Groups(
-            [list(each) for each in parts], mine, timeout_s, own_world=False, backend=self._backend
+            [list(part) for part in parts], mine, timeout_s, own_world=False, backend=self._backend
         )
 
     def start(self, wire: Wire, *, on_host: bool) -> HostWork:
@@ -666,8 +666,8 @@ class Collectives:
     def _wait_until(self, reached: Callable[[], bool], pending: Pending) -> None:
         since = time.monotonic()
         while True:
-            for each in self._sequences:
-                each.poll()
+            for sequence in self._sequences:
+                sequence.poll()
             if reached():
                 return
             self._look()
@@ -707,19 +707,21 @@ class Collectives:
         """How many collectives this rank has started in the sequences that keep the order of all
         ranks.
         """
-        return sum(each._started for each in self._sequences if not each._related.own_order)
+        return sum(
+            sequence._started for sequence in self._sequences if not sequence._related.own_order
+        )
 
     def _block(self) -> None:
         """Give the processor away until the oldest collective can go on, or for a short time."""
-        oldest = next(each for each in self._under_way if not each.ended)
+        oldest = next(pending for pending in self._under_way if not pending.ended)
         work = self._headers[0][1] if oldest.waits_for_headers else oldest.work
         if work is None or isinstance(work, Event):
             time.sleep(_PAUSE_S)
         else:
-            others = [each for each in self._sequences if each is not self]
+            others = [sequence for sequence in self._sequences if sequence is not self]
             work.block(
                 _TURN_S
-                if any(each._under_way for each in others)
+                if any(other._under_way for other in others)
                 else _STALL_S
                 if others
                 else _LOOK_S
@@ -781,7 +783,7 @@ class Collectives:
             except Exception as error:
                 self._fail(pending, error)
             may_issue = may_issue and pending.issued
-        self._under_way = deque(each for each in self._under_way if not each.ended)
+        self._under_way = deque(pending for pending in self._under_way if not pending.ended)
 
     def _read_headers(self) -> None:
         while self._headers and self._headers[0][1].done():
@@ -827,7 +829,7 @@ class Collectives:
     def _look(self) -> None:
         """Check now and then whether another rank has failed, or has not come for too long."""
         now = time.monotonic()
-        oldest = next(each for each in self._under_way if not each.ended)
+        oldest = next(pending for pending in self._under_way if not pending.ended)
         if now - oldest.since > self.timeout_s:
             self._fail(oldest, TimeoutError(f"not all ranks came within {self.timeout_s:g} s"))
         elif now - self._looked > _LOOK_S:

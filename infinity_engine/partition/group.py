@@ -24,7 +24,7 @@ from infinity_engine.accel import Event
 from infinity_engine.errors import ConfigError
 from infinity_engine.partition.collectives import CollectiveEvent, Collectives
 from infinity_engine.partition.header import digest
-from infinity_engine.partition.rounds import AllGather, Broadcast, Exchange, Round, ignore
+from infinity_engine.partition.rounds import AllGather, Broadcast, Exchange, Round, ignore, nothing
 from infinity_engine.partition.shard import Shard, ShardSpec
 from infinity_engine.partition.wire import WIRE_ALIGNMENT, Piece, Window, WireLayout
 from infinity_engine.plan import Partitioning
@@ -112,9 +112,9 @@ class ShardGroup:
         self._collectives = collectives
         self._partitioning = partitioning
         self._layout = WireLayout(
-            [each.spec for each in members], [each.dtype.itemsize for each in members]
+            [member.spec for member in members], [member.dtype.itemsize for member in members]
         )
-        self._key = digest(partitioning.name, *((each.spec, each.dtype) for each in members))
+        self._key = digest(partitioning.name, *((member.spec, member.dtype) for member in members))
 
     def shard(self, member: int) -> Shard:
         """Return this rank's shard of a member."""
@@ -251,9 +251,11 @@ class ShardGroup:
         most = self._room(wire, self.reduce_bytes(), 2 * self._layout.ranks)
         rounds = self._reducing(gradients, into, adder, _no_bytes() if wire is None else wire, most)
         announces = sum(
-            1 << place for place, each in enumerate(gradients[:MOST_ANNOUNCED]) if each is not None
+            1 << place
+            for place, gradient in enumerate(gradients[:MOST_ANNOUNCED])
+            if gradient is not None
         )
-        if any(each is not None for each in gradients[MOST_ANNOUNCED:]):
+        if any(gradient is not None for gradient in gradients[MOST_ANNOUNCED:]):
             announces |= 1 << MOST_ANNOUNCED
         key = digest(self._key, most)
         return self._collectives.start(
@@ -287,7 +289,7 @@ class ShardGroup:
                 self._pack_gradients, window, sent, gradients, mine
             )
             if self._layout.is_one_run and width == layout.width and gradients[0] is not None:
-                mine, pack = _bytes(gradients[0]), _nothing
+                mine, pack = _bytes(gradients[0]), nothing  # sent from where it lies
             unpack = partial(self._add_up, window, got, width, into, adder)
             rounds.append(Round(Exchange(mine, got, sent, [width] * layout.ranks), pack, unpack))
         return rounds
@@ -381,10 +383,6 @@ class ShardGroup:
                 value=f"{tensor.dtype}, shape {tuple(tensor.shape)}",
                 expected=f"{wanted}, contiguous and flat, of {numel} elements",
             )
-
-
-def _nothing() -> None:
-    pass
 
 
 def _no_bytes() -> torch.Tensor:

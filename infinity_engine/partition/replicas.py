@@ -62,7 +62,7 @@ class ReplicaSums:
             CollectiveError: an earlier collective has failed.
             ConfigError: the wire has no room for anything.
         """
-        ranks, numels = self._collectives.size, [each.numel() for each in sums]
+        ranks, numels = self._collectives.size, [tensor.numel() for tensor in sums]
         part = align_down(wire.numel() // (2 * ranks), WIRE_ALIGNMENT) // _SIZE
         if not part and any(numels):
             expected = f"{2 * ranks * WIRE_ALIGNMENT} B or more"
@@ -94,7 +94,7 @@ class ReplicaSums:
         left.
         """
         ranks, rank = self._collectives.size, self._collectives.rank
-        counts = [min(max(numel - each * part, 0), part) for each in range(ranks)]
+        counts = [min(max(numel - owner * part, 0), part) for owner in range(ranks)]
         mine, got = values[: ranks * part], values[ranks * part :]
         own = counts[rank]
         sent = [count * _SIZE for count in counts]
@@ -185,11 +185,11 @@ class HybridReduce:
 def _pieces(sums: Sequence[torch.Tensor], first: int, numel: int) -> list[torch.Tensor]:
     """Return the parts of consecutive tensors that lie between two elements."""
     found, at = [], 0
-    for each in sums:
-        start, end = max(first - at, 0), min(first + numel - at, each.numel())
+    for tensor in sums:
+        start, end = max(first - at, 0), min(first + numel - at, tensor.numel())
         if start < end:
-            found.append(each[start:end])
-        at += each.numel()
+            found.append(tensor[start:end])
+        at += tensor.numel()
     return found
 
 

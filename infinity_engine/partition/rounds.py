@@ -29,6 +29,7 @@ __all__ = [
     "Wire",
     "Work",
     "ignore",
+    "nothing",
 ]
 
 
@@ -63,8 +64,8 @@ class Broadcast:
 Wire = AllGather | Exchange | Broadcast
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Pack or unpack nothing."""
 
 
 def _no_rounds(_said: Sequence[int]) -> Sequence[Round]:
@@ -79,8 +80,8 @@ class Round:
     """
 
     wire: Wire
-    pack: Callable[[], object] = _nothing
-    unpack: Callable[[], object] = _nothing
+    pack: Callable[[], object] = nothing
+    unpack: Callable[[], object] = nothing
 
 
 Rounds = Callable[[Sequence[int]], Sequence[Round]]

@@ -41,8 +41,8 @@ def share_block_sums(
             )
     payload = np.concatenate([np.zeros(0), *mine]).tobytes()
     payloads = [
-        np.frombuffer(each)
-        for each in collectives.share("block sums of the gradient norm", payload)
+        np.frombuffer(of_rank)
+        for of_rank in collectives.share("block sums of the gradient norm", payload)
     ]
     whole = [np.zeros(-(-spec.numel // _native.NORM_BLOCK)) for spec in specs]
     for rank, sums in enumerate(payloads):

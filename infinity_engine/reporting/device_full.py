@@ -29,7 +29,7 @@ def no_room_for_modules(
     into.
     """
     taken = accelerator.taken_by_torch()
-    device = next((each for each in usage if each.tier is Tier.DEVICE), None)
+    device = next((tier_usage for tier_usage in usage if tier_usage.tier is Tier.DEVICE), None)
     if taken is None or device is None:
         return None
     ours = min(device.held, taken)

@@ -84,8 +84,8 @@ class DriveMeter:
         known = [drives[directory] for directory in self._counted if directory in drives]
         found = {}
         for lane, rates in (
-            (Lane.NVME_READ, [each.read_bytes_per_s for each in known]),
-            (Lane.NVME_WRITE, [each.write_bytes_per_s for each in known]),
+            (Lane.NVME_READ, [rates_of_drive.read_bytes_per_s for rates_of_drive in known]),
+            (Lane.NVME_WRITE, [rates_of_drive.write_bytes_per_s for rates_of_drive in known]),
         ):
             total = sum(rate for rate in rates if rate is not None)
             if rates and len(rates) == len(self._counted) and None not in rates:

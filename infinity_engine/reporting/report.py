@@ -235,7 +235,7 @@ def report_of(
         parameters_late=counted.get(LATE, 0),
         hits={cargo: hits for cargo in Cargo if (hits := _hits(cargo, counted)) is not None},
         drives=drives,
-        peaks=tuple(_peak(step, each) for each in usage),
+        peaks=tuple(_peak(step, tier_usage) for tier_usage in usage),
     )
 
 

@@ -198,7 +198,7 @@ class Walk:
         except _OpError as failed:
             kept(failed)  # it becomes the context of the error that is raised
             number, cause = min(
-                [(failed.number, failed.cause), *self._end()], key=lambda each: each[0]
+                [(failed.number, failed.cause), *self._end()], key=lambda failure: failure[0]
             )
         except BaseException:
             self._failure = (

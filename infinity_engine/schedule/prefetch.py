@@ -90,19 +90,13 @@ class _Room:
         leaving: list[int] = []
         free = self._free
         while free < nbytes:
-            number = self._farthest(position)
-            if number is None:
+            if self._left is None:  # sorted only now: mostly there is room without evicting
+                idle = (number for number in self._cached if number not in self._held)
+                self._left = farthest_first(idle, self._next_use)[::-1]
+            if not self._left or self._next_use(self._left[-1]) <= position:
                 return False
-            leaving.append(number)
-            free += self._nbytes[number]
+            leaving.append(self._left.pop())
+            free += self._nbytes[leaving[-1]]
         self.evicted.update(dict.fromkeys(leaving))
         self._free = free - nbytes
         return True
-
-    def _farthest(self, position: int) -> int | None:
-        if self._left is None:
-            idle = (number for number in self._cached if number not in self._held)
-            self._left = farthest_first(idle, self._next_use)[::-1]
-        if not self._left or self._next_use(self._left[-1]) <= position:
-            return None
-        return self._left.pop()

@@ -112,7 +112,10 @@ class SwapFile:
         self.queue = IOQueue() if queue is None else queue
         self._owns_queue = queue is None
         try:
-            self._reserve_host(sizes, ledger, holder)
+            # The queue seldom has to copy, but then it takes all of this for each drive.
+            nbytes = self.host_bytes(sizes, self.queue)
+            self._host = ledger.reserve(Tier.HOST, nbytes, holder=f"I/O of the {holder}")
+            self._host.hold(nbytes)
             for directory, nbytes in sizes.items():
                 self._drives[directory] = ledger.reserve(
                     Tier.NVME, nbytes, holder=holder, directory=directory
@@ -291,7 +294,7 @@ class SwapFile:
             return None
         lies = slices(place.extents, damage.start - place.start, damage.nbytes)
         (path, offset), *others = [
-            (str(self._volume.paths[each.member]), each.offset) for each in lies
+            (str(self._volume.paths[extent.member]), extent.offset) for extent in lies
         ]
         return DamageError(
             errno=errno.EBADMSG,
@@ -304,14 +307,6 @@ class SwapFile:
             found=damage.found,
             others=tuple(others),
         )
-
-    def _reserve_host(self, directories: Iterable[str], ledger: Ledger, holder: str) -> None:
-        """Count what the queue takes for each drive when something has to be copied: seldom, but
-        then all of it.
-        """
-        nbytes = self.host_bytes(directories, self.queue)
-        self._host = ledger.reserve(Tier.HOST, nbytes, holder=f"I/O of the {holder}")
-        self._host.hold(nbytes)
 
     def _drive_is_full(self, error: VolumeError, more: Mapping[str, int]) -> CapacityError:
         """Return the error for a drive that has less free than the budget says."""

@@ -69,16 +69,13 @@ class IOHop:
         if failed is not None:
             self._check = None  # it refers to the memory that was to be read into
             raise transfer_error(failed, self._what) from failed.with_traceback(None)
-        self._look()
+        # Checked once: after this wait the caller may change what was read.
+        if self._check is not None:
+            self._wrong = self._check()
+            self._check = None  # after the check: an interrupted one is repeated
         if self._wrong is not None:
             raise again(self._wrong)
         return moved
-
-    def _look(self) -> None:
-        """Check what was read, once: after that, the caller may change it."""
-        if self._check is not None:
-            self._wrong = self._check()
-            self._check = None  # after it: an interrupted one is done again
 
 
 class Hops:
@@ -256,8 +253,8 @@ class Transfer:
         failed = [stage, *reversed(self._stages)]
         self._stages.clear()
         self._error = kept(error)
-        for each in failed:
-            each.undo()
+        for undone in failed:
+            undone.undo()
 
 
 def transfer_error(error: NVMeError | CancelledError, what: str = "") -> TransferError:

@@ -38,14 +38,11 @@ def policy_for(strategy: Strategy) -> OffloadPolicy:
     if isinstance(strategy, StaticSplit):
         return static_split(strategy.ratio)
     if isinstance(strategy, Interleaved):
-        return interleaved(_share(strategy), resident=strategy.resident)
+        share = None if strategy.share is None else Fraction(strategy.share)
+        if strategy.stride is not None:
+            share = Fraction(1, strategy.stride)
+        return interleaved(share, resident=strategy.resident)
     if isinstance(strategy, NvmeStreamed):
         return policy_for(strategy.update)
     expected = "any other strategy: this one leaves to the planner where updates run"
     raise ConfigError(field="strategy", value=strategy.name, expected=expected)
-
-
-def _share(strategy: Interleaved) -> Fraction | None:
-    if strategy.stride is not None:
-        return Fraction(1, strategy.stride)
-    return None if strategy.share is None else Fraction(strategy.share)
