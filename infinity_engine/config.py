@@ -314,6 +314,7 @@ class _Settings:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = _kind(item).read(f"{type(self).__name__}.{item.name}", getattr(self, item.name))
+            # The class is frozen: this replaces what was given by what its kind has read.
             object.__setattr__(self, item.name, value)
 
     @classmethod

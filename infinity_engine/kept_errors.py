@@ -30,6 +30,7 @@ def kept(error: _Error) -> _Error:
     passed: BaseException | None = error
     while passed is not None:
         at = passed.__traceback__
+        # Drops the locals of frames that have returned; those still running keep theirs.
         traceback.clear_frames(at)
         passed.__traceback__ = (
             None if at is None or isinstance(passed, InfinityError) else at.tb_next
@@ -42,6 +43,7 @@ def kept(error: _Error) -> _Error:
 def again(error: _Error) -> _Error:
     """Return a copy of an error that is kept, to be raised: [Note: errors that are kept]."""
     try:
+        # A copy, as raising adds to the traceback: the kept error would grow with every raise.
         copied = copy.copy(error)
     except Exception:  # of a class that cannot be copied
         return error

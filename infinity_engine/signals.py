@@ -64,6 +64,7 @@ class HeldSignals:
             try:
                 if not self._users:
                     self._replace()
+            # A handler raised before all were replaced: the hold has not begun.
             except BaseException:
                 self._holds -= 1
                 raise
@@ -151,6 +152,7 @@ class HeldSignals:
                 if signal.getsignal(number) == self._note:  # else a newer one is installed
                     signal.signal(number, handler)
             finally:  # a handler may raise as soon as it is back
+                # Recursive, so that a handler that raises leaves none of the others replaced.
                 self._give_back(handlers[1:])
 
     def _act(self) -> None:
@@ -164,6 +166,7 @@ class HeldSignals:
                 ]  # only now: a signal that interrupts before this line must not lose the handler
                 handler(number, frame)
             finally:
+                # Recursive for the same reason: handlers behind one that raises run as well.
                 self._act()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

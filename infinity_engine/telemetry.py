@@ -249,6 +249,7 @@ class Telemetry:
 
     def counter(self, name: str) -> Counter:
         """Return the counter `name`, the same one at every call."""
+        # First without the lock: reading a dict is safe, and this is called for every copy.
         known = self._counters.get(name)
         if known is not None:
             return known
@@ -385,6 +386,7 @@ class _Span:
 
     def __enter__(self) -> None:
         step = self._telemetry._open
+        # Chosen at the start: a span belongs to the step in which it began.
         self._spans = self._telemetry._between_steps if step is None else step.spans
         self._start_ns = self._telemetry._clock_ns()
 

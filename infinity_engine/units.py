@@ -59,6 +59,7 @@ def parse_bytes(size: int | str, *, field: str = "size") -> int:
     if parts is None or parts["per"]:
         expected = "a whole number of bytes, 0 or more, or text such as '12 GiB' or '1.5 GB'"
         raise ConfigError(field=field, value=size, expected=expected)
+    # Fractions are exact: 0.1 GB is 100000000 B and not one byte less.
     nbytes = Fraction(parts["number"]) * _scale(
         parts["unit"], number=parts["number"], per="", field=field, given=size
     )

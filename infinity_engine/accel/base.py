@@ -125,8 +125,10 @@ class Buffer:
         """
         memory = self._held()
         if memory.device.type == "cpu":
+            # Through numpy the tensor gets a storage of its own, which ends with its last view.
             array = memory.numpy()
             return torch.from_numpy(array), array
+        # The same on a GPU: the importing tensor keeps the owner until its last view is gone.
         owner = _DeviceArray(memory)
         return torch.as_tensor(owner, device=memory.device), owner
 

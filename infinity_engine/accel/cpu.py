@@ -55,6 +55,7 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
         if nbytes < 1:
             raise ValueError(f"expected a buffer of 1 B or more, got {nbytes} B")
         try:
+            # Small buffers come from malloc: whole pages for each would waste most of their memory.
             if nbytes < _LARGE:
                 self._pages.keep_at_most(idle_bytes)
                 return Buffer(torch.empty(nbytes, dtype=torch.uint8))
@@ -76,6 +77,7 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
 
     def free(self, buffer: Buffer) -> None:
         """Give a buffer back."""
+        # Dropping the memory gives its pages back to the stock, once no view of it is left.
         buffer.release()
 
     def forget_idle(self) -> None:

@@ -187,6 +187,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
                 action.target.copy_(action.source, non_blocking=True)
             elif isinstance(action, Work):
                 action.call()
+            # blocking: a host thread that waits for it sleeps and does not spin.
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch is
             event.record(stream)
         operation.launched(event)
@@ -220,6 +221,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         self._raise_failure(operation)
 
     def _drain(self) -> None:
+        # The newest operation of a stream ends after all others in it.
         for lane in self._lanes.values():
             newest = lane.newest
             if newest is not None and not self._has_ended(newest) and newest.event is not None:

@@ -110,6 +110,7 @@ class EmulatedMemory:
 
     def free(self, block: torch.Tensor) -> None:
         """Take a block back and fill it with NaN, which views of it then show."""
+        # Filled last: views that are left show NaN from here on.
         self.disown(block)
         block.fill_(NAN_BYTE)
 

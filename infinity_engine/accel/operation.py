@@ -152,6 +152,8 @@ class Operation(Event):
     def finish(self, failure: Failure | None) -> None:
         """Note how it ended and drop the references to all that it used."""
         self.failure = failure
+        # An event is often kept longer than its operation takes: it must not keep the tensors
+        # alive.
         self._action = None
         self._previous = None
         self._after = ()

@@ -150,6 +150,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
             raise RuntimeError(
                 f"the accelerator {self.name} is closed: submit nothing after close()"
             )
+        # wait_for() delays the next operation only: later ones follow it in the stream anyway.
         after = [*named, *lane.pop_waits()]
         number, previous = self._submitted, lane.newest
         submission = Submission(
@@ -173,7 +174,10 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
         """Raise the error of an operation that has ended, if it has one."""
         if operation.failure is not None:
             operation.failure.mark_reported(self._submitted)
+            # Drops the failures that are reported by now, so that close() does not raise them a
+            # second time.
             self._unreported()
+            # A copy: raising adds to a traceback, and each wait raises the error again.
             raise again(operation.failure.error)
 
     def _raise_unreported(self) -> None:

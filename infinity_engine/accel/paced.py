@@ -73,6 +73,8 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
 
     def _start(self, operation: PacedOperation, behind: Sequence[PacedOperation]) -> None:
         stream = operation.stream
+        # One thread for each link, whatever the stream: copies of one direction share the link's
+        # rate.
         key = stream.kind if stream.kind in self._ratios else stream
         if key not in self._workers:
             jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -118,12 +120,15 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
     ) -> int:
         for other in behind:
             other.block()
+        # Due times, not observed ones: a thread that wakes late does not make all later operations
+        # late.
         due_ns = max([operation.submitted_ns, free_ns, *(other.end_ns for other in behind)])
         began_ns = time.perf_counter_ns()
         failure = operation.inherited()
         if failure is None:
             try:
                 due_ns = self._perform(operation, due_ns)
+            # Everything: the thread must go on, or each wait for a later operation would hang.
             except BaseException as error:
                 failure = Failure(error)
         if not isinstance(operation.action, Mark):
@@ -152,6 +157,7 @@ def _copy_paced(copy: Copy, start_ns: int, duration_ns: int) -> None:
     copied = 0
     while copied < nbytes:
         due_ns = time.perf_counter_ns() - start_ns + _PIECE_NS
+        # At least one byte more, so that a copy of any rate comes to its end.
         upto = min(nbytes, max(nbytes * due_ns // duration_ns, copied + 1))
         ctypes.memmove(target + copied, source + copied, upto - copied)
         copied = upto

@@ -118,6 +118,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         """Give a buffer back; a later read of it shows NaN, whatever is still written there."""
         memory = buffer.release()
         self._memory.free(memory)
+        # Operations submitted before this may still write there; NaN follows each of them again.
         self._freed.append((self._submitted, memory))
         self._forget()
 
@@ -127,6 +128,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         if isinstance(action, Copy):
             start_ns = max(start_ns, self._link_free_ns[stream.kind])
         end_ns = start_ns + self._duration_ns(stream, action)
+        # A vector clock: what has ended before this begins, through any chain of waits.
         before = _newest([self._host_knows, *(other.upto for other in behind)])
         operation.place(start_ns=start_ns, end_ns=end_ns, behind=behind, before=before)
         if isinstance(action, Copy):
@@ -177,6 +179,8 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
             for other in others:
                 followers.setdefault(other, []).append(number)
         while ready:
+            # Any order that the waits allow may happen on a device, so a seeded one is as good as
+            # another.
             number = ready.pop(self._random.randrange(len(ready)))
             yield needed[number]
             for follower in followers.get(number, ()):

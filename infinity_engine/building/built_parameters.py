@@ -326,6 +326,7 @@ class BuiltParameters:
     def _add(self, parameter: torch.Tensor, record: BuiltParameter) -> BuiltParameter:
         self._new += 1
         self._records[id(parameter)] = record
+        # The finalizer runs anywhere, so it only appends; _bury gives back what the parameter had.
         weakref.finalize(parameter, self._gone.append, (id(parameter), record))
         return record
 
@@ -363,6 +364,7 @@ class BuiltParameters:
         else:
             self._host.release(record.held - nbytes)
         record.count(nbytes)
+        # Moved to the end of the dict: it is the one used most recently.
         self._here.pop(id(parameter), None)
         if nbytes:
             self._here[id(parameter)] = None

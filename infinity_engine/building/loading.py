@@ -518,5 +518,6 @@ def _give(targets: Sequence[_Target], values: Sequence[torch.Tensor], failed: Ex
             # As torch makes one of other data, with what else there is of this one.
             make, (_, *others) = tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
             fresh = make(fresh_values, *others)
+        # The object stays the same, so modules, tied names and optimizers see the values.
         torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
         failed.callback(torch.utils.swap_tensors, tensor, fresh)

@@ -57,6 +57,7 @@ class Lanes:
         event = self.accelerator.copy(*bytes_of, stream=stream, after=after)
         for side in (target, source):
             if isinstance(side, Lease):
+                # A lease may be closed at once: its memory goes back only after the copy.
                 side.until(event)
         self.meter.copies(lane, cargo, bytes_of[0].numel(), event, name=name, **fields)
         return event

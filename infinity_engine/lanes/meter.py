@@ -274,6 +274,7 @@ class Meter:
         if not self._on:
             return
         telemetry = self._telemetry
+        # In this order: an update is counted with the times that its ops turn out to have.
         self._ask_the_device()
         self._count_update()
         telemetry.counter(IN_TIME).add(in_time - self._in_time)
@@ -320,6 +321,7 @@ class Meter:
         if self._device_times is None:
             return
         wanted, known = {**self._left, **self._submitted}, []
+        # Newest first: the list may be long, and what is wanted stands at its end.
         for record in reversed(self._device_times()):
             if not wanted:
                 break

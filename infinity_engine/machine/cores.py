@@ -78,6 +78,7 @@ def _deal(cores: Sequence[int], own: dict[int, list[int]]) -> None:
     count = {rank: len(had) for rank, had in own.items()}
     for _ in cores:
         count[min(count, key=lambda rank: (count[rank], rank))] += 1
+    # Counted first and dealt in runs afterwards, so that each rank's cores are neighbours.
     left = iter(cores)
     for rank, had in own.items():
         had.extend(islice(left, count[rank] - len(had)))

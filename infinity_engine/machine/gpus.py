@@ -114,6 +114,7 @@ def count_visible(visible_devices: str | None, count: int) -> int:
     if visible_devices is None:
         return count
     entries = (entry.strip() for entry in visible_devices.split(","))
+    # CUDA ignores all entries behind the first bad one.
     good = takewhile(
         lambda it: it.startswith(("GPU-", "MIG-")) or (it.isdecimal() and int(it) < count), entries
     )

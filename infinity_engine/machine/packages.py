@@ -75,6 +75,7 @@ def _version(name: str, path: Sequence[str] | None) -> str | None:
 
 
 def _torch_build(torch: metadata.Distribution) -> TorchBuild | None:
+    # Parsed and not imported: importing torch takes seconds, and may fail for lack of a library.
     try:
         tree = ast.parse(Path(str(torch.locate_file("torch/version.py"))).read_text())
     except (OSError, SyntaxError, ValueError):

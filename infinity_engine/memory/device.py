@@ -165,6 +165,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
             return NoBytes()
         if nbytes > self._free_bytes():
             return None
+        # Counted before it is allocated: no other thread can be promised the same bytes meanwhile.
         self.reservation.hold(nbytes)
         try:
             buffer = self._accelerator.allocate(nbytes, idle_bytes=self._free_bytes())

@@ -212,6 +212,7 @@ class _Attempt:
 
     def __init__(self, fit: _Fit, *keys: NDArray[np.int64]) -> None:
         self.fit = fit
+        # lexsort takes the most important key last; the inverse permutation is each buffer's rank.
         self._rank = np.argsort(np.lexsort(keys[::-1]))
         self._blame = np.zeros(len(self._rank), np.int64)
 

@@ -165,6 +165,8 @@ class Lease:
         nothing.
         """
         if self._backing is not None:
+            # The backing is forgotten last: a lease that an interrupt left here can be closed
+            # again.
             self._lessor._close_lease(self, self._backing, self._events)
             self._backing = None
             self._events = []
@@ -291,6 +293,7 @@ class Lessor(ABC):
         if given is None:
             return
         given.wait_for(events)
+        # A lease of no bytes has nothing that an event could protect.
         waits = given.nbytes and not given.passed()
         del self._open[id(backing)]
         if waits:
@@ -321,6 +324,7 @@ class Lessor(ABC):
         memory = self._memory(given.backing)
         if memory is not None:
             self._views.add(given)
+            # In place before the memory is freed below, as its last view may be gone by then.
             weakref.finalize(memory, self._view_gone, given)
         self._free(given.backing)
         if memory is None:

@@ -220,11 +220,13 @@ class Reservation:
         """Count `nbytes`, which must be held, as no longer in use when an account is read next.
         Takes no lock.
         """
+        # Appending is one step, so the collector may run this in the midst of any other method.
         self._books.late.append((self, nbytes))
 
     def _take_off(self, nbytes: int) -> None:
         self._held -= nbytes
         self._account.hold(-nbytes)
+        # A closed reservation ends its promise byte by byte, as what is in use is released.
         if self._closed:
             self._give_back(nbytes)
 

@@ -101,6 +101,7 @@ class PinnedPool(Lessor):
                 self._planned = _Region(planned, reservation, cuda, numa_node)
             if capacity > planned:
                 self._others = _Region(capacity - planned, reservation, cuda, numa_node)
+        # Dropping a region releases what it holds of the reservation: see _Region.
         except BaseException:
             self._planned = None
             raise
@@ -273,6 +274,7 @@ class _Region:
         except BaseException:
             reservation.release(nbytes)
             raise
+        # Not at the pool's close: views of leases may keep the memory longer than the pool exists.
         weakref.finalize(self, reservation.release_soon, nbytes)
 
 
@@ -297,6 +299,7 @@ class _PoolBytes:
         import torch
 
         count = math.prod(shape)
+        # torch.frombuffer refuses empty tensors.
         if not count:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self.view, dtype=dtype, count=count, offset=offset).reshape(shape)

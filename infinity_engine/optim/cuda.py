@@ -52,6 +52,7 @@ class CudaKernels:
         """
         if len(update.records) == 0:
             return
+        # As bytes: cupy has no arrays of records.
         records = self._cupy.asarray(np.frombuffer(update.records.tobytes(), np.uint8))
         widest = int(update.records["numel"].max())
         grid = (self._grid(widest), len(update.records))

@@ -67,6 +67,7 @@ def compile_kernels(nvrtc: Nvrtc, architecture: str) -> Compiled:
             ) from refusal
         ptx = nvrtc.getPTX(program)
         text = ptx.decode() if isinstance(ptx, bytes) else ptx
+        # The flags alone are no proof: an intrinsic in a header would bypass them.
         inexact = sorted(set(_INEXACT.findall(text)))
         if inexact:
             raise RuntimeError(

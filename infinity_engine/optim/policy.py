@@ -214,6 +214,7 @@ def split_residents(
 
     The last ones, because their parameters are needed last, and residents are updated last.
     """
+    # Exact: with floats, a part of a large model could miss its last subgroup by rounding.
     left = Fraction(part) * sum(subgroup.numel for subgroup in subgroups)
     first = len(subgroups)
     while first > 0 and subgroups[first - 1].numel <= left:

@@ -97,6 +97,7 @@ class Rule(ABC):
     maximize: bool = False
 
     def __post_init__(self) -> None:
+        # The class is frozen; learning rates may come as tensors.
         object.__setattr__(self, "lr", float(self.lr))
         self._check("lr", self.lr, 0.0, math.inf)
         self._check("weight_decay", self.weight_decay, 0.0, math.inf)
@@ -174,6 +175,7 @@ class Adam(Rule):
             gradient_factor=factor,
             weight_decay=self.weight_decay,
             decay=1.0 - self.lr * self.weight_decay,
+            # Negative: kernels only add.
             step=-(self.lr / (1.0 - power(beta1, step))),
             take1=1.0 - beta1,
             keep2=beta2,

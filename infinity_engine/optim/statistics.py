@@ -72,6 +72,8 @@ class GradientSums:
 
     def total(self) -> GradientNorm:
         """Return the norm of the gradients so far."""
+        # One tree over the blocks of each parameter, one over the parameters: no cut over ranks or
+        # subgroups changes the order of additions.
         return GradientNorm(
             _native.tree_sum([_native.tree_sum(blocks.tolist()) for blocks in self._blocks])
         )

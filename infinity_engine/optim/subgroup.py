@@ -90,6 +90,7 @@ def cut_into_subgroups(
         first = 0
         while first < numel:
             rest = numel - first
+            # At a block of the norm, except where all that is left of the parameter fits.
             taken = rest if rest <= room else room - room % NORM_BLOCK
             if taken == 0:
                 cut.append([])
@@ -221,6 +222,7 @@ def _with_constants(
     them.
     """
     shared: dict[tuple[int, int], int] = {}
+    # By the rules' identity: there are few of them, and comparing their options would cost more.
     rows = [shared.setdefault(key, len(shared)) for key in zip(map(id, rules), steps, strict=True)]
     records = np.zeros(len(shared), segment_dtype())
     for row, (rule, step) in dict(zip(rows, zip(rules, steps, strict=True), strict=True)).items():

@@ -747,6 +747,7 @@ class Collectives:
             raise again(self._failure)
         self._started += 1
         header = Header(self._started, op, digest(op, key.hex()), nbytes)
+        # `==`, as every access of a method makes another object.
         in_stream = self._lane is not None and issue == self._issue
         pending = Pending(
             header,
@@ -782,6 +783,8 @@ class Collectives:
                     pending.end(None)
             except Exception as error:
                 self._fail(pending, error)
+            # Rounds of a later collective start behind all rounds of the earlier ones, on every
+            # rank.
             may_issue = may_issue and pending.issued
         self._under_way = deque(pending for pending in self._under_way if not pending.ended)
 

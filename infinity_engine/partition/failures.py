@@ -97,6 +97,7 @@ class Failures:
     def report(self, what: str) -> None:
         """Report why this rank cannot go on."""
         self._put(f"reports/{self._rank}", what[:_MOST_SHOWN])
+        # The reason is stored before the alarm: a rank that sees the alarm reads it at once.
         self._put("failed", what[:_MOST_SHOWN])
 
     def leave(self, what: str) -> None:

@@ -34,6 +34,7 @@ class Header:
 
     def pack(self) -> bytes:
         """Return it as `SIZE` bytes."""
+        # This may cut a character in two, which `unpack` replaces.
         text = self.op.encode()[:222]
         return _LAYOUT.pack(self.number, self.nbytes, self.key, len(text), text)
 

@@ -104,6 +104,7 @@ class ReplicaSums:
             sent,
             [own * _SIZE] * ranks,
         )
+        # `got` is free again by then: the sums of the exchange are in `mine`.
         gather = AllGather(mine[:part].view(torch.uint8), got[: ranks * part].view(torch.uint8))
         return [
             Round(

@@ -184,6 +184,7 @@ class Pending:
     def end(self, error: CollectiveError | None) -> None:
         """Note how it ended, and drop the references to all that it used."""
         self.ended, self.error = True, error
+        # Called once and last: it may start the next collective, which must find this one ended.
         tell, self._tell = self._tell, ignore
         self._rounds, self._make_rounds, self._work, self._after = [], _no_rounds, None, ()
         tell(error)

@@ -50,6 +50,6 @@ def no_room_for_modules(
 
 def _asked(error: torch.OutOfMemoryError) -> int:
     found = _ASKED.search(str(error))
-    return (
-        1 if found is None else parse_bytes(found[1].replace("bytes", "B"), field="torch's words")
-    )
+    if found is None:
+        return 1  # torch words its error in another way: at least one byte was asked for
+    return parse_bytes(found[1].replace("bytes", "B"), field="torch's words")

@@ -138,66 +138,43 @@ class StepReport:
 
     def __str__(self) -> str:
         """Return a table of two columns: names and figures."""
+        norm = "" if self.gradient_norm is None else f", gradient norm {self.gradient_norm:.4g}"
+        scale = "" if self.loss_scale == 1.0 else f", loss scale {self.loss_scale:g}"
         rows = [
             (
                 f"step {self.index}",
                 f"{self.outcome.value} in {_time(self.seconds)} on {self.device}",
             ),
-            ("micro-batches", self._scaled()),
-            (
-                "time",
-                ", ".join(f"{name} {_time(seconds)}" for name, seconds in self.phases.items()),
-            ),
-            *((wait.value, _time(seconds)) for wait, seconds in self.waits.items() if seconds),
-            *((lane.value, _link(use)) for lane, use in self.links.items()),
-            *(
-                (f"updates on {lane.value}", _update(use))
-                for lane, use in self.updates.items()
-                if use.params
-            ),
-            *self._busy(),
-            *([("planned again", self.planned_again)] if self.planned_again else []),
-            *self._fetched(),
-            *self._found(),
-            *((f"drive {directory}", _drive(use)) for directory, use in self.drives.items()),
-            *((f"wear of {directory}", _wear(use)) for directory, use in self.drives.items()),
-            *(
-                (
-                    f"peak of {peak.name}",
-                    f"{format_bytes(peak.nbytes)} of {format_bytes(peak.limit)}",
-                )
-                for peak in self.peaks
-            ),
+            ("micro-batches", f"{self.micro_batches}{norm}{scale}"),
+            ("time", ", ".join(f"{name} {_time(took)}" for name, took in self.phases.items())),
         ]
+        rows += [(wait.value, _time(seconds)) for wait, seconds in self.waits.items() if seconds]
+        rows += [(lane.value, _link(use)) for lane, use in self.links.items()]
+        for lane, updates in self.updates.items():
+            if updates.params:
+                took = f" in {_time(updates.seconds)}" if updates.seconds else ""
+                rows.append((f"updates on {lane.value}", f"{updates.params} parameters{took}"))
+        if self.update is not None and self.update.utilisation:
+            parts = ", ".join(
+                f"{on.value} {part:.0%}" for on, part in self.update.utilisation.items()
+            )
+            rows.append(("busy in the update", f"{parts} of {_time(self.update.seconds)}"))
+        if self.planned_again:
+            rows.append(("planned again", self.planned_again))
+        if self.parameters_in_time + self.parameters_late:
+            fetched = f"{self.parameters_in_time} in time, {self.parameters_late} late"
+            rows.append(("parameters fetched", fetched))
+        if self.hits:
+            found = ", ".join(
+                f"{cargo.value} {_part(hits.found, hits.found + hits.missing)}"
+                for cargo, hits in self.hits.items()
+            )
+            rows.append(("found in memory", found))
+        rows += [(f"drive {directory}", _drive(use)) for directory, use in self.drives.items()]
+        rows += [(f"wear of {directory}", _wear(use)) for directory, use in self.drives.items()]
+        rows += [(f"peak of {peak.name}", _part(peak.nbytes, peak.limit)) for peak in self.peaks]
         width = max(len(what) for what, _ in rows)
         return "\n".join(f"{what:<{width}}  {how_much}" for what, how_much in rows)
-
-    def _scaled(self) -> str:
-        norm = "" if self.gradient_norm is None else f", gradient norm {self.gradient_norm:.4g}"
-        scale = "" if self.loss_scale == 1.0 else f", loss scale {self.loss_scale:g}"
-        return f"{self.micro_batches}{norm}{scale}"
-
-    def _busy(self) -> list[tuple[str, str]]:
-        if self.update is None or not self.update.utilisation:
-            return []
-        parts = ", ".join(
-            f"{lane.value} {part:.0%}" for lane, part in self.update.utilisation.items()
-        )
-        return [("busy in the update", f"{parts} of {_time(self.update.seconds)}")]
-
-    def _fetched(self) -> list[tuple[str, str]]:
-        if not self.parameters_in_time + self.parameters_late:
-            return []
-        return [
-            (
-                "parameters fetched",
-                f"{self.parameters_in_time} in time, {self.parameters_late} late",
-            )
-        ]
-
-    def _found(self) -> list[tuple[str, str]]:
-        each = ", ".join(f"{cargo.value} {_share(hits)}" for cargo, hits in self.hits.items())
-        return [("found in memory", each)] if each else []
 
 
 def report_of(
@@ -235,7 +212,14 @@ def report_of(
         parameters_late=counted.get(LATE, 0),
         hits={cargo: hits for cargo in Cargo if (hits := _hits(cargo, counted)) is not None},
         drives=drives,
-        peaks=tuple(_peak(step, tier_usage) for tier_usage in usage),
+        peaks=tuple(
+            Peak(
+                name=tier_usage.directory or tier_usage.tier.name,
+                nbytes=step.peaks.get(peak_of(tier_usage), 0),
+                limit=tier_usage.limit,
+            )
+            for tier_usage in usage
+        ),
     )
 
 
@@ -284,11 +268,6 @@ def _update_phase(
     return UpdatePhase(seconds=whole_ns / 1e9, utilisation=MappingProxyType(utilisation))
 
 
-def _peak(step: StepRecord, usage: Usage) -> Peak:
-    name = usage.directory or usage.tier.name
-    return Peak(name=name, nbytes=step.peaks.get(peak_of(usage), 0), limit=usage.limit)
-
-
 def _time(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
 
@@ -315,9 +294,5 @@ def _wear(use: DriveUse) -> str:
     return f"{format_decimal_bytes(use.written_in_all)} written in all{endurance}"
 
 
-def _share(hits: Hits) -> str:
-    return f"{format_bytes(hits.found)} of {format_bytes(hits.found + hits.missing)}"
-
-
-def _update(use: UpdateUse) -> str:
-    return f"{use.params} parameters" + (f" in {_time(use.seconds)}" if use.seconds else "")
+def _part(nbytes: int, whole: int) -> str:
+    return f"{format_bytes(nbytes)} of {format_bytes(whole)}"

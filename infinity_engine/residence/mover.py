@@ -232,7 +232,10 @@ class Mover:
 
         def finish() -> None:
             if self._is_one_memory(moving):
-                self._rename(record, leaves, goes_to)
+                # DEVICE and HOST are the same bytes: the lease changes tiers.
+                record.arrived(goes_to, _present(record, leaves))
+                record.advance(HOME_OF[goes_to])
+                record.drop(leaves)
             else:
                 if not record.is_current(goes_to):
                     record.arrived(goes_to, new.pop() if new else _present(record, goes_to))
@@ -285,14 +288,6 @@ class Mover:
 
     def _is_one_memory(self, moving: Residency) -> bool:
         return self._accelerator.unified and moving in _STREAM
-
-    def _rename(self, record: ShardRecord, leaves: Tier, goes_to: Tier) -> None:
-        """Let the lease change tiers: DEVICE and HOST are the same bytes, and a lease has one
-        holder.
-        """
-        record.arrived(goes_to, _present(record, leaves))
-        record.advance(HOME_OF[goes_to])
-        record.drop(leaves)
 
     def _allocate(self, tier: Tier, record: ShardRecord) -> Lease | Place:
         if tier is Tier.NVME:

@@ -197,6 +197,7 @@ class Walk:
             yield
         except _OpError as failed:
             kept(failed)  # it becomes the context of the error that is raised
+            # Of several failures the first one in the plan: the others may follow from it.
             number, cause = min(
                 [(failed.number, failed.cause), *self._end()], key=lambda failure: failure[0]
             )
@@ -245,6 +246,7 @@ class Walk:
         if op.lane is not Lane.HOST and (self._held_back.get(op.lane) or not self._can_submit(op)):
             self._held_back.setdefault(op.lane, deque()).append(self._order.popleft())
             return
+        # An update of the host comes next, and ops that it needs are held back: these go first.
         while any(other not in self._events for other in op.after):
             self._wait_for_held_back()
         self._submit(self._order.popleft())
@@ -275,6 +277,7 @@ class Walk:
 
     def _wait_for_held_back(self) -> None:
         """Wait until the first held-back op can be submitted, and submit all that can be then."""
+        # The first in the plan never waits for one that is held back itself.
         number = min(waiting[0] for waiting in self._held_back.values() if waiting)
         for other in self._plan.ops[number].after:
             self._wait_for(other)

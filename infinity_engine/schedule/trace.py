@@ -95,6 +95,7 @@ class TraceCursor:
             self._seen.append(use)
         uses = self.trace.uses
         expected = uses[self._at] if self._at < len(uses) else None
+        # Identity first: the same module mostly asks with the same object, and tuples may be long.
         if use is expected or use == expected:
             self._at += 1
             for number in use.parameters:
@@ -127,6 +128,7 @@ class TraceCursor:
         Returns the first mismatch of the step that has ended.
         """
         mismatch, self.mismatch = self.mismatch, None
+        # An equal trace is kept, with the positions that it has found already.
         if len(self._seen) <= _MOST_USES and tuple(self._seen) != self.trace.uses:
             self.trace = ModuleTrace(self._seen)
         self._seen = []

@@ -121,6 +121,7 @@ class SwapFile:
                     Tier.NVME, nbytes, holder=holder, directory=directory
                 )
                 self._drives[directory].hold(align_down(nbytes, PAGE))
+            # The first page of each file is its header, so the members have one page less.
             self._volume = Volume.temporary(
                 [
                     Member(
@@ -260,6 +261,7 @@ class SwapFile:
         """Begin to write all of `place`; an error names the data by `what`."""
         futures = self._volume.pwrite(place.extents, source)
         if place.sums is not None:
+            # Beside the write that is under way already: both only read the memory.
             place.sums.put(place.start, memory_of(source, writable=False))
         return IOHop(futures, what)
 

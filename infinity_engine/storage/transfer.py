@@ -159,6 +159,7 @@ class Transfer:
     """
 
     def __init__(self, stages: Sequence[PlannedHop]) -> None:
+        # Reversed, as the next one is popped from the end.
         self._stages = list(reversed(stages))
         self._stage: PlannedHop | None = None
         self._hop: Hop | None = None
@@ -250,6 +251,7 @@ class Transfer:
 
     def _stop(self, stage: PlannedHop, error: BaseException) -> None:
         self._stage = self._hop = None
+        # The one that failed first, then those that never began, in their order.
         failed = [stage, *reversed(self._stages)]
         self._stages.clear()
         self._error = kept(error)

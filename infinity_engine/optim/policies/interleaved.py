@@ -225,6 +225,7 @@ def spread(subgroups: Sequence[SubgroupSpec], share: Fraction) -> list[bool]:
     part, whole = share.as_integer_ratio()
     for subgroup in subgroups:
         seen += subgroup.numel
+        # Rounds to the nearest, in integers: floats would choose others in large models.
         chosen.append(2 * (part * seen - whole * visiting) >= whole * subgroup.numel)
         visiting += subgroup.numel * chosen[-1]
     return chosen
@@ -254,6 +255,7 @@ def _earliest(layout: Callable[[int], UpdateLayout], most: int) -> UpdateLayout:
     step = max(most // _GRID, 1)
     best = min(range(0, most + 1, step), key=end_ns)
     while True:
+        # 0 comes first: among equal ends the present one stays, and so the search ends.
         near = (best + step * many for many in (0, -2, -1, 1, 2))
         nearest = min((count for count in near if 0 <= count <= most), key=end_ns)
         if nearest == best and step == 1:
