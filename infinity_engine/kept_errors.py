@@ -1,10 +1,5 @@
 """Errors that are kept to be raised later, or more than once, without the buffers that their
 tracebacks refer to.
-
-[Note: errors that are kept] The traceback of an error has the frames that it passed. Their locals
-have buffers, and often the error itself: a cycle, which keeps the buffers until Python's collector
-runs. So a function that keeps an error, in an object or in a local beyond its except clause, keeps
-`kept(error)` and raises `again(error)`.
 """
 
 from __future__ import annotations
@@ -20,6 +15,10 @@ __all__ = ["again", "kept"]
 _Error = TypeVar("_Error", bound=BaseException)
 
 
+# [Note: errors that are kept] The traceback of an error has the frames that it passed. Their locals
+# have buffers, and often the error itself: a cycle, which keeps the buffers until Python's
+# collector runs. So a function that keeps an error, in an object or in a local beyond its except
+# clause, keeps `kept(error)` and raises `again(error)`.
 def kept(error: _Error) -> _Error:
     """Return an error, caught where this is called, without references to anything else: [Note:
     errors that are kept].

@@ -187,10 +187,9 @@ class TimeCost:
             raise ValueError(f"expected 0 ns or more, got {self.ns}")
 
 
+# What device work costs. An emulated device computes its time from this; others run as fast as they
+# can.
 Cost = UpdateCost | TimeCost
-"""What device work costs. An emulated device computes its time from this; others run as fast as
-they can.
-"""
 
 
 class DeviceBytes(NamedTuple):
@@ -203,12 +202,10 @@ class DeviceBytes(NamedTuple):
 class Accelerator(ABC):
     """A device: its streams, its memory, and the copies between its memory and the host's."""
 
-    name: str
-    """cuda, cpu or emulated."""
+    name: str  # cuda, cpu or emulated.
+    # Whether DEVICE and HOST are one memory. Then there is nothing to copy, and `copy` raises.
     unified: bool
-    """Whether DEVICE and HOST are one memory. Then there is nothing to copy, and `copy` raises."""
-    torch_device: torch.device
-    """Where torch sees its buffers."""
+    torch_device: torch.device  # Where torch sees its buffers.
 
     @abstractmethod
     def stream(self, kind: StreamKind) -> Stream:

@@ -3,13 +3,6 @@
 Copies are asynchronous where the host's side is page-locked; one warning says where it is not.
 Imports no CUDA until an accelerator is made. tests/gpu/test_accel_cuda.py is what has to pass on a
 machine with a GPU.
-
-[Note: why no record_stream for buffers] torch's allocator gives a freed block at once to the next
-allocation on the same stream, and knows nothing of other streams that still use it. Buffers are
-allocated on a stream of their own that runs nothing, so they share blocks with no other tensors,
-and `free` comes when every event of their use has passed. So a block that is given away is in use
-nowhere, and the allocator has nothing to watch. Tensors that other code allocated in its own
-streams, as autograd does gradients, are another matter: `outlives` is for them.
 """
 
 from __future__ import annotations
@@ -80,6 +73,13 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
             "cuda", torch.cuda.current_device() if index is None else index
         )
         self._streams: dict[Stream, torch.cuda.Stream] = {}
+        # [Note: why no record_stream for buffers] torch's allocator gives a freed block at once to
+        # the next allocation on the same stream, and knows nothing of other streams that still use
+        # it. Buffers are allocated on a stream of their own that runs nothing, so they share blocks
+        # with no other tensors, and `free` comes when every event of their use has passed. So a
+        # block that is given away is in use nowhere, and the allocator has nothing to watch.
+        # Tensors that other code allocated in its own streams, as autograd does gradients, are
+        # another matter: `outlives` is for them.
         self._allocating = _new_stream(self.torch_device)
         self._pinned = True
         self._before: int | None = None  # bytes of torch's tensors when the limit was set

@@ -51,21 +51,19 @@ class Clock(Enum):
 class Emulation:
     """The properties of an emulated device."""
 
+    # Those of h2d, d2h and updates on the device are used; that of updates on the host where
+    # `host_takes_time`.
     rates: Rates
-    """Those of h2d, d2h and updates on the device are used; that of updates on the host where
-    `host_takes_time`.
-    """
     capacity_bytes: int
     clock: Clock = Clock.VIRTUAL
     # Whether a virtual clock advances while the host updates, at its rate.
     host_takes_time: bool = False
     seed: int = 0  # Draws one of the legal orders, where the clock is virtual.
+    # Called with the stream's kind before each copy and work, which fails with the error that this
+    # returns.
     fault: Callable[[StreamKind], Exception | None] | None = None
-    """Called with the stream's kind before each copy and work, which fails with the error that this
-    returns.
-    """
+    # Called likewise; each copy and work takes so much longer than at its rate.
     delay_ns: Callable[[StreamKind], int] | None = None
-    """Called likewise; each copy and work takes so much longer than at its rate."""
     timeline_kept: int = 10_000  # How many of the newest operations timeline() returns.
 
 

@@ -4,11 +4,6 @@ that are right by luck.
 Two operations are unordered when neither waits for the other and the host waited for neither before
 it submitted the other. Used by the virtual clock alone, in one thread; touches device memory and
 the targets of copies, nothing else.
-
-[Note: why no host memory is filled in passing] While a work is carried out, the targets of
-unordered uploads are NaN; afterwards their bytes are put back. Nothing else reads device memory
-meanwhile. Host memory may belong to an I/O by then, as the host may have seen the end of a download
-and gone on. So only the bytes that a copy itself writes are touched there.
 """
 
 from __future__ import annotations
@@ -59,6 +54,10 @@ def carry_out_copy(copy: Copy, unordered: Sequence[Footprint]) -> None:
                 copy.target[start - mine.start : stop - mine.start].fill_(NAN_BYTE)
 
 
+# [Note: why no host memory is filled in passing] While a work is carried out, the targets of
+# unordered uploads are NaN; afterwards their bytes are put back. Nothing else reads device memory
+# meanwhile. Host memory may belong to an I/O by then, as the host may have seen the end of a
+# download and gone on. So only the bytes that a copy itself writes are touched there.
 def carry_out_work(
     call: Callable[[], object], unordered: Sequence[Footprint], *, name: str
 ) -> None:

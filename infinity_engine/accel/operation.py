@@ -45,8 +45,7 @@ class Mark:
     """Does nothing: the operation is an event that was recorded."""
 
 
-Action = Copy | Work | Mark
-"""What an operation does."""
+Action = Copy | Work | Mark  # What an operation does.
 
 
 class Failure:

@@ -3,11 +3,6 @@ and torch's calls.
 
 Reads back from the drives what a call needs and lets the other parameters be evicted.
 `BuiltParameters` decides which.
-
-[Note: how calls are seen] torch's TorchFunctionMode reports every call of torch in this thread
-before it runs, property getters included. So a parameter's values are read back before any code
-reads or writes them, whichever variable that code uses. The mode does not see what a C library or
-another thread does with a parameter.
 """
 
 from __future__ import annotations
@@ -231,6 +226,10 @@ class _Building(TorchFunctionMode):
 
     # --- calls ------------------------------------------------------------------------------------
 
+    # [Note: how calls are seen] torch's TorchFunctionMode reports every call of torch in this
+    # thread before it runs, property getters included. So a parameter's values are read back before
+    # any code reads or writes them, whichever variable that code uses. The mode does not see what a
+    # C library or another thread does with a parameter.
     def __torch_function__(
         self,
         func: Callable[..., Any],

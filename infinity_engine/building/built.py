@@ -38,8 +38,8 @@ class BuiltModel:
     ) -> None:
         self.swap = swap
         self.ledger = ledger
+        # The ranks that built it together; None where this process built it alone.
         self.ranks = ranks
-        """The ranks that built it together; None where this process built it alone."""
         self._records = records
         self._hooks = Hooks()
         self._closed = False

@@ -3,11 +3,6 @@ drives, or in both.
 
 Takes values away from a parameter and gives them back; counts and decides nothing.
 `BuiltParameters` has them all.
-
-[Note: which memory leaves] A parameter leaves host memory only where no other tensor can see that
-memory. It is written to the drives and its data is replaced; if its storage is still alive after
-that, a view of it exists somewhere, and the parameter gets the storage back. So what is written
-through a view counts, whenever it is written.
 """
 
 from __future__ import annotations
@@ -157,6 +152,10 @@ class BuiltParameter:
                 return
             swap.write(self.place, memory_of(values, writable=False), what=self.name).wait()
 
+    # [Note: which memory leaves] A parameter leaves host memory only where no other tensor can see
+    # that memory. It is written to the drives and its data is replaced; if its storage is still
+    # alive after that, a view of it exists somewhere, and the parameter gets the storage back. So
+    # what is written through a view counts, whenever it is written.
     def evict(self, parameter: torch.Tensor) -> bool:
         """Replace the data of a parameter that was stored; tell whether its memory is free: [Note:
         which memory leaves].

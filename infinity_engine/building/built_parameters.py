@@ -4,12 +4,6 @@ which are evicted.
 An evicted parameter, its values on the drives alone, keeps identity, shape and dtype, and reads as
 NaN (integers: 0). Knows parameters and no modules. Called from one thread, while a model is built
 and until an engine has taken it over.
-
-[Note: what is made of absent parameters] `torch.nn.Parameter(parameter)` shares the memory and
-makes no call that a mode could see. Made of an evicted parameter, the new one shows the same NaN in
-the same storage. By that storage it is found when it is used or registered, and gets the memory
-that it should have shared. So until the model is built, parameters are kept alive even where no
-other code has them; where more room is needed, those are dropped that no new one was made of.
 """
 
 from __future__ import annotations
@@ -33,8 +27,7 @@ from infinity_engine.units import MiB, align_down, align_up
 
 __all__ = ["CACHE_PART", "BuiltParameters", "first_sizes"]
 
-CACHE_PART = 4
-"""Without a given size, the cache is this part of the free host budget: one in four."""
+CACHE_PART = 4  # Without a given size, the cache is this part of the free host budget: one in four.
 _PAGE = 4096
 _STEP = 256 * MiB  # the least that the swap file grows by, where the budget has it
 # after so many freed bytes malloc returns its holes to the system
@@ -108,6 +101,12 @@ class BuiltParameters:
         """
         self._add(parameter, BuiltParameter(parameter, name, place))
 
+    # [Note: what is made of absent parameters] `torch.nn.Parameter(parameter)` shares the memory
+    # and makes no call that a mode could see. Made of an evicted parameter, the new one shows the
+    # same NaN in the same storage. By that storage it is found when it is used or registered, and
+    # gets the memory that it should have shared. So until the model is built, parameters are kept
+    # alive even where no other code has them; where more room is needed, those are dropped that no
+    # new one was made of.
     def revive(self, tensor: torch.Tensor) -> None:
         """Give a tensor made of an evicted parameter its memory: [Note: what is made of absent
         parameters].

@@ -4,12 +4,6 @@ its drives.
 Decides which parameters are away, the same ones on all ranks, and gathers those that are used
 again. Shards go to the drives as parameters of one rank do. Called by all ranks in one order, as
 they run one program.
-
-[Note: what is away] A use of a parameter that is away gathers it, which all ranks do together. So
-the same parameters must be away on all ranks. The order and the sizes of the uses decide that, and
-nothing else: not what could leave host memory, which depends on views and on when Python's
-collector runs, nor which parameters have died. A parameter that is away and could not leave the
-memory of this rank takes part in the gather as well, and ignores what comes.
 """
 
 from __future__ import annotations
@@ -187,6 +181,12 @@ class ShardedParameters(BuiltParameters):
         else:
             record.cut(None, self._ranks.shards.rank)
 
+    # [Note: what is away] A use of a parameter that is away gathers it, which all ranks do
+    # together. So the same parameters must be away on all ranks. The order and the sizes of the
+    # uses decide that, and nothing else: not what could leave host memory, which depends on views
+    # and on when Python's collector runs, nor which parameters have died. A parameter that is away
+    # and could not leave the memory of this rank takes part in the gather as well, and ignores what
+    # comes.
     def _mark_oldest_away(self, nbytes: int) -> None:
         """Mark what was used longest ago as away until the rest takes `nbytes` at most: [Note: what
         is away].

@@ -5,10 +5,6 @@ Counts and keeps the limit; the accelerator allocates. When a lease is closed, i
 device's again and views of it are dead, unless it was leased with `Views.KEEP`. Where DEVICE is the
 host's own memory, all views keep it. Memory that views keep counts as held as long as there is a
 view.
-
-[Note: when kept memory is free] The last view goes when the host drops it, and by then the device
-may not have begun the work that uses it. So the memory of views that outlived their lease waits for
-an event of the time after that.
 """
 
 from __future__ import annotations
@@ -211,6 +207,9 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
         else:
             super()._view_gone(given)
 
+    # [Note: when kept memory is free] The last view goes when the host drops it, and by then the
+    # device may not have begun the work that uses it. So the memory of views that outlived their
+    # lease waits for an event of the time after that.
     def _catch_up(self) -> None:
         super()._catch_up()
         while self._gone:

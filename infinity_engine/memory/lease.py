@@ -4,11 +4,6 @@ and takes them back.
 A buffer goes back when its lease is closed, the events attached to it have passed, and no view of
 it is left. `close` never waits: a request that finds no memory waits for the oldest of those
 events.
-
-[Note: what the collector may do] Python's collector runs `Lease.__del__` and the finalizers of
-views wherever something is allocated, also in the midst of code of a pool or the ledger that holds
-its lock. So these take no lock: they only append to a deque or remove from a set, each of which is
-one step. The next caller with the lock does the rest.
 """
 
 from __future__ import annotations
@@ -179,6 +174,10 @@ class Lease:
         """Close."""
         self.close()
 
+    # [Note: what the collector may do] Python's collector runs `Lease.__del__` and the finalizers
+    # of views wherever something is allocated, also in the midst of code of a pool or the ledger
+    # that holds its lock. So these take no lock: they only append to a deque or remove from a set,
+    # each of which is one step. The next caller with the lock does the rest.
     def __del__(self) -> None:
         backing = getattr(self, "_backing", None)  # not there when __init__ failed
         if backing is not None:

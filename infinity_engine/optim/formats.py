@@ -54,14 +54,12 @@ class Formats:
     formats give other bits.
     """
 
+    # The format of the parameter that the update writes; None where modules compute with the fp32
+    # master itself.
     parameter: FloatFormat | None = None
-    """The format of the parameter that the update writes; None where modules compute with the fp32
-    master itself.
-    """
     master: Master = Master.WHOLE
     moments: Moments = Moments.FP32
-    seed: int = 0
-    """Of stochastic rounding."""
+    seed: int = 0  # Of stochastic rounding.
 
     def __post_init__(self) -> None:
         if self.parameter is FloatFormat.FP32:
@@ -121,8 +119,8 @@ class Values:
     address: int
     numel: int
     format: FloatFormat
+    # The object that owns the memory, kept alive as long as this.
     owner: object = field(default=None, repr=False, compare=False)
-    """The object that owns the memory, kept alive as long as this."""
 
     @classmethod
     def of(cls, values: Any, *, format: FloatFormat | None = None) -> Values:

@@ -16,8 +16,8 @@ from infinity_engine.errors import MissingDependencyError
 
 __all__ = ["FLAGS", "KERNELS", "Compiled", "Nvrtc", "compile_kernels", "cupy_nvrtc"]
 
+# cupy's own compilation would append -ftz=true, which flushes subnormals.
 FLAGS = ("--std=c++17", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--fmad=false")
-"""cupy's own compilation would append -ftz=true, which flushes subnormals."""
 KERNELS = ("update", "block_sums", "accumulate")
 _INEXACT = re.compile(r"\S*\.(?:ftz|approx)\b\S*")
 

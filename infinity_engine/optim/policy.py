@@ -43,10 +43,9 @@ __all__ = [
 
 _OF_DRIVES = (LoadStates, StoreStates)
 _OF_PARAMETERS = (UploadParameters, DownloadParameters)
+# With so many host buffers drives never wait for one: two fill ahead, one is updated, one is
+# emptied.
 HOST_BUFFERS = 4
-"""With so many host buffers drives never wait for one: two fill ahead, one is updated, one is
-emptied.
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,13 +142,11 @@ class Limits:
                     raise ConfigError(field=f"StepPlan.ops[{number}]", value=op, expected=expected)
 
 
+# A policy's function: makes a plan of the subgroups, which come in the order of the next forward.
 Decide = Callable[[Sequence[SubgroupSpec], Rates, Limits], StepPlan]
-"""A policy's function: makes a plan of the subgroups, which come in the order of the next
-forward.
-"""
 
+# Where a policy updates each of the subgroups, by index; they come in the same order.
 Homes = Callable[[Sequence[SubgroupSpec]], Mapping[int, Home]]
-"""Where a policy updates each of the subgroups, by index; they come in the same order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,10 +33,8 @@ __all__ = [
     "update_records",
 ]
 
+# Parameters are cut at multiples of so many elements, so that no block of the gradient norm is cut.
 NORM_BLOCK = _native.NORM_BLOCK
-"""Parameters are cut at multiples of so many elements, so that no block of the gradient norm is
-cut.
-"""
 
 _FP32 = Formats()
 
@@ -45,13 +43,10 @@ _FP32 = Formats()
 class Segment:
     """The piece of one parameter that one subgroup holds."""
 
-    parameter: int
-    """Its number among the trained parameters."""
-    first_element: int
-    """Where the piece begins in the parameter."""
+    parameter: int  # Its number among the trained parameters.
+    first_element: int  # Where the piece begins in the parameter.
     numel: int
-    offset: int
-    """Where the piece begins in the subgroup."""
+    offset: int  # Where the piece begins in the subgroup.
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +56,7 @@ class Subgroup:
     index: int
     segments: tuple[Segment, ...]
     formats: Formats = _FP32
-    numel: int = field(init=False, repr=False, compare=False)
-    """Elements of all segments."""
+    numel: int = field(init=False, repr=False, compare=False)  # Elements of all segments.
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "numel", sum(segment.numel for segment in self.segments))
@@ -109,12 +103,11 @@ class SubgroupState:
     """The memory of a subgroup's states, and how many steps each of its segments has made."""
 
     subgroup: Subgroup
+    # The fp32 masters, or the 16-bit remainders of split ones. One for each segment where they are
+    # apart, as fp32 parameters can be their own masters.
     master: Values | tuple[Values, ...]
-    """The fp32 masters, or the 16-bit remainders of split ones. One for each segment where they are
-    apart, as fp32 parameters can be their own masters.
-    """
+    # In the rule's order; as many as the rule of the subgroup's segments that needs most.
     states: tuple[Values, ...]
-    """In the rule's order; as many as the rule of the subgroup's segments that needs most."""
     steps: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -163,8 +156,7 @@ class Update:
 
     records: npt.NDArray[Any]
     steps: list[int]
-    keeps: tuple[Values, ...]
-    """The memory that the records name, kept alive."""
+    keeps: tuple[Values, ...]  # The memory that the records name, kept alive.
 
 
 def update_records(

@@ -21,8 +21,7 @@ from infinity_engine.optim.subgroup import segment_dtype
 
 __all__ = ["ENOUGH", "UpdateThreads", "bandwidth_by_threads", "knee"]
 
-ENOUGH = 0.95
-"""At this share of the best bandwidth a further core is not worth having."""
+ENOUGH = 0.95  # At this share of the best bandwidth a further core is not worth having.
 # Of fp32 values: the gradient is read, the master and two moments are read and written.
 _BYTES_PER_ELEMENT = 28
 

@@ -5,16 +5,6 @@ Carries out rounds that its callers have laid out, in the order in which they we
 on every rank. Before data of a collective moves, the ranks send one another headers that say which
 collective it is. Where the headers differ, or a rank does not answer in time, every rank gets a
 CollectiveError that names the ranks, and no collective works after that. One thread calls it.
-
-[Note: what is under way goes on while a rank polls] Data of a collective starts to move when its
-rank polls or waits and sees the headers. So a rank must not block in other communication, of the
-user's own, while another rank waits for the engine's: ranks that run one program do both in one
-order, and never get there.
-
-[Note: why headers] If the ranks of a collective disagree, it hangs, ends the process or mixes up
-bytes, depending on backend and sizes. A header of 256 bytes over Gloo costs one exchange on the
-host beside the data, which several collectives overlap (figures:
-docs/decisions/0014-many-ranks.md). It waits for the ranks' programs, never for a device.
 """
 
 from __future__ import annotations
@@ -603,6 +593,10 @@ class Collectives:
         self.wait_for(self._begin(op, rounds, self._issue_on_host, nbytes=len(payload)))
         return tuple(payloads)
 
+    # [Note: what is under way goes on while a rank polls] Data of a collective starts to move when
+    # its rank polls or waits and sees the headers. So a rank must not block in other communication,
+    # of the user's own, while another rank waits for the engine's: ranks that run one program do
+    # both in one order, and never get there.
     def poll(self) -> None:
         """Let everything under way make progress. Raises nothing: waiting for a collective raises
         its error.
@@ -746,6 +740,10 @@ class Collectives:
         if self._failure is not None:
             raise again(self._failure)
         self._started += 1
+        # [Note: why headers] If the ranks of a collective disagree, it hangs, ends the process or
+        # mixes up bytes, depending on backend and sizes. A header of 256 bytes over Gloo costs one
+        # exchange on the host beside the data, which several collectives overlap (figures:
+        # docs/decisions/0014-many-ranks.md). It waits for the ranks' programs, never for a device.
         header = Header(self._started, op, digest(op, key.hex()), nbytes)
         # `==`, as every access of a method makes another object.
         in_stream = self._lane is not None and issue == self._issue

@@ -3,12 +3,6 @@
 Lays out what goes over the wire; `Collectives` carries it. Owns no memory: the caller passes the
 buffers, and what does not fit into them goes in several rounds. Called by the engine, which gathers
 parameters and reduces gradients.
-
-[Note: the order of sums] A rank receives every other rank's gradient of its own shards unchanged,
-in the dtype in which it was made, and adds them up in fp32 in the order of the ranks, beginning
-with rank 0's. So the sum of an element is one chain of additions that no bucket, no round and no
-algorithm of a backend changes. Nothing is scaled on the way: sums are fp32, and 1/N belongs to the
-factor of the update. A rank without a gradient sends zeros.
 """
 
 from __future__ import annotations
@@ -38,8 +32,8 @@ __all__ = [
     "TorchAdder",
 ]
 
+# Ranks announce for so many members, the first ones, whether they have a gradient of each.
 MOST_ANNOUNCED = 63
-"""Ranks announce for so many members, the first ones, whether they have a gradient of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +306,11 @@ class ShardGroup:
                     place.copy_(gradient[piece.first_element :][: piece.numel])
             at += nbytes
 
+    # [Note: the order of sums] A rank receives every other rank's gradient of its own shards
+    # unchanged, in the dtype in which it was made, and adds them up in fp32 in the order of the
+    # ranks, beginning with rank 0's. So the sum of an element is one chain of additions that no
+    # bucket, no round and no algorithm of a backend changes. Nothing is scaled on the way: sums are
+    # fp32, and 1/N belongs to the factor of the update. A rank without a gradient sends zeros.
     def _add_up(
         self,
         window: Window,

@@ -3,11 +3,6 @@ its neighbours.
 
 Lays out what goes over the wire; `Collectives` carries it. Owns no memory. `HybridReduce` puts it
 behind a reduce.
-
-[Note: the order of sums on a mesh] Each replica of the model sums its ranks' gradients first, as
-[Note: the order of sums] says. Then the ranks that own the same shards add these fp32 sums up,
-beginning with the first replica's. One rank adds up a part of them and all get its bits, so
-replicas hold the same bits, which no bucket and no round changes.
 """
 
 from __future__ import annotations
@@ -205,6 +200,10 @@ def _pack(pieces: Sequence[torch.Tensor], mine: torch.Tensor, *, has: bool) -> N
         at += piece.numel()
 
 
+# [Note: the order of sums on a mesh] Each replica of the model sums its ranks' gradients first, as
+# [Note: the order of sums] says. Then the ranks that own the same shards add these fp32 sums up,
+# beginning with the first replica's. One rank adds up a part of them and all get its bits, so
+# replicas hold the same bits, which no bucket and no round changes.
 def _add_up(got: torch.Tensor, own: int, ranks: int, mine: torch.Tensor, adder: Adder) -> None:
     total = mine[:own]
     for rank in range(ranks):

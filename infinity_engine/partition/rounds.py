@@ -84,10 +84,8 @@ class Round:
     unpack: Callable[[], object] = nothing
 
 
+# Makes the rounds, from the number that each rank has announced, such as how many bytes it shares.
 Rounds = Callable[[Sequence[int]], Sequence[Round]]
-"""Makes the rounds, from the number that each rank has announced, such as how many bytes it
-shares.
-"""
 
 
 class HostWork(Protocol):
@@ -103,8 +101,7 @@ class HostWork(Protocol):
         """Block until it has ended, but no longer than that; raises nothing."""
 
 
-Work = HostWork | Event
-"""Something under way: events are of a device."""
+Work = HostWork | Event  # Something under way: events are of a device.
 
 
 class Pending:

@@ -2,11 +2,6 @@
 
 Pure arithmetic over numbers of elements, the same on every rank; knows no tensors and starts
 nothing.
-
-[Note: where parameters are cut] Only at multiples of NORM_BLOCK elements from the parameter's first
-one. So no block of the gradient norm has two owners, and its sum is the same bits on any number of
-ranks; and every piece but a parameter's last is whole pages, which drives read and write without a
-detour.
 """
 
 from __future__ import annotations
@@ -123,6 +118,10 @@ class Partitioner:
             Shard(0, numel) if rank == owner else Shard(0, 0) for rank in range(len(self._owned))
         ]
 
+    # [Note: where parameters are cut] Only at multiples of NORM_BLOCK elements from the parameter's
+    # first one. So no block of the gradient norm has two owners, and its sum is the same bits on
+    # any number of ranks; and every piece but a parameter's last is whole pages, which drives read
+    # and write without a detour.
     def _pieces(self, numel: int, poorest_first: Sequence[int]) -> list[Shard]:
         """Give each rank as many blocks, and the left-over ones to the ranks that own least.
 

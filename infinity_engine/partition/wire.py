@@ -16,20 +16,18 @@ from infinity_engine.units import align_up
 
 __all__ = ["WIRE_ALIGNMENT", "Piece", "Window", "WireLayout"]
 
+# Pieces and windows begin at multiples of this in their segment: no element is cut.
 WIRE_ALIGNMENT = 64
-"""Pieces and windows begin at multiples of this in their segment: no element is cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Consecutive elements of one parameter in a segment, or in a window of it."""
 
-    member: int
-    """The parameter's place among those of the layout."""
+    member: int  # The parameter's place among those of the layout.
     first_element: int
     numel: int
-    offset: int
-    """The byte where they begin."""
+    offset: int  # The byte where they begin.
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +48,10 @@ class WireLayout:
         ranks = {spec.ranks for spec in specs}
         assert len(ranks) == 1, "all are cut over the same ranks"
         self.ranks = ranks.pop()
+        # The pieces of each rank.
         self.segments = tuple(self._segment(specs, rank) for rank in range(self.ranks))
-        """The pieces of each rank."""
+        # The bytes of each rank's segment, up to the next multiple of the alignment.
         self.nbytes = tuple(self._end(segment) for segment in self.segments)
-        """The bytes of each rank's segment, up to the next multiple of the alignment."""
 
     @property
     def width(self) -> int:

@@ -128,8 +128,8 @@ class StepReport:
     links: Mapping[Lane, LinkUse]
     updates: Mapping[Lane, UpdateUse]
     update: UpdatePhase | None
+    # Why this step's update is the first of another plan; None: it is not.
     planned_again: str | None
-    """Why this step's update is the first of another plan; None: it is not."""
     parameters_in_time: int
     parameters_late: int
     hits: Mapping[Cargo, Hits]

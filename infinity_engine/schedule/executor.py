@@ -4,11 +4,6 @@ Knows order and dependencies; the Carrier knows what an op does. One thread, whi
 HOST lane itself and otherwise waits only for what the HOST lane needs next, until the end. A walk
 can be paused and resumed, while submitted ops go on by themselves. Its waits are spans, and
 counted.
-
-[Note: which ops wait on the host] Streams of a device wait for one another's events, so their ops
-are submitted at once. Drives cannot wait: their ops, and those of streams that come after I/O, are
-submitted when the ops before them have ended. The walk checks that between the host's updates, and
-whenever one of them has to wait.
 """
 
 from __future__ import annotations
@@ -256,6 +251,10 @@ class Walk:
         while self._order and self._plan.ops[self._order[0]].lane is not Lane.HOST:
             self._submit_next()
 
+    # [Note: which ops wait on the host] Streams of a device wait for one another's events, so their
+    # ops are submitted at once. Drives cannot wait: their ops, and those of streams that come after
+    # I/O, are submitted when the ops before them have ended. The walk checks that between the
+    # host's updates, and whenever one of them has to wait.
     def _can_submit(self, op: Op) -> bool:
         for other in op.after:
             if other not in self._events:

@@ -18,8 +18,7 @@ from infinity_engine.errors import TraceMismatch
 
 __all__ = ["NEVER", "ModuleTrace", "TraceCursor", "Use"]
 
-NEVER = sys.maxsize
-"""The position of a use that does not come any more."""
+NEVER = sys.maxsize  # The position of a use that does not come any more.
 
 # Uses recorded of one step. A caller that never ends a step is evaluating, not training.
 _MOST_USES = 1 << 20
@@ -71,10 +70,9 @@ class TraceCursor:
 
     def __init__(self) -> None:
         self.trace = ModuleTrace()
+        # The first use of this step that differs from the trace; None while there is none, or no
+        # trace.
         self.mismatch: TraceMismatch | None = None
-        """The first use of this step that differs from the trace; None while there is none, or no
-        trace.
-        """
         self._at = 0
         self._seen: list[Use] = []
         self._next: dict[int, int] = {}  # a cache of next_use, valid at this position
