@@ -162,10 +162,14 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
 
     def _learn(self, ended: list[VirtualOperation]) -> None:
         """Note that the host knows that these have ended: carry out what they need."""
-        for operation in self._in_some_order(_closure(ended)):
-            self._carry_out(operation)
+        self._carry_out_all(ended)
         self._host_knows = _newest([self._host_knows, *(operation.upto for operation in ended)])
         self._forget()
+
+    def _carry_out_all(self, ended: list[VirtualOperation]) -> None:
+        """Carry out these and what they wait for, whether or not the host learns of it."""
+        for operation in self._in_some_order(_closure(ended)):
+            self._carry_out(operation)
 
     def _in_some_order(self, needed: dict[int, VirtualOperation]) -> Iterator[VirtualOperation]:
         """Yield the operations in one of the orders that what they wait for allows."""

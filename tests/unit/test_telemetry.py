@@ -356,9 +356,7 @@ def test_a_gauge_never_stands_below_zero(change: Callable[[Gauge], None]) -> Non
     gauge = recorder().gauge("held")
     gauge.add(2)
 
-    with pytest.raises(
-        ValueError, match="a gauge is 0 or more, and cannot be set to -1"
-    ):
+    with pytest.raises(ValueError, match="a gauge is 0 or more, and cannot be set to -1"):
         change(gauge)
     assert (gauge.value, gauge.peak) == (2, 2)
 
