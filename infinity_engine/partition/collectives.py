@@ -40,6 +40,7 @@ from infinity_engine.partition.rounds import (
     Wire,
     Work,
     ignore,
+    nothing,
 )
 
 __all__ = ["CollectiveEvent", "Collectives"]
@@ -341,10 +342,15 @@ class _Related:
 
     failures: Failures
     ranks: tuple[int, ...]
+    lane: tuple[Accelerator, Stream] | None  # where data is on a GPU
     own_order: bool = (
         False  # whether ranks may start its collectives at other points of their programs
     )
     sequences: list[Collectives] = field(default_factory=list)
+
+
+def _join_nothing(_number: int) -> None:
+    """Start nothing: this sequence cannot help another rank."""
 
 
 # --- all of them ----------------------------------------------------------------------------------
@@ -368,26 +374,23 @@ class Collectives:
     ) -> None:
         self.name = name
         self.rank = rank
-        self.size = size
         self.timeout_s = timeout_s
         self._channel = channel
-        self._lane = lane
         self._related = related or _Related(
             Failures(channel.store, name, rank, size, patience_s=min(_PATIENCE_S, timeout_s)),
             tuple(range(size)),
+            lane,
         )
-        self._failures = self._related.failures
         self._failure: CollectiveError | None = None
         self._closed = False
         self._polling = False
         self._started = 0
         self._looked = self._asked = 0.0
-        self._join: Callable[[int], object] | None = None
-        self._while_waiting: Callable[[], object] | None = None
+        self._join: Callable[[int], object] = _join_nothing
+        self._while_waiting: Callable[[], object] = nothing
         self._headers: deque[tuple[Pending, HostWork, torch.Tensor]] = deque()
         self._under_way: deque[Pending] = deque()
-        self._sequences = self._related.sequences
-        self._sequences.append(self)
+        self._related.sequences.append(self)
 
     @classmethod
     def alone(cls) -> Collectives:
@@ -459,9 +462,13 @@ class Collectives:
             rank=related.ranks.index(self._related.ranks[self.rank]),
             size=len(related.ranks),
             timeout_s=self.timeout_s,
-            lane=self._lane,
             related=related,
         )
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self._related.ranks)
 
     def on_wait(self, call: Callable[[], object]) -> None:
         """Call this again and again while this rank waits in this sequence; an exception that it
@@ -489,7 +496,7 @@ class Collectives:
         """Whether ranks learn that they wait for one another in two orders, which `on_stall`
         resolves.
         """
-        return self._failures.has_store
+        return self._related.failures.has_store
 
     @property
     def failed(self) -> bool:
@@ -632,9 +639,9 @@ class Collectives:
             return
         self._closed = True
         if error is not None and self._failure is None:
-            self._failures.report(f"has left with {type(error).__name__}: {_brief(error)}")
+            self._related.failures.report(f"has left with {type(error).__name__}: {_brief(error)}")
         else:
-            self._failures.leave(f"has left after {self._started} collectives")
+            self._related.failures.leave(f"has left after {self._started} collectives")
         if self._under_way and self._failure is None:
             pending = self._under_way[0]
             self._end_all(
@@ -660,13 +667,12 @@ class Collectives:
     def _wait_until(self, reached: Callable[[], bool], pending: Pending) -> None:
         since = time.monotonic()
         while True:
-            for sequence in self._sequences:
+            for sequence in self._related.sequences:
                 sequence.poll()
             if reached():
                 return
             self._look()
-            if self._while_waiting is not None:
-                self._while_waiting()
+            self._while_waiting()
             if time.monotonic() - max(since, self._asked) > _STALL_S and pending.waits_for_headers:
                 self._asked = time.monotonic()
                 self._resolve_stall(pending)
@@ -686,14 +692,14 @@ class Collectives:
         these only, as it may be anywhere past where the others are. A collective of all ranks waits
         for all of them, so nothing can come then.
         """
-        everybody = self._sequences[0]
+        everybody = self._related.sequences[0]
         if self._related.own_order:
             for among in {self.name, everybody.name}:
-                self._failures.want(pending.number, self._position, among)
+                self._related.failures.want(pending.number, self._position, among)
             return
-        number, position = self._failures.wanted(self.name)
-        for other in self._sequences:
-            if other._join is not None and number > other._started and pending.position > position:
+        number, position = self._related.failures.wanted(self.name)
+        for other in self._related.sequences:
+            if number > other._started and pending.position > position:
                 other._join(number)
 
     @property
@@ -702,7 +708,9 @@ class Collectives:
         ranks.
         """
         return sum(
-            sequence._started for sequence in self._sequences if not sequence._related.own_order
+            sequence._started
+            for sequence in self._related.sequences
+            if not sequence._related.own_order
         )
 
     def _block(self) -> None:
@@ -712,7 +720,7 @@ class Collectives:
         if work is None or isinstance(work, Event):
             time.sleep(_PAUSE_S)
         else:
-            others = [sequence for sequence in self._sequences if sequence is not self]
+            others = [sequence for sequence in self._related.sequences if sequence is not self]
             work.block(
                 _TURN_S
                 if any(other._under_way for other in others)
@@ -746,7 +754,7 @@ class Collectives:
         # docs/decisions/0014-many-ranks.md). It waits for the ranks' programs, never for a device.
         header = Header(self._started, op, digest(op, key.hex()), nbytes)
         # `==`, as every access of a method makes another object.
-        in_stream = self._lane is not None and issue == self._issue
+        in_stream = self._related.lane is not None and issue == self._issue
         pending = Pending(
             header,
             rounds,
@@ -802,16 +810,16 @@ class Collectives:
             problem = disagreement(headers, self._related.ranks)
             if problem is not None:
                 # no alarm: all ranks see the same headers
-                self._failures.leave(f"has stopped, as {problem}")
+                self._related.failures.leave(f"has stopped, as {problem}")
                 self._end_all(self._error(pending.op, problem))
                 return
             pending.agreed([header.nbytes for header in headers])
 
     def _issue(self, round_: Round) -> Work:
-        if self._lane is None:
+        if self._related.lane is None:
             round_.pack()
             return _Unpacking(self._channel.start(round_.wire, on_host=False), round_.unpack)
-        accelerator, stream = self._lane
+        accelerator, stream = self._related.lane
 
         def work() -> None:
             round_.pack()
@@ -835,7 +843,7 @@ class Collectives:
             self._fail(oldest, TimeoutError(f"not all ranks came within {self.timeout_s:g} s"))
         elif now - self._looked > _LOOK_S:
             self._looked = now
-            if self._failures.seen():
+            if self._related.failures.seen():
                 self._fail(oldest, None)
 
     def _fail(self, pending: Pending, cause: BaseException | None) -> None:
@@ -845,9 +853,11 @@ class Collectives:
         if self._failure is not None:
             return
         known = [] if cause is None else [_first_sentence(cause)]
-        self._failures.report(f"has stopped in {': '.join([pending.op, *known])}")
+        self._related.failures.report(f"has stopped in {': '.join([pending.op, *known])}")
         try:
-            raise self._error(pending.op, "; ".join([*known, *self._failures.account()])) from cause
+            raise self._error(
+                pending.op, "; ".join([*known, *self._related.failures.account()])
+            ) from cause
         except (
             CollectiveError
         ) as failure:  # raised once so that it has its cause; every wait raises it again
@@ -864,7 +874,7 @@ class Collectives:
         for pending in self._under_way:
             if not pending.ended:
                 pending.end(failure)
-        for other in self._sequences:
+        for other in self._related.sequences:
             if other._failure is None:
                 other._end_all(failure)
 
