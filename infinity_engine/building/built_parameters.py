@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 
 from deepnvme.memory.buffers import memory_of
+from deepnvme.sizes import PAGE
 from infinity_engine.building.built_parameter import BuiltParameter, is_plain, nbytes_of, plainly
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import Ledger, return_freed_memory
@@ -28,7 +29,7 @@ from infinity_engine.units import MiB, align_down, align_up
 __all__ = ["CACHE_PART", "BuiltParameters", "first_sizes"]
 
 CACHE_PART = 4  # Without a given size, the cache is this part of the free host budget: one in four.
-_PAGE = 4096
+
 _STEP = 256 * MiB  # the least that the swap file grows by, where the budget has it
 # after so many freed bytes malloc returns its holes to the system
 _RETURNED = 16 * MiB
@@ -243,7 +244,7 @@ class BuiltParameters:
             )
             return
         record.check_untouched(parameter)
-        page = align_down(start, _PAGE)
+        page = align_down(start, PAGE)
         if page == start:
             self._read_part(record, record.place.part(start, nbytes), values)
         else:
@@ -287,12 +288,12 @@ class BuiltParameters:
         Raises:
             CapacityError: the budget's nvme, or a drive, has no more.
         """
-        if align_up(nbytes, _PAGE) > self._swap.free_bytes:
+        if align_up(nbytes, PAGE) > self._swap.free_bytes:
             self._prune()
-        missing = align_up(nbytes, _PAGE) - self._swap.free_bytes
+        missing = align_up(nbytes, PAGE) - self._swap.free_bytes
         if missing > 0:
             left = {
-                directory: align_down(self._ledger.free(Tier.NVME, directory=directory), _PAGE)
+                directory: align_down(self._ledger.free(Tier.NVME, directory=directory), PAGE)
                 for directory in self._budget
             }
             if missing > sum(left.values()):
@@ -520,7 +521,7 @@ def first_sizes(budget: Mapping[str, int]) -> dict[str, int]:
     model.
     """
     shares = _shares(_STEP, budget)
-    return {name: min(nbytes, max(2 * _PAGE, shares[name])) for name, nbytes in budget.items()}
+    return {name: min(nbytes, max(2 * PAGE, shares[name])) for name, nbytes in budget.items()}
 
 
 def _shares(nbytes: int, left: Mapping[str, int]) -> dict[str, int]:
@@ -531,5 +532,5 @@ def _shares(nbytes: int, left: Mapping[str, int]) -> dict[str, int]:
     if nbytes >= total:
         return dict(left)
     return {
-        name: min(free, align_up(-(-nbytes * free // total), _PAGE)) for name, free in left.items()
+        name: min(free, align_up(-(-nbytes * free // total), PAGE)) for name, free in left.items()
     }
