@@ -28,9 +28,9 @@ from infinity_engine.optim import (
     Segment,
     Subgroup,
     SubgroupState,
+    Values,
     update_records,
 )
-from infinity_engine.optim import Stream as Values
 from infinity_engine.parameters.parameters import TrainedParameter
 from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import (
@@ -46,7 +46,7 @@ from infinity_engine.plan.ops import (
     UploadStates,
 )
 from infinity_engine.plan.step import Home, StepPlan
-from infinity_engine.progress import Teller
+from infinity_engine.progress import ProgressReporter
 from infinity_engine.storage import IOEvent, Place
 from infinity_engine.update.captured import (
     CapturedPiece,
@@ -280,13 +280,17 @@ class StateKeeper:
         self._receiver = receiver
 
     def begin(
-        self, originals: _Originals, rules: Sequence[Rule], previous: PreviousStates, teller: Teller
+        self,
+        originals: _Originals,
+        rules: Sequence[Rule],
+        previous: PreviousStates,
+        reporter: ProgressReporter,
     ) -> None:
         """Write the first masters, of `originals` in fp32, and states: `previous`, or what each
         rule begins with.
         """
         total = sum(self._nbytes(held.subgroup, held.home) for held in self._held.values())
-        with teller.part("making optimizer states", total) as made:
+        with reporter.part("making optimizer states", total) as made:
             self._begin(originals, rules, previous, made)
 
     def _begin(
