@@ -199,13 +199,13 @@ def time_quickest_step(
     """Return the same, and whether the update goes on beside the next forward, which the training
     may leave open.
 
-    Where parameters are fetched and states visit, a step may be longer so (decision 0016). Only the
-    seconds of a forward tell, so without a rate of computing nothing is changed.
+    Some steps are longer so (decision 0016): the thread that updates also waits for parameters.
+    Only the seconds of a forward tell, so without a rate of computing nothing is changed.
     """
     modules = _needs(plan, sizing, training)
-    timeline = _TimedStep(plan, sizing, training, means, modules).run()
-    may_be_longer = plan.steps.staging_bytes and plan.steps.parameters is not Tier.DEVICE
-    if training.overlap is None and may_be_longer and means.compute_rate(training) is not None:
+    beside = _TimedStep(plan, sizing, training, means, modules)
+    timeline = beside.run()
+    if training.overlap is None and beside.deferred and means.compute_rate(training) is not None:
         apart = _TimedStep(plan, sizing, replace(training, overlap=False), means, modules).run()
         if apart.ns < timeline.ns:
             return apart, False
@@ -247,7 +247,7 @@ class _TimedStep:
         self._checkpointing = training.checkpointing
         self._limit = plan.demand.fetched
         self._modules = modules
-        self._deferred = training.overlap is not False and _defers(plan, self._modules, means)
+        self.deferred = training.overlap is not False and _defers(plan, self._modules, means)
         self._durations: dict[tuple[int, int], int] = {}  # modules are mostly alike
         self._clocks = LaneClocks(self._rates_of_update(means), free=self._free)
         # Says what a transfer takes while nothing goes the other way.
@@ -267,7 +267,7 @@ class _TimedStep:
         self._update_busy_ns: dict[Lane, int] = {}
 
     def run(self) -> StepTimeline:
-        deferred = self._deferred
+        deferred = self.deferred
         if not deferred:
             self._go_on(len(self._plan.steps.ops))
         begin_ns = 0 if deferred else self._update_ns
@@ -317,7 +317,7 @@ class _TimedStep:
             if op.lane not in self._free:
                 amounts[op.lane] = amounts.get(op.lane, 0) + op.amount
         computing_s = 0.0
-        if self._deferred and self._compute is Lane.HOST:
+        if self.deferred and self._compute is Lane.HOST:
             computing_s = (
                 sum(self._duration_ns(needs.flops, 0) for needs in self._modules) / _NS_PER_S
             )
