@@ -24,6 +24,7 @@ from infinity_engine.errors import (
     MissingDependencyError,
     TraceMismatch,
     TransferError,
+    UnsupportedCheckpoint,
 )
 
 EXAMPLES = (
@@ -48,6 +49,9 @@ EXAMPLES = (
     IncompleteCheckpoint(path="/ckpt", missing=("rank0.bin", "rank1.bin")),
     ChecksumError(path="/ckpt", entry="wte.weight", offset=4096, expected=0xBEEF, found=0xDEAD),
     DamagedCheckpoint(path="/ckpt", entry="manifest", flaw="it was cut"),
+    UnsupportedCheckpoint(
+        path="/ckpt", entry="zero_pp_rank_0", flaw="it was split", change="merge it"
+    ),
     DamageError(
         errno=errno.EBADMSG,
         path="/mnt/a/swap",
