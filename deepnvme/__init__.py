@@ -43,7 +43,7 @@ if _typing.TYPE_CHECKING:
     from deepnvme.queue.future import IOFuture
     from deepnvme.queue.queue import Direct, File, IOQueue, Sync, WhenFull
     from deepnvme.store.store import Checksum, Durability, TensorStore, UncommittedWarning
-    from deepnvme.store.store_threads import StoreFuture
+    from deepnvme.store.store_future import StoreFuture
     from deepnvme.store.tensor_io import Damage
     from deepnvme.volume.member import Access
     from deepnvme.volume.volume import Member, Volume
@@ -110,7 +110,7 @@ _PARTS = (
     "volume.member",
     "volume.volume",
     "store.tensor_io",
-    "store.store_threads",
+    "store.store_future",
     "store.store",
     "formats.safetensors",
     "checkpoint",

@@ -1,8 +1,8 @@
 """The settings of the engine: every one of them with its meaning, its check and its only default.
 
 Frozen data, checked when made, read from and written to JSON-like mappings; the documentation's
-tables come from here. Knows no tensor and starts nothing. Used by engine/ and cli/ only: everything
-below gets plain arguments.
+tables come from here. Knows no tensor and starts nothing. Used by engine/ and cli/ only: the rooms
+below get plain arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infinity_engine.plan.strategy import STRATEGIES
 from infinity_engine.units import parse_bytes, positive
 
 __all__ = [
-    "Accelerator",
+    "AcceleratorChoice",
     "Backend",
     "Checksum",
     "EngineConfig",
@@ -31,7 +31,7 @@ __all__ = [
     "Recording",
     "Replanning",
     "Setting",
-    "Stage",
+    "ShardingStage",
     "StorageConfig",
     "TelemetryConfig",
     "settings_table",
@@ -81,7 +81,7 @@ class Replanning(Enum):
     OFF = "off"  # No: the first plan is that of every step.
 
 
-class Accelerator(Enum):
+class AcceleratorChoice(Enum):
     """What DEVICE is."""
 
     AUTO = "auto"  # cuda where there is a usable GPU, otherwise cpu.
@@ -110,10 +110,10 @@ class Checksum(Enum):
     OFF = "off"  # Not at all.
 
 
-class Stage(Enum):
+class ShardingStage(Enum):
     """What is cut over the ranks; what is not, each rank has whole."""
 
-    ALONE = "alone"  # Nothing: each process trains a model of its own, whoever has started it.
+    ALONE = "alone"  # Nothing: each process trains a model of its own, also under torchrun.
     # Its states; each rank has whole parameters, and whole gradients until the step.
     OPTIMIZER = "optimizer"
     GRADIENTS = "gradients"  # Gradients as well, as soon as they are made.
@@ -228,7 +228,7 @@ def _bytes_of_drives() -> _Kind:
     def read(place: str, given: object) -> int | Directories[int]:
         if isinstance(given, Mapping):
             return Directories(
-                {name: size(f"{place}[{name!r}]", each) for name, each in given.items()},
+                {name: size(f"{place}[{name!r}]", nbytes) for name, nbytes in given.items()},
                 field=place,
             )
         return size(place, given)
@@ -262,7 +262,7 @@ def _names() -> _Kind:
         if (
             isinstance(given, str)
             or not isinstance(given, Sequence)
-            or not all(isinstance(each, str) for each in given)
+            or not all(isinstance(name, str) for name in given)
         ):
             raise ConfigError(field=place, value=given, expected=words)
         return tuple(given)
@@ -314,6 +314,7 @@ class _Settings:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = _kind(item).read(f"{type(self).__name__}.{item.name}", getattr(self, item.name))
+            # The class is frozen: this replaces what was given by what its kind has read.
             object.__setattr__(self, item.name, value)
 
     @classmethod
@@ -382,10 +383,10 @@ class RanksConfig(_Settings):
     needs none.
     """
 
-    stage: Stage = field(
-        default=Stage.PARAMETERS,
+    stage: ShardingStage = field(
+        default=ShardingStage.PARAMETERS,
         metadata=_about(
-            _member(Stage), "what is cut over the ranks, beside the optimizer's states"
+            _member(ShardingStage), "what is cut over the ranks, beside the optimizer's states"
         ),
     )
     partitioning: Partitioning = field(
@@ -480,9 +481,9 @@ class EngineConfig(_Settings):
             "the dtype that parameters compute in; model: each one's own; others cast (memory.md)",
         ),
     )
-    accelerator: Accelerator = field(
-        default=Accelerator.AUTO,
-        metadata=_about(_member(Accelerator), "what DEVICE is"),
+    accelerator: AcceleratorChoice = field(
+        default=AcceleratorChoice.AUTO,
+        metadata=_about(_member(AcceleratorChoice), "what DEVICE is"),
     )
     parameters: ParametersAt = field(
         default=ParametersAt.AUTO,
@@ -519,7 +520,7 @@ class EngineConfig(_Settings):
     )
     accumulation_steps: int = field(
         default=1,
-        metadata=_about(_whole(1), "micro-batches whose gradients are added up for one update"),
+        metadata=_about(_whole(1), "micro-batches that are summed for one update"),
     )
     max_grad_norm: float | None = field(
         default=None,

@@ -1,25 +1,26 @@
 """The exceptions that say what went wrong with settings, memory, moves, ranks or a checkpoint: all
 are InfinityErrors.
 
-A mistake of the calling code that none of them is about, such as calls in a wrong order, raises
-Python's own errors. Each class takes what it knows as keyword fields, keeps them as attributes, and
-composes its message from them. All of them survive pickling where what they hold does, so that a
-rank or a worker can hand one over. Imports nothing of the package; called by everybody.
+Mistakes of the calling code that none of them covers, such as calls in a wrong order, raise
+Python's own errors. Each class takes its facts as keyword fields, keeps them as attributes, and
+composes its message from them. All of them survive pickling where their fields do, so that one
+process can send an error to another. Imports nothing of the package and is imported by all of it.
 
     InfinityError
-      ConfigError(ValueError)               a value that cannot be right: field, value, expected
+      ConfigError(ValueError)               a setting or argument that cannot be right
       MissingDependencyError(ImportError)   an optional package is needed and not installed
-      CapacityError                         a tier cannot hold what was asked of it
+      CapacityError                         a tier has no room for what was asked of it
       IllegalTransition                     a shard cannot go from this residency to that one
       TraceMismatch                         another module ran than the trace says
       TransferError(OSError)                an I/O or a copy failed
-        DamageError                         swapped bytes came back as others than were written
+        DamageError                         bytes read back from the drives are not those written
       CollectiveError                       a collective of several ranks failed
       CheckpointError                       a checkpoint cannot be used
-        ManifestMismatch                    it describes something else than was asked for
-        IncompleteCheckpoint                parts of it are not there
+        ManifestMismatch                    it describes another model or configuration
+        IncompleteCheckpoint                parts of it are missing
         ChecksumError                       bytes on disk are not the bytes that were written
-        DamagedCheckpoint                   one of its files is not what the format demands
+        DamagedCheckpoint                   one of its files does not follow the format
+        UnsupportedCheckpoint               another library wrote it in a way that is not read here
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ __all__ = [
     "MissingDependencyError",
     "TraceMismatch",
     "TransferError",
+    "UnsupportedCheckpoint",
 ]
 
 _SHOWN_CHARACTERS = 200
@@ -76,7 +78,7 @@ class InfinityError(Exception):
 
 @dataclass(kw_only=True, eq=False)
 class ConfigError(InfinityError, ValueError):
-    """A value that cannot be right, whoever gave it: the field, the value, what would be right."""
+    """A setting or argument that cannot be right: the field, its value, and what would be right."""
 
     field: str
     value: object
@@ -84,8 +86,8 @@ class ConfigError(InfinityError, ValueError):
 
     @classmethod
     def unknown_name(cls, *, field: str, name: object, known: Iterable[str]) -> ConfigError:
-        """The error for a name that is not among the known ones, with the nearest of them
-        offered.
+        """Return the error for a name that is not among the known ones; it suggests the nearest of
+        them.
         """
         names = list(known)
         near = difflib.get_close_matches(str(name), names, n=1)
@@ -100,10 +102,10 @@ class ConfigError(InfinityError, ValueError):
 
 @dataclass(kw_only=True, eq=False)
 class MissingDependencyError(InfinityError, ImportError):
-    """An optional package is missing or too old: what needs it, the package, the extra that brings
-    it.
+    """An optional package is missing or too old: the feature that needs it, the package, the extra
+    that installs it.
 
-    `found` is the version that is installed, None where there is none.
+    `found` is the installed version, None where there is none.
     """
 
     needed_by: str
@@ -124,12 +126,12 @@ class MissingDependencyError(InfinityError, ImportError):
 
 @dataclass(kw_only=True, eq=False)
 class CapacityError(InfinityError):
-    """A tier cannot hold what was asked of it.
+    """A tier has no room for what was asked of it.
 
-    `limit` is what the tier may hold in all and `free` what of it is not taken; `holders` are those
-    that took the rest, as (name, nbytes); `change` says what would make it fit; `directory` names
-    the drive where there are several. `largest` is the largest piece of what is free, where that is
-    in pieces. Where raising one of the budget's limits is enough, `budget` is its name, and the
+    `limit` is the most that the tier may hold and `free` how much of it is not taken; `holders`
+    took the rest, as (name, nbytes); `change` says what would make it fit; `directory` names the
+    drive where there are several. `largest` is the largest free piece, where free bytes are in
+    pieces. Where raising one of the budget's limits is enough, `budget` is its name, and the
     message says to how much.
     """
 
@@ -194,15 +196,15 @@ class IllegalTransition(InfinityError):  # noqa: N818 - the name says it without
 
 @dataclass(kw_only=True, eq=False)
 class TraceMismatch(InfinityError):  # noqa: N818 - the name says it without 'Error'
-    """Another module ran than the trace of the first step says."""
+    """Another module ran than the trace of an earlier step says."""
 
     expected: str
     seen: str
 
     def _message(self) -> str:
         return (
-            f"the trace expects module {self.expected} to run next, but {self.seen} ran: "
-            "the model's control flow changed since the trace was taken, so take it again"
+            f"the trace expects module {self.expected} to run next, but {self.seen} ran: the "
+            "model's control flow has changed since the trace was recorded, so record it again"
         )
 
 
@@ -210,8 +212,8 @@ class TraceMismatch(InfinityError):  # noqa: N818 - the name says it without 'Er
 class TransferError(InfinityError, OSError):
     """An I/O or a copy failed: `done` of the `asked` bytes at `offset` of `path` were moved.
 
-    `what` says whose bytes they are, where that is known. An OSError: `errno`, `strerror` and
-    `filename` are set as usual.
+    `what` names the data, where that is known. An OSError: `errno`, `strerror` and `filename` are
+    set as usual.
     """
 
     errno: int
@@ -237,8 +239,7 @@ class TransferError(InfinityError, OSError):
 
 @dataclass(kw_only=True, eq=False)
 class DamageError(TransferError):
-    """Bytes that were swapped out came back as others: their checksums are not those of what was
-    written.
+    """Bytes read back from the drives are not those that were written: their checksums differ.
 
     They begin at `offset` of `path`; those that lie elsewhere are in `others`, as (path, offset).
     """
@@ -250,21 +251,20 @@ class DamageError(TransferError):
     def _message(self) -> str:
         what = f"{self.what}: " if self.what else ""
         others = "".join(
-            f", which go on in {path} at offset {offset}" for path, offset in self.others
+            f", continued in {path} at offset {offset}" for path, offset in self.others
         )
         return (
             f"{what}{self.path}: {_size(self.asked)} at offset {self.offset}{others} are damaged: "
-            f"their crc32c is {self.found:#010x}, that of what was written was "
-            f"{self.expected:#010x}. "
-            "Try once more; if they stay so, check the drive and the memory, and begin again from "
-            "the last checkpoint"
+            f"their crc32c is {self.found:#010x}, but the bytes that were written had "
+            f"{self.expected:#010x}. Try again; if that fails, check the drive and the memory, "
+            "and resume from the last checkpoint"
         )
 
 
 @dataclass(kw_only=True, eq=False)
 class CollectiveError(InfinityError):
-    """A collective of several ranks failed on this one; `reason` says what is known of the
-    others.
+    """A collective of several ranks failed on this one; `reason` says what is known of the other
+    ranks.
     """
 
     group: str
@@ -293,7 +293,7 @@ class CheckpointError(InfinityError):
 
 @dataclass(kw_only=True, eq=False)
 class ManifestMismatch(CheckpointError):  # noqa: N818 - the name says it without 'Error'
-    """The manifest describes something else than was asked for."""
+    """The manifest describes another model or configuration than the one that is loaded."""
 
     entry: str
     expected: object
@@ -310,7 +310,7 @@ class ManifestMismatch(CheckpointError):  # noqa: N818 - the name says it withou
 
 @dataclass(kw_only=True, eq=False)
 class IncompleteCheckpoint(CheckpointError):  # noqa: N818 - the name says it without 'Error'
-    """Parts of the checkpoint are not there."""
+    """Parts of the checkpoint are missing."""
 
     missing: tuple[str, ...]
 
@@ -345,15 +345,32 @@ class ChecksumError(CheckpointError):
 
 @dataclass(kw_only=True, eq=False)
 class DamagedCheckpoint(CheckpointError):  # noqa: N818 - the name says it without 'Error'
-    """The file `entry` of the checkpoint is not what the format demands: `flaw` says why."""
+    """The file `entry` of the checkpoint does not follow the format: `flaw` says why."""
 
     entry: str
     flaw: str
 
     def _message(self) -> str:
         return (
-            f"checkpoint {self.path}: {self.entry} cannot be used: {self.flaw}. "
-            "Load an earlier committed checkpoint, or copy this one again from where it was whole"
+            f"checkpoint {self.path}: {self.entry} cannot be used: {self.flaw}. Load an earlier "
+            "committed checkpoint, or copy this one again from an intact copy"
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class UnsupportedCheckpoint(CheckpointError):  # noqa: N818 - the name says it without 'Error'
+    """Another library wrote the checkpoint in a way that is not read here: `flaw` says which.
+
+    `change` says what to do instead.
+    """
+
+    entry: str
+    flaw: str
+    change: str
+
+    def _message(self) -> str:
+        return (
+            f"checkpoint {self.path}: {self.entry} cannot be imported: {self.flaw}. {self.change}"
         )
 
 
@@ -369,7 +386,7 @@ def _size(nbytes: int) -> str:
     # units.format_bytes rounds and units imports this module; an error needs the exact number, with
     # one to read beside.
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        # Not 1024.00 of the next smaller unit.
+        # else it would print 1024.00 MiB for 1 GiB
         if nbytes >= scale or round(1024 * nbytes / scale, 2) >= 1024:
             hundredths = (100 * nbytes + scale // 2) // scale  # no float, as these end at 1e308
             return f"{nbytes} B ({hundredths // 100}.{hundredths % 100:02} {unit})"

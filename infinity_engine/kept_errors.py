@@ -1,10 +1,5 @@
-"""Errors that are kept to be raised later, or more than once, without the buffers of those that
-they passed.
-
-[Note: errors that are kept] The traceback of an error has the frames that it passed. Their locals
-have buffers, and often the error itself: a cycle, which keeps the buffers until Python's collector
-runs. So a function that keeps an error, in an object or in a local beyond its except clause, keeps
-`kept(error)` and raises `again(error)`.
+"""Errors that are kept to be raised later, or more than once, without the buffers that their
+tracebacks refer to.
 """
 
 from __future__ import annotations
@@ -20,16 +15,21 @@ __all__ = ["again", "kept"]
 _Error = TypeVar("_Error", bound=BaseException)
 
 
+# [Note: errors that are kept] The traceback of an error has the frames that it passed. Their locals
+# have buffers, and often the error itself: a cycle, which keeps the buffers until Python's
+# collector runs. So a function that keeps an error, in an object or in a local beyond its except
+# clause, keeps `kept(error)` and raises `again(error)`.
 def kept(error: _Error) -> _Error:
-    """Return an error, caught where this is called, such that it keeps nothing else: [Note: errors
-    that are kept].
+    """Return an error, caught where this is called, without references to anything else: [Note:
+    errors that are kept].
 
-    Ours say all themselves. Of others, which may be mistakes in the code, the lines below the
-    caller stay.
+    An InfinityError says everything in its message. Of other errors, which may be bugs, the frames
+    below the caller stay.
     """
     passed: BaseException | None = error
     while passed is not None:
         at = passed.__traceback__
+        # Drops the locals of frames that have returned; those still running keep theirs.
         traceback.clear_frames(at)
         passed.__traceback__ = (
             None if at is None or isinstance(passed, InfinityError) else at.tb_next
@@ -42,6 +42,7 @@ def kept(error: _Error) -> _Error:
 def again(error: _Error) -> _Error:
     """Return a copy of an error that is kept, to be raised: [Note: errors that are kept]."""
     try:
+        # A copy, as raising adds to the traceback: the kept error would grow with every raise.
         copied = copy.copy(error)
     except Exception:  # of a class that cannot be copied
         return error

@@ -1,4 +1,4 @@
-"""What a call of `Engine.step` can do. Pure data."""
+"""The result of a call of `Engine.step`. Pure data."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["Outcome", "StepResult"]
 
 
 class Outcome(Enum):
-    """What a call of `step` did."""
+    """The effect of a call of `step`."""
 
-    UPDATED = "updated"  # every parameter that had a gradient
+    UPDATED = "updated"  # every parameter that had a gradient was updated was updated
     # nothing: gradients wait for more micro-batches, or for step(update=True)
     ACCUMULATED = "accumulated"
     SKIPPED = "skipped"  # nothing: gradients were not finite, and the loss scale is lower now
@@ -19,7 +19,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a call of `step` did, and the gradients' norm before clipping where that was
+    """The effect of a call of `step`, and the gradients' norm before clipping where that was
     computed.
     """
 

@@ -1,7 +1,8 @@
-"""`Progress`: how far long work before training is: told to a function of the user's, now and then.
+"""`Progress`: how far long work before training has come, reported to a function of the user's now
+and then.
 
-Counts bytes that others move, and estimates nothing. What the function raises ends the work, as any
-failure does.
+Counts bytes that its callers move, and estimates nothing. An exception of that function ends the
+work, as any failure.
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ from dataclasses import dataclass
 from infinity_engine.errors import ConfigError
 from infinity_engine.units import format_bytes
 
-__all__ = ["Progress", "Teller"]
+__all__ = ["Progress", "ProgressReporter"]
 
 _PERIOD_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How much of some work is done; `total` is None where nobody knows yet how much there is.
-
-    As text, one line.
+    """How much of some work is done; `total_bytes` is None while the total is unknown. As text, one
+    line.
     """
 
     what: str
@@ -36,39 +36,40 @@ class Progress:
         return f"{self.what}: {format_bytes(self.done_bytes)}{total}"
 
 
-class Teller:
-    """Tells `tell`, where there is one: once a second at most, and when a part of the work has
+class ProgressReporter:
+    """Calls `report`, where there is one: at most once a second, and when a part of the work has
     ended.
 
     Raises:
         ConfigError: it cannot be called.
     """
 
-    def __init__(self, tell: object = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tell = tell if callable(tell) else None
-        if tell is not None and self._tell is None:
+    def __init__(self, report: object = None, clock: Callable[[], float] = time.monotonic) -> None:
+        if report is not None and not callable(report):
             expected = "a function that takes one argument, such as print, or None"
-            raise ConfigError(field="progress", value=tell, expected=expected)
+            raise ConfigError(field="progress", value=report, expected=expected)
+        self._report = report or _ignore
         self._clock = clock
-        self._told = clock()
+        self._reported = clock()
 
     @contextmanager
     def part(self, what: str, total_bytes: int | None) -> Iterator[Callable[[int], None]]:
-        """Yield what is called with the bytes that were done in the body since it was called
-        last.
-        """
+        """Yield a function; the body calls it with the bytes that were done since the last call."""
         done = 0
 
         def more(nbytes: int) -> None:
             nonlocal done
             done += nbytes
-            if self._clock() - self._told >= _PERIOD_S:
-                tell()
+            if self._clock() - self._reported >= _PERIOD_S:
+                report()
 
-        def tell() -> None:
-            if self._tell is not None:
-                self._tell(Progress(what=what, done_bytes=done, total_bytes=total_bytes))
-            self._told = self._clock()
+        def report() -> None:
+            self._report(Progress(what=what, done_bytes=done, total_bytes=total_bytes))
+            self._reported = self._clock()
 
         yield more
-        tell()
+        report()
+
+
+def _ignore(_progress: Progress) -> None:
+    """Report nothing."""

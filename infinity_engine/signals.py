@@ -1,11 +1,11 @@
-"""`HeldSignals`: Ctrl-C, and what else a signal's handler raises, waits while the engine is in the
-midst of something.
+"""`HeldSignals`: Ctrl-C, and what other signals' handlers raise, waits until the engine's state is
+consistent.
 
-Python runs handlers between any two instructions, also of ours, and half of a move would be noted.
-In the body of a hold they are noted themselves, each once, and act when the outermost has ended. At
-a safe point within it only Ctrl-C does, where its handler is Python's own: another may call the
-engine. Handlers are replaced for that time only, or while somebody watches, and in the main thread,
-which alone runs them.
+Python runs handlers between any two instructions, also of the engine, where half of a move would be
+noted. In the body of a hold each signal is noted once, and its handler runs when the outermost hold
+has ended. At a safe point within a hold only Ctrl-C acts, and only with Python's own handler:
+another may call the engine. Handlers are replaced only during holds, or while a watch lasts, and in
+the main thread, which alone runs them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class HeldSignals:
         self._main = threading.main_thread().ident
         self._holds = 0
         self._users = 0  # holds and watches
-        self._handlers: dict[int, _Handler] = {}  # of those whose signals come to this one instead
-        self._came: dict[int, _Handler] = {}
+        self._handlers: dict[int, _Handler] = {}  # the replaced handlers, by signal
+        # handlers of the signals that came, to be run later
+        self._came: dict[int, _Handler] = {}  # handlers of the signals that came, to be run later
 
     def __enter__(self) -> None:
         """Hold signals back."""
@@ -63,6 +64,7 @@ class HeldSignals:
             try:
                 if not self._users:
                     self._replace()
+            # A handler raised before all were replaced: the hold has not begun.
             except BaseException:
                 self._holds -= 1
                 raise
@@ -74,8 +76,8 @@ class HeldSignals:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """Let them act, where this is the outermost hold; where no user is left, let them go where
-        they went before.
+        """Run the handlers of held signals, where this is the outermost hold; put handlers back
+        after the last user.
         """
         if threading.get_ident() == self._main:
             try:
@@ -88,10 +90,10 @@ class HeldSignals:
                     self._act()
 
     def holding(self, call: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Return what does the same with signals held back.
+        """Return a function that does the same as `call` with signals held back.
 
-        And outside of an inference mode of who calls: what is made there stays, and could not be
-        trained with later.
+        It also leaves the caller's inference mode: tensors made there stay, and could not be
+        trained later.
         """
 
         @wraps(call)
@@ -107,7 +109,8 @@ class HeldSignals:
         return held
 
     def watch(self, until: ExitStack) -> None:
-        """Spare holds the replacing of handlers `until` then; signals act as ever outside of holds.
+        """Keep the handlers replaced until the stack closes, so that holds need not; signals act as
+        usual outside of holds.
 
         This is called, and the stack closed, within holds.
         """
@@ -116,7 +119,7 @@ class HeldSignals:
             until.callback(self._unwatch)
 
     def safe_point(self) -> None:
-        """Let Ctrl-C act here, where everything is noted.
+        """Let Ctrl-C act here, where the engine's state is consistent.
 
         Raises:
             KeyboardInterrupt: it came, and its handler is Python's own.
@@ -131,7 +134,7 @@ class HeldSignals:
         self._users -= 1
 
     def _replace(self) -> None:
-        """Have signals come here, or none of them where a handler raises meanwhile."""
+        """Replace the handlers, or none of them where a handler raises meanwhile."""
         try:
             for number in _SIGNALS:
                 handler = signal.getsignal(number)
@@ -146,25 +149,29 @@ class HeldSignals:
         if handlers:
             try:
                 number, handler = handlers[0]
-                if signal.getsignal(number) == self._note:  # else it is somebody's newer one
+                if signal.getsignal(number) == self._note:  # else a newer one is installed
                     signal.signal(number, handler)
-            finally:  # a handler that is back may raise at once
+            finally:  # a handler may raise as soon as it is back
+                # Recursive, so that a handler that raises leaves none of the others replaced.
                 self._give_back(handlers[1:])
 
     def _act(self) -> None:
-        """Call the handlers of all that came, also of those behind one that raises."""
+        """Run the handlers of all signals that came, also of those behind one that raises."""
         if self._came:
             try:
                 number, frame = next(iter(self._came)), sys._getframe(1)
                 handler = self._came[number]
-                del self._came[number]  # last, so that none is lost to another that comes meanwhile
+                del self._came[
+                    number
+                ]  # only now: a signal that interrupts before this line must not lose the handler
                 handler(number, frame)
             finally:
+                # Recursive for the same reason: handlers behind one that raises run as well.
                 self._act()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         handler = self._handlers[number]
-        # a child that another thread forked has no hold
+        # a child forked by another thread has no hold
         if self._holds and threading.get_ident() == self._main:
             self._came.setdefault(number, handler)
         else:
@@ -172,10 +179,10 @@ class HeldSignals:
 
 
 class HeldEnd:
-    """A context whose `stack` is closed at its end, with signals held back.
+    """A context that closes its `stack` at its end, with signals held back.
 
-    To be entered twice: a signal may come when the inner one begins to end, and the outer one does
-    it then.
+    Enter it twice: where a signal comes as the inner one begins to end, the outer one closes the
+    stack.
     """
 
     def __init__(self, signals: HeldSignals) -> None:

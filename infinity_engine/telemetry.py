@@ -1,9 +1,9 @@
-"""What happened when: spans on tracks, counters, gauges, and the timeline of the newest steps.
+"""Spans on tracks, counters, gauges, and the timeline of the newest steps.
 
 Owns its records and nothing else: no global state, no output, no opinion on what is worth
-measuring. Memory is bounded; what no longer fits is dropped oldest first, and counted. Whoever
-measures is handed a Telemetry, or a NullTelemetry where nothing is to be recorded: the call sites
-are the same. Safe to call from any thread.
+measuring. Memory is bounded; the oldest records are dropped, and counted. Measuring code is passed
+a Telemetry, or a NullTelemetry where nothing is to be recorded: the call sites are the same. Safe
+to call from any thread.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class SpanRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One step: the spans that began in it, as they became known; each counter's growth, each
-    gauge's peak, its notes.
+    """One step: the spans that began in it, each counter's growth, each gauge's peak, and its
+    notes.
 
     `end_ns` is None while the step runs.
     """
@@ -70,8 +70,8 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """The newest steps, oldest first, the spans that began between steps, and how much was dropped
-    to keep no more.
+    """The newest steps, oldest first, the spans that began between steps, and how many records were
+    dropped.
     """
 
     steps: tuple[StepRecord, ...]
@@ -97,7 +97,7 @@ class Counter:
     def add(self, amount: int) -> None:
         """Add `amount`, which is not negative."""
         if amount < 0:
-            raise ValueError(f"a counter only grows: expected 0 or more, got {amount}")
+            raise ValueError(f"a counter only grows: cannot add {amount}, expected 0 or more")
         with self._lock:
             self._total += amount
 
@@ -118,27 +118,27 @@ class Gauge:
 
     @property
     def value(self) -> int:
-        """What it stands at."""
+        """Its present value."""
         return self._value
 
     @property
     def peak(self) -> int:
-        """The highest it ever stood at."""
+        """Its highest value so far."""
         return self._peak
 
     def set(self, value: int) -> None:
-        """Let it stand at `value`, which is not negative."""
+        """Set it to `value`, which is not negative."""
         with self._lock:
             self._stand_at(value)
 
     def add(self, amount: int) -> None:
-        """Let it rise by `amount`, or fall where that is negative."""
+        """Raise it by `amount`, or lower it where that is negative."""
         with self._lock:
             self._stand_at(self._value + amount)
 
     def _stand_at(self, value: int) -> None:
         if value < 0:
-            raise ValueError(f"a gauge stands at 0 or more: expected no fall below, got {value}")
+            raise ValueError(f"a gauge is 0 or more, and cannot be set to {value}")
         self._value = value
         self._peak = max(self._peak, value)
         self._step_peak = max(self._step_peak, value)
@@ -150,7 +150,7 @@ class Gauge:
 
 @dataclass(kw_only=True, slots=True)
 class _Step:
-    """A step as it is being recorded: late spans may still come after its end."""
+    """A step that is being recorded: spans may still come after its end."""
 
     index: int
     start_ns: int
@@ -203,10 +203,10 @@ class Telemetry:
     def timed(
         self, name: str, /, *, track: str | None = None, **fields: object
     ) -> AbstractContextManager[None]:
-        """Return a span whose nanoseconds also go to the counter `<name> ns`, which loses none
-        where spans are dropped.
+        """Return a span that also adds its nanoseconds to the counter `<name> ns`, which stays
+        exact where spans are dropped.
 
-        What lies within another of that name is counted twice.
+        A span within another of the same name is counted twice.
         """
         return _Span(self, name, track, fields, self.counter(f"{name} ns"))
 
@@ -217,12 +217,12 @@ class Telemetry:
     def record(
         self, name: str, /, *, track: str, start_ns: int, end_ns: int, **fields: object
     ) -> None:
-        """Record a span whose times are known afterwards, such as those of an I/O thread or of
+        """Record a span with times that are known afterwards, such as those of an I/O thread or of
         events on a GPU.
 
         Its times are on the clock of now_ns; `track` is the line of the timeline that it is drawn
-        on. It belongs to the step in which it began, and counts as dropped where that is no longer
-        kept.
+        on. It belongs to the step in which it began, and counts as dropped where that step is no
+        longer kept.
         """
         if end_ns < start_ns:
             raise ValueError(
@@ -249,6 +249,7 @@ class Telemetry:
 
     def counter(self, name: str) -> Counter:
         """Return the counter `name`, the same one at every call."""
+        # First without the lock: reading a dict is safe, and this is called for every copy.
         known = self._counters.get(name)
         if known is not None:
             return known
@@ -269,14 +270,13 @@ class Telemetry:
             return self._totals()
 
     def peaks(self) -> dict[str, int]:
-        """Return the highest that every gauge ever stood at."""
+        """Return the highest value of every gauge so far."""
         with self._lock:
             return {name: gauge.peak for name, gauge in self._gauges.items()}
 
     def note(self, **values: object) -> None:
-        """Keep values that the step which is running has once, such as its outcome.
-
-        What is noted again is replaced.
+        """Keep values that the running step has once, such as its outcome. A value noted again is
+        replaced.
         """
         with self._lock:
             self._running("noted").notes.update(values)
@@ -323,7 +323,7 @@ class Telemetry:
             self.end_step()
 
     def timeline(self) -> Timeline:
-        """Return what is recorded at this moment, the step that is running included."""
+        """Return what is recorded at this moment, the running step included."""
         with self._lock:
             return Timeline(
                 steps=tuple(self._record(step) for step in self._steps),
@@ -366,7 +366,7 @@ class Telemetry:
 
 
 class _Span:
-    """A span that is to be recorded when its body has ended."""
+    """A span that is recorded when its body has ended."""
 
     __slots__ = ("_counter", "_fields", "_name", "_spans", "_start_ns", "_telemetry", "_track")
 
@@ -386,6 +386,7 @@ class _Span:
 
     def __enter__(self) -> None:
         step = self._telemetry._open
+        # Chosen at the start: a span belongs to the step in which it began.
         self._spans = self._telemetry._between_steps if step is None else step.spans
         self._start_ns = self._telemetry._clock_ns()
 
@@ -481,9 +482,9 @@ def trace_events(timeline: Timeline) -> dict[str, object]:
     for json.dump.
 
     Each track has its line, and the steps one of their own, with their notes; a counter shows its
-    growth in each step, a gauge its peak. Where spans of a track overlap and neither lies within
-    the other, as those of concurrent requests do, it has as many lines as that takes: viewers draw
-    only spans that nest on one.
+    growth in each step, a gauge its peak. Viewers draw only spans that nest on one line. So where
+    spans of a track overlap without nesting, as those of concurrent requests do, the track has as
+    many lines as that takes.
     """
     lines = _Lines()
     events: list[dict[str, object]] = []
@@ -506,7 +507,7 @@ def trace_events(timeline: Timeline) -> dict[str, object]:
             _value(name, step.start_ns, "peak in step", peak) for name, peak in step.peaks.items()
         ]
     spans = [*timeline.between_steps, *(span for step in timeline.steps for span in step.spans)]
-    # Kept as they ended, inner first; viewers nest spans of one start in file order, outer first.
+    # They are kept as they ended, inner first; viewers want spans of one start outer first.
     spans.reverse()
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
         tid = lines.place((span.track, span.thread), span.start_ns, span.end_ns)
@@ -528,7 +529,7 @@ def trace_events(timeline: Timeline) -> dict[str, object]:
 
 class _Lines:
     """The lines of a trace by number, from 1 on: on each, any two spans follow one another or one
-    holds the other.
+    contains the other.
     """
 
     def __init__(self) -> None:

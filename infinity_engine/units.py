@@ -1,8 +1,8 @@
 """Sizes and rates between text and numbers: "12 GiB" is 12884901888 bytes, "3.2 GB/s" is 3.2e9
 bytes a second.
 
-Reads or refuses with ConfigError: never guesses what "12G" meant, and leaves off only what "7.3
-GiB" has beyond bytes. A leaf: called wherever a size is read, shown or aligned.
+Reads or refuses with ConfigError: never guesses what "12G" means. Drops only the fraction of a byte
+that "7.3 GiB" has. Called wherever a size is read, shown or aligned.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _AMOUNT = re.compile(
 def parse_bytes(size: int | str, *, field: str = "size") -> int:
     """Return `size` in bytes: a whole number of them, or text such as "12 GiB", "7.3GB" or "4096".
 
-    What "7.3 GiB" has beyond whole bytes is left off.
+    The fraction of a byte in "7.3 GiB" is dropped.
 
     Raises:
         ConfigError: it is neither, or a part of a byte; names `field` and the nearest right form.
@@ -59,6 +59,7 @@ def parse_bytes(size: int | str, *, field: str = "size") -> int:
     if parts is None or parts["per"]:
         expected = "a whole number of bytes, 0 or more, or text such as '12 GiB' or '1.5 GB'"
         raise ConfigError(field=field, value=size, expected=expected)
+    # Fractions are exact: 0.1 GB is 100000000 B and not one byte less.
     nbytes = Fraction(parts["number"]) * _scale(
         parts["unit"], number=parts["number"], per="", field=field, given=size
     )
@@ -119,7 +120,7 @@ def positive(value: object, *, field: str, expected: str = "a positive number") 
     """Return `value` as a float: a number above zero that is finite and no bool.
 
     Raises:
-        ConfigError: it is another; names `field` and what was `expected`.
+        ConfigError: it is not; names `field` and what was `expected`.
     """
     if (
         isinstance(value, bool)
@@ -143,7 +144,7 @@ def align_down(nbytes: int, alignment: int) -> int:
 
 
 def _scale(unit: str, *, number: str, per: str, field: str, given: object) -> int:
-    """Return the bytes in `unit`, or refuse it with the forms that `given` may have meant."""
+    """Return the bytes in `unit`, or refuse it with the forms that `given` may mean."""
     for known, scale in _BINARY + _DECIMAL:
         if known == (unit or "B"):
             return scale

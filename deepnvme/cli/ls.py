@@ -118,9 +118,10 @@ def _lines(rows: Iterable[_Row]) -> Iterator[str]:
         )
         for row in rows
     ]
-    a, b, c, d = (max(map(len, column)) for column in zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for name, dtype, shape, size in cells:
-        yield f"{name:<{a}}  {dtype:<{b}}  {shape:<{c}}  {size:>{d}}"
+        left = f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}"
+        yield f"{left}  {size:>{widths[3]}}"
 
 
 def _words(about: dict[str, Any]) -> str:

@@ -569,13 +569,21 @@ class SafetensorsWriter:
             left -= part.nbytes
             if left < 0:
                 break
-            self._pages.append(part)
-            self._pages.wait()
+            self.append(part)
         if left:
             raise ValueError(
                 f"{name!r} was announced as {self._layout[name]}; its parts differ from that by "
                 f"{left} B"
             )
+        self.end_tensor()
+
+    def append(self, part: Memory) -> None:
+        """Write the next bytes of the tensor whose turn it is. They are free when this returns."""
+        self._pages.append(part)
+        self._pages.wait()
+
+    def end_tensor(self) -> None:
+        """Note that all bytes of a tensor were appended: the caller has counted them."""
         self._written += 1
 
     def __enter__(self) -> SafetensorsWriter:

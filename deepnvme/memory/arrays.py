@@ -42,6 +42,7 @@ __all__ = [
     "described",
     "empty",
     "kind_of",
+    "nbytes_at_sight",
     "nbytes_of",
     "numpy_dtype",
     "storable",
@@ -194,6 +195,12 @@ def kind_of(thing: Any) -> tuple[str, tuple[int, ...]]:
         return _tensor_code(thing, torch), tuple(thing.shape)
     array = _as_array(thing)
     return _array_code(array.dtype), array.shape
+
+
+def nbytes_at_sight(thing: Any) -> int:
+    """Return the bytes of a tensor or array, 0 where that would have to be found out."""
+    nbytes = getattr(thing, "nbytes", 0)
+    return nbytes if isinstance(nbytes, int) else 0
 
 
 def describe(thing: Any) -> Description:

@@ -107,6 +107,11 @@ class Holdings:
                 found.append(state)
         return found
 
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor, 0 where there is none."""
+        record = self._tensors.get(name)
+        return 0 if record is None else record.nbytes
+
     def record(self, name: str) -> Record:
         """Return what is known of a tensor.
 

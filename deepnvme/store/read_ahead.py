@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from deepnvme.errors import ClosedError
-from deepnvme.store.store_threads import StoreFuture
+from deepnvme.store.store_future import StoreFuture
 
 __all__ = ["ReadAhead", "streamed"]
 
@@ -67,6 +67,10 @@ class ReadAhead:
             del self._wanted[name]
             self._begun[name] = _Begun(nbytes, future)
             self._nbytes += nbytes
+
+    def knows(self, name: str) -> bool:
+        """Return whether a tensor is wanted, or was begun and not taken."""
+        return name in self._wanted or name in self._begun
 
     def take(self, name: str) -> StoreFuture[Any] | None:
         """Return the read of a tensor, which is the caller's from here on; None where it has not

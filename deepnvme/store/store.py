@@ -29,14 +29,17 @@ from deepnvme.memory.arrays import (
     describe,
     empty,
     kind_of,
+    nbytes_at_sight,
     storable,
 )
 from deepnvme.queue.queue import IOQueue
 from deepnvme.store.commits import Commits
+from deepnvme.store.lane import Request, each_alone
 from deepnvme.store.manifest import Record, check_name
 from deepnvme.store.named_tensors import NamedTensors
 from deepnvme.store.read_ahead import ReadAhead, streamed
-from deepnvme.store.store_threads import StoreFuture, StoreThreads
+from deepnvme.store.store_future import StoreFuture
+from deepnvme.store.store_threads import StoreThreads
 from deepnvme.store.tensor_io import Damage
 from deepnvme.store.tree import flatten, leaves, unflatten
 from deepnvme.volume.member import Access
@@ -303,11 +306,23 @@ class TensorStore:
 
     def put_async(self, name: str, tensor: Any) -> StoreFuture[None]:
         """Begin to put; `tensor` must not change until the future has ended."""
-        return self._writer().write(lambda: self.put(name, tensor), (name,))
+        request = Request(
+            StoreFuture(), partial(self.put, name, tensor), self._put_together, name, tensor
+        )
+        request.nbytes = nbytes_at_sight(tensor)
+        return self._writer().put(request, (name,))
 
     def get_async(self, name: str, out: Any = None) -> StoreFuture[Any]:
         """Begin to get."""
-        return self._reader().read(lambda: self.get(name, out))
+        work = partial(self.get, name, out)
+        request = Request(StoreFuture(), work, self._get_together, name, out)
+        threads = self._reader()
+        with self._tensors.opened() as holdings:
+            request.nbytes = holdings.nbytes(name)
+            if self._ahead.knows(name):
+                # It was read already, or waits for its turn: `get` looks for it there.
+                request.together = each_alone
+        return threads.get(request)
 
     def put_many_async(self, tensors: Mapping[str, Any]) -> StoreFuture[None]:
         """Begin to put several."""
@@ -621,6 +636,17 @@ class TensorStore:
             else f"{len(self)} tensors, generation {self.generation}"
         )
         return f"TensorStore({str(self._volume.directories[0])!r}, {state})"
+
+    def _put_together(self, group: Sequence[Request]) -> Sequence[None]:
+        """Carry out puts that were begun one after the other as one."""
+        self.put_many({request.name: request.tensor for request in group})
+        return (None,) * len(group)
+
+    def _get_together(self, group: Sequence[Request]) -> Sequence[Any]:
+        """Carry out gets that wait for a thread as one."""
+        out = {request.name: request.tensor for request in group if request.tensor is not None}
+        found = self.get_many([request.name for request in group], out)
+        return [found[request.name] for request in group]
 
     # --- parts ------------------------------------------------------------------------------------
 

@@ -8,92 +8,39 @@ nothing of tensors. Called by the store, from any thread.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures._base import FINISHED, PENDING, RUNNING
 from contextlib import suppress
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from deepnvme.errors import ClosedError
-from deepnvme.queue.future import awaited
+from deepnvme.store.lane import Lane, Request
+from deepnvme.store.store_future import StoreFuture
 
-__all__ = ["StoreFuture", "StoreThreads"]
+__all__ = ["StoreThreads"]
 
 _T = TypeVar("_T")
 _READERS = 4
-_UNDER_WAY = frozenset({PENDING, RUNNING})
-
-
-class StoreFuture(Future[_T]):
-    """The result of an operation of a store; can be awaited.
-
-    Its callbacks run on a thread of the store, in which they must not wait for another operation
-    that was begun there, nor for a lock that is held around one, as `commit`. Waiting holds no lock
-    that Ctrl-C could leave locked: whoever waits sleeps at one of its own.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._sleepers: list[threading.Lock] = []
-
-    def result(self, timeout: float | None = None) -> _T:
-        """Wait for the end, at most `timeout` seconds; return the result or raise the operation's
-        error.
-        """
-        left = self._sleep(timeout)
-        if self._state == FINISHED and self._exception is None:
-            return cast(_T, self._result)
-        return super().result(left)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end, at most `timeout` seconds; return the operation's error, None where it
-        succeeded.
-        """
-        left = self._sleep(timeout)
-        return self._exception if self._state == FINISHED else super().exception(left)
-
-    def __await__(self) -> Generator[Any, None, _T]:
-        """Wait on the running event loop."""
-        return awaited(self)
-
-    def _sleep(self, timeout: float | None) -> float | None:
-        """Wait for the end, or until the time is up; return what is left of it."""
-        if self._state not in _UNDER_WAY:
-            return timeout
-        deadline = None if timeout is None else time.monotonic() + timeout
-        sleeper = threading.Lock()
-        sleeper.acquire()
-        self._sleepers.append(sleeper)
-        try:
-            if self._state in _UNDER_WAY:  # else it may have been woken before it was listed
-                sleeper.acquire(
-                    timeout=-1 if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX))
-                )
-        finally:
-            self._sleepers.remove(sleeper)
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-    def _invoke_callbacks(self) -> None:  # what Future does once it has ended, however
-        for sleeper in tuple(self._sleepers):
-            sleeper.release()
-        super()._invoke_callbacks()  # type: ignore[misc]  # not in the stubs
 
 
 class StoreThreads:
-    """Started as they are needed."""
+    """Threads that are started as they are needed, and the requests that wait for them."""
 
     def __init__(self) -> None:
         self.ending = False
         self._name = f"deepnvme-store-{id(self):x}"
         self._lock = threading.Lock()
-        self._readers = ThreadPoolExecutor(_READERS, f"{self._name}-reader")
-        # of two puts of a name the later one wins
-        self._writer = ThreadPoolExecutor(1, f"{self._name}-writer")
-        # those under way, on whichever thread
+        # One thread writes, so that of two puts of a name the later one wins.
+        self._executors = (
+            ThreadPoolExecutor(1, f"{self._name}-writer"),
+            ThreadPoolExecutor(_READERS, f"{self._name}-reader"),
+        )
+        self._writer = Lane(self._executors[0], 1, self._queued_no_more)
+        self._readers = Lane(self._executors[1], _READERS)
+        # Those under way, on whichever thread.
         self._writes: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
-        # those begun here, and what they change
+        # Those begun here, and what they change.
         self._queued: dict[Future[Any], frozenset[str]] = {}
 
     def read(self, work: Callable[[], _T]) -> StoreFuture[_T]:
@@ -102,11 +49,14 @@ class StoreThreads:
         Raises:
             ClosedError: the store is closed.
         """
-        future: StoreFuture[_T] = StoreFuture()
+        return self.get(Request(StoreFuture(), work))
+
+    def get(self, request: Request) -> StoreFuture[Any]:
+        """Begin to carry out a request that reads. Raises as `read` does."""
         with self._lock:
             self.check_taking()
-            self._readers.submit(_run, work, future)
-        return future
+            self._readers.add(request)
+        return request.future
 
     def write(self, work: Callable[[], _T], names: Iterable[str] = ()) -> StoreFuture[_T]:
         """Begin to do something to `names` on the thread that writes, after all that was begun
@@ -115,17 +65,24 @@ class StoreThreads:
         Raises:
             ClosedError: the store is closed.
         """
-        future: StoreFuture[_T] = StoreFuture()
+        return self.put(Request(StoreFuture(), work), names)
+
+    def put(self, request: Request, names: Iterable[str]) -> StoreFuture[Any]:
+        """Begin to carry out a request that changes `names`. Raises as `write` does."""
         changed = _roots(names)
         with self._lock:
             self.check_taking()
-            self._writer.submit(_run, work, future)
-            self._queued[future] = changed
-        future.add_done_callback(self._forget)
-        return future
+            self._queued[request.future] = changed  # first: it may have ended before `add` returns
+            try:
+                self._writer.add(request)
+            except BaseException:
+                del self._queued[request.future]
+                raise
+        return request.future
 
-    def _forget(self, future: Future[Any]) -> None:
-        self._queued.pop(future, None)
+    def _queued_no_more(self, group: Iterable[Request]) -> None:
+        for request in group:
+            self._queued.pop(request.future, None)
 
     def wait_for_queued(self, names: Iterable[str]) -> None:
         """Wait until what was begun here has ended that changes one of these names, or may.
@@ -193,21 +150,10 @@ class StoreThreads:
 
     def join(self) -> None:
         """Wait until all that was begun has ended. Again: waits on."""
-        for executor in (self._writer, self._readers):
+        for executor in self._executors:
             executor.shutdown(wait=True)
 
 
 def _roots(names: Iterable[str]) -> frozenset[str]:
     """Return the names up to the first slash: of a state dict and its leaves it is the same."""
     return frozenset(str(name).split("/", 1)[0] for name in names)
-
-
-def _run(work: Callable[[], _T], future: StoreFuture[_T]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = work()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)

@@ -1,9 +1,9 @@
-"""What bytes are copied and updated with: streams, events, copies and device memory, behind one
+"""The devices that copy and update bytes: streams, events, copies and device memory, behind one
 small interface.
 
-`open_accelerator` makes the one that is asked for. `cuda` is a GPU, `cpu` is the host as its own
-device, `emulated` is a test instrument that lives in host memory. Nothing here decides what moves
-when.
+`open_accelerator` makes the accelerator that a name asks for. `cuda` is a GPU, `cpu` is the host as
+its own device, `emulated` is a test instrument that lives in host memory. Nothing here decides what
+moves when.
 """
 
 from infinity_engine.accel.base import (

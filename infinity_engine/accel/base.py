@@ -1,9 +1,9 @@
-"""What every accelerator can do: streams of copies and of device work, events that end them, and
-flat device memory.
+"""The interface of every accelerator: streams of copies and of device work, events that end them,
+and flat device memory.
 
 Bytes, not tensors: a buffer is a run of device bytes, a copy moves bytes between host and device.
-Decides nothing about what moves when. Called by memory/, residence/ and whatever runs updates, from
-one host thread for each accelerator.
+Decides nothing about what moves when. Called by memory/, residence/ and the code that runs updates,
+from one host thread for each accelerator.
 
 Three rules hold on all of them. Operations of one stream follow one another; those of different
 streams are ordered only by `after`, by `wait_for`, and by what the host waited for before it
@@ -49,9 +49,8 @@ class StreamKind(Enum):
 
 
 class Stream:
-    """A line of operations that follow one another.
-
-    Made by `Accelerator.stream`, and of use to that one only.
+    """A queue of operations that follow one another. Made by `Accelerator.stream`, and usable with
+    that accelerator only.
     """
 
     __slots__ = ("kind", "name")
@@ -68,9 +67,9 @@ class Event(ABC):
     """The end of an operation, or of all that a stream was given before `record`.
 
     An operation that failed has ended: `done` says so and `wait` raises its error, each time. What
-    depends on it does not run and carries the same error: whatever names it in `after` or was put
-    behind it with `wait_for`, and what follows it in its stream until the host was told, which is
-    when some `wait` or `synchronize` raised the error. So nothing works on the results of a failure
+    depends on it does not run and carries the same error: operations that name it in `after` or
+    were put behind it with `wait_for`, and those that follow it in its stream until some `wait` or
+    `synchronize` has raised the error on the host. So nothing works on the results of a failure
     that was not reported, and a stream can be used again afterwards.
     """
 
@@ -78,9 +77,8 @@ class Event(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Tell whether the operation has ended, without blocking.
-
-        Where time is virtual, asking does not pass it.
+        """Tell whether the operation has ended, without blocking. Where time is virtual, asking
+        does not advance it.
         """
 
     @abstractmethod
@@ -120,22 +118,23 @@ class Buffer:
         return self._held()[offset : offset + nbytes].view(dtype).view(sizes)
 
     def shared(self) -> tuple[torch.Tensor, object]:
-        """Return all bytes as a tensor with a storage of its own, and what lives until the last
-        view of that is gone.
+        """Return all bytes as a tensor with a storage of its own, and an object that lives until
+        the last view of it is gone.
 
         The buffer keeps neither.
         """
         memory = self._held()
         if memory.device.type == "cpu":
+            # Through numpy the tensor gets a storage of its own, which ends with its last view.
             array = memory.numpy()
             return torch.from_numpy(array), array
+        # The same on a GPU: the importing tensor keeps the owner until its last view is gone.
         owner = _DeviceArray(memory)
         return torch.as_tensor(owner, device=memory.device), owner
 
     def release(self) -> torch.Tensor:
-        """Give the memory up: the buffer has none from here on.
-
-        Called by the accelerator that made it.
+        """Return the memory; the buffer has none from here on. Called by the accelerator that made
+        it.
         """
         memory = self._held()
         self._memory = None
@@ -147,15 +146,14 @@ class Buffer:
     def _held(self) -> torch.Tensor:
         if self._memory is None:
             raise ValueError(
-                f"this buffer of {self.nbytes} B was freed: expected it to be used before free()"
+                f"this buffer of {self.nbytes} B was freed: use a buffer only before free()"
             )
         return self._memory
 
 
 class _DeviceArray:
-    """Bytes of a GPU as other libraries take them over; who does, keeps this.
-
-    Has not run on a GPU yet.
+    """Bytes of a GPU as other libraries import them; the importer keeps this alive. Has not run on
+    a GPU yet.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -169,7 +167,7 @@ class _DeviceArray:
 
 @dataclass(frozen=True, slots=True)
 class UpdateCost:
-    """Device work that is the optimizer's update of so many parameters."""
+    """Device work that updates `params` parameters."""
 
     params: int
 
@@ -180,7 +178,7 @@ class UpdateCost:
 
 @dataclass(frozen=True, slots=True)
 class TimeCost:
-    """Device work that takes so long, whatever it does."""
+    """Device work that takes `ns` nanoseconds, whatever it does."""
 
     ns: int
 
@@ -189,11 +187,9 @@ class TimeCost:
             raise ValueError(f"expected 0 ns or more, got {self.ns}")
 
 
+# What device work costs. An emulated device computes its time from this; others run as fast as they
+# can.
 Cost = UpdateCost | TimeCost
-"""What device work costs.
-
-An emulated device takes its time from it; others run as fast as they can.
-"""
 
 
 class DeviceBytes(NamedTuple):
@@ -204,14 +200,12 @@ class DeviceBytes(NamedTuple):
 
 
 class Accelerator(ABC):
-    """A device: its streams, its memory, and the copies between that and the host's."""
+    """A device: its streams, its memory, and the copies between its memory and the host's."""
 
-    name: str
-    """cuda, cpu or emulated."""
+    name: str  # cuda, cpu or emulated.
+    # Whether DEVICE and HOST are one memory. Then there is nothing to copy, and `copy` raises.
     unified: bool
-    """Whether DEVICE and HOST are one memory: nothing is to be copied then, and `copy` refuses."""
-    torch_device: torch.device
-    """Where torch sees its buffers."""
+    torch_device: torch.device  # Where torch sees its buffers.
 
     @abstractmethod
     def stream(self, kind: StreamKind) -> Stream:
@@ -240,28 +234,27 @@ class Accelerator(ABC):
         """Copy bytes between host and device, once all of `after` have passed; return at once.
 
         Both are flat uint8 tensors of one length, one of them in host and one in device memory, as
-        the kind of `stream`
-        says: H2D or D2H. Neither may be changed, freed or, for the target, read before the event
-            has passed.
+        the kind of `stream` says: H2D or D2H. Neither may be changed, freed or, for the target,
+        read before the event has passed.
         """
 
     @abstractmethod
     def run(
         self, work: Callable[[], object], *, stream: Stream, cost: Cost, after: Sequence[Event] = ()
     ) -> Event:
-        """Let `work` happen on the device, in a COMPUTE or COLLECTIVE stream, once all of `after`
-        have passed.
+        """Run `work` on the device, in a COMPUTE or COLLECTIVE stream, once all of `after` have
+        passed.
 
-        `work` gets at its bytes through tensors that it holds, may be called on another thread, and
+        `work` reaches its bytes through tensors that it holds, may be called on another thread, and
         calls nothing of the accelerator. On cuda it is called at once, with the stream current, and
-        launches what the stream is to do.
+        launches the stream's work.
         """
 
     @abstractmethod
     def allocate(self, nbytes: int, *, idle_bytes: int = 0) -> Buffer:
-        """Return a buffer whose content is undefined, aligned to 64 bytes at least.
+        """Return a buffer with undefined content, aligned to 64 bytes at least.
 
-        Beside it, at most `idle_bytes` of what was given back may be kept for buffers to come.
+        Beside it, at most `idle_bytes` of what was given back may be kept for later buffers.
 
         Raises:
             CapacityError: the device has not so many free bytes.
@@ -274,25 +267,23 @@ class Accelerator(ABC):
         Every event of an operation that uses it must have passed; views of it are dead.
         """
 
-    def leave(self, buffer: Buffer) -> None:
-        """Let those who have views of a buffer's memory have it for good: it is the device's no
-        more.
-        """
+    def disown(self, buffer: Buffer) -> None:
+        """Leave a buffer's memory to its views for good: the device does not count it any more."""
         buffer.release()
 
     # where memory is freed at once
     def outlives(self, tensor: torch.Tensor, stream: Stream) -> None:  # noqa: B027
-        """Let a tensor's memory, which others allocated, be free before `stream` has done what it
-        was given.
+        """Keep the memory of a tensor that other code allocated until `stream` has done all that it
+        was given so far.
 
-        The code that submitted a copy of it need not keep it then.
+        So the code that submitted a copy of the tensor need not keep it.
         """
 
     def forget_idle(self) -> None:  # noqa: B027  # most keep nothing
         """Keep nothing of what was given back."""
 
     def host_updated(self, params: int) -> None:  # noqa: B027  # most have no clock of their own
-        """Hear that the host has updated so many parameters, which on an emulated device's virtual
+        """Note that the host has updated so many parameters, which on an emulated device's virtual
         clock takes time.
         """
 
@@ -301,15 +292,17 @@ class Accelerator(ABC):
         """Return how much device memory there is now."""
 
     def cap(self, nbytes: int | None) -> None:  # noqa: B027  # most cannot
-        """Let torch take so many bytes of the device more than it has, at most, with all that is
-        allocated here.
+        """Limit the device memory that torch takes beyond what it has now to `nbytes`, all that is
+        allocated here included.
 
-        None: as many as before. What would be more raises torch.OutOfMemoryError in the caller.
-        Where the device allows no cap, nothing.
+        None: the limit from before. An allocation beyond it raises torch.OutOfMemoryError in the
+        caller. Does nothing where the device allows no such limit.
         """
 
     def taken_by_torch(self) -> int | None:
-        """Return how many bytes it has taken since there is a cap; None where there is none."""
+        """Return how many bytes torch has taken since there is a limit; None where there is
+        none.
+        """
         return None
 
     @abstractmethod

@@ -1,9 +1,9 @@
 """The host as its own device: DEVICE and HOST are one memory, so there is nothing to copy, and work
 happens at once.
 
-Starts no thread: a buffer is an ordinary tensor's. Pages that were given back are kept for buffers
-to come as far as their owner allows, because new ones cost as much time as filling them. DEVICE's
-bytes count as HOST's, which is the business of whoever keeps the budgets.
+Starts no thread: a buffer is an ordinary tensor's. Pages that were given back are kept for later
+buffers as far as their owner allows, because new pages cost as much time as filling them. The
+ledger counts DEVICE's bytes as HOST's.
 """
 
 from __future__ import annotations
@@ -55,13 +55,17 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
         if nbytes < 1:
             raise ValueError(f"expected a buffer of 1 B or more, got {nbytes} B")
         try:
+            # Small buffers come from malloc: whole pages for each would waste most of their memory.
             if nbytes < _LARGE:
                 self._pages.keep_at_most(idle_bytes)
                 return Buffer(torch.empty(nbytes, dtype=torch.uint8))
             memory = self._pages.take(nbytes, keep=idle_bytes)
             return Buffer(torch.frombuffer(memory, dtype=torch.uint8))
-        except (RuntimeError, MemoryError, OSError) as error:
-            # torch has no class of its own for this
+        except (
+            RuntimeError,
+            MemoryError,
+            OSError,
+        ) as error:  # torch raises a plain RuntimeError when out of memory
             free, total = self.memory()
             raise CapacityError(
                 tier="DEVICE",
@@ -73,6 +77,7 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
 
     def free(self, buffer: Buffer) -> None:
         """Give a buffer back."""
+        # Dropping the memory gives its pages back to the stock, once no view of it is left.
         buffer.release()
 
     def forget_idle(self) -> None:
@@ -95,13 +100,13 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
                 action.call()
             except Exception as error:
                 failure = Failure(error)
-        self._settle(operation, failure)
+        self._finish(operation, failure)
 
     def _has_ended(self, operation: Operation) -> bool:
         return True
 
     def _wait(self, operation: Operation) -> None:
-        self._tell(operation)
+        self._raise_failure(operation)
 
     def _drain(self) -> None:
         pass

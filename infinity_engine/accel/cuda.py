@@ -3,13 +3,6 @@
 Copies are asynchronous where the host's side is page-locked; one warning says where it is not.
 Imports no CUDA until an accelerator is made. tests/gpu/test_accel_cuda.py is what has to pass on a
 machine with a GPU.
-
-[Note: why no record_stream for buffers] torch's allocator gives a freed block away at once to the
-next allocation on the same stream, and knows nothing of other streams that still use it. Buffers
-are allocated on a stream of their own that runs nothing, so they share blocks with no other
-tensors, and `free` comes when every event of their use has passed. So a block that is given away is
-in use nowhere, and the allocator has nothing to watch. What others allocated in their own streams,
-as autograd does gradients, is another matter: `outlives` is for that.
 """
 
 from __future__ import annotations
@@ -36,7 +29,7 @@ __all__ = ["CudaAccelerator", "CudaOperation"]
 
 
 class CudaOperation(Operation):
-    """An operation that was launched, or could not be."""
+    """An operation that was launched, or that failed to launch."""
 
     def __init__(self, owner: OperationOwner, submission: Submission) -> None:
         super().__init__(owner, submission)
@@ -48,7 +41,7 @@ class CudaOperation(Operation):
         self.event = event
 
     def error_of(self, cause: RuntimeError) -> Exception:
-        """Return what went wrong, in our words where it is a copy."""
+        """Return what went wrong; for a copy, as a TransferError."""
         if self.nbytes is None:
             return cause
         path = f"{self.name} on {self.stream.name} of cuda"
@@ -72,26 +65,35 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
             raise ConfigError(
                 field="accelerator",
                 value="cuda",
-                expected="a machine where torch sees a GPU; `infinity doctor` says more",
+                expected=(
+                    "a machine where torch sees a GPU; `infinity doctor` says why it sees none"
+                ),
             )
         self.torch_device = torch.device(
             "cuda", torch.cuda.current_device() if index is None else index
         )
         self._streams: dict[Stream, torch.cuda.Stream] = {}
+        # [Note: why no record_stream for buffers] torch's allocator gives a freed block at once to
+        # the next allocation on the same stream, and knows nothing of other streams that still use
+        # it. Buffers are allocated on a stream of their own that runs nothing, so they share blocks
+        # with no other tensors, and `free` comes when every event of their use has passed. So a
+        # block that is given away is in use nowhere, and the allocator has nothing to watch.
+        # Tensors that other code allocated in its own streams, as autograd does gradients, are
+        # another matter: `outlives` is for them.
         self._allocating = _new_stream(self.torch_device)
         self._pinned = True
-        self._before: int | None = None  # what tensors had when it was capped
-        self._fraction = 1.0  # that was allowed before
+        self._before: int | None = None  # bytes of torch's tensors when the limit was set
+        self._fraction = 1.0  # the fraction allowed before the limit
 
     @property
     def pinned(self) -> bool:
-        """Whether the host's side of every copy so far was page-locked: the host waited for those
-        that were not.
+        """Whether the host's side of every copy so far was page-locked. The host waits for copies
+        for which it was not.
         """
         return self._pinned
 
     def stream(self, kind: StreamKind) -> Stream:
-        """Return a new stream; the one that is torch's current now for COMPUTE."""
+        """Return a new stream; for COMPUTE, torch's current one."""
         stream = super().stream(kind)
         computes = kind is StreamKind.COMPUTE
         device = self.torch_device
@@ -105,7 +107,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         return self._streams[self._lane(stream).stream]
 
     def allocate(self, nbytes: int, *, idle_bytes: int = 0) -> Buffer:
-        """Return a buffer whose content is undefined."""
+        """Return a buffer with undefined content."""
         if nbytes < 1:
             raise ValueError(f"expected a buffer of 1 B or more, got {nbytes} B")
         try:
@@ -118,8 +120,10 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
                 asked=nbytes,
                 free=free,
                 limit=total,
-                change="let the device budget leave more to modules and to other processes on this "
-                "GPU",
+                change=(
+                    "lower the budget's device, so that modules and other processes on this GPU "
+                    "have more"
+                ),
             ) from error
 
     def free(self, buffer: Buffer) -> None:
@@ -127,13 +131,13 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         buffer.release()
 
     def outlives(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Let torch's allocator give the tensor's memory away only when `stream` has done what it
-        was given.
+        """Make torch's allocator keep the tensor's memory until `stream` has done all that it was
+        given so far.
         """
         tensor.record_stream(self.torch_stream(stream))
 
     def memory(self) -> DeviceBytes:
-        """Return what the driver says. What torch's allocator keeps for later counts as taken."""
+        """Return what the driver says. Blocks that torch's allocator keeps count as taken."""
         return DeviceBytes(*torch.cuda.mem_get_info(self.torch_device))
 
     def cap(self, nbytes: int | None) -> None:
@@ -146,7 +150,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
                 torch.cuda.set_per_process_memory_fraction(self._fraction, device)
                 self._before = None
             return
-        torch.cuda.empty_cache()  # blocks that are kept would be room beyond the cap
+        torch.cuda.empty_cache()  # blocks that the allocator keeps would be room beyond the limit
         self._before = torch.cuda.memory_allocated(device)
         allowed = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every torch
         self._fraction = 1.0 if allowed is None else allowed(device)
@@ -154,7 +158,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         torch.cuda.set_per_process_memory_fraction(min(self._fraction, share), device)
 
     def taken_by_torch(self) -> int | None:
-        """Return what its tensors have; what it keeps for later it gives to who asks."""
+        """Return the bytes of its tensors; blocks that it keeps for later are free for them."""
         return (
             None
             if self._before is None
@@ -170,7 +174,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
                 failure = Failure(operation.error_of(error))
             except Exception as error:
                 failure = Failure(error)
-        self._settle(operation, failure)
+        self._finish(operation, failure)
 
     def _launch(self, operation: CudaOperation, behind: Sequence[CudaOperation]) -> None:
         stream, action = self._streams[operation.stream], operation.action
@@ -183,6 +187,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
                 action.target.copy_(action.source, non_blocking=True)
             elif isinstance(action, Work):
                 action.call()
+            # blocking: a host thread that waits for it sleeps and does not spin.
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch is
             event.record(stream)
         operation.launched(event)
@@ -192,8 +197,8 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         if self._pinned and not host.is_pinned():
             self._pinned = False
             warnings.warn(
-                "a copy's host memory is not page-locked, so the host waits for such copies: "
-                "take it from a pool that is pinned. Said once",
+                "The host memory of a copy is not page-locked, so the host waits for this copy "
+                "and all like it. Use memory of a pinned pool. This warning appears once",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -204,7 +209,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         try:
             return bool(operation.event.query())  # type: ignore[no-untyped-call]  # torch is
         except RuntimeError as error:
-            self._settle(operation, Failure(operation.error_of(error)))
+            self._finish(operation, Failure(operation.error_of(error)))
             return True
 
     def _wait(self, operation: CudaOperation) -> None:
@@ -212,17 +217,18 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
             try:
                 operation.event.synchronize()
             except RuntimeError as error:
-                self._settle(operation, Failure(operation.error_of(error)))
-        self._tell(operation)
+                self._finish(operation, Failure(operation.error_of(error)))
+        self._raise_failure(operation)
 
     def _drain(self) -> None:
+        # The newest operation of a stream ends after all others in it.
         for lane in self._lanes.values():
             newest = lane.newest
             if newest is not None and not self._has_ended(newest) and newest.event is not None:
                 try:
                     newest.event.synchronize()
                 except RuntimeError as error:
-                    self._settle(newest, Failure(newest.error_of(error)))
+                    self._finish(newest, Failure(newest.error_of(error)))
 
     def _in_device(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cuda"

@@ -1,12 +1,11 @@
-"""A device that lives in host memory: its bytes, its rates and what it did.
-
-A test instrument, and it says so.
+"""A device that lives in host memory: its bytes, its rates and a record of its operations. A test
+instrument.
 
 Its memory is NaN wherever nothing was written: fresh and freed bytes are 0xFF, which is NaN in
 every float type. The two links do not slow one another, and each carries its copies one at a time
-in the order of their submission, whatever stream they are in. What modules compute is the host's
-own work here: it waits for events where a GPU's stream would. Two clocks carry the operations out:
-virtual.py and paced.py. Starts nothing itself.
+in the order of their submission, whatever stream they are in. Modules compute on the host itself:
+it waits for events where a GPU's stream would. Two clocks carry the operations out: virtual.py and
+paced.py. Starts nothing itself.
 """
 
 from __future__ import annotations
@@ -50,25 +49,22 @@ class Clock(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Emulation:
-    """What an emulated device is like."""
+    """The properties of an emulated device."""
 
+    # Those of h2d, d2h and updates on the device are used; that of updates on the host where
+    # `host_takes_time`.
     rates: Rates
-    """Of h2d, d2h and the device's updates; that of the host's where `host_takes_time`.
-
-    The others are not used.
-    """
     capacity_bytes: int
     clock: Clock = Clock.VIRTUAL
-    # Whether a virtual clock goes on while the host updates, at its rate.
+    # Whether a virtual clock advances while the host updates, at its rate.
     host_takes_time: bool = False
     seed: int = 0  # Draws one of the legal orders, where the clock is virtual.
+    # Called with the stream's kind before each copy and work, which fails with the error that this
+    # returns.
     fault: Callable[[StreamKind], Exception | None] | None = None
-    """Asked, with the stream's kind, before each copy and work; the error that it returns is how
-    that ends.
-    """
+    # Called likewise; each copy and work takes so much longer than at its rate.
     delay_ns: Callable[[StreamKind], int] | None = None
-    """Asked likewise; each copy and work takes so much longer than at its rate."""
-    timeline_kept: int = 10_000  # The newest operations that timeline() tells of.
+    timeline_kept: int = 10_000  # How many of the newest operations timeline() returns.
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +78,7 @@ class OperationRecord:
 
 
 class EmulatedMemory:
-    """The device's bytes, as blocks of host memory whose addresses are known."""
+    """The device's bytes, as blocks of host memory with known addresses."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
@@ -111,12 +107,13 @@ class EmulatedMemory:
         return block
 
     def free(self, block: torch.Tensor) -> None:
-        """Take a block back and leave NaN to those who still look at it."""
-        self.leave(block)
+        """Take a block back and fill it with NaN, which views of it then show."""
+        # Filled last: views that are left show NaN from here on.
+        self.disown(block)
         block.fill_(NAN_BYTE)
 
-    def leave(self, block: torch.Tensor) -> None:
-        """Have a block no more; it stays as it is."""
+    def disown(self, block: torch.Tensor) -> None:
+        """Stop counting a block; its bytes stay as they are."""
         at = self._index(block.data_ptr())
         if at is None or self._starts[at] != block.data_ptr():
             raise ValueError(
@@ -132,7 +129,7 @@ class EmulatedMemory:
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the bytes of a flat tensor as a view of the block itself, which keeps no object of
-        the caller's.
+        the caller's alive.
         """
         at = self._index(tensor.data_ptr())
         if at is None:
@@ -156,7 +153,7 @@ class EmulatedMemory:
 
 
 class EmulatedAccelerator(OrderedAccelerator[_Op]):
-    """What both clocks share: the memory, the rates as durations, the timeline."""
+    """The parts that both clocks share: the memory, the rates as durations, the timeline."""
 
     name = "emulated"
     unified = False
@@ -183,14 +180,12 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
         return Buffer(self._memory.allocate(nbytes))
 
     def free(self, buffer: Buffer) -> None:
-        """Give a buffer back; views of it see NaN from here on."""
+        """Give a buffer back; views of it show NaN from here on."""
         self._memory.free(buffer.release())
 
-    def leave(self, buffer: Buffer) -> None:
-        """Let those who have views of a buffer's memory have it for good: the device has room for
-        other blocks.
-        """
-        self._memory.leave(buffer.release())
+    def disown(self, buffer: Buffer) -> None:
+        """Leave a buffer's memory to its views for good: the device has room for other blocks."""
+        self._memory.disown(buffer.release())
 
     def memory(self) -> DeviceBytes:
         """Return how much device memory there is now."""
@@ -219,7 +214,7 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
         )
 
     def _raise_fault(self, operation: _Op) -> None:
-        """Let the operation fail where that is wanted."""
+        """Raise the error that the emulation's `fault` asks for."""
         fault = None if self._fault is None else self._fault(operation.stream.kind)
         if fault is not None:
             raise fault

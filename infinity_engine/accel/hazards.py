@@ -1,14 +1,9 @@
-"""What an operation may see of copies that it is not ordered with: NaN, never the bytes that luck
-would have it see.
+"""Shows NaN to an operation in place of bytes that an unordered copy may be moving, never bytes
+that are right by luck.
 
 Two operations are unordered when neither waits for the other and the host waited for neither before
 it submitted the other. Used by the virtual clock alone, in one thread; touches device memory and
 the targets of copies, nothing else.
-
-[Note: why no host memory is filled in passing] While a work is carried out, the targets of
-unordered uploads are NaN; afterwards their bytes are put back. Nothing else reads device memory
-meanwhile. Host memory may be a drive's by then, as the host may have seen the end of a download and
-gone on: of it, only what a copy itself writes is touched.
 """
 
 from __future__ import annotations
@@ -59,17 +54,23 @@ def carry_out_copy(copy: Copy, unordered: Sequence[Footprint]) -> None:
                 copy.target[start - mine.start : stop - mine.start].fill_(NAN_BYTE)
 
 
+# [Note: why no host memory is filled in passing] While a work is carried out, the targets of
+# unordered uploads are NaN; afterwards their bytes are put back. Nothing else reads device memory
+# meanwhile. Host memory may belong to an I/O by then, as the host may have seen the end of a
+# download and gone on. So only the bytes that a copy itself writes are touched there.
 def carry_out_work(
     call: Callable[[], object], unordered: Sequence[Footprint], *, name: str
 ) -> None:
     """Do the work while the targets of unordered uploads are NaN.
 
     Raises:
-        RuntimeError: it changed what an unordered upload writes or an unordered download reads.
+        RuntimeError: it changed bytes that an unordered upload writes or an unordered download
+            reads.
     """
     targets = [(other, other.device.clone()) for other in unordered if other.kind is StreamKind.H2D]
     for target, _ in targets:
         target.device.fill_(NAN_BYTE)
+    # Taken after the targets were filled: what the work writes over the NaN shows as a change, too.
     seen = [(other, other.device.clone()) for other in unordered]
     try:
         call()
@@ -79,10 +80,9 @@ def carry_out_work(
             target.device.copy_(before)
     if changed:
         raise RuntimeError(
-            f"{name} changed bytes of {' and '.join(changed)}, which may be under way: expected "
-            "one of them to wait "
-            "for the other, but neither does; pass the event of the one that goes first in the "
-            "other's `after`"
+            f"{name} changed bytes of {' and '.join(changed)}, which may be under way: neither "
+            "waits for the other. Pass the event of the one that goes first in the other's "
+            "`after`"
         )
 
 

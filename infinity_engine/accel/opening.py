@@ -1,7 +1,6 @@
-"""Which accelerator is made, by its name.
+"""Opens an accelerator by its name.
 
-Decides from the name and from what torch sees; makes one and keeps none. Called by engine/, tests
-and benches.
+Decides from the name and from what torch sees; keeps none. Called by engine/, tests and benches.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _NAMES = ("auto", "cuda", "cpu", "emulated")
 
 
 def open_accelerator(name: str, *, emulation: Emulation | None = None) -> Accelerator:
-    """Return the accelerator `name`, which its owner closes; "auto" is cuda where torch sees a GPU
+    """Return the accelerator `name`, which the caller closes; "auto" is cuda where torch sees a GPU
     and otherwise cpu.
 
     Raises:

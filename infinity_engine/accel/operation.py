@@ -1,7 +1,7 @@
 """One submitted operation: what it does, what it waits for, and the failure that it ends in or
 inherits.
 
-Pure bookkeeping, the same on every accelerator. Runs nothing and knows no time: the accelerators
+Bookkeeping, the same on every accelerator. Runs nothing and knows no time: the accelerators
 subclass it.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["Action", "Copy", "Failure", "Mark", "Operation", "OperationOwner", "
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """Bytes go from one flat tensor to another."""
+    """Copies the bytes of one flat tensor to another."""
 
     target: torch.Tensor
     source: torch.Tensor
@@ -42,41 +42,44 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mark:
-    """Nothing: an event that was recorded."""
+    """Does nothing: the operation is an event that was recorded."""
 
 
-Action = Copy | Work | Mark
-"""What an operation does."""
+Action = Copy | Work | Mark  # What an operation does.
 
 
 class Failure:
-    """An error of an operation, shared by those that inherit it, and since when the host knows."""
+    """An error of an operation, shared by those that inherit it, and since when it has been
+    reported to the host.
+    """
 
-    __slots__ = ("_told_at", "error")
+    __slots__ = ("_reported_at", "error")
 
     def __init__(self, error: BaseException) -> None:
         self.error = kept(error)
-        self._told_at: int | None = None
+        self._reported_at: int | None = None
 
     @property
-    def told(self) -> bool:
-        """Whether the error was raised to the host."""
-        return self._told_at is not None
+    def is_reported(self) -> bool:
+        """Whether the error was raised on the host."""
+        return self._reported_at is not None
 
-    def tell(self, submitted: int) -> None:
-        """Note that the host knows, when `submitted` operations have been submitted."""
-        if self._told_at is None:
-            self._told_at = submitted
+    def mark_reported(self, submitted: int) -> None:
+        """Note that the error is raised on the host, when `submitted` operations have been
+        submitted.
+        """
+        if self._reported_at is None:
+            self._reported_at = submitted
 
-    def told_before(self, number: int) -> bool:
-        """Tell whether the host knew when it submitted operation `number`."""
-        return self._told_at is not None and self._told_at <= number
+    def was_reported_before(self, number: int) -> bool:
+        """Tell whether the error was raised on the host before it submitted operation `number`."""
+        return self._reported_at is not None and self._reported_at <= number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Submission:
-    """What was asked for: `previous` is what comes before it in its stream, `after` all else that
-    it waits for.
+    """What the caller asked for: `previous` comes before it in its stream, `after` are all others
+    that it waits for.
     """
 
     number: int
@@ -87,7 +90,7 @@ class Submission:
 
 
 class OperationOwner(Protocol):
-    """The accelerator of an operation, as its event needs it."""
+    """The part of an accelerator that its operations' events need."""
 
     def _has_ended(self, operation: Any) -> bool: ...
 
@@ -95,9 +98,8 @@ class OperationOwner(Protocol):
 
 
 class Operation(Event):
-    """One operation of one accelerator.
-
-    Numbers count its submissions from 0 on: an order that all streams keep.
+    """One operation of one accelerator. Numbers count its submissions from 0 on: an order that all
+    streams keep.
     """
 
     def __init__(self, owner: OperationOwner, submission: Submission) -> None:
@@ -126,29 +128,31 @@ class Operation(Event):
         return self._action
 
     def inherited(self) -> Failure | None:
-        """Return the failure of what it depends on, once all of that has ended.
+        """Return the failure of the operations that it depends on, once all of those have ended.
 
-        In its stream it follows a failure that the host knew of when it submitted this: that is a
-        new beginning.
+        An operation submitted to a stream after the host has seen the stream's failure does not
+        inherit it: a new beginning.
         """
         previous = self._previous
         if (
             previous is not None
             and previous.failure is not None
-            and not previous.failure.told_before(self.number)
+            and not previous.failure.was_reported_before(self.number)
         ):
             return previous.failure
         for other in self._after:
             if other.failure is not None:
                 # Named although the host knew: to be told once more, and what follows in the stream
                 # fails until then.
-                known = other.failure.told_before(self.number)
+                known = other.failure.was_reported_before(self.number)
                 return Failure(other.failure.error) if known else other.failure
         return None
 
-    def settle(self, failure: Failure | None) -> None:
-        """Note how it ended and let go of all that it used."""
+    def finish(self, failure: Failure | None) -> None:
+        """Note how it ended and drop the references to all that it used."""
         self.failure = failure
+        # An event is often kept longer than its operation takes: it must not keep the tensors
+        # alive.
         self._action = None
         self._previous = None
         self._after = ()

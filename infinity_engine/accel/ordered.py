@@ -1,7 +1,7 @@
-"""What the accelerators have in common: checked submissions, the order within streams, failures
-that reach the host.
+"""The parts that all accelerators share: checked submissions, the order within streams, failures
+raised on the host.
 
-Knows streams as lines of operations; how an operation is carried out, and when, belongs to the
+Knows streams as queues of operations; how an operation is carried out, and when, belongs to the
 subclasses.
 """
 
@@ -25,9 +25,7 @@ _RUNS_WORK = frozenset({StreamKind.COMPUTE, StreamKind.COLLECTIVE})
 
 
 class StreamOrder(Generic[_Op]):
-    """What an accelerator knows of a stream: its newest operation, and what the next one is to wait
-    for.
-    """
+    """The state of one stream: its newest operation, and what the next one is to wait for."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -35,12 +33,12 @@ class StreamOrder(Generic[_Op]):
         self._waits: list[_Op] = []
 
     def wait_for(self, operation: _Op) -> None:
-        """Let the next operation wait for this one."""
+        """Make the next operation wait for this one."""
         self._waits.append(operation)
 
-    def take_waits(self) -> list[_Op]:
-        """Return what the next operation waits for, and forget it: the order in the stream does the
-        rest.
+    def pop_waits(self) -> list[_Op]:
+        """Return what the next operation waits for, and forget it: operations after that one wait
+        for it.
         """
         waits, self._waits = self._waits, []
         return waits
@@ -57,7 +55,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
         self._kind = kind
         self._lanes: dict[Stream, StreamOrder[_Op]] = {}
         self._submitted = 0
-        self._lock = threading.Lock()  # of the failures, which may come from other threads
+        self._lock = threading.Lock()  # guards _failures: paced operations fail in own threads
         self._failures: list[tuple[int, Failure]] = []
         self._stopped = False
 
@@ -72,7 +70,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
         return self._submit(stream, Mark(), ())
 
     def wait_for(self, stream: Stream, event: Event) -> None:
-        """Let whatever is submitted to `stream` from here on wait for `event`."""
+        """Make all that is submitted to `stream` from here on wait for `event`."""
         self._lane(stream).wait_for(self._own(event))
 
     def copy(
@@ -95,7 +93,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
     def run(
         self, work: Callable[[], object], *, stream: Stream, cost: Cost, after: Sequence[Event] = ()
     ) -> Event:
-        """Let `work` happen on the device, once all of `after` have passed."""
+        """Run `work` on the device, once all of `after` have passed."""
         if stream.kind not in _RUNS_WORK:
             raise ValueError(
                 "expected a stream of kind compute or collective for device work, got "
@@ -108,7 +106,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
         raised.
         """
         self._drain()
-        self._raise_untold()
+        self._raise_unreported()
 
     def stop(self) -> None:
         """Wait for all that was submitted and stop the device."""
@@ -120,11 +118,11 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
     def close(self) -> None:
         """Stop the device, and raise the first error that was not yet raised."""
         self.stop()
-        self._raise_untold()
+        self._raise_unreported()
 
     @abstractmethod
     def _start(self, operation: _Op, behind: Sequence[_Op]) -> None:
-        """Take an operation on; `behind` is all that it waits for, taken on before."""
+        """Begin an operation; `behind` are all that it waits for, begun before."""
 
     @abstractmethod
     def _has_ended(self, operation: _Op) -> bool:
@@ -132,7 +130,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
 
     @abstractmethod
     def _wait(self, operation: _Op) -> None:
-        """Block until an operation has ended, and tell of its failure."""
+        """Block until an operation has ended, and raise its failure."""
 
     @abstractmethod
     def _drain(self) -> None:
@@ -143,7 +141,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
         """Tell whether the bytes of `tensor` are device memory."""
 
     def _shut_down(self) -> None:
-        """Give up what the device runs on: nothing is under way any more."""
+        """Release the resources that the device runs on: nothing is under way any more."""
 
     def _submit(self, stream: Stream, action: Action, events: Sequence[Event]) -> _Op:
         lane = self._lane(stream)
@@ -152,7 +150,8 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
             raise RuntimeError(
                 f"the accelerator {self.name} is closed: submit nothing after close()"
             )
-        after = [*named, *lane.take_waits()]
+        # wait_for() delays the next operation only: later ones follow it in the stream anyway.
+        after = [*named, *lane.pop_waits()]
         number, previous = self._submitted, lane.newest
         submission = Submission(
             number=number, stream=stream, action=action, previous=previous, after=tuple(after)
@@ -164,32 +163,35 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
         self._start(operation, behind)
         return operation
 
-    def _settle(self, operation: _Op, failure: Failure | None) -> None:
+    def _finish(self, operation: _Op, failure: Failure | None) -> None:
         """Note how an operation ended."""
-        operation.settle(failure)
+        operation.finish(failure)
         if failure is not None:
             with self._lock:
                 self._failures.append((operation.number, failure))
 
-    def _tell(self, operation: _Op) -> None:
+    def _raise_failure(self, operation: _Op) -> None:
         """Raise the error of an operation that has ended, if it has one."""
         if operation.failure is not None:
-            operation.failure.tell(self._submitted)
-            self._untold()
+            operation.failure.mark_reported(self._submitted)
+            # Drops the failures that are reported by now, so that close() does not raise them a
+            # second time.
+            self._unreported()
+            # A copy: raising adds to a traceback, and each wait raises the error again.
             raise again(operation.failure.error)
 
-    def _raise_untold(self) -> None:
-        untold = self._untold()
-        for _, failure in untold:
-            failure.tell(self._submitted)
-        if untold:
-            _, first = min(untold, key=lambda item: item[0])
+    def _raise_unreported(self) -> None:
+        unreported = self._unreported()
+        for _, failure in unreported:
+            failure.mark_reported(self._submitted)
+        if unreported:
+            _, first = min(unreported, key=lambda item: item[0])
             raise again(first.error)
 
-    def _untold(self) -> list[tuple[int, Failure]]:
-        """Return the failures that the host does not know of, and forget the others."""
+    def _unreported(self) -> list[tuple[int, Failure]]:
+        """Return the failures that were not raised on the host yet, and forget the others."""
         with self._lock:
-            self._failures = [item for item in self._failures if not item[1].told]
+            self._failures = [item for item in self._failures if not item[1].is_reported]
             return self._failures
 
     def _lane(self, stream: Stream) -> StreamOrder[_Op]:

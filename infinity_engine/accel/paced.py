@@ -73,6 +73,8 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
 
     def _start(self, operation: PacedOperation, behind: Sequence[PacedOperation]) -> None:
         stream = operation.stream
+        # One thread for each link, whatever the stream: copies of one direction share the link's
+        # rate.
         key = stream.kind if stream.kind in self._ratios else stream
         if key not in self._workers:
             jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -88,7 +90,7 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
 
     def _wait(self, operation: PacedOperation) -> None:
         operation.block()
-        self._tell(operation)
+        self._raise_failure(operation)
 
     def _drain(self) -> None:
         for lane in self._lanes.values():
@@ -102,9 +104,8 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
             thread.join()
 
     def _serve(self, jobs: SimpleQueue[_Job | None]) -> None:
-        """Carry out jobs one after another until there is None.
-
-        All that a job waits for was submitted before it.
+        """Carry out jobs one after another until None comes. All that a job waits for was submitted
+        before it.
         """
         free_ns = 0
         while True:
@@ -112,29 +113,32 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
             if job is None:
                 return
             free_ns = self._carry_out(*job, free_ns)
-            del job  # What it used is not kept until the next one comes.
+            del job  # else this frame would keep the job's tensors alive until the next job
 
     def _carry_out(
         self, operation: PacedOperation, behind: Sequence[PacedOperation], free_ns: int
     ) -> int:
         for other in behind:
             other.block()
+        # Due times, not observed ones: a thread that wakes late does not make all later operations
+        # late.
         due_ns = max([operation.submitted_ns, free_ns, *(other.end_ns for other in behind)])
         began_ns = time.perf_counter_ns()
         failure = operation.inherited()
         if failure is None:
             try:
                 due_ns = self._perform(operation, due_ns)
+            # Everything: the thread must go on, or each wait for a later operation would hang.
             except BaseException as error:
                 failure = Failure(error)
         if not isinstance(operation.action, Mark):
             self._note(operation, began_ns, time.perf_counter_ns())
-        self._settle(operation, failure)
+        self._finish(operation, failure)
         operation.end(due_ns)
         return due_ns
 
     def _perform(self, operation: PacedOperation, start_ns: int) -> int:
-        """Do it, beginning now what was due at `start_ns`; return when its end was due."""
+        """Carry it out, beginning now what was due at `start_ns`; return when its end was due."""
         action = operation.action
         if isinstance(action, Mark):
             return start_ns
@@ -153,6 +157,7 @@ def _copy_paced(copy: Copy, start_ns: int, duration_ns: int) -> None:
     copied = 0
     while copied < nbytes:
         due_ns = time.perf_counter_ns() - start_ns + _PIECE_NS
+        # At least one byte more, so that a copy of any rate comes to its end.
         upto = min(nbytes, max(nbytes * due_ns // duration_ns, copied + 1))
         ctypes.memmove(target + copied, source + copied, upto - copied)
         copied = upto

@@ -1,11 +1,11 @@
 """The emulated device under a virtual clock: one thread, exact times, and every operation as late
 as can be.
 
-An operation takes its time when it is submitted: it starts when its stream and its link are free,
+An operation gets its time when it is submitted: it starts when its stream and its link are free,
 all that it waits for has ended and the host has come so far, and takes its bytes over the link's
-rate, rounded up to whole nanoseconds. It is carried out when the host learns that it or something
-behind it has ended, and not before. So code that reads, changes or frees too early works with NaN
-or the wrong bytes every time; hazards.py sees to what streams owe one another.
+rate, rounded up to whole nanoseconds. It is carried out when the host learns that it or an
+operation behind it has ended, and not before. So code that reads, changes or frees too early works
+with NaN or the wrong bytes every time. hazards.py does the same for operations of two streams.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class VirtualOperation(Operation):
         self.start_ns = self.end_ns = 0
         self.behind: Sequence[VirtualOperation] = ()
         self.footprint: Footprint | None = None
-        # How many operations had been submitted when it was carried out.
+        # how many operations had been submitted when it was carried out
         self.carried_at: int | None = None
         self._before: dict[Stream, int] = {}
 
@@ -53,7 +53,7 @@ class VirtualOperation(Operation):
         behind: Sequence[VirtualOperation],
         before: dict[Stream, int],
     ) -> None:
-        """Take its place: `before` has, for each stream, the newest operation that ends before this
+        """Note its time; `before` has, for each stream, the newest operation that ends before this
         one begins.
         """
         self.start_ns, self.end_ns = start_ns, end_ns
@@ -69,7 +69,7 @@ class VirtualOperation(Operation):
         """For each stream, the newest operation that has ended when this one has."""
         return {**self._before, self.stream: self.number}
 
-    def follows(self, other: VirtualOperation) -> bool:
+    def begins_after(self, other: VirtualOperation) -> bool:
         """Tell whether it cannot begin before the other has ended."""
         return self._before.get(other.stream, -1) >= other.number
 
@@ -80,9 +80,8 @@ class VirtualOperation(Operation):
 
 
 class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
-    """An emulated device whose time is computed.
-
-    `done` never passes time: wait, or give the host some work.
+    """An emulated device with computed time. `done` never advances the clock: `wait` and
+    `host_work` do.
     """
 
     def __init__(self, emulation: Emulation) -> None:
@@ -94,9 +93,9 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         self._link_free_ns = {StreamKind.H2D: 0, StreamKind.D2H: 0}
         self._host_knows: dict[Stream, int] = {}
         self._pending: dict[int, VirtualOperation] = {}
-        # those that something pending may be unordered with
+        # copies that a pending operation may be unordered with
         self._copies: list[VirtualOperation] = []
-        # and those blocks that something pending may still write
+        # freed blocks that a pending operation may still write
         self._freed: list[tuple[int, torch.Tensor]] = []
 
     @property
@@ -105,22 +104,21 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         return self._now_ns
 
     def host_work(self, ns: int) -> None:
-        """Let the host be busy for `ns` nanoseconds."""
+        """Keep the host busy for `ns` nanoseconds."""
         if ns < 0:
             raise ValueError(f"expected 0 ns or more, got {ns}")
         self._now_ns += ns
 
     def host_updated(self, params: int) -> None:
-        """Let the host have been busy for as long as its updates take at its rate, where that is
-        given.
-        """
+        """Keep the host busy for as long as its updates take at its rate, where that is given."""
         if self._host_ratio is not None:
             self._now_ns += ceil_ns(params, self._host_ratio)
 
     def free(self, buffer: Buffer) -> None:
-        """Give a buffer back; a later read of it sees NaN, whatever is still written there."""
+        """Give a buffer back; a later read of it shows NaN, whatever is still written there."""
         memory = buffer.release()
         self._memory.free(memory)
+        # Operations submitted before this may still write there; NaN follows each of them again.
         self._freed.append((self._submitted, memory))
         self._forget()
 
@@ -130,6 +128,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         if isinstance(action, Copy):
             start_ns = max(start_ns, self._link_free_ns[stream.kind])
         end_ns = start_ns + self._duration_ns(stream, action)
+        # A vector clock: what has ended before this begins, through any chain of waits.
         before = _newest([self._host_knows, *(other.upto for other in behind)])
         operation.place(start_ns=start_ns, end_ns=end_ns, behind=behind, before=before)
         if isinstance(action, Copy):
@@ -154,7 +153,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
     def _wait(self, operation: VirtualOperation) -> None:
         self._now_ns = max(self._now_ns, operation.end_ns)
         self._learn([operation])
-        self._tell(operation)
+        self._raise_failure(operation)
 
     def _drain(self) -> None:
         pending = list(self._pending.values())
@@ -162,7 +161,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         self._learn(pending)
 
     def _learn(self, ended: list[VirtualOperation]) -> None:
-        """Let the host know that these have ended: carry out what that takes."""
+        """Note that the host knows that these have ended: carry out what they need."""
         self._carry_out_all(ended)
         self._host_knows = _newest([self._host_knows, *(operation.upto for operation in ended)])
         self._forget()
@@ -174,13 +173,18 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
 
     def _in_some_order(self, needed: dict[int, VirtualOperation]) -> Iterator[VirtualOperation]:
         """Yield the operations in one of the orders that what they wait for allows."""
-        missing = {number: _pending_of(operation) for number, operation in needed.items()}
+        missing = {
+            number: {other.number for other in operation.behind if other.carried_at is None}
+            for number, operation in needed.items()
+        }
         ready = sorted(number for number, others in missing.items() if not others)
         followers: dict[int, list[int]] = {}
         for number, others in missing.items():
             for other in others:
                 followers.setdefault(other, []).append(number)
         while ready:
+            # Any order that the waits allow may happen on a device, so a seeded one is as good as
+            # another.
             number = ready.pop(self._random.randrange(len(ready)))
             yield needed[number]
             for follower in followers.get(number, ()):
@@ -196,7 +200,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
             except Exception as error:
                 failure = Failure(error)
         operation.carry(self._submitted)
-        self._settle(operation, failure)
+        self._finish(operation, failure)
         del self._pending[operation.number]
         for since, memory in self._freed:
             if operation.number < since:
@@ -212,8 +216,8 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
             for other in self._copies
             if other is not operation
             and other.footprint is not None
-            and not other.follows(operation)
-            and not operation.follows(other)
+            and not other.begins_after(operation)
+            and not operation.begins_after(other)
         ]
         if isinstance(action, Copy):
             carry_out_copy(action, unordered)
@@ -221,7 +225,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
             carry_out_work(action.call, unordered, name=operation.name)
 
     def _forget(self) -> None:
-        """Let go of what can no longer matter: all that is pending was submitted later."""
+        """Drop what cannot matter any more: all that is pending was submitted later."""
         oldest = next(iter(self._pending), self._submitted)
         self._copies = [
             op for op in self._copies if op.carried_at is None or op.carried_at > oldest
@@ -232,18 +236,14 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
 def _newest(known: Iterable[dict[Stream, int]]) -> dict[Stream, int]:
     """Return the newest operation of each stream over all of `known`."""
     newest: dict[Stream, int] = {}
-    for each in known:
-        for stream, number in each.items():
+    for operations in known:
+        for stream, number in operations.items():
             newest[stream] = max(number, newest.get(stream, -1))
     return newest
 
 
-def _pending_of(operation: VirtualOperation) -> set[int]:
-    return {other.number for other in operation.behind if other.carried_at is None}
-
-
 def _closure(ended: list[VirtualOperation]) -> dict[int, VirtualOperation]:
-    """Return these and all that they wait for, as far as that was not carried out."""
+    """Return these and all that they wait for, except what was carried out."""
     needed: dict[int, VirtualOperation] = {}
     left = [operation for operation in ended if operation.carried_at is None]
     while left:

@@ -1,3 +1,5 @@
-"""Models that are built or loaded beyond memory, and how first values get to where they stay."""
+"""Models that are built or loaded although they do not fit into host memory, and where their first
+values are put.
+"""
 
 __all__ = ()

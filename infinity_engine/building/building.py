@@ -1,13 +1,8 @@
-"""`building`: what an init_context does while its body runs: it sees all that modules get, and
-torch's calls.
+"""`building`: what happens while the body of an init_context runs: it sees each module's parameters
+and torch's calls.
 
-Brings what a call needs and lets the rest go to the drives. Decides nothing about what stays:
-`Originals` does.
-
-[Note: how calls are seen] torch's own TorchFunctionMode tells of every call of torch in this
-thread, property getters included, before it runs: so a parameter is there when somebody reads or
-writes it, however he came by it. What a C library or another thread does with a parameter is not
-seen.
+Reads back from the drives what a call needs and lets the other parameters be evicted.
+`BuiltParameters` decides which.
 """
 
 from __future__ import annotations
@@ -23,12 +18,12 @@ import torch
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from infinity_engine.building.built import BuiltModel
-from infinity_engine.building.cut_originals import CutOriginals
-from infinity_engine.building.originals import Originals, first_sizes
+from infinity_engine.building.built_parameters import BuiltParameters, first_sizes
+from infinity_engine.building.sharded_parameters import ShardedParameters
 from infinity_engine.memory import Ledger
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.plan import ResolvedBudget
-from infinity_engine.progress import Teller
+from infinity_engine.progress import ProgressReporter
 from infinity_engine.ranks.ranks import Ranks
 from infinity_engine.storage import SwapFile
 
@@ -61,8 +56,8 @@ _NEED_NO_VALUES = frozenset(
         torch._has_compatible_shallow_copy_type,
     }
 )  # fmt: skip
-# Calls that give an address away, which nobody sees the end of, and that the tensor itself keeps
-# alive.
+# Calls that return the memory's address. The engine cannot see how long the address is used, so
+# these parameters stay in memory for good.
 _GIVE_AN_ADDRESS = frozenset({_T.data_ptr, _T.numpy, _T.__array__, _T.__dlpack__})
 # Calls that run Python again, which is not seen: a checkpointed part of a forward.
 _CALL_BACK = frozenset({_T.backward, torch.autograd.backward, torch.autograd.grad})
@@ -71,11 +66,10 @@ _GET_DATA, _SET_DATA = _T.data.__get__, _T.data.__set__  # type: ignore[attr-def
 
 @contextmanager
 def building(
-    budget: ResolvedBudget, cache: int | None, teller: Teller, ranks: Ranks | None
+    budget: ResolvedBudget, cache: int | None, reporter: ProgressReporter, ranks: Ranks | None
 ) -> Iterator[BuiltModel]:
-    """Let what modules get as parameters in the body live on the drives.
-
-    See `init_context` for what is raised.
+    """Offload the parameters that modules register in the body to the drives. See `init_context`
+    for what is raised.
 
     Of several `ranks`, all of which come to this, `budget` is this one's.
     """
@@ -85,10 +79,10 @@ def building(
             "init_context(...)`"
         )
     with ExitStack() as failed:
-        with teller.part("building on the drives", None) as written:
-            built, originals = opened(budget, cache, failed, written, ranks)
-            mode = _Building(originals)
-            # what was built by then, and has no values
+        with reporter.part("building on the drives", None) as written:
+            built, records = opened(budget, cache, failed, written, ranks)
+            mode = _Building(records)
+            # the modules built so far: they have no values
             failed.callback(lambda: built.guard(mode.modules()))
             hooks = Hooks()
             hooks.on_registration(mode.gets_parameter, mode.gets_submodule)
@@ -98,11 +92,11 @@ def building(
             finally:
                 hooks.remove()
             mode.finish()
-            originals.agree()
+            records.agree()
             built.guard(
-                each
-                for each in mode.modules()
-                if any(parameter in built for parameter in each.parameters())
+                module
+                for module in mode.modules()
+                if any(parameter in built for parameter in module.parameters())
             )
         failed.pop_all()
 
@@ -113,27 +107,26 @@ def opened(
     failed: ExitStack,
     written: Callable[[int], None],
     ranks: Ranks | None,
-) -> tuple[BuiltModel, Originals]:
-    """Return an empty one, with files in each directory of the budget; `failed` gives all of it
-    back.
+) -> tuple[BuiltModel, BuiltParameters]:
+    """Return an empty BuiltModel, with files in each directory of the budget; `failed` undoes it.
 
-    `written` is told of the bytes of each parameter that leaves host memory.
+    `written` is called with the bytes of each parameter that leaves host memory.
     """
     ledger = Ledger(budget)
     swap = SwapFile(first_sizes(budget.nvme), ledger, holder="values of a model")
     failed.callback(swap.close)
-    originals = (
-        Originals(swap, ledger, budget.nvme, cache, written)
+    records = (
+        BuiltParameters(swap, ledger, budget.nvme, cache, written)
         if ranks is None
-        else CutOriginals(swap, ledger, budget.nvme, cache, written, ranks=ranks)
+        else ShardedParameters(swap, ledger, budget.nvme, cache, written, ranks=ranks)
     )
-    built = BuiltModel(originals, swap, ledger, ranks)
+    built = BuiltModel(records, swap, ledger, ranks)
 
     def close(_kind: object, error: BaseException | None, _trace: object) -> None:
         built.close(error)
 
     failed.push(close)
-    return built, originals
+    return built, records
 
 
 def _open() -> _Building | None:
@@ -145,11 +138,13 @@ def _open() -> _Building | None:
 
 
 class _Building(TorchFunctionMode):
-    """Sees torch's calls, and what modules get."""
+    """The torch-function mode of one context: sees torch's calls, and the parameters that modules
+    get.
+    """
 
-    def __init__(self, originals: Originals) -> None:
+    def __init__(self, records: BuiltParameters) -> None:
         super().__init__()
-        self._originals = originals
+        self._records = records
         self._thread = threading.get_ident()
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._copies: list[tuple[dict[int, object], int]] = []
@@ -159,15 +154,15 @@ class _Building(TorchFunctionMode):
     # --- modules ----------------------------------------------------------------------------------
 
     def gets_parameter(self, module: torch.nn.Module, name: str, parameter: object) -> None:
-        """Take over a parameter that a module is about to have."""
+        """Take over a parameter that a module is about to register."""
         if threading.get_ident() == self._thread and isinstance(parameter, torch.nn.Parameter):
             with self._calling():
                 self._adopt_copies()
                 self._know(module)
-                self._originals.adopt(parameter, f"{type(module).__name__}.{name}")
+                self._records.adopt(parameter, f"{type(module).__name__}.{name}")
 
     def gets_submodule(self, module: torch.nn.Module, _name: str, submodule: object) -> None:
-        """Take over all parameters of a module that another one is about to have."""
+        """Take over all parameters of a module that another module is about to register."""
         if threading.get_ident() == self._thread and isinstance(submodule, torch.nn.Module):
             with self._calling():
                 self._adopt_copies()
@@ -183,9 +178,9 @@ class _Building(TorchFunctionMode):
         )
 
     def finish(self) -> None:
-        """Let all values leave, now that nobody builds any more.
+        """Evict all values: the body has ended and builds nothing any more.
 
-        A parameter that is in no module that was built here gets its values back.
+        A parameter that is in none of the modules built here gets its values back.
         """
         self._adopt_copies()
         self._copies.clear()
@@ -195,30 +190,34 @@ class _Building(TorchFunctionMode):
         of_modules = {
             id(parameter) for module in modules for parameter in module.parameters(recurse=False)
         }
-        self._originals.keep_no_others()
-        strays = [each for each in self._originals.parameters() if id(each) not in of_modules]
+        self._records.drop_unreferenced()
+        strays = [
+            parameter for parameter in self._records.parameters() if id(parameter) not in of_modules
+        ]
         for parameter in strays:
-            with self._originals.using([parameter]):
+            with self._records.using([parameter]):
                 pass
-            self._originals.forget(parameter)
-        self._originals.leave_all()
-        self._originals.settle()
+            self._records.forget(parameter)
+        self._records.evict_all()
+        self._records.shrink()
 
     def _know(self, module: torch.nn.Module) -> None:
         self._modules[id(module)] = weakref.ref(module)
 
     def _alive(self) -> list[torch.nn.Module]:
-        return [module for each in self._modules.values() if (module := each()) is not None]
+        return [
+            module for reference in self._modules.values() if (module := reference()) is not None
+        ]
 
     def _adopt_own_of(self, module: torch.nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):
-            self._originals.adopt(parameter, f"{type(module).__name__}.{name}")
+            self._records.adopt(parameter, f"{type(module).__name__}.{name}")
         for buffer in module.buffers(recurse=False):
-            self._originals.revive(buffer)
+            self._records.revive(buffer)
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """Let torch's calls within the body be ours."""
+        """Mark torch's calls in the body as the engine's own, which need no values read back."""
         before, self._own_calls = self._own_calls, True
         try:
             yield
@@ -227,6 +226,10 @@ class _Building(TorchFunctionMode):
 
     # --- calls ------------------------------------------------------------------------------------
 
+    # [Note: how calls are seen] torch's TorchFunctionMode reports every call of torch in this
+    # thread before it runs, property getters included. So a parameter's values are read back before
+    # any code reads or writes them, whichever variable that code uses. The mode does not see what a
+    # C library or another thread does with a parameter.
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -245,43 +248,44 @@ class _Building(TorchFunctionMode):
         for tensor in _tensors((args, given)):
             if isinstance(tensor, torch.nn.Parameter):
                 self._look_at(tensor)
-            if tensor in self._originals:
+            if tensor in self._records:
                 used[id(tensor)] = tensor
             else:
-                self._originals.revive(tensor)
+                self._records.revive(tensor)
         if func in _CALL_BACK:
-            used = {id(each): each for each in self._originals.parameters()}
+            used = {id(parameter): parameter for parameter in self._records.parameters()}
         if not used:
             return func(*args, **given)
         # needs no value before
         target = args[0] if func == _SET_DATA and args[1] is not args[0] else None
-        with self._originals.using(used.values(), used.get(id(target))):
+        with self._records.using(used.values(), used.get(id(target))):
             result = func(*args, **given)
         if func in _GIVE_AN_ADDRESS:
             for parameter in used.values():
-                self._originals.pin(parameter)
+                self._records.pin(parameter)
         elif func == _GET_DATA:
             self._note_copy(args[0], sys._getframe(1))
         return result
 
     def _look_at(self, parameter: torch.nn.Parameter) -> None:
-        """Where this is a parameter that nobody told of, take over what modules have got without
-        being registered.
+        """Find the module of a parameter that no registration announced.
+
+        Modules that are copied or unpickled get parameters without registering them, so the known
+        modules are searched.
         """
         stranger = self._strangers.get(id(parameter))
-        if parameter in self._originals or (stranger is not None and stranger() is parameter):
+        if parameter in self._records or (stranger is not None and stranger() is parameter):
             return
         for module in self._alive():
             self._adopt_own_of(module)
-        if parameter not in self._originals:
+        if parameter not in self._records:
             self._strangers[id(parameter)] = weakref.ref(parameter)
 
     def _note_copy(self, parameter: torch.Tensor, frame: Any) -> None:
-        """Where this is the beginning of a deep copy of a parameter, remember where the copy will
-        be noted.
+        """Where a deep copy of a parameter begins, remember the memo that the copy will be in.
 
-        A module that is copied registers nothing, and whole lists of copies are made before
-        somebody registers them.
+        A copied module registers nothing, and whole lists of copies are made before a module
+        registers the list.
         """
         if frame.f_code is torch.nn.Parameter.__deepcopy__.__code__:
             self._copies.append((frame.f_locals["memo"], id(parameter)))
@@ -292,19 +296,19 @@ class _Building(TorchFunctionMode):
         for memo, number in self._copies:
             copy = memo.get(number)
             if isinstance(copy, torch.nn.Parameter):
-                self._originals.adopt(copy, "a copied parameter")
+                self._records.adopt(copy, "a copied parameter")
             else:
                 waiting.append((memo, number))
         self._copies = waiting
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what a call was given."""
+    """Yield the tensors among the arguments of a call."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
+        for item in value.values():
+            yield from _tensors(item)
     elif isinstance(value, list | tuple | set | frozenset):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)

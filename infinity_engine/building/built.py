@@ -1,9 +1,8 @@
-"""`BuiltModel`: a model whose parameters' values are on the drives, until an engine takes them
-over.
+"""`BuiltModel`: a model with its values on the drives, until an engine takes them over.
 
-What `init_context` gives; its modules refuse to run, and by what refuses `originals_of` finds it
-again. Reads and gives values; changes none. Of several ranks, each has its shards; what shows whole
-values is for all of them together.
+`init_context` returns it. Its modules refuse to run; `built_model_of` finds it again by the hook
+that refuses. Reads values and changes none. With several ranks, each has its shards; calls that
+show whole values are collective.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from infinity_engine.building.originals import Originals
+from infinity_engine.building.built_parameters import BuiltParameters
 from infinity_engine.errors import CapacityError
 from infinity_engine.memory import Ledger
 from infinity_engine.parameters.hooks import Hooks
@@ -22,27 +21,26 @@ from infinity_engine.plan import Tier
 from infinity_engine.ranks.ranks import Ranks
 from infinity_engine.storage import SwapFile
 
-__all__ = ["BuiltModel", "originals_of"]
+__all__ = ["BuiltModel", "built_model_of"]
 
 
 class BuiltModel:
-    """The parameters of one model and where their values are.
+    """The parameters of one model and where their values are. `engine.initialize` takes the values
+    over and closes it.
 
-    Closed by whoever has taken them all over.
-
-    Values that somebody had views of when the context ended, and single numbers, stay in host
-    memory, and so are those that the views show. When nobody has the model or this any more, the
-    files go too.
+    A parameter stays in host memory where another tensor still shows its memory when the context
+    ends (then the values seen through that tensor count), or where it has a single element. The
+    files are also removed when neither the model nor this object is referenced any more.
     """
 
     def __init__(
-        self, originals: Originals, swap: SwapFile, ledger: Ledger, ranks: Ranks | None = None
+        self, records: BuiltParameters, swap: SwapFile, ledger: Ledger, ranks: Ranks | None = None
     ) -> None:
         self.swap = swap
         self.ledger = ledger
+        # The ranks that built it together; None where this process built it alone.
         self.ranks = ranks
-        """Those who have built it together; None where this one has alone."""
-        self._originals = originals
+        self._records = records
         self._hooks = Hooks()
         self._closed = False
 
@@ -50,45 +48,45 @@ class BuiltModel:
         """Tell whether it has the values of this parameter: it was built in the context, and not
         released.
         """
-        return parameter in self._originals
+        return parameter in self._records
 
     def nbytes_of(self, parameter: torch.Tensor) -> int:
         """Return the bytes of a parameter's values.
 
         Raises:
-            ConfigError: it does not have them.
+            ConfigError: this does not have the parameter's values.
         """
-        self._originals.is_absent(parameter)
+        self._records.is_absent(parameter)
         return parameter.numel() * parameter.element_size()
 
     def is_absent(self, parameter: torch.Tensor) -> bool:
-        """Tell whether a parameter shows no values: they are on the drives alone.
+        """Tell whether a parameter's values are on the drives alone. It shows NaN then.
 
         Raises:
-            ConfigError: it does not have them.
+            ConfigError: this does not have the parameter's values.
         """
-        return self._originals.is_absent(parameter)
+        return self._records.is_absent(parameter)
 
     def piece(self, parameter: torch.Tensor, first_element: int, numel: int) -> torch.Tensor:
-        """Return so many elements of a parameter, flat, from that one on, in new host memory.
+        """Return `numel` elements of a parameter from `first_element` on, flat, in new host memory.
 
-        Where they begin with a page of the file, as every multiple of 4096 elements does, no more
-        than they is read.
+        A piece that begins with a page of the file, as every multiple of 4096 elements does, is
+        read without a detour.
 
         Raises:
-            ConfigError: it does not have the parameter's values.
+            ConfigError: this does not have the parameter's values.
             RuntimeError: the parameter was written to while they were on the drives.
             TransferError: they could not be read.
         """
         values = torch.empty(numel, dtype=parameter.dtype, device="cpu")
         self._check_within(parameter, parameter.numel(), first_element, values)
-        self._originals.read_whole(parameter, first_element, values)
+        self._records.read_whole(parameter, first_element, values)
         return values
 
     def read_into(self, parameter: torch.Tensor, first_element: int, values: torch.Tensor) -> None:
         """Fill `values`, flat and of the parameter's dtype, as `piece` would return it.
 
-        Of several ranks, this one reads what it has: the first element is that of its shard.
+        With several ranks, this rank reads its own shard; element 0 is the shard's first.
         """
         spec = self.spec_of(parameter)
         mine = (
@@ -97,36 +95,36 @@ class BuiltModel:
             else spec.shards[self.ranks.shards.rank].numel
         )
         self._check_within(parameter, mine, first_element, values)
-        self._originals.read_into(parameter, first_element, values)
+        self._records.read_into(parameter, first_element, values)
 
     def spec_of(self, parameter: torch.Tensor) -> ShardSpec | None:
-        """Return how a parameter is cut over the ranks that have built it; None where there is one.
+        """Return how a parameter is cut over the ranks that have built it; None where one process
+        has.
 
         Raises:
-            ConfigError: it does not have the parameter's values.
+            ConfigError: this does not have the parameter's values.
         """
-        return self._originals.spec_of(parameter)
+        return self._records.spec_of(parameter)
 
     def digest_of(self, parameter: torch.Tensor) -> str:
-        """Return words that differ where values of several ranks do, as far as this one has seen
-        the whole of them.
+        """Return text that differs where ranks have different values, as far as this rank has seen
+        all of them.
         """
-        return self._originals.digest_of(parameter)
+        return self._records.digest_of(parameter)
 
-    def hand_over_ranks(self) -> Ranks | None:
-        """Return who has built it together, whom it does not close any more."""
+    def detach_ranks(self) -> Ranks | None:
+        """Return the ranks that built it, which it does not close any more."""
         ranks, self.ranks = self.ranks, None
         return ranks
 
     def release(self, parameter: torch.Tensor) -> None:
-        """Have a parameter's values no more: somebody else has them.
-
-        What the parameter shows stays as it is.
+        """Forget a parameter: the engine has its values now. What the parameter shows stays as it
+        is.
 
         Raises:
-            ConfigError: it does not have them.
+            ConfigError: this does not have the parameter's values.
         """
-        self._originals.forget(parameter)
+        self._records.forget(parameter)
 
     def materialize(self, parameter: torch.Tensor) -> None:
         """Give a parameter ordinary memory with its values, which no budget counts from here on;
@@ -148,18 +146,17 @@ class BuiltModel:
             RuntimeError: one was written to while its values were on the drives.
             TransferError: one could not be read; it can be tried again.
         """
-        parameters = list(self._originals.parameters())
+        parameters = list(self._records.parameters())
         self._check_room(parameters)
         for parameter in parameters:
             self._bring(parameter)
         self.close()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Remove the files. The model runs again, unless there are values nobody took over.
+        """Remove the files. Again: does nothing. The model runs again, unless some of its values
+        were on the drives alone.
 
-        Again: does nothing.
-
-        Of several ranks, the others are told of an `error`, if it is why.
+        With several ranks, the others are sent `error`, where that is the reason.
         """
         if self.ranks is not None:
             self.ranks.close(error)
@@ -167,9 +164,11 @@ class BuiltModel:
             if self._closed:
                 return
             self._closed = True
-            if not any(self._originals.is_absent(each) for each in self._originals.parameters()):
+            if not any(
+                self._records.is_absent(parameter) for parameter in self._records.parameters()
+            ):
                 self._hooks.remove()
-            self._originals.close()
+            self._records.close()
             self.swap.close()
 
     @property
@@ -178,7 +177,7 @@ class BuiltModel:
         return self._closed
 
     def guard(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Let these modules refuse to run, and to give or take values."""
+        """Make these modules refuse to run, and refuse state_dict() and load_state_dict()."""
         guard = _Unready(self)
         for module in modules:
             self._hooks.before_call(module, guard)
@@ -186,8 +185,9 @@ class BuiltModel:
             self._hooks.on_load_state_dict(module, guard.refuse)
 
     def _bring(self, parameter: torch.Tensor) -> None:
-        with self._hooks.signals:  # between two parameters, where all can be tried again
-            self._originals.bring(parameter)
+        # An interrupt acts between two parameters, where the call can be repeated.
+        with self._hooks.signals:
+            self._records.bring(parameter)
 
     def _check_within(
         self, parameter: torch.Tensor, numel: int, first_element: int, values: torch.Tensor
@@ -207,20 +207,21 @@ class BuiltModel:
             )
 
     def _check_room(self, parameters: Iterable[torch.Tensor]) -> None:
-        nbytes, free = self._originals.room_for(parameters)
+        nbytes, free = self._records.room_for(parameters)
         if nbytes > free:
             raise CapacityError(
                 tier=Tier.HOST.name,
                 asked=nbytes,
                 free=free,
-                limit=next(each.limit for each in self.ledger.usage() if each.tier is Tier.HOST),
+                limit=next(usage.limit for usage in self.ledger.usage() if usage.tier is Tier.HOST),
                 change="raise the budget's host, or leave the values on the drives and call "
                 "engine.initialize",
             )
 
 
-def originals_of(model: torch.nn.Module) -> BuiltModel | None:
-    """Return what has the values of a model's parameters; None where these are ordinary ones.
+def built_model_of(model: torch.nn.Module) -> BuiltModel | None:
+    """Return the BuiltModel that has the values of a model's parameters; None where the parameters
+    are ordinary ones.
 
     Raises:
         RuntimeError: parts of the model were built in several contexts.
@@ -233,14 +234,14 @@ def originals_of(model: torch.nn.Module) -> BuiltModel | None:
     }
     if len(found) > 1:
         raise RuntimeError(
-            f"parts of this model were built in {len(found)} contexts: build all of it in one "
-            "`with init_context(...)`"
+            f"Parts of this model were built in {len(found)} init_contexts. An engine takes over "
+            "one: build the whole model in one `with init_context(...)`"
         )
     return next(iter(found.values()), None)
 
 
 class _Unready:
-    """Stands before a module and does not let it run."""
+    """A pre-forward hook that does not let its module run."""
 
     def __init__(self, built: BuiltModel) -> None:
         self.built = built
@@ -251,22 +252,19 @@ class _Unready:
     def refuse(self) -> None:
         if self.built.closed:
             raise RuntimeError(
-                "this model was built in an init_context whose values are gone, as its body "
-                "failed, or it was closed "
-                "before engine.initialize took them over: build the model again"
+                "This model has no values: the body of its init_context failed, or its "
+                "BuiltModel was closed before engine.initialize. Build the model again"
             )
         raise RuntimeError(
-            "this model was built in an init_context and its values are on the drives: call "
-            "engine.initialize with it "
-            "first; or `built.whole()`, where it fits into host memory"
+            "This model was built in an init_context, and its values are on the drives. Call "
+            "engine.initialize with it first, or `built.whole()` where it fits into host memory"
         )
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
         raise TypeError(
-            "a model that was built in an init_context cannot be copied or pickled, as its values "
-            "are on the drives: "
-            "call engine.initialize with it first; or `built.whole()`, where it fits into host "
-            "memory"
+            "This model cannot be copied or pickled: it was built in an init_context, and its "
+            "values are on the drives. Call engine.initialize with it first, or `built.whole()` "
+            "where it fits into host memory"
         )
 
     def __deepcopy__(self, _memo: object) -> NoReturn:

@@ -1,5 +1,5 @@
-"""`load`: the values of a model on the meta device, from safetensors files to the drives, piece by
-piece.
+"""`load`: reads the values of a model on the meta device from safetensors files to the drives,
+piece by piece.
 
 Checks all names and shapes first, moves the bytes, and touches the model last. Called by
 `load_into`.
@@ -26,12 +26,12 @@ from deepnvme.memory.checksum import crc32c
 from deepnvme.queue.queue import File
 from infinity_engine.building.building import opened
 from infinity_engine.building.built import BuiltModel
-from infinity_engine.building.cut_originals import CutOriginals
-from infinity_engine.building.original import absent
+from infinity_engine.building.built_parameter import absent
+from infinity_engine.building.sharded_parameters import ShardedParameters
 from infinity_engine.errors import ConfigError, TransferError
 from infinity_engine.partition import Partitioner, Shard, ShardSpec
 from infinity_engine.plan import ResolvedBudget, Tier
-from infinity_engine.progress import Teller
+from infinity_engine.progress import ProgressReporter
 from infinity_engine.ranks.ranks import Ranks
 from infinity_engine.signals import HeldSignals
 from infinity_engine.storage import IOHop, Place, SwapFile
@@ -63,8 +63,8 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A tensor of the model, by all of its names, and where its values come from; of several ranks,
-    how it is cut.
+    """A tensor of the model, by all of its names, and where its values come from; with several
+    ranks, how it is cut.
     """
 
     tensor: torch.Tensor
@@ -80,7 +80,7 @@ class _Target:
 
     @property
     def nbytes(self) -> int:
-        """What of it goes to the drives."""
+        """The bytes of it that go to the drives."""
         return self.part.numel * self.tensor.element_size() if self.is_streamed else 0
 
     @property
@@ -102,24 +102,23 @@ def load(
     model: torch.nn.Module,
     directory: str | os.PathLike[str],
     budget: ResolvedBudget,
-    teller: Teller,
+    reporter: ProgressReporter,
     ranks: Ranks | None,
 ) -> BuiltModel:
-    """Fill `model`; of several `ranks`, with this one's slices.
-
-    See `load_into` for what is raised.
+    """Fill `model`; with several `ranks`, with this one's slices. See `load_into` for what is
+    raised.
     """
     targets = _targets(model, _found(Path(directory)), str(directory))
     if ranks is not None:
         _agree(ranks, targets)
         targets = _cut(ranks, targets)
     with ExitStack() as failed:
-        built, originals = opened(budget, 0, failed, lambda _: None, ranks)
+        built, records = opened(budget, 0, failed, lambda _: None, ranks)
         places = [
-            originals.allocate(each.nbytes, each.names[0]) if each.nbytes else None
-            for each in targets
+            records.allocate(target.nbytes, target.names[0]) if target.nbytes else None
+            for target in targets
         ]
-        originals.settle(room=sum(each.nbytes_whole for each in targets if each.is_small))
+        records.shrink(room=sum(target.nbytes_whole for target in targets if target.is_small))
         queue = built.swap.queue
         with ExitStack() as opens:
             own = queue.settings_for(directory).inflight_bytes
@@ -128,32 +127,35 @@ def load(
             )
             files = {
                 path: opens.enter_context(queue.open(path))
-                for path in {each.source.path for each in targets}
+                for path in {target.source.path for target in targets}
             }
-            total = sum(each.nbytes for each in targets)
-            with teller.part("loading values", total) as written:
+            total = sum(target.nbytes for target in targets)
+            with reporter.part("loading values", total) as written:
                 _stream(_pieces(targets, places, files), built.swap, written)
             values = [
-                absent(each.tensor) if each.is_streamed else _read(each, files[each.source.path])
-                for each in targets
+                absent(target.tensor)
+                if target.is_streamed
+                else _read(target, files[target.source.path])
+                for target in targets
             ]
         if ranks is not None:
-            # the model is as it was until all have the values
+            # no rank changes its model before all have the values
             ranks.collectives.agree("the end of loading")
-        with HeldSignals():  # all of the model is taken over, or nothing of it
+        # An interrupt in the midst would leave half of the model without values.
+        with HeldSignals():
             _give(targets, values, failed)
             for target, place in zip(targets, places, strict=True):
                 if target.spec is not None:
-                    assert isinstance(originals, CutOriginals), "there are several ranks"
-                    originals.adopt_part(target.tensor, target.names[0], target.spec, place)
+                    assert isinstance(records, ShardedParameters), "there are several ranks"
+                    records.adopt_part(target.tensor, target.names[0], target.spec, place)
                 elif place is not None:
-                    originals.adopt_absent(target.tensor, target.names[0], place)
+                    records.adopt_absent(target.tensor, target.names[0], place)
                 elif isinstance(target.tensor, torch.nn.Parameter):
-                    originals.adopt(target.tensor, target.names[0])
+                    records.adopt(target.tensor, target.names[0])
             built.guard(
-                each
-                for each in model.modules()
-                if any(mine in originals for mine in each.parameters())
+                module
+                for module in model.modules()
+                if any(mine in records for mine in module.parameters())
             )
             failed.pop_all()
     return built
@@ -166,35 +168,40 @@ def _targets(model: torch.nn.Module, found: Mapping[str, _Source], where: str) -
     """Return each of the model's tensors once.
 
     Raises:
-        ConfigError: names or shapes are others, or a tensor cannot be filled.
+        ConfigError: names or shapes differ from the files', or a tensor cannot be filled.
     """
     named = {
-        name: each
-        for name, each in model.state_dict(keep_vars=True).items()
-        if isinstance(each, torch.Tensor)
+        name: tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor)
     }
     names: dict[int, list[str]] = {}
     for name, tensor in named.items():
         names.setdefault(id(tensor), []).append(name)
     _check_devices(model, names)
-    missing = [each[0] for each in names.values() if not any(name in found for name in each)]
+    missing = [
+        aliases[0] for aliases in names.values() if not any(name in found for name in aliases)
+    ]
     unexpected = [name for name in found if name not in named]
     if missing or unexpected:
         said = [
             f"{len(those)} {what}: {_listed(those)}"
-            for what, those in _kinds(missing, unexpected)
+            for what, those in (
+                ("missing", missing),
+                ("that the model does not have", unexpected),
+            )
             if those
         ]
         raise ConfigError(
             field=f"tensors in {where}",
             value="; ".join(said),
-            expected="exactly those of the model",
+            expected="exactly the tensors of the model",
         )
     targets = []
-    for each in names.values():
-        # what torch's load_state_dict takes, too
-        source = found[[name for name in each if name in found][-1]]
-        target = _Target(named[each[0]], tuple(each), source)
+    for aliases in names.values():
+        # as torch's load_state_dict chooses
+        source = found[[name for name in aliases if name in found][-1]]
+        target = _Target(named[aliases[0]], tuple(aliases), source)
         if target.source.entry.shape != tuple(target.tensor.shape):
             raise ConfigError(
                 field=f"tensor {source.name} in {source.path}",
@@ -205,14 +212,12 @@ def _targets(model: torch.nn.Module, found: Mapping[str, _Source], where: str) -
             raise ConfigError(
                 field=f"tensor {source.name} in {source.path}",
                 value=source.dtype,
-                expected=f"numbers of the kind of {target.tensor.dtype}, which the model has",
+                expected=(
+                    f"a dtype that torch converts to {target.tensor.dtype}, which the model has"
+                ),
             )
         targets.append(target)
     return targets
-
-
-def _kinds(missing: list[str], unexpected: list[str]) -> Sequence[tuple[str, list[str]]]:
-    return ("missing", missing), ("that the model does not have", unexpected)
 
 
 def _listed(names: list[str]) -> str:
@@ -234,12 +239,11 @@ def _check_devices(model: torch.nn.Module, persistent: Mapping[int, object]) -> 
     ]
     if empty:
         expected = (
-            "values, which no file has for buffers that are not persistent. Put only parameters on "
-            "the meta device, as "
+            "a buffer with values: files have none for buffers that are not persistent. Put only "
+            "parameters on the meta device, as "
             "accelerate.init_empty_weights(include_buffers=False) does; or make the modules of "
-            "these buffers again "
-            "outside of torch.device('meta'), before load_into; or build the model under "
-            "init_context"
+            "these buffers again outside of torch.device('meta'), before load_into; or build the "
+            "model under init_context"
         )
         raise ConfigError(
             field=f"buffer {_listed(empty)}", value="on the meta device", expected=expected
@@ -247,10 +251,10 @@ def _check_devices(model: torch.nn.Module, persistent: Mapping[int, object]) -> 
 
 
 def _found(directory: Path) -> dict[str, _Source]:
-    """Return what the files have, by name.
+    """Return the tensors in the files, by name.
 
     Raises:
-        ConfigError: there are none, one is not valid, or two have the same name.
+        ConfigError: there are none, a file is not valid, or two files have the same name.
     """
     found: dict[str, _Source] = {}
     for path in _files(directory):
@@ -263,8 +267,8 @@ def _found(directory: Path) -> dict[str, _Source]:
         for name, entry in header.tensors.items():
             if name in found:
                 expected = (
-                    f"in one file; both {found[name].path.name} and {path.name} have it, and no "
-                    "index says which"
+                    f"each tensor in one file: both {found[name].path.name} and {path.name} have "
+                    "this one, and no index says which counts"
                 )
                 raise ConfigError(field=f"files in {directory}", value=name, expected=expected)
             found[name] = _Source(path, name, entry)
@@ -298,16 +302,18 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _agree(ranks: Ranks, targets: Sequence[_Target]) -> None:
-    """Make sure that all ranks load the same into the same.
+    """Check that all ranks load the same files into the same model.
 
     Raises:
         CollectiveError: they do not.
     """
-    kinds = {each.names[0]: f"{each.tensor.dtype} {list(each.tensor.shape)}" for each in targets}
+    kinds = {
+        target.names[0]: f"{target.tensor.dtype} {list(target.tensor.shape)}" for target in targets
+    }
     ranks.agree_on("the model to load into", kinds)
     entries: dict[Path, dict[str, str]] = {}
-    for each in targets:
-        entries.setdefault(each.source.path, {})[each.source.name] = str(each.source.entry)
+    for target in targets:
+        entries.setdefault(target.source.path, {})[target.source.name] = str(target.source.entry)
     headers = {
         path.name: crc32c(json.dumps(said, sort_keys=True).encode())
         for path, said in entries.items()
@@ -320,34 +326,34 @@ def _agree(ranks: Ranks, targets: Sequence[_Target]) -> None:
         },
     )
     ranks.agree_again_on(
-        "samples of the values in files", _samples([each.source for each in targets])
+        "samples of the values in files", _samples([target.source for target in targets])
     )
 
 
 def _samples(sources: Sequence[_Source]) -> dict[str, str]:
-    """Return checksums of a little of each tensor: each rank reads only its slices of the rest.
+    """Return checksums of a few bytes of each tensor: each rank reads only its slices of the rest.
 
     Raises:
         TransferError: a file could not be read.
     """
     every = -(-len(sources) // _MOST_SAMPLES)
     by_file: dict[Path, list[_Source]] = {}
-    for each in sources[::every]:
-        if each.entry.nbytes:
-            by_file.setdefault(each.path, []).append(each)
+    for source in sources[::every]:
+        if source.entry.nbytes:
+            by_file.setdefault(source.path, []).append(source)
     found = {}
     for path, those in by_file.items():
         with path.open("rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            for each in those:
-                found[f"{each.name} in {path.name}"] = (
-                    f"values of checksum {crc32c(_sample(file.fileno(), each)):08x}"
+            for source in those:
+                found[f"{source.name} in {path.name}"] = (
+                    f"values of checksum {crc32c(_sample(file.fileno(), source)):08x}"
                 )
     return found
 
 
 def _sample(descriptor: int, source: _Source) -> bytes:
-    """Return what is in the middle of a tensor."""
+    """Return the bytes in the middle of a tensor."""
     nbytes = min(source.entry.nbytes, _SAMPLE_BYTES)
     offset = source.entry.offset + (source.entry.nbytes - nbytes) // 2
     error, values = errno.EIO, b""
@@ -369,13 +375,13 @@ def _sample(descriptor: int, source: _Source) -> bytes:
 
 
 def _cut(ranks: Ranks, targets: Sequence[_Target]) -> list[_Target]:
-    """Return how the ranks share what is streamed."""
+    """Return the targets with how the ranks share those that go to the drives."""
     partitioner = Partitioner(ranks.shards.size, ranks.partitioning)
     return [
-        replace(each, spec=partitioner.cut(each.tensor.numel()), rank=ranks.shards.rank)
-        if each.is_streamed
-        else each
-        for each in targets
+        replace(target, spec=partitioner.cut(target.tensor.numel()), rank=ranks.shards.rank)
+        if target.is_streamed
+        else target
+        for target in targets
     ]
 
 
@@ -396,8 +402,8 @@ class _Piece:
 
 
 class _Slot:
-    """Memory for a piece, as it is in the file and as the model has it, and what is under way with
-    it.
+    """Memory for a piece, once as the file has it and once as the model has it, and the I/O under
+    way with it.
     """
 
     def __init__(self) -> None:
@@ -408,7 +414,7 @@ class _Slot:
         self._piece: _Piece | None = None
 
     def read(self, piece: _Piece) -> None:
-        """Begin to read a piece, once what was under way has ended."""
+        """Begin to read a piece, once the I/O under way has ended."""
         self.wait()
         self._piece = piece
         self._hop = _begin(piece.file, self._values(piece), piece.offset, piece.name)
@@ -426,7 +432,7 @@ class _Slot:
         return piece.place.nbytes
 
     def wait(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the I/O under way."""
         hop, self._hop = self._hop, None
         if hop is not None:
             hop.wait()
@@ -438,7 +444,7 @@ class _Slot:
 def _stream(pieces: Iterable[_Piece], swap: SwapFile, written: Callable[[int], None]) -> None:
     """Move pieces to their places: half of the slots are read into while the others are written.
 
-    `written` is told of the bytes of each.
+    `written` is called with the bytes of each piece.
 
     Raises:
         TransferError: a file could not be read, or a drive not be written.
@@ -455,7 +461,7 @@ def _stream(pieces: Iterable[_Piece], swap: SwapFile, written: Callable[[int], N
             slot.wait()
     finally:
         for slot in slots:
-            # of what a failure, which is what is told, has left behind
+            # I/O left behind by a failure; the first failure is the one to raise
             with suppress(TransferError):
                 slot.wait()
 
@@ -488,7 +494,7 @@ def _pieces(
 
 
 def _read(target: _Target, file: File) -> torch.Tensor:
-    """Return the values of a tensor that is small, or no parameter."""
+    """Return the values of a tensor that is small, or that is a buffer."""
     values = torch.empty(target.source.entry.shape, dtype=target.source.dtype, device="cpu")
     _begin(file, values, target.source.entry.offset, target.source.name).wait()
     return values.to(target.tensor.dtype)
@@ -498,19 +504,20 @@ def _read(target: _Target, file: File) -> torch.Tensor:
 
 
 def _give(targets: Sequence[_Target], values: Sequence[torch.Tensor], failed: ExitStack) -> None:
-    """Let the model's tensors, which stay the objects that they are, have these values; `failed`
-    takes them back.
+    """Give the model's tensors, which stay the same objects, these values; `failed` takes them
+    back.
     """
-    for target, each in zip(targets, values, strict=True):
+    for target, fresh_values in zip(targets, values, strict=True):
         tensor = target.tensor
         if not tensor.is_meta:  # a buffer
             failed.callback(tensor.copy_, tensor.clone())
-            tensor.copy_(each)
+            tensor.copy_(fresh_values)
             continue
-        fresh = each
+        fresh = fresh_values
         if isinstance(tensor, torch.nn.Parameter):
             # As torch makes one of other data, with what else there is of this one.
             make, (_, *others) = tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
-            fresh = make(each, *others)
+            fresh = make(fresh_values, *others)
+        # The object stays the same, so modules, tied names and optimizers see the values.
         torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
         failed.callback(torch.utils.swap_tensors, tensor, fresh)

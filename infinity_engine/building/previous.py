@@ -1,8 +1,8 @@
-"""`PreviousStates`: the states that an optimizer has made before the engine, which the engine goes
-on with.
+"""`PreviousStates`: the states that an optimizer made before the engine existed, with which the
+engine continues.
 
-Checks them and lets the engine's own be filled from them. The optimizer keeps them until the engine
-is complete.
+Checks them and fills the engine's own from them. The optimizer keeps them until the engine is
+complete.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STEP = "step"
 
 
 class PreviousStates:
-    """Those of `trained`, the parameters of the model, of which each has the rule of its group."""
+    """The states of `trained`, the parameters of the model; each has the rule of its group."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class PreviousStates:
                 self._states[known.number] = _checked(known, state, rules[known.group])
 
     def cut(self, cut: Cut) -> None:
-        """Fill the shards of this rank from here on.
+        """From here on, fill the shards of this rank.
 
         Raises:
             CollectiveError: the ranks have other states.
@@ -59,9 +59,8 @@ class PreviousStates:
         self._cut = cut
 
     def steps_of(self, number: int) -> int:
-        """Return how many updates a parameter has had.
-
-        torch does not count those of SGD: one stands for all.
+        """Return how many updates a parameter has had. torch does not count those of SGD: there,
+        any count as one.
         """
         state = self._states.get(number)
         return 0 if state is None else int(state.get(_STEP, 1))
@@ -80,7 +79,7 @@ class PreviousStates:
         return True
 
     def release(self, trained: Sequence[TrainedParameter]) -> None:
-        """Let the optimizer have none of them any more: the engine has."""
+        """Remove the states from the optimizer: the engine has them."""
         for known in trained:
             if known.number in self._states:
                 del self._optimizer.state[known.of_model]
@@ -88,24 +87,25 @@ class PreviousStates:
 
 
 def _has_stepped(state: Mapping[str, object]) -> bool:
-    """Tell whether a parameter's states in an optimizer are of steps: Adagrad makes some before its
-    first one.
+    """Tell whether a parameter's states come from steps: Adagrad makes states before its first
+    step.
     """
     step = state.get(_STEP, 1)
     return any(value is not None for value in state.values()) and bool(step != 0)
 
 
 def _checked(known: TrainedParameter, state: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
-    """Return a parameter's states, of which all are known to its rule."""
+    """Return a parameter's states, after checking that its rule knows all of them."""
     found = {name: value for name, value in state.items() if value is not None}
     numel, shape = known.parameter.numel(), tuple(known.parameter.shape)
     if set(found) - {_STEP} != set(rule.states):
         raise ConfigError(
             field=f"optimizer's states of {known.name}",
             value=", ".join(sorted(found)) or "nothing",
-            expected=f"{', '.join(rule.states) or 'nothing'}, as {type(rule).__name__} has them "
-            "with the options of "
-            "its group. To begin with new states, call optimizer.state.clear()",
+            expected=(
+                f"{', '.join(rule.states) or 'nothing'}, the states of {type(rule).__name__} with "
+                "the options of its group. To begin with new states, call optimizer.state.clear()"
+            ),
         )
     for name in rule.states:
         value = found[name]

@@ -24,7 +24,7 @@ from infinity_engine.calibration.effort import MeasuringTime, repeated
 from infinity_engine.calibration.host import RULES, STATE_BYTES, steps_of, updates_state
 from infinity_engine.calibration.identity import gpu_device
 from infinity_engine.errors import CapacityError, MissingDependencyError
-from infinity_engine.optim import NORM_BLOCK, Stream
+from infinity_engine.optim import NORM_BLOCK, Values
 from infinity_engine.plan import Figure, Unit
 from infinity_engine.units import align_down
 
@@ -121,7 +121,7 @@ def _on_gpu(accelerator: Accelerator, buffer: Buffer, numel: int) -> _Update:
     for dtype, value in zip(widths, (0.5, 0.01, 1e-4, 0.01, 0.5), strict=True):
         tensors.append(buffer.tensor(dtype, numel, offset).fill_(value))
         offset += numel * dtype.itemsize
-    master, first, second, gradient, parameter = map(Stream.of, tensors)
+    master, first, second, gradient, parameter = map(Values.of, tensors)
     steps = {
         name: steps_of(
             rule,

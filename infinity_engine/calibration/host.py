@@ -29,11 +29,11 @@ from infinity_engine.optim import (
     Lion,
     Rule,
     Segment,
-    Stream,
     Subgroup,
     SubgroupState,
     Update,
     UpdateThreads,
+    Values,
     update_records,
 )
 from infinity_engine.plan import Figure, Unit
@@ -103,9 +103,9 @@ class HostUpdates:
         for values, value in zip(wide, (0.5, 0.01, 1e-4), strict=True):
             values.fill(value)
         self._gradient, self._parameter = (
-            Stream.of(values, format=FloatFormat.BF16) for values in narrow
+            Values.of(values, format=FloatFormat.BF16) for values in narrow
         )
-        master, first, second = map(Stream.of, wide)
+        master, first, second = map(Values.of, wide)
         self._kernels = {count: HostKernels(UpdateThreads.anywhere(count)) for count in self.counts}
         self._steps = {
             name: steps_of(
@@ -159,14 +159,14 @@ def name_of(rule: Rule) -> str:
     raise ConfigError.unknown_name(field="optimizer", name=type(rule).__name__, known=RULES)
 
 
-def updates_state(numel: int, master: Stream, states: tuple[Stream, ...]) -> SubgroupState:
+def updates_state(numel: int, master: Values, states: tuple[Values, ...]) -> SubgroupState:
     """Return a state of one segment."""
     segment = Segment(parameter=0, first_element=0, numel=numel, offset=0)
     return SubgroupState(subgroup=Subgroup(0, (segment,), FORMATS), master=master, states=states)
 
 
 def steps_of(
-    rule: Rule, state: SubgroupState, gradient: Stream, parameter: Stream
+    rule: Rule, state: SubgroupState, gradient: Values, parameter: Values
 ) -> Callable[[Kernels], None]:
     """Return what makes one step of the rule, by the kernels of whoever has the memory."""
 

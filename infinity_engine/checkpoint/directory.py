@@ -89,6 +89,17 @@ class CheckpointDirectory:
 
     # --- saving -----------------------------------------------------------------------------------
 
+    def free_tag(self, tag: str) -> str:
+        """Return this tag, or where a checkpoint has it, this tag with a number behind it.
+
+        A run that went back to an older checkpoint comes to the same step again.
+        """
+        number, free = 1, tag
+        while os.path.lexists(self.path / free):
+            number += 1
+            free = f"{tag}.{number}"
+        return free
+
     def begin(self, tag: str) -> Path:
         """Return a new directory for the files of a checkpoint; what killed runs have left is
         removed first.
@@ -104,7 +115,7 @@ class CheckpointDirectory:
                 expected=f"a tag that no checkpoint in {self.path} has: remove that one, or choose "
                 "another tag",
             )
-        self.path.mkdir(parents=True, exist_ok=True)
+        _make_durably(self.path)
         self._sweep()
         draft = self.draft_of(tag)
         draft.mkdir()
@@ -215,6 +226,14 @@ def open_regular(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+def _make_durably(path: Path) -> None:
+    """Make a directory and those above it, so that their names survive a power loss."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_directory(folder.absolute().parent)
+
+
 def _checked(tag: str) -> str:
     if not _TAG.fullmatch(tag) or tag == LATEST:
         expected = (
@@ -228,7 +247,7 @@ def _is_whole(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and (path / MANIFEST).is_file()
 
 
-def _age(path: Path) -> tuple[int, str, str]:
+def _age(path: Path) -> tuple[int, str, int, str]:
     """Return what checkpoints are sorted by: their manifests, as a copied file has another time.
 
     Damaged ones first.
@@ -236,5 +255,5 @@ def _age(path: Path) -> tuple[int, str, str]:
     try:
         manifest = read_manifest(path)
     except CheckpointError:
-        return (-1, "", path.name)
-    return (manifest.step, manifest.created, path.name)
+        return (-1, "", 0, path.name)
+    return (0, manifest.created, manifest.step, path.name)

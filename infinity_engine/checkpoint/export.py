@@ -1,39 +1,41 @@
 """Writes the weights of a checkpoint as a folder that `from_pretrained` and `load_into` read.
 
 Streams: a few MiB of memory, whatever the size of the model. Tied weights are written once, by
-    their first name.
+their first name. Each file appears whole, the index last; a failed export removes its files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 
 from deepnvme import IOQueue
 from deepnvme.formats.safetensors import SafetensorsWriter
 from deepnvme.memory.arrays import ITEMSIZES
 from deepnvme.memory.buffers import Memory, memory_of
+from deepnvme.volume.syncing import sync_directory, sync_file
 from infinity_engine.checkpoint.manifest import Kind, SavedTensor
 from infinity_engine.checkpoint.reader import CheckpointReader
+from infinity_engine.checkpoint.rounding import FLOATS, converted
 from infinity_engine.errors import ConfigError
 
-__all__ = ["SHARD_BYTES", "Dtype", "export"]
+__all__ = ["MEMORY_BYTES", "SHARD_BYTES", "Dtype", "check_free", "dtype_in", "export"]
 
 SHARD_BYTES = 5_000_000_000
 """The most bytes of tensors in one file; a larger tensor has a file of its own."""
 
+MEMORY_BYTES = 48 << 20
+"""The memory that an export takes where the caller asks for no other."""
+
 _INDEX = "model.safetensors.index.json"
 
 _METADATA = MappingProxyType({"format": "pt"})  # without which transformers does not open a file
-_PART_BYTES = 16 << 20
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class Dtype(Enum):
@@ -69,36 +71,67 @@ def export(
     trainable_only: bool = False,
     shard_bytes: int = SHARD_BYTES,
     queue: IOQueue | None = None,
+    memory_bytes: int = MEMORY_BYTES,
 ) -> tuple[Path, ...]:
     """Write the weights of an open checkpoint into the directory `path`; return the files.
+
+    Takes `memory_bytes` beside what the reader has.
 
     Raises:
         ConfigError: `path` has weights already, which are left alone.
     """
-    _check_free(path)
+    check_free(path)
     path.mkdir(parents=True, exist_ok=True)
     shards = _shards(_weights(reader, dtype, trainable_only=trainable_only), shard_bytes)
     names = [_file_name(number, len(shards)) for number in range(len(shards))]
-    for name, weights in zip(names, shards, strict=True):
-        layout = {weight.tensor.name: (weight.dtype, weight.tensor.shape) for weight in weights}
-        by_name = {weight.tensor.name: weight for weight in weights}
-        with SafetensorsWriter(path / name, layout, _METADATA, queue=queue) as writer:
-            for tensor in writer.names:
-                writer.write_in_parts(tensor, _parts(reader, by_name[tensor]))
-    if len(shards) > 1:
-        weight_map = {
-            weight.tensor.name: name
-            for name, weights in zip(names, shards, strict=True)
-            for weight in weights
-        }
-        total = sum(weight.nbytes for weights in shards for weight in weights)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (path / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        names.append(_INDEX)
+    try:
+        for name, weights in zip(names, shards, strict=True):
+            _write_shard(reader, path / name, weights, queue, memory_bytes)
+        if len(shards) > 1:
+            _write_index(path, dict(zip(names, shards, strict=True)))
+            names.append(_INDEX)
+    except BaseException:
+        for name in names:
+            (path / name).unlink(missing_ok=True)
+        raise
     return tuple(path / name for name in names)
 
 
-def _check_free(path: Path) -> None:
+def _write_shard(
+    reader: CheckpointReader,
+    path: Path,
+    weights: Sequence[_Weight],
+    queue: IOQueue | None,
+    memory_bytes: int,
+) -> None:
+    layout = {weight.tensor.name: (weight.dtype, weight.tensor.shape) for weight in weights}
+    by_name = {weight.tensor.name: weight for weight in weights}
+    third = max(1, memory_bytes // 3)  # for staging, for a part, and for the part converted
+    with SafetensorsWriter(path, layout, _METADATA, staging_bytes=third, queue=queue) as writer:
+        for tensor in writer.names:
+            writer.write_in_parts(tensor, _parts(reader, by_name[tensor], third))
+
+
+def _write_index(path: Path, shards: Mapping[str, Sequence[_Weight]]) -> None:
+    """Write the index of several files: it names whole files only, and appears whole."""
+    weight_map = {
+        weight.tensor.name: name for name, weights in shards.items() for weight in weights
+    }
+    total = sum(weight.nbytes for weights in shards.values() for weight in weights)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    draft = path / f".{_INDEX}.writing"
+    draft.write_text(json.dumps(index, indent=2) + "\n")
+    sync_file(draft)
+    draft.replace(path / _INDEX)
+    sync_directory(path)
+
+
+def check_free(path: Path) -> None:
+    """Check that a directory has no weights yet.
+
+    Raises:
+        ConfigError: it has some, which are left alone.
+    """
     found = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     if found or (path / _INDEX).exists():
         raise ConfigError(
@@ -118,15 +151,16 @@ def _file_name(number: int, count: int) -> str:
 def _weights(reader: CheckpointReader, dtype: Dtype, *, trainable_only: bool) -> list[_Weight]:
     wanted = {Kind.TRAINED} if trainable_only else {Kind.TRAINED, Kind.FROZEN, Kind.BUFFER}
     return [
-        _Weight(tensor, _CODES.get(dtype, tensor.dtype) if _is_converted(tensor) else tensor.dtype)
+        _Weight(tensor, dtype_in(dtype, tensor))
         for tensor in reader.manifest.tensors
         if tensor.kind in wanted
     ]
 
 
-def _is_converted(tensor: SavedTensor) -> bool:
-    """Tell whether a dtype that is asked for is for this tensor: buffers keep theirs."""
-    return tensor.kind is not Kind.BUFFER and tensor.dtype in _FLOATS
+def dtype_in(dtype: Dtype, tensor: SavedTensor) -> str:
+    """Return what a tensor is written in where `dtype` is asked for: buffers keep theirs."""
+    is_weight = tensor.kind is not Kind.BUFFER and tensor.dtype in FLOATS
+    return _CODES.get(dtype, tensor.dtype) if is_weight else tensor.dtype
 
 
 def _shards(weights: Sequence[_Weight], shard_bytes: int) -> list[list[_Weight]]:
@@ -142,46 +176,13 @@ def _shards(weights: Sequence[_Weight], shard_bytes: int) -> list[list[_Weight]]
     return shards
 
 
-def _parts(reader: CheckpointReader, weight: _Weight) -> Iterator[Memory]:
+def _parts(reader: CheckpointReader, weight: _Weight, part_bytes: int) -> Iterator[Memory]:
     """Yield the bytes of a tensor in the dtype that it is written in."""
     tensor = weight.tensor
     stream = tensor.stream("master" if "master" in tensor.streams else "value")
-    step = _PART_BYTES // ITEMSIZES[stream.dtype]
+    step = max(1, part_bytes // ITEMSIZES[stream.dtype])
     for first in range(0, tensor.numel, step):
         numel = min(step, tensor.numel - first)
         raw = np.empty(numel * ITEMSIZES[stream.dtype], np.uint8)
         reader.read(stream, first, raw)
-        yield memory_of(_converted(raw, stream.dtype, weight.dtype), writable=False)
-
-
-def _converted(raw: npt.NDArray[np.uint8], have: str, want: str) -> npt.NDArray[np.uint8]:
-    """Return the bytes of values in another dtype, rounded to nearest even as the engine's kernels
-    round.
-    """
-    if have == want:
-        return raw
-    values = _as_fp32(raw, have)
-    if want == "F32":
-        return values.view(np.uint8)
-    if want == "F16":
-        with np.errstate(over="ignore"):  # which is infinity, as the kernels have it
-            return values.astype(np.float16).view(np.uint8)
-    if want == "BF16":
-        return _bf16_of(values).view(np.uint8)
-    return values.astype(np.float64).view(np.uint8)
-
-
-def _as_fp32(raw: npt.NDArray[np.uint8], have: str) -> npt.NDArray[np.float32]:
-    if have == "BF16":
-        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    kinds = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
-    return raw.view(kinds[have]).astype(np.float32)
-
-
-def _bf16_of(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    bits = values.view(np.uint32)
-    rounded: npt.NDArray[np.uint32] = (
-        bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    ) >> np.uint32(16)
-    rounded[np.isnan(values)] = 0x7FC0
-    return rounded.astype(np.uint16)
+        yield memory_of(converted(raw, stream.dtype, weight.dtype), writable=False)

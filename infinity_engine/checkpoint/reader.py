@@ -37,7 +37,7 @@ from deepnvme.queue.queue import File
 from deepnvme.volume.framing import shown
 from infinity_engine.checkpoint.directory import open_regular, read_manifest
 from infinity_engine.checkpoint.manifest import BLOCK_BYTES, SavedFile
-from infinity_engine.checkpoint.streams import Slice, Stream, parse_tensor
+from infinity_engine.checkpoint.streams import SHARD, Slice, Stream, parse_tensor
 from infinity_engine.errors import (
     ChecksumError,
     DamagedCheckpoint,
@@ -46,10 +46,7 @@ from infinity_engine.errors import (
 )
 from infinity_engine.storage import transfer_error
 
-__all__ = ["SHARD", "STAGING_BYTES", "CheckpointReader", "Damage"]
-
-SHARD = "rank-"
-"""How the names of the files begin whose tensors are slices of streams."""
+__all__ = ["STAGING_BYTES", "CheckpointReader", "Damage"]
 
 STAGING_BYTES = 32 << 20
 """The memory that blocks are read to, where the caller asks for no other.

@@ -14,7 +14,10 @@ from typing import Protocol
 
 from deepnvme.memory.arrays import ITEMSIZES
 
-__all__ = ["Slice", "Stream", "StreamSource", "parse_tensor"]
+__all__ = ["SHARD", "Slice", "Stream", "StreamSource", "parse_tensor"]
+
+SHARD = "rank-"
+"""How the names of the files begin whose tensors are slices of streams."""
 
 _TENSOR = re.compile(
     r"(?P<parameter>.*)#(?P<stream>[a-z0-9_]{1,64})@(?P<first>0|[1-9][0-9]{0,18})", re.DOTALL
@@ -60,8 +63,10 @@ class StreamSource(Protocol):
         ...
 
     def hand_out(self, take: Callable[[Slice, memoryview], None]) -> None:
-        """Call `take` with each slice and its bytes, in the order of `slices`; they are valid until
-        it returns.
+        """Call `take` with each slice and its bytes, in the order of `slices`.
+
+        They are valid until it returns. A slice may come in several calls, with its next bytes in
+        each.
         """
         ...
 

@@ -11,6 +11,7 @@ import errno
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 
@@ -20,7 +21,7 @@ from deepnvme.formats.safetensors import STAGING_BYTES, Order, SafetensorsWriter
 from deepnvme.memory.buffers import memory_of
 from deepnvme.memory.checksum import BlockChecksums
 from infinity_engine.checkpoint.manifest import BLOCK_BYTES, SavedFile
-from infinity_engine.checkpoint.streams import Slice, StreamSource
+from infinity_engine.checkpoint.streams import SHARD, Slice, StreamSource
 from infinity_engine.errors import TransferError
 from infinity_engine.storage import transfer_error
 
@@ -38,17 +39,20 @@ def write_shard(
     queue: IOQueue,
     staging_bytes: int = STAGING_BYTES,
     file_bytes: int = FILE_BYTES,
+    first_file: int = 0,
 ) -> tuple[SavedFile, ...]:
     """Write what `source` has into files of `directory`, synced; return what the manifest says of
     them.
+
+    They are numbered from `first_file` on.
 
     Raises:
         TransferError: the drive is full or failed. What was written is no checkpoint and stays for
             `abandon`.
     """
-    with _ShardFiles(
-        directory, rank, list(_files(source.slices(), file_bytes)), queue, staging_bytes
-    ) as files:
+    names = (f"{SHARD}{rank:05d}-{number:05d}.safetensors" for number in count(first_file))
+    to_write = list(_files(source.slices(), file_bytes))
+    with _ShardFiles(directory, names, to_write, queue, staging_bytes) as files:
         source.hand_out(files.take)
     return tuple(files.saved)
 
@@ -76,28 +80,35 @@ class _ShardFiles:
     def __init__(
         self,
         directory: Path,
-        rank: int,
+        names: Iterator[str],
         files: list[list[Slice]],
         queue: IOQueue,
         staging_bytes: int,
     ) -> None:
         self.saved: list[SavedFile] = []
         self._directory = directory
-        self._rank = rank
+        self._names = names
         self._to_write = deque(files)
         self._queue = queue
         self._staging_bytes = staging_bytes
+        self._left = 0  # bytes of the slice that is being written
         self._slices: deque[Slice] = deque()  # of the open file, those that are still to come
         self._sums = BlockChecksums(BLOCK_BYTES)
         self._writer: SafetensorsWriter | None = None
 
     def take(self, part: Slice, values: memoryview) -> None:
-        """Write the next slice."""
+        """Write the next bytes of the next slice."""
         with self._told_as_transfer():
             writer = self._writer or self._open()
-            expected = self._slices.popleft()
-            assert part == expected, "a source hands out its slices in their order"
-            writer.write_in_parts(part.tensor, [memory_of(values, writable=False)])
+            assert part == self._slices[0], "a source hands out its slices in their order"
+            self._left = self._left or part.nbytes
+            if len(values):
+                writer.append(memory_of(values, writable=False))
+            self._left -= len(values)
+            assert self._left >= 0, "a source hands out the bytes that a slice has"
+            if not self._left:
+                writer.end_tensor()
+                self._slices.popleft()
             if not self._slices:
                 self._end()
 
@@ -105,7 +116,7 @@ class _ShardFiles:
         slices = self._to_write.popleft()
         self._slices, self._sums = deque(slices), BlockChecksums(BLOCK_BYTES)
         self._writer = SafetensorsWriter(
-            self._directory / f"rank-{self._rank:05d}-{len(self.saved):05d}.safetensors",
+            self._directory / next(self._names),
             {part.tensor: (part.stream.dtype, (part.numel,)) for part in slices},
             order=Order.GIVEN,
             sums=self._sums,

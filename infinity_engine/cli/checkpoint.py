@@ -16,13 +16,15 @@ from infinity_engine.errors import InfinityError
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
 NAME = "checkpoint"
-HELP = "Look at checkpoints, check and compare them, export their weights."
+HELP = "Look at checkpoints, check and compare them, convert them from and to other forms."
 
 _COMMANDS = (
     ("inspect", "Say what a checkpoint is: step, tensors, bytes, what the run was."),
     ("verify", "Read every byte and compare it with its checksum."),
     ("diff", "Say in which tensors two checkpoints differ, and by how much."),
     ("export", "Write the weights as safetensors that from_pretrained and load_into read."),
+    ("import", "Write what DeepSpeed, DCP or torch.save has saved as a checkpoint."),
+    ("reshard", "Write it as that of another number of ranks; its streams keep their bits."),
 )
 
 
@@ -32,14 +34,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     subparsers = {}
     for name, help_ in _COMMANDS:
         subparsers[name] = subparser = commands.add_parser(name, help=help_, description=help_)
+        subparser.set_defaults(command=name)
+        if name == "import":
+            subparser.add_argument("path", type=Path, help="the directory or file to import")
+            continue
         subparser.add_argument(
             "path", type=Path, help="a directory of checkpoints, or one checkpoint in it"
         )
         subparser.add_argument(
             "--tag", help="which checkpoint of the directory (default: the latest)"
         )
-        subparser.set_defaults(command=name)
     inspect, diff, export = subparsers["inspect"], subparsers["diff"], subparsers["export"]
+    reshard, importing = subparsers["reshard"], subparsers["import"]
+    importing.add_argument("to", type=Path, help="the directory of checkpoints that it is put into")
+    importing.add_argument(
+        "--from",
+        dest="origin",
+        choices=["deepspeed", "dcp", "torch"],
+        help="what saved it (default: found out)",
+    )
+    importing.add_argument("--ranks", type=int, default=1, help="how many ranks (default: 1)")
+    importing.add_argument("--to-tag", help="its tag there (default: step-NNNNNNNN)")
+    importing.add_argument(
+        "--names",
+        type=Path,
+        metavar="FILE",
+        help="the optimizer's parameters, one name a line, where it knows them by number",
+    )
+    importing.add_argument(
+        "--no-check", action="store_true", help="do not read its files twice to check them"
+    )
+    reshard.add_argument("to", type=Path, help="the directory of checkpoints that it is put into")
+    reshard.add_argument("--ranks", type=int, required=True, help="how many ranks")
+    reshard.add_argument("--to-tag", help="its tag there (default: the tag that it has)")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     inspect.add_argument(
         "--json", action="store_true", help="print one JSON object instead of tables"

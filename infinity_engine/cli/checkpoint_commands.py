@@ -21,8 +21,11 @@ from deepnvme.memory.arrays import ITEMSIZES
 from infinity_engine.checkpoint.directory import LATEST, CheckpointDirectory
 from infinity_engine.checkpoint.export import Dtype, export
 from infinity_engine.checkpoint.manifest import MANIFEST, Kind, Manifest, SavedTensor
+from infinity_engine.checkpoint.origins import open_foreign
 from infinity_engine.checkpoint.reader import CheckpointReader
+from infinity_engine.checkpoint.rewriting import import_foreign, reshard
 from infinity_engine.checkpoint.streams import Stream
+from infinity_engine.checkpoint.torch_files import OpenFiles
 from infinity_engine.units import format_bytes
 
 __all__ = ["COMMANDS"]
@@ -220,7 +223,41 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
+def _reshard(options: argparse.Namespace) -> int:
+    with CheckpointReader(_resolved(options.path, options.tag)) as reader:
+        directory = CheckpointDirectory(options.to)
+        path = reshard(reader, directory, options.ranks, tag=options.to_tag)
+        before = reader.manifest.ranks
+    print(f"{path}: as {options.ranks} ranks would have saved it, not {before}")
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    names = None if options.names is None else options.names.read_text().split()
+    with OpenFiles() as files:
+        foreign = open_foreign(options.path, files, origin=options.origin, names=names)
+        if not options.no_check:
+            files.check()
+        path = import_foreign(
+            foreign, CheckpointDirectory(options.to), options.ranks, tag=options.to_tag
+        )
+    elements = sum(tensor.numel for tensor in foreign.tensors)
+    print(f"{path}: {foreign.format}, step {foreign.step:,}")
+    print(f"{len(foreign.tensors):,} tensors, {elements:,} elements")
+    print("not carried over:")
+    for left in foreign.left_behind:
+        print(f"  {left}")
+    return 0
+
+
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
-    {"inspect": _inspect, "verify": _verify, "diff": _diff, "export": _export}
+    {
+        "inspect": _inspect,
+        "verify": _verify,
+        "diff": _diff,
+        "export": _export,
+        "import": _import,
+        "reshard": _reshard,
+    }
 )
 """What each command does; it returns the exit status."""

@@ -18,13 +18,13 @@ from deepnvme import IOQueue
 from deepnvme.machine.probing import find_mount, read_mounts
 from deepnvme.sizes import PAGE
 from infinity_engine.accel import Accelerator, StreamKind, VirtualAccelerator, open_accelerator
-from infinity_engine.building.built import originals_of
-from infinity_engine.building.homes import (
-    Originals,
-    bring_home,
-    model_kept,
+from infinity_engine.building.built import built_model_of
+from infinity_engine.building.initial_placement import (
+    InitialValues,
     move_buffers,
-    release_originals,
+    place_parameters,
+    release_initial_values,
+    restored_on_failure,
 )
 from infinity_engine.config import EngineConfig, Overlap, Precision, Recording
 from infinity_engine.engine.engine import Engine, close_at_its_end
@@ -58,7 +58,7 @@ from infinity_engine.placement.placing import Plan
 from infinity_engine.placement.sizing import Demand, Sizing
 from infinity_engine.plan import DriveRates, ResolvedBudget, Tier
 from infinity_engine.planning.planning import Planned, check_and_plan, refusing_beside
-from infinity_engine.progress import Progress, Teller
+from infinity_engine.progress import Progress, ProgressReporter
 from infinity_engine.ranks.ranks import Ranks
 from infinity_engine.ranks.sharding import Shards
 from infinity_engine.ranks.together import ManyRanks, OneRank
@@ -93,8 +93,8 @@ def assemble(
 
     `initialize` says what is raised.
     """
-    resources, taken, teller = ExitStack(), ExitStack(), Teller(progress)
-    built = originals_of(model)
+    resources, taken, reporter = ExitStack(), ExitStack(), ProgressReporter(progress)
+    built = built_model_of(model)
     ranks = None if built is None else built.ranks
     if ranks is None:
         ranks = Ranks.join(config.ranks)
@@ -116,10 +116,10 @@ def assemble(
             built=built,
         )
         # Innermost: closing may set parameters once more, and the model is restored after that.
-        with model_kept(model), _closed_where_it_fails(taken, ranks):
-            parts = _parts(model, optimizer, config, planned, taken, teller=teller)
+        with restored_on_failure(model), _closed_where_it_fails(taken, ranks):
+            parts = _parts(model, optimizer, config, planned, taken, reporter=reporter)
             engine = Engine(parts)
-            release_originals(planned.everything, built)
+            release_initial_values(planned.everything, built)
             planned.previous.release(planned.trained)
     resources.push(taken.pop_all())
     close_at_its_end(engine, resources)
@@ -149,7 +149,7 @@ def _parts(
     planned: Planned,
     resources: ExitStack,
     *,
-    teller: Teller,
+    reporter: ProgressReporter,
 ) -> EngineParts:
     """Reserve memory, move the parameters, and make the engine's parts."""
     accelerator, sizing, plan = planned.accelerator, planned.sizing, planned.plan
@@ -174,18 +174,18 @@ def _parts(
     signals = HeldSignals()
     hooks = Hooks(signals)
     resources.callback(hooks.remove)
-    originals = Originals(everything, planned.built)
+    initial = InitialValues(everything, planned.built)
     resources.callback(accelerator.cap, None)
     accelerator.cap(planned.budget.device)
-    records, shown = bring_home(
+    records, shown = place_parameters(
         everything,
         sizing,
         plan,
         lanes=lanes,
         swap=swap,
-        originals=originals,
+        initial=initial,
         resources=resources,
-        teller=teller,
+        reporter=reporter,
     )
     move_buffers(model, accelerator.torch_device, resources)
     swapped = _swapped(plan, sizing, trained=trained, records=records, lanes=lanes, swap=swap)
@@ -199,7 +199,7 @@ def _parts(
         resting=plan.resting.states,
     )
     resources.callback(states.close)
-    states.begin(originals.fill, planned.rules, planned.previous, teller)
+    states.begin(initial.fill, planned.rules, planned.previous, reporter)
     for parameter, values in shown:
         parameter.data = values
     has_fp16 = any(subgroup.formats.parameter is FloatFormat.FP16 for subgroup in sizing.subgroups)
@@ -285,6 +285,7 @@ def _parts(
         ledger=ledger,
         hooks=hooks,
         queue=None if swap is None else swap.queue,
+        io_bytes=0 if swap is None else swap.io_bytes,
     )
 
 
@@ -512,7 +513,7 @@ def _serve(pools: Iterable[PinnedPool | None], swap: SwapFile | None) -> None:
     """Register the pools with the drives, which then read and write them without copies."""
     for pool in pools:
         if pool is not None and swap is not None:
-            pool.serve(swap.queue)
+            pool.register_with(swap.queue)
 
 
 def _passing(demand: Demand, ledger: Ledger, resources: ExitStack) -> PinnedPool | None:

@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 
 import torch
 
+from infinity_engine.engine.saving import Saves
 from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.gradients.placeholders import GradientPlaceholders
 from infinity_engine.kept_errors import again, kept
@@ -108,6 +109,7 @@ class Ending:
         fetcher: Provider,
         modules: ModuleParameters | UnwatchedModules,
         ranks: OneRank | ManyRanks,
+        saves: Saves,
         safe_point: SafePoint,
     ) -> None:
         self.closed = False
@@ -122,6 +124,8 @@ class Ending:
         self._fetcher = fetcher
         self._modules = modules
         self._ranks = ranks
+        # Saves have the model. A save that is in flight keeps them alive by its thread.
+        self._saves = weakref.ref(saves)
         self._safe_point = safe_point
         self._process = os.getpid()
         self._resources = ExitStack()
@@ -164,7 +168,7 @@ class Ending:
         if self.closed or os.getpid() != self._process:
             return
         self._safe_point.disable()
-        failed: RuntimeError | None = None
+        failed: Exception | None = None
         if reason is not None:
             self._ranks.close(reason)
         try:
@@ -173,6 +177,7 @@ class Ending:
             self._updates.end()
         except RuntimeError as error:  # raised at the end
             failed = kept(error)
+        failed = self._end_save(alone=(failed or reason) is not None) or failed
         self.closed = True
         if self._dropped is not None:
             self._dropped.detach()
@@ -190,6 +195,20 @@ class Ending:
             self._ranks.close(failed)
         if failed is not None:
             raise again(failed)
+
+    def _end_save(self, *, alone: bool) -> Exception | None:
+        """Finish the save that is in flight; return its error. `alone`: other ranks may not."""
+        saves = self._saves()
+        if saves is None:
+            return None
+        if alone:
+            saves.finish_alone()
+            return None
+        try:
+            saves.finish()
+        except Exception as error:
+            return kept(error)
+        return None
 
     @property
     def _is_in_use(self) -> bool:

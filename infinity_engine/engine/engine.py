@@ -20,13 +20,19 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch.autograd.graph import increment_version
 
+from deepnvme.choices import chosen
 from infinity_engine.checkpoint.directory import LATEST
-from infinity_engine.engine.checkpointing import Checkpoints, Loaded, Run, Stateful
+from infinity_engine.checkpoint.export import SHARD_BYTES
+from infinity_engine.engine.autosave import PREEMPTED_EXIT_CODE, Autosave
+from infinity_engine.engine.checkpointing import Run, Stateful
 from infinity_engine.engine.ending import Ending, SafePoint, adopt_early, while_alive
+from infinity_engine.engine.exporting import Exports, export_dtype
 from infinity_engine.engine.gradient_window import GradientWindow
 from infinity_engine.engine.guards import Guards
+from infinity_engine.engine.loading import Loaded, Loads
 from infinity_engine.engine.nan_checks import NaNChecks
 from infinity_engine.engine.parts import EngineParts
+from infinity_engine.engine.saving import OnError, SaveReport, SaveRequest, Saves, SaveState
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.gradients.placeholders import GradientPlaceholders
 from infinity_engine.kept_errors import again, kept
@@ -123,20 +129,23 @@ class Engine:
         for trained in parts.trained:
             # Hooks go with the model: they must not keep the engine alive.
             parts.hooks.on_gradient(trained.parameter, partial(accept, trained.number))
-        self._checkpoints = Checkpoints(
-            Run(
-                model=parts.model,
-                optimizer=parts.optimizer,
-                trained=parts.trained,
-                frozen=parts.frozen,
-                states=parts.states,
-                provider=parts.fetcher,
-                whole=parts.ranks if isinstance(parts.ranks, ManyRanks) else None,
-                scale=parts.scale,
-                ledger=parts.ledger,
-                queue=parts.queue,
-            )
+        whole = parts.ranks if isinstance(parts.ranks, ManyRanks) else None
+        run = Run(
+            model=parts.model,
+            optimizer=parts.optimizer,
+            trained=parts.trained,
+            frozen=parts.frozen,
+            states=parts.states,
+            provider=parts.fetcher,
+            whole=whole,
+            scale=parts.scale,
+            ledger=parts.ledger,
+            queue=parts.queue,
+            io_bytes=parts.io_bytes,
+            telemetry=parts.telemetry,
         )
+        self._saves, self._loads, self._exports = Saves(run), Loads(run), Exports(run)
+        self._autosave = Autosave(whole)
         self._half_loaded = False
         self._guards = Guards(
             parts.model,
@@ -157,6 +166,7 @@ class Engine:
             fetcher=parts.fetcher,
             modules=parts.modules,
             ranks=parts.ranks,
+            saves=self._saves,
             safe_point=self._safe_point,
         )
 
@@ -282,6 +292,7 @@ class Engine:
         """
         self._begin()
         parts = self._parts
+        self._saves.look()
         # First what is left of the update before: its gradients are still in use.
         self._updates.resume()
         self._updates.end()
@@ -440,6 +451,8 @@ class Engine:
         changing = modify and any(isinstance(parameter, TrainedParameter) for parameter in known)
         if changing:
             self._parts.early.check_not_begun()
+        if modify:
+            self._saves.wait_for_states()
         self._parts.early.finish()
         self._parts.gradients.start_writing()
         if changing:
@@ -586,6 +599,8 @@ class Engine:
         *,
         extra: Mapping[str, Stateful] | None = None,
         keep: int | None = None,
+        wait: bool = True,
+        on_error: OnError | str = OnError.RAISE,
     ) -> str:
         """Save all that the run needs to go on with the same bits; return the checkpoint's tag.
 
@@ -596,9 +611,15 @@ class Engine:
         survives a power loss. With `keep`, all but so many of the newest are removed after this one
         was read back and found whole. All ranks call this.
 
+        With `wait=False`, it returns as soon as training may go on, and a thread writes beside it
+        what there is now. An error of the drive appears at the next step, save, load or close. It
+        is raised; with `on_error="warn"` it is a warning, now and then. A save that is still under
+        way is waited for first. `last_save()` says how it stands.
+
         Raises:
             RuntimeError: gradients have come since the last step: step() or zero_grad() first.
             ConfigError: `tag` cannot be a tag, or a checkpoint has it already.
+            CapacityError: the host's budget has less than 1.2 MiB free.
             TransferError: the drive is full or failed. Earlier checkpoints are as they were, and
                 training can go on.
             TypeError: a state dict holds what cannot be kept without pickling: where, and what to
@@ -606,7 +627,121 @@ class Engine:
             CollectiveError: another rank failed.
         """
         self._check_between_steps("save")
-        return self._checkpoints.save(Path(path), tag, self.steps, extra or {}, keep=keep)
+        request = SaveRequest(
+            path=Path(path),
+            tag=tag,
+            extra=extra or {},
+            keep=keep,
+            wait=wait,
+            on_error=chosen(OnError, on_error, "on_error"),
+            steps=self.steps,
+        )
+        return self._saves.save(request)
+
+    @_held
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | str | None = None,
+        trainable_only: bool = False,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> tuple[Path, ...]:
+        """Write the weights as safetensors into the directory `path`; return the files.
+
+        `transformers.from_pretrained` and `load_into` read them; a large model is in shards of
+        `shard_bytes` with an index, tied weights are there once. `dtype` is float32, bfloat16 or
+        float16, rounded to nearest even from the masters; without it, each weight has the dtype
+        that modules compute with. With `trainable_only`, only what is trained is written. Takes up
+        to 32 MiB of the host's budget, and the drive twice the weights while it runs. All ranks
+        call this and share the directory.
+
+        Raises:
+            ConfigError: `path` has weights already, or `dtype` is another one.
+            CapacityError: the host's budget has less than 1.2 MiB free.
+            TransferError: the drive is full or failed. No file is left.
+            RuntimeError: gradients have come since the last step: step() or zero_grad() first.
+            CollectiveError: another rank failed.
+        """
+        chosen_dtype = export_dtype(dtype)
+        self._check_between_steps("export")
+        self._saves.finish()
+        return self._exports.export(
+            Path(path), chosen_dtype, trainable_only=trainable_only, shard_bytes=shard_bytes
+        )
+
+    def last_save(self) -> SaveReport:
+        """Return how the newest save stands: tag, bytes, seconds, how long training waited."""
+        return self._saves.report
+
+    def autosave(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every: int | str,
+        keep: int | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+        wait: bool = False,
+        on_error: OnError | str = OnError.WARN,
+    ) -> str | None:
+        """Save if it is time, and return the tag then; None if it is not.
+
+        Call it at the end of the loop's body, on all ranks. `every` is a number of steps or a time:
+        500, "30min", "1.5h". The other arguments are those of `save`. Between the micro-batches of
+        a step, it does nothing.
+
+        From the first call on, SIGTERM lets the next call save, close the engine and raise
+        SystemExit(75), unless the program has a handler of its own. That one can call `preempt()`,
+        which has the same effect.
+
+        Raises:
+            ConfigError: `every` is neither.
+            SystemExit: the process was told to stop, and the checkpoint is there.
+        """
+        tag, stops = self._autosave_if_due(
+            path, every, keep=keep, extra=extra, wait=wait, on_error=on_error
+        )
+        if stops:
+            self.close(restore=False)
+            raise SystemExit(PREEMPTED_EXIT_CODE)
+        return tag
+
+    def preempt(self) -> None:
+        """Let the next `autosave` save and end the process.
+
+        Signal handlers and other threads may call it.
+        """
+        self._autosave.stop()
+
+    @_held
+    def _autosave_if_due(
+        self,
+        path: str | os.PathLike[str],
+        every: int | str,
+        *,
+        keep: int | None,
+        extra: Mapping[str, Stateful] | None,
+        wait: bool,
+        on_error: OnError | str,
+    ) -> tuple[str | None, bool]:
+        """Save if it is time or the process has to stop; return the tag, and whether it has to."""
+        self._check_process()
+        self._check_open()
+        self._autosave.begin(every, self.steps)
+        waiting = self._parts.gradients.any and not self._updates.under_way
+        if waiting or self._accumulation.count or not self.steps:
+            return None, False
+        due, stops = self._autosave.decide(self.steps)
+        if not due and not stops:
+            return None, False
+        if stops:
+            self._saves.finish()
+        last = self._saves.report
+        if stops and last.state is SaveState.COMMITTED and last.step == self.steps:
+            return last.tag, True
+        if stops:
+            return self.save(path, extra=extra, keep=keep), True
+        return self.save(path, extra=extra, keep=keep, wait=wait, on_error=on_error), False
 
     @_held
     def load(
@@ -634,7 +769,8 @@ class Engine:
             CollectiveError: another rank failed.
         """
         self._check_between_steps("load", loads=True)
-        loaded = self._checkpoints.load(
+        self._saves.finish()
+        loaded = self._loads.load(
             Path(path),
             tag,
             extra or {},
@@ -759,7 +895,10 @@ class Engine:
         they show NaN and nothing is read: for a model that was saved. All ranks pass the same
         value.
         """
-        self._close(None, restore=restore)
+        try:
+            self._close(None, restore=restore)
+        finally:
+            self._autosave.close()
 
     @_held
     def _close(self, reason: BaseException | None, *, restore: bool = True) -> None:
@@ -782,6 +921,8 @@ class Engine:
         except Exception:
             if error is None:
                 raise
+        finally:
+            self._autosave.close()
 
     def __del__(self) -> None:
         """Drop the model first, and then end: a model that goes too needs nothing restored."""

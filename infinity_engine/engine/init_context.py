@@ -61,13 +61,13 @@ def init_context(
     size = None if cache is None else parse_bytes(cache, field="cache of init_context")
     chosen = _ranks(ranks)
     from infinity_engine.building.building import building
-    from infinity_engine.progress import Teller
+    from infinity_engine.progress import ProgressReporter
     from infinity_engine.ranks.ranks import together
 
-    teller = Teller(progress)
+    reporter = ProgressReporter(progress)
     with (
         together(chosen, partial(_resolved, budget)) as (others, mine),
-        building(mine, size, teller, others) as built,
+        building(mine, size, reporter, others) as built,
     ):
         yield built
 
@@ -103,11 +103,11 @@ def load_into(
     require_torch("infinity_engine.load_into")
     chosen = _ranks(ranks)
     from infinity_engine.building.loading import load
-    from infinity_engine.progress import Teller
+    from infinity_engine.progress import ProgressReporter
     from infinity_engine.ranks.ranks import together
 
     with together(chosen, partial(_resolved, budget)) as (others, mine):
-        return load(model, directory, mine, Teller(progress), others)
+        return load(model, directory, mine, ProgressReporter(progress), others)
 
 
 def _ranks(given: RanksConfig | Mapping[str, object] | None) -> RanksConfig:

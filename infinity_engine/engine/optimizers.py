@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.optim import SGD, Adagrad, Adam, AdamW, Rule
-from infinity_engine.optim import Lion as LionRule
+from infinity_engine.optim import SGD, Adagrad, Adam, AdamW, Lion, Rule
 from infinity_engine.plan.mappings import known_mapping
 
-__all__ = ["Lion", "optimizer_of"]
+__all__ = ["LionOptimizer", "optimizer_of"]
 
 
-class Lion(torch.optim.Optimizer):
+class LionOptimizer(torch.optim.Optimizer):
     """Steps by the sign of an interpolated momentum (Chen et al., 2023); weight decay shrinks the
     parameter.
     """
@@ -35,7 +34,7 @@ class Lion(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         maximize: bool = False,
     ) -> None:
-        LionRule(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)  # checks them
+        Lion(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)  # checks them
         super().__init__(
             params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         )
@@ -73,7 +72,7 @@ _MADE_BY: Mapping[type[Rule], Callable[..., torch.optim.Optimizer]] = MappingPro
         AdamW: torch.optim.AdamW,
         Adagrad: torch.optim.Adagrad,
         SGD: torch.optim.SGD,
-        LionRule: Lion,
+        Lion: LionOptimizer,
     }
 )
 _BY_NAME: Mapping[str, type[Rule]] = MappingProxyType(

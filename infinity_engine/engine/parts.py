@@ -58,3 +58,5 @@ class EngineParts:
     ledger: Ledger
     hooks: Hooks
     queue: IOQueue | None  # None where there are no drives
+    io_bytes: int
+    """The host memory that the queue has reserved for copies."""

@@ -31,8 +31,7 @@ from infinity_engine.gradients.offloading import GradientOffload, NoOffload
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Cargo, Wait
 from infinity_engine.memory import Lease, PinnedPool, Reservation
-from infinity_engine.optim import FloatFormat, GradientNorm, GradientSums, HostKernels
-from infinity_engine.optim import Stream as Values
+from infinity_engine.optim import FloatFormat, GradientNorm, GradientSums, HostKernels, Values
 from infinity_engine.placement.pieces import GradientPiece
 from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import Lane

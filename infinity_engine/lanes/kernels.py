@@ -1,8 +1,8 @@
-"""`DeviceKernels`: the kernels of work that the device is given: a GPU's, or the host's where the
-device is emulated.
+"""`DeviceKernels`: the kernels for work on the device: a GPU's, or the host's where the device is
+emulated.
 
 Starts work in torch's current stream and waits for nothing. Decides nothing. The GPU's have not run
-on one yet.
+on a GPU yet.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 
 from infinity_engine.accel import Accelerator
-from infinity_engine.optim import HostKernels, Update
-from infinity_engine.optim import Stream as Values
+from infinity_engine.optim import HostKernels, Update, Values
 from infinity_engine.optim.cuda import stream_of_others
 
 __all__ = ["DeviceKernels", "device_kernels"]
@@ -26,7 +25,7 @@ _Sums = npt.NDArray[np.float64]
 
 
 class DeviceKernels(Protocol):
-    """What the device computes for the engine, on values where its work may reach them."""
+    """The engine's computations on the device, on values that its work can reach."""
 
     def update(self, update: Update) -> None:
         """Carry out an update."""
@@ -45,7 +44,7 @@ class DeviceKernels(Protocol):
 
 
 def device_kernels(accelerator: Accelerator, host: HostKernels) -> DeviceKernels:
-    """Return the kernels for work that `accelerator` is given.
+    """Return the kernels for work on `accelerator`.
 
     Raises:
         MissingDependencyError: it is a GPU, and cupy is not installed.
@@ -58,7 +57,7 @@ def device_kernels(accelerator: Accelerator, host: HostKernels) -> DeviceKernels
 
 
 class _OnHost:
-    """Those of the host, which reach the memory of a device that it emulates."""
+    """The host's kernels, which reach the memory of an emulated device."""
 
     def __init__(self, kernels: HostKernels) -> None:
         self.update = kernels.update
@@ -71,13 +70,13 @@ class _OnHost:
 
 
 class _OnGpu:
-    """Those of a GPU, in the stream that is torch's current one there."""
+    """A GPU's kernels, in the stream that is torch's current one there."""
 
     def __init__(self, device: torch.device) -> None:
         from infinity_engine.optim.cuda import CudaKernels
         from infinity_engine.optim.nvrtc import cupy_nvrtc
 
-        cupy_nvrtc()  # says so where there is no cupy
+        cupy_nvrtc()  # raises MissingDependencyError where there is no cupy
         import cupy
 
         self._device = device

@@ -1,8 +1,8 @@
-"""`Lanes`: what one engine moves and works with, and the one place where its copies between host
-and device begin.
+"""`Lanes`: the streams, pools and kernels of one engine, and the one place where copies between
+host and device begin.
 
 Every copy is counted, and holds the leases of both its sides until it has ended. Decides nothing.
-Called by whoever keeps gradients, states or fetched parameters.
+Called by the code that keeps gradients, states or fetched parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Lanes"]
 
 @dataclass(frozen=True)
 class Lanes:
-    """What gradients and states move and are worked on with."""
+    """The streams, memory and kernels that gradients and states are moved and computed with."""
 
     accelerator: Accelerator
     compute: Stream
@@ -53,11 +53,12 @@ class Lanes:
         """
         stream = self.upload if lane is Lane.H2D else self.download
         assert stream is not None, "copies are between two memories"
-        bytes_of = [each.flat() if isinstance(each, Lease) else each for each in (target, source)]
+        bytes_of = [side.flat() if isinstance(side, Lease) else side for side in (target, source)]
         event = self.accelerator.copy(*bytes_of, stream=stream, after=after)
-        for each in (target, source):
-            if isinstance(each, Lease):
-                each.until(event)
+        for side in (target, source):
+            if isinstance(side, Lease):
+                # A lease may be closed at once: its memory goes back only after the copy.
+                side.until(event)
         self.meter.copies(lane, cargo, bytes_of[0].numel(), event, name=name, **fields)
         return event
 
@@ -70,7 +71,7 @@ class Lanes:
         after: Sequence[Event] = (),
         **fields: object,
     ) -> Event:
-        """Let the device do work on so many parameters, after all that it was given before."""
+        """Run work on so many parameters on the device, after all that it was given before."""
         event = self.accelerator.run(
             work, stream=self.compute, cost=UpdateCost(params), after=after
         )

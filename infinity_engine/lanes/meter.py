@@ -1,8 +1,8 @@
-"""`Meter`: what is counted of a step: what went over each link and was updated where, and what the
-host waited for.
+"""`Meter`: counts what a step did: bytes over each link, updates in each place, and how long the
+host waited.
 
-One for each engine; counts in its Telemetry, and knows what is called how there. Decides nothing.
-When a device was at work is asked of the device, where it knows: emulated ones do.
+One for each engine; counts in its Telemetry, and knows the names of the counters there. Decides
+nothing. Asks the device when it was at work, where it knows: emulated ones do.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _SUBMITTED = (
     LoadStates,
     StoreStates,
 )
-_OPS = frozenset(kind.__name__ for kind in _SUBMITTED)  # what is called so is an update's
+_OPS = frozenset(kind.__name__ for kind in _SUBMITTED)  # spans with these names belong to an update
 
 
 class Cargo(Enum):
@@ -87,57 +87,58 @@ class Cargo(Enum):
 
 
 class Wait(Enum):
-    """What the host waits for; the span of that time is called so."""
+    """What the host waits for; the value names the span of that time."""
 
-    PARAMETERS = "wait for parameters"  # that a module needs, or for room for them
-    # on their way to where they are added up or used, or for room for them
+    PARAMETERS = "wait for parameters"  # parameters that a module needs, or room for them
+    # gradients in flight to where they are summed or used, or room for them
     GRADIENTS = "wait for gradients"
-    READS = WAIT_FOR_READS  # from the drives, of what the update needs
-    WRITES = WAIT_FOR_WRITES  # to them, of what it has made
-    OPS = WAIT_FOR_OPS  # of the update, other ones, or for room for what they move
+    READS = WAIT_FOR_READS  # reads from the drives that the update needs
+    WRITES = WAIT_FOR_WRITES  # writes to the drives of what the update made
+    CHECKPOINT = "wait for checkpoint"  # until a save has written what the update changes
+    OPS = WAIT_FOR_OPS  # other ops of the update, or room for what they move
 
 
 def carried(lane: Lane, cargo: Cargo) -> str:
-    """Return what the counter of the bytes is called that a link was given of one kind."""
+    """Return the name of the counter of one cargo's bytes over a link."""
     return f"{lane.value} bytes of {cargo.value}"
 
 
 def needed(cargo: Cargo, found: str) -> str:
-    """Return what the counter of bytes is called that were needed and were `FOUND` in memory, or
+    """Return the name of the counter of bytes that were needed and were `FOUND` in memory, or
     `MISSING` there.
     """
     return f"bytes of {cargo.value} {found}"
 
 
 def busy(lane: Lane, unit: str) -> str:
-    """Return what the counter of the ns is called in which a link was busy, or of the bytes that it
+    """Return the name of the counter of the ns in which a link was busy, or of the bytes that it
     carried in them.
     """
     return f"{lane.value} busy {unit}"
 
 
 def updated(op: type[UpdateOp], unit: str) -> str:
-    """Return what the counter of the params is called that ops of a kind have updated, or of the ns
+    """Return the name of the counter of the params that ops of a kind have updated, or of the ns
     that they took.
     """
     return f"{op.__name__} {unit}"
 
 
 def of_update(lane: Lane, unit: str) -> str:
-    """Return what the counter of the ns is called in which a lane was busy with an update, or of a
+    """Return the name of the counter of the ns in which a lane was busy with an update, or of a
     drive's bytes.
     """
     return f"{lane.value} {unit} of the update"
 
 
 def peak_of(usage: Usage) -> str:
-    """Return what the gauge of a tier, or of a directory of NVMe, is called."""
+    """Return the name of the gauge of a tier, or of a directory of NVMe."""
     return f"peak of {usage.directory or usage.tier.name}"
 
 
 def clock_of(accelerator: Accelerator) -> Callable[[], int]:
-    """Return the clock that an accelerator's own times are on: that of the device, where it
-    computes its time.
+    """Return the clock that an accelerator's own times are on: the device's, where it computes its
+    time.
     """
     if isinstance(accelerator, VirtualAccelerator):
         return lambda: accelerator.now_ns
@@ -146,37 +147,35 @@ def clock_of(accelerator: Accelerator) -> Callable[[], int]:
 
 @dataclass(slots=True)
 class _Update:
-    """What is known of one update: when its ops were at work, and of how many that is not known
-    yet.
-    """
+    """One update: when its ops were at work, and for how many ops that is not known yet."""
 
     begin_ns: int
     end_ns: int
     busy_ns: Counter[Lane] = field(default_factory=Counter)
-    # of drives, which do not tell when they were busy
+    # of drives, where busy times are unknown
     nbytes: Counter[Lane] = field(default_factory=Counter)
     unknown: Counter[Lane] = field(default_factory=Counter)
 
     def works(self, lane: Lane, start_ns: int, end_ns: int) -> None:
-        """Note that an op was at work from here to there."""
+        """Note that an op was at work between these times."""
         self.busy_ns[lane] += end_ns - start_ns
         self.end_ns = max(self.end_ns, end_ns)
 
     def know(self, lane: Lane, start_ns: int, end_ns: int) -> None:
-        """Note the same of one of which it was not known."""
+        """Note the times of an op that were unknown so far."""
         self.unknown[lane] -= 1
         self.works(lane, start_ns, end_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class _Submitted:
-    """What the device was given to do, as it is to be shown once it is known when that was."""
+    """A copy or work that the device was given, with what is recorded once its times are known."""
 
     name: str
     lane: Lane
     fields: Mapping[str, object]
     nbytes: int | None = None  # None: it is no copy
-    update: _Update | None = None  # that it is an op of
+    update: _Update | None = None  # the update the update that it is an op of
 
 
 class Meter:
@@ -189,16 +188,16 @@ class Meter:
         self._on = not isinstance(telemetry, NullTelemetry)
         self._device_times = _device_times(accelerator) if self._on else None
         self._submitted: dict[str, _Submitted] = {}
-        self._left: dict[str, _Submitted] = {}  # what had not ended when its step did
+        self._left: dict[str, _Submitted] = {}  # operations that had not ended when their step did
         self._in_time = self._late = 0
-        self._update: _Update | None = None  # that is under way
-        # in this step, and when all of it was known to have
+        self._update: _Update | None = None  # the update under way
+        # the update that ended in this step, and when
         self._ended: tuple[_Update, int] | None = None
 
     # --- as it happens ----------------------------------------------------------------------------
 
     def waits(self, wait: Wait) -> AbstractContextManager[None]:
-        """Return what the host is in while it waits for that."""
+        """Return the span that counts the time in which the host waits for this."""
         return self._telemetry.timed(wait.value)
 
     def copies(
@@ -211,7 +210,7 @@ class Meter:
         name: str,
         **fields: object,
     ) -> None:
-        """Count a copy that a link was given; `event` is its end, None where it has ended."""
+        """Count a copy over a link; `event` is its end, None where it has ended."""
         if self._on:
             self._telemetry.counter(carried(lane, cargo)).add(nbytes)
             update = self._update_of(name)
@@ -222,13 +221,13 @@ class Meter:
             self._note(event, _Submitted(name, lane, fields, nbytes, update))
 
     def needs(self, cargo: Cargo, nbytes: int, *, found: bool) -> None:
-        """Count what could rest on drives and was needed: it was in memory already, or had to be
+        """Count bytes that could be on drives and were needed: they were in memory, or had to be
         read.
         """
         self._telemetry.counter(needed(cargo, FOUND if found else MISSING)).add(nbytes)
 
     def works(self, event: Event, *, name: str, **fields: object) -> None:
-        """Note work that the device was given, whose end is `event`."""
+        """Note work on the device; `event` is its end."""
         if self._on:
             update = None if self._accelerator.unified else self._update_of(name)
             if update is not None:
@@ -236,7 +235,7 @@ class Meter:
             self._note(event, _Submitted(name, Lane.DEVICE, fields, update=update))
 
     def updates(self, op: UpdateOp, update: Callable[[], None]) -> None:
-        """Make an update and count it, and its time where that is the host's own."""
+        """Make an update and count it, and its time where the host makes it."""
         if op.lane is Lane.HOST or self._accelerator.unified:
             with self._telemetry.timed(
                 op.name, track=op.lane.value, subgroup=op.subgroup, params=op.params
@@ -256,7 +255,7 @@ class Meter:
         self._telemetry.counter(MICRO_BATCHES).add(1)
 
     def begin_update(self) -> None:
-        """Note that an update begins; one that was interrupted goes on."""
+        """Note that an update begins, or that an interrupted one goes on."""
         if self._on and self._update is None:
             now_ns = self._telemetry.now_ns()
             self._update = _Update(now_ns, now_ns)
@@ -269,12 +268,13 @@ class Meter:
     # --- at the end of a step ---------------------------------------------------------------------
 
     def end_step(self, result: StepResult, *, in_time: int, late: int) -> None:
-        """End the step that is recorded: `in_time` and `late` are the fetched parameters since the
+        """End the step that is recorded; `in_time` and `late` are the fetched parameters since the
         beginning.
         """
         if not self._on:
             return
         telemetry = self._telemetry
+        # In this order: an update is counted with the times that its ops turn out to have.
         self._ask_the_device()
         self._count_update()
         telemetry.counter(IN_TIME).add(in_time - self._in_time)
@@ -291,7 +291,7 @@ class Meter:
         telemetry.end_step()
 
     def _update_of(self, name: str) -> _Update | None:
-        """Return the update that what is called so belongs to."""
+        """Return the update that the span `name` belongs to."""
         return self._update if name in _OPS else None
 
     def _count_update(self) -> None:
@@ -315,13 +315,13 @@ class Meter:
             self._submitted[event.name] = submitted
 
     def _ask_the_device(self) -> None:
-        """Record when the device did what it was given, as far as it has.
-
-        It remembers the newest only.
+        """Record when the device carried out the operations, as far as it has. It remembers only
+        the newest.
         """
         if self._device_times is None:
             return
         wanted, known = {**self._left, **self._submitted}, []
+        # Newest first: the list may be long, and what is wanted stands at its end.
         for record in reversed(self._device_times()):
             if not wanted:
                 break
@@ -329,7 +329,9 @@ class Meter:
                 known.append((record, wanted.pop(record.name)))
         for record, submitted in reversed(known):
             self._record(submitted, record.start_ns, record.end_ns)
-        self._left = {name: each for name, each in wanted.items() if name in self._submitted}
+        self._left = {
+            name: submitted for name, submitted in wanted.items() if name in self._submitted
+        }
         self._submitted = {}
 
     def _record(self, submitted: _Submitted, start_ns: int, end_ns: int) -> None:
@@ -348,15 +350,17 @@ class Meter:
 
 
 def _device_times(accelerator: Accelerator) -> Callable[[], Sequence[OperationRecord]] | None:
-    """Return what tells when the device was at work with what, None where it does not know."""
+    """Return the function that lists when the device was at work with what; None where it does not
+    know.
+    """
     if isinstance(accelerator, VirtualAccelerator | PacedAccelerator):
         return accelerator.timeline
     return None
 
 
 def _described(accelerator: Accelerator) -> str:
-    """Return what times of this accelerator are worth: an emulated one is a test instrument, and
-    says so.
+    """Return how to read times of this accelerator: an emulated one is a test instrument, and says
+    so.
     """
     if isinstance(accelerator, VirtualAccelerator):
         return "emulated, on its virtual clock"

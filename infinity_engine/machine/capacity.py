@@ -1,7 +1,7 @@
-"""What a machine has to give: the Capacity that a Budget's percentages and defaults are of, less
-room for the rest.
+"""A machine's Capacity, which a Budget's percentages and defaults refer to, less room for other
+programs.
 
-Asks the system and reserves nothing. The caller that has the accelerator's context knows its free
+Asks the system and reserves nothing. The caller that has the accelerator's context passes its free
 memory: no torch here. Called when an engine starts, before anything is planned.
 """
 
@@ -36,14 +36,14 @@ _RECLAIMABLE = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
 def probe_capacity(
     directories: Iterable[str], *, device_free_bytes: int = 0, roots: SystemRoots = HOST_ROOTS
 ) -> Capacity:
-    """Return what may be taken of this machine now, of a device with so many bytes free, and of
-    these directories.
+    """Return what a budget can take of this machine now, with so many bytes free on the device, and
+    of these directories.
 
-    Of the host's memory that is available a tenth, and at least 1 GiB or, where there is less than
-    twice that, half of it is left for the rest of the process: Python, torch, the loader's workers,
-    page tables. Of the device's a twentieth, and at least 512 MiB, for the context's own growth and
-    for fragments. Of each file system's free space a twentieth, because drives slow down when full;
-    directories on one file system have equal parts of it.
+    Of the host's available memory a tenth is left for the rest of the process (Python, torch, the
+    loader's workers, page tables): at least 1 GiB or, where less than 2 GiB are available, half of
+    it. Of the device's memory a twentieth is left, at least 512 MiB, for the context's own growth
+    and for fragments. Of each file system's free space a twentieth, because drives slow down when
+    full; directories on one file system have equal parts of it.
 
     Raises:
         ConfigError: one of `directories` cannot be used.
@@ -56,17 +56,17 @@ def probe_capacity(
 
 
 def free_for_copies(roots: SystemRoots = HOST_ROOTS) -> int:
-    """Return the bytes of the host that copies may take now, for which no budget counts.
+    """Return the bytes of the host that copies outside of every budget may take now.
 
-    Of what the machine and the memory groups around this process have left, a twentieth and at
-    least 64 MiB stay for the rest of the process: a group kills who takes more.
+    Of the memory left by the machine and the control groups around this process, a twentieth and at
+    least 64 MiB stay for the rest of the process: a group kills a process that takes more.
     """
     return _without(_free_host_bytes(roots), part=20, at_least=64 * MiB)
 
 
 def capacity_of(*, device: int, host: int, nvme: Mapping[str, int]) -> Capacity:
-    """Return what may be taken where so many bytes are free; `probe_capacity` says what is left for
-    others.
+    """Return the capacity where so many bytes are free; `probe_capacity` says how much of them
+    stays for others.
     """
     return Capacity(
         device=_without(device, part=20, at_least=512 * MiB),
@@ -76,8 +76,8 @@ def capacity_of(*, device: int, host: int, nvme: Mapping[str, int]) -> Capacity:
 
 
 def _without(free: int, *, part: int, at_least: int = 0) -> int:
-    """Return `free` less what is left for others: one of so many parts, rounded up, and `at_least`
-    that many bytes.
+    """Return `free` less a part of it, one of `part` parts rounded up, and at least less `at_least`
+    bytes.
     """
     return max(free - max(-(-free // part), at_least), 0)
 
@@ -89,8 +89,8 @@ def _free_host_bytes(roots: SystemRoots) -> int:
 
 
 def _used_for_good(cgroup: CgroupMemory) -> int:
-    """Return what the group uses, less the file cache that the kernel drops when a process needs
-    memory.
+    """Return the bytes that the group uses, less the file cache that the kernel drops when a
+    process needs memory.
 
     Without this, a group that has read as many bytes of files as its limit would have nothing left.
     """
@@ -115,7 +115,7 @@ def _drives(directories: tuple[str, ...], roots: SystemRoots) -> dict[str, int]:
 def _free_bytes(directory: str) -> int:
     """Return the bytes that this user may still write there."""
     try:
-        with os.scandir(directory):  # refuses what is no directory, which disk_usage does not
+        with os.scandir(directory):  # raises for a file, which disk_usage does not
             return shutil.disk_usage(directory).free
     except OSError as error:
         expected = (

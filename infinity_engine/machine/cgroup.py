@@ -1,6 +1,6 @@
 """Where the limits of this process's control groups are written, for cgroup versions 1 and 2 alike.
 
-Only finds the directories; what is read in them is the business of memory.py and cpu.py.
+Only finds the directories; memory.py and cpu.py read them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ __all__ = ["cgroup_directories", "read_number"]
 
 
 def cgroup_directories(controller: str, roots: SystemRoots = HOST_ROOTS) -> tuple[Path, ...]:
-    """Return the directories whose limits hold for this process: its own groups and all above them,
-    up to the mounts.
+    """Return the directories with the limits on this process: its own groups and all above them, up
+    to the mounts.
 
     A container often knows its group's path and does not see the group: directories may be missing,
     and the mount itself, the last of each hierarchy, then is the container's group.
@@ -53,6 +53,6 @@ def _from_leaf_to_mount(mount: Mount, group: str) -> list[Path]:
     inside = (
         Path(group).relative_to(mount.root) if Path(group).is_relative_to(mount.root) else Path()
     )
-    if ".." in inside.parts:  # outside of this process's cgroup namespace
+    if ".." in inside.parts:  # the group is the group is outside of this process's cgroup namespace
         inside = Path()
     return [top / inside, *(top / parent for parent in inside.parents)]

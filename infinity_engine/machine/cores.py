@@ -1,7 +1,7 @@
-"""Which of a machine's cores each of its ranks has for itself, near one another.
+"""Divides a machine's cores among its ranks, so that each has cores near one another for itself.
 
-`divide_cores` decides, and is pure: ranks that give it the same get the same. `read_nodes` says how
-cores lie. Nothing here binds a thread. Called by code that starts threads for updates.
+`divide_cores` decides, and is pure: from the same arguments all ranks get the same. `read_nodes`
+reads how cores lie. Nothing here binds a thread. Called by code that starts threads for updates.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class CoreShare:
 def divide_cores(
     allowed: Sequence[Collection[int]], nodes: Sequence[Sequence[int]]
 ) -> tuple[CoreShare, ...]:
-    """Divide cores among ranks, of which each may run on its `allowed` ones; `nodes` are as
-    `read_nodes` returns them.
+    """Divide cores among ranks; each rank may run on its `allowed` ones. `read_nodes` returns
+    `nodes`.
 
-    No core has two owners, and who may run where nobody else may keeps all of that. Each core goes
-    to who has fewest of those who may have it. Ranks that may run on the same cores follow one
-    another there, so that each has cores of as few nodes as equal numbers allow. Where a rank is
-    left without, it and those that it meets share.
+    No core has two owners, and a rank keeps all cores that only it may use. Each other core goes to
+    the rank that has fewest among those that may have it. Ranks that may run on the same cores
+    follow one another there, so that each has cores of as few nodes as equal numbers allow. A rank
+    left without cores shares those of the ranks that it overlaps with.
     """
     place = {core: at for at, core in enumerate(core for node in nodes for core in node)}
     users: dict[int, tuple[int, ...]] = {}
@@ -51,33 +51,34 @@ def divide_cores(
     for core in sorted(users, key=lambda core: (place.get(core, len(place)), core)):
         runs.setdefault(users[core], []).append(core)
     own: list[list[int]] = [[] for _ in allowed]
-    # first where there is least choice
+    # cores with the fewest users first
     for who in sorted(runs, key=lambda ranks: (len(ranks), ranks)):
         _deal(runs[who], {rank: own[rank] for rank in who})
     return _shares(allowed, own)
 
 
 def read_nodes(roots: SystemRoots = HOST_ROOTS) -> tuple[tuple[int, ...], ...]:
-    """Return the cores of each NUMA node, those of one core side by side; empty where the system
-    does not say.
+    """Return the cores of each NUMA node, siblings side by side; empty where the system does not
+    say.
     """
     found = (roots.sys / "devices/system/node").glob("node[0-9]*")
     nodes = [
-        _numbers(read_kernel_file(each / "cpulist"))
-        for each in sorted(found, key=lambda each: int(each.name[4:]))
+        _numbers(read_kernel_file(directory / "cpulist"))
+        for directory in sorted(found, key=lambda directory: int(directory.name[4:]))
     ]
     return tuple(
-        tuple(sorted(each, key=lambda core: (_first_sibling(core, roots), core)))
-        for each in nodes
-        if each
+        tuple(sorted(node, key=lambda core: (_first_sibling(core, roots), core)))
+        for node in nodes
+        if node
     )
 
 
 def _deal(cores: Sequence[int], own: dict[int, list[int]]) -> None:
-    """Give each core to who has fewest; each rank's are next to each other."""
+    """Give each core to the rank that has fewest; each rank's are next to each other."""
     count = {rank: len(had) for rank, had in own.items()}
     for _ in cores:
         count[min(count, key=lambda rank: (count[rank], rank))] += 1
+    # Counted first and dealt in runs afterwards, so that each rank's cores are neighbours.
     left = iter(cores)
     for rank, had in own.items():
         had.extend(islice(left, count[rank] - len(had)))
@@ -86,8 +87,8 @@ def _deal(cores: Sequence[int], own: dict[int, list[int]]) -> None:
 def _shares(
     allowed: Sequence[Collection[int]], own: Sequence[Sequence[int]]
 ) -> tuple[CoreShare, ...]:
-    """Let ranks without any run wherever they may, where others have nothing then; who loses all
-    does as they.
+    """Let ranks without cores run wherever they may; a rank that loses all its cores to them shares
+    in the same way.
     """
     sharing: set[int] = set()
     crowded: set[int] = set()

@@ -1,5 +1,4 @@
-"""The processor: cores this process may use, NUMA nodes, and the SIMD level that the update kernels
-will run at.
+"""The processor: cores this process may use, NUMA nodes, and the SIMD level of the update kernels.
 
 Facts only; starts nothing and measures nothing. Called by doctor and by the planner's defaults.
 """
@@ -50,7 +49,7 @@ class Cpu:
 
 
 def probe_cpu(roots: SystemRoots = HOST_ROOTS) -> Cpu:
-    """Read what the processor is and how much of it this process may use."""
+    """Read the processor's facts and how much of it this process may use."""
     logical_cores = os.cpu_count() or 1
     return Cpu(
         model=_model_name(roots),

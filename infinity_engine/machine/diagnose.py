@@ -1,9 +1,9 @@
 """From facts about a machine to findings: what keeps the engine from running, what slows it down,
 and what to do.
 
-Adds what is about the engine to what `deepnvme.machine.diagnosis` finds about storage. Pure
-functions: they ask nothing and start nothing, so that every finding is tested on every machine.
-Imports nothing that needs a native module, for one of the findings is that there is none.
+Adds the engine's findings to those of `deepnvme.diagnosis` about storage. Pure functions: they ask
+nothing and start nothing, so that every finding is tested on every machine. Imports nothing that
+needs a native module, because one of the findings is that it is missing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _X86 = ("x86_64", "AMD64")
 
 
 def diagnose(machine: Machine, chosen: Chosen = Chosen.BY_NAME) -> tuple[Finding, ...]:
-    """Return the findings about `machine`, whose directories were `chosen` so, worst first."""
+    """Return the findings about `machine`, worst first; `chosen` says how its directories were
+    chosen.
+    """
     found = [
         *diagnose_system(machine.system),
         *_about_torch(machine),
@@ -52,8 +54,8 @@ def diagnose(machine: Machine, chosen: Chosen = Chosen.BY_NAME) -> tuple[Finding
 
 
 def diagnose_system(system: System) -> tuple[Finding, ...]:
-    """Return the findings that can be made before anything else is known: does anything of ours run
-    here at all?
+    """Return the findings that can be made before anything else is known: whether the packages run
+    here at all.
     """
     return tuple(_about_system(system))
 

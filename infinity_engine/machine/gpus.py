@@ -1,8 +1,8 @@
-"""The NVIDIA GPUs, asked of the driver's management library (NVML) through ctypes: no CUDA context,
-no extra package.
+"""The NVIDIA GPUs, read from the driver's management library (NVML) through ctypes: no CUDA
+context, no extra package.
 
-A machine without the library, or whose driver does not answer, has no GPUs and a reason why. Tested
-against a fake library that is compiled for the purpose; not yet run on a machine with a GPU.
+A machine without the library, or with a driver that does not answer, has no GPUs and a reason why.
+Tested against a fake library that is compiled for the purpose; not yet run on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PcieLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One GPU; None stands for what its driver does not tell."""
+    """One GPU; None stands for what its driver does not report."""
 
     name: str
     total_bytes: int | None
@@ -67,10 +67,10 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpus:
-    """All GPUs of the machine, and why they are not known where that is so.
+    """All GPUs of the machine, or the reason why they are not known.
 
-    `driver` is its version, `cuda` the newest CUDA that it serves. `visible_devices` is what
-    CUDA_VISIBLE_DEVICES says (None: it is not set), `visible_count` how many of the devices CUDA
+    `driver` is its version, `cuda` the newest CUDA that it supports. `visible_devices` is
+    CUDA_VISIBLE_DEVICES (None: it is not set), `visible_count` how many of the devices CUDA
     therefore offers to this process.
     """
 
@@ -114,6 +114,7 @@ def count_visible(visible_devices: str | None, count: int) -> int:
     if visible_devices is None:
         return count
     entries = (entry.strip() for entry in visible_devices.split(","))
+    # CUDA ignores all entries behind the first bad one.
     good = takewhile(
         lambda it: it.startswith(("GPU-", "MIG-")) or (it.isdecimal() and int(it) < count), entries
     )
@@ -214,8 +215,8 @@ def _session(library: ctypes.CDLL) -> Iterator[_Nvml]:
 
 
 def _cuda_version(nvml: _Nvml) -> str | None:
-    """Return the newest CUDA that the driver serves, such as "12.8"; None where it does not
-    tell.
+    """Return the newest CUDA that the driver supports, such as "12.8"; None where it does not
+    report it.
     """
     try:
         number = nvml.number("nvmlSystemGetCudaDriverVersion_v2")
@@ -241,7 +242,9 @@ def _gpu(nvml: _Nvml, index: int, roots: SystemRoots) -> Gpu:
 
 
 def _filled(record: _Record, nvml: _Nvml, function: str, device: ctypes.c_void_p) -> _Record | None:
-    """Return `record` as `function` filled it; None for what this kind of GPU does not tell."""
+    """Return `record` as `function` filled it; None where this kind of GPU does not support the
+    function.
+    """
     try:
         nvml.call(function, device, ctypes.byref(record))
     except _NvmlError:

@@ -1,4 +1,5 @@
-"""How much host memory this process may use: the machine's, cut by the control groups around it.
+"""How much host memory this process may use: the machine's, less the limits of the control groups
+around it.
 
 Facts only. Called by doctor, and by engine and calibration for a default host budget.
 """
@@ -28,8 +29,8 @@ _NO_LIMIT = 2**62
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CgroupMemory:
-    """The tightest memory limit of the groups around this process, and what of it is used (None:
-    not readable).
+    """The tightest memory limit of the groups around this process, and how much of it is used
+    (None: not readable).
     """
 
     limit_bytes: int
@@ -39,7 +40,7 @@ class CgroupMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """The machine's memory; `usable_bytes` is what this process may have of it at most."""
+    """The machine's memory; `usable_bytes` is the most that this process may have of it."""
 
     total_bytes: int
     available_bytes: int
@@ -65,8 +66,8 @@ def probe_cgroup_memory(roots: SystemRoots = HOST_ROOTS) -> CgroupMemory | None:
 
 
 def probe_cgroup_limits(roots: SystemRoots = HOST_ROOTS) -> Iterator[CgroupMemory]:
-    """Yield every memory limit on this process: its own groups' and those above, which it may share
-    with others.
+    """Yield every memory limit on this process: of its own groups and of those above, which it may
+    share with others.
     """
     for directory in cgroup_directories("memory", roots):
         for limit_file, used_file in _LIMIT_FILES:

@@ -1,5 +1,5 @@
-"""Which of the packages that matter are installed, and how torch was built, without importing any
-of them.
+"""The installed versions of the packages that matter, and how torch was built, without importing
+any of them.
 
 Versions come from the installed metadata, torch's CUDA version from the text of its version.py.
 """
@@ -30,9 +30,8 @@ class TorchBuild:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packages:
-    """Installed versions, None for what is not installed.
-
-    `torch_build` is None where torch does not tell.
+    """Installed versions, None for what is not installed. `torch_build` is None where torch does
+    not say.
     """
 
     torch: str | None
@@ -76,6 +75,7 @@ def _version(name: str, path: Sequence[str] | None) -> str | None:
 
 
 def _torch_build(torch: metadata.Distribution) -> TorchBuild | None:
+    # Parsed and not imported: importing torch takes seconds, and may fail for lack of a library.
     try:
         tree = ast.parse(Path(str(torch.locate_file("torch/version.py"))).read_text())
     except (OSError, SyntaxError, ValueError):

@@ -1,6 +1,5 @@
-"""Puts the facts about one machine together.
-
-Needs the native modules; decides nothing: that is `diagnose`.
+"""Collects the facts about one machine. Needs the native modules; decides nothing: `diagnose`
+does.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Machine:
 
 
 def survey(system: System, directories: Sequence[Path], roots: SystemRoots = HOST_ROOTS) -> Machine:
-    """Ask the machine with this `system` for all facts, and what I/O can be done in each of
+    """Collect all facts about the machine with this `system`, and which I/O works in each of
     `directories`.
     """
     return Machine(

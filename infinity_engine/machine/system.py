@@ -1,7 +1,8 @@
-"""What everything else stands on: the operating system, the architecture, and whether our native
+"""The base of everything else: the operating system, the architecture, and whether the native
 modules load there.
 
-Facts only; `diagnose_system` says whether they will do. Imports nothing that needs a native module.
+Facts only; `diagnose_system` decides whether they suffice. Imports nothing that needs a native
+module.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ __all__ = ["System", "probe_system"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class System:
-    """The operating system, the architecture and the Python on them; `native_problem` says why ours
-    do not load.
+    """The operating system, the architecture and the Python; `native_problem` says why the native
+    modules do not load.
     """
 
     name: str
@@ -30,7 +31,7 @@ class System:
 
 
 def probe_system() -> System:
-    """Ask the interpreter what it runs on, and load the native modules."""
+    """Ask the interpreter for its system, and load the native modules."""
     return System(
         name=platform.system(),
         release=platform.release(),
@@ -46,7 +47,6 @@ def _native_problem() -> str | None:
     try:
         for name in ("deepnvme._native", "infinity_engine._native"):
             importlib.import_module(name)
-    except (ImportError, AttributeError) as error:
-        # AttributeError: one left over from another version
+    except (ImportError, AttributeError) as error:  # AttributeError: a module of another version
         return str(error)
     return None

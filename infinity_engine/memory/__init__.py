@@ -1,18 +1,16 @@
-"""Who holds which bytes of DEVICE and HOST: limits, promises, buffers.
-
-Moves nothing and decides nothing.
+"""The bytes of DEVICE and HOST and their holders: limits, promises, buffers. Moves nothing and
+decides nothing.
 """
 
 from infinity_engine.memory.device import DeviceMemory, Views
 from infinity_engine.memory.layout import Layout, Request, layout
-from infinity_engine.memory.lease import Event, Lease
+from infinity_engine.memory.lease import Lease, Waitable
 from infinity_engine.memory.ledger import Ledger, Reservation, Usage
 from infinity_engine.memory.pinned import Freed, PinnedPool, PoolStats
 from infinity_engine.memory.resident import FreedMemory, ResidentMemory, return_freed_memory
 
 __all__ = [
     "DeviceMemory",
-    "Event",
     "Freed",
     "FreedMemory",
     "Layout",
@@ -25,6 +23,7 @@ __all__ = [
     "ResidentMemory",
     "Usage",
     "Views",
+    "Waitable",
     "layout",
     "return_freed_memory",
 ]

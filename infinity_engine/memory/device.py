@@ -1,14 +1,10 @@
 """`DeviceMemory`: the device memory of one reservation, as leases of what the accelerator
 allocates.
 
-Counts and keeps the limit; how the device hands out memory is the accelerator's business. What it
-was given back is the device's again, and views of it are dead, unless the lease was asked for with
-views that keep it. Where DEVICE is the host's own memory, all views keep it. What is kept counts as
-held for as long as there is a view.
-
-[Note: when kept memory is free] The last view goes when the host drops it, and by then the device
-may not have begun with what it was used for. So the memory of views that outlived their lease waits
-for an event of the time after that.
+Counts and keeps the limit; the accelerator allocates. When a lease is closed, its memory is the
+device's again and views of it are dead, unless it was leased with `Views.KEEP`. Where DEVICE is the
+host's own memory, all views keep it. Memory that views keep counts as held as long as there is a
+view.
 """
 
 from __future__ import annotations
@@ -21,32 +17,31 @@ from enum import Enum
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from infinity_engine.errors import CapacityError
-from infinity_engine.memory.lease import Backing, Event, Lease, Lessor, NoBytes
+from infinity_engine.memory.lease import Backing, Lease, Lessor, NoBytes, Waitable
 from infinity_engine.memory.ledger import Reservation
 from infinity_engine.plan import Tier
 
 if TYPE_CHECKING:
     import torch
 
-    from infinity_engine.memory.lease import _Given
+    from infinity_engine.memory.lease import _LeasedBuffer
 
 __all__ = ["Allocator", "Cache", "DeviceMemory", "SharedBacking", "Views"]
 
 
 class Views(Enum):
-    """What views of a lease are worth once it is closed and its events have passed."""
+    """What happens to views of a lease once it is closed and its events have passed."""
 
-    DIE = "die"  # Nothing: the device has the memory again.
-    KEEP = "keep"  # They keep the memory, which goes back after the last of them.
+    DIE = "die"  # They are dead: the device has the memory again.
+    KEEP = "keep"  # They keep the memory, which goes back after the last view.
 
 
 class SharedBacking(Backing, Protocol):
     """Memory that can be shared with views of it."""
 
     def shared(self) -> tuple[torch.Tensor, object]:
-        """Return all bytes as a flat tensor, and what lives until the last view of that is gone.
-
-        Keep neither.
+        """Return all bytes as a flat tensor, and an object that lives until the last view of it is
+        gone. Keep neither.
         """
 
 
@@ -54,33 +49,33 @@ _Buffer = TypeVar("_Buffer", bound=SharedBacking)
 
 
 class Allocator(Protocol[_Buffer]):
-    """The part of an accelerator that is needed here."""
+    """The part of an accelerator that DeviceMemory needs."""
 
     def allocate(self, nbytes: int, *, idle_bytes: int = 0) -> _Buffer:
         """Return a buffer of the device's memory; raise CapacityError where there is none.
 
-        Beside it, at most `idle_bytes` of what was given back may be kept for buffers to come.
+        Beside it, at most `idle_bytes` of what was given back may be kept for later buffers.
         """
 
     def free(self, buffer: _Buffer) -> None:
         """Take it back."""
 
-    def leave(self, buffer: _Buffer) -> None:
-        """Let those who have views of its memory have it for good."""
+    def disown(self, buffer: _Buffer) -> None:
+        """Leave its memory to its views for good."""
 
     def forget_idle(self) -> None:
         """Keep nothing of what was given back."""
 
 
 class Cache(Protocol):
-    """Holds leases that views keep and that it can give up where another holder needs the
+    """Holds leases with views that keep them, and can evict them where another holder needs the
     memory.
     """
 
-    def give(self) -> bool:
-        """Close a lease that is not in use; return whether there was one."""
+    def evict_one(self) -> bool:
+        """Close a lease that is not in use; tell whether there was one."""
 
-    def used(self) -> Event:
+    def last_use(self) -> Waitable:
         """Return the end of all that the device was given so far that may use views of its
         leases.
         """
@@ -94,41 +89,41 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
         self._accelerator = accelerator
         self._cache: Cache | None = None
         # the last view is gone: [Note: when kept memory is free]
-        self._gone: deque[_Given] = deque()
+        self._gone: deque[_LeasedBuffer] = deque()
         self._is_left_to_views = False
 
     def attach(self, cache: Cache) -> None:
-        """Ask `cache` to give where there is no room, and when views were used, from here on."""
+        """From here on, let `cache` evict where there is no room, and say when views were last
+        used.
+        """
         self._cache = cache
 
     def lease(self, nbytes: int, *, holder: str, views: Views = Views.DIE) -> Lease:
         """Return a buffer of `nbytes` on the device.
 
         Raises:
-            CapacityError: the reservation has not so much left, no closed lease will give it back,
-                and who can be asked has nothing to give.
+            CapacityError: the reservation has too little left, no closed lease will give it back,
+                and the cache has nothing to evict.
         """
         while True:
             try:
-                return self._take_lease(nbytes, holder, views)
+                return self._new_lease(nbytes, holder, views)
             except CapacityError:
-                if self._cache is None or not self._cache.give():
+                if self._cache is None or not self._cache.evict_one():
                     raise
 
-    def spare(self, nbytes: int, *, holder: str, views: Views = Views.DIE) -> Lease | None:
-        """Return a buffer as `lease` does, but None where another holder would have to give
-        something back.
-        """
+    def try_lease(self, nbytes: int, *, holder: str, views: Views = Views.DIE) -> Lease | None:
+        """Return a buffer as `lease` does, but None where the cache would have to evict."""
         try:
-            return self._take_lease(nbytes, holder, views)
+            return self._new_lease(nbytes, holder, views)
         except CapacityError:
             return None
 
-    def _take_lease(self, nbytes: int, holder: str, views: Views) -> Lease:
+    def _new_lease(self, nbytes: int, holder: str, views: Views) -> Lease:
         return self._lease(
             nbytes,
             holder,
-            take=lambda: self._take(nbytes, views),
+            allocate=lambda: self._allocate(nbytes, views),
             in_the_way=lambda _: True,
             refusal=lambda: self._refusal(nbytes, holder),
         )
@@ -136,7 +131,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
     def close(self) -> None:
         """Wait for the events of closed leases and give all memory back. See `Lessor.close`.
 
-        Memory that views keep is theirs from here on, and the device's no more.
+        Memory that views keep is left to them for good.
         """
         try:
             super().close()
@@ -144,28 +139,29 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
             with self._lock:
                 kept = self._views.copy()
                 self._is_left_to_views = True
-                self._catch_up()  # views that have gone before that
+                self._catch_up()  # views that are gone already
                 while self._closing:
                     kept.discard(self._closing[0])
                     self._closing[0].wait()
-                    self._let_go(self._closing.popleft())
+                    self._release(self._closing.popleft())
                 for given in kept:
-                    if isinstance(given.backing, _Kept):
+                    if isinstance(given.backing, _KeptBuffer):
                         # as in `_free`
-                        self._accelerator.leave(given.backing.buffer)  # type: ignore[arg-type]
+                        self._accelerator.disown(given.backing.buffer)  # type: ignore[arg-type]
             self._cache = None
             self._accelerator.forget_idle()
 
     @property
     def kept_bytes(self) -> int:
-        """What views keep of leases that are closed, and whose events have passed."""
+        """The bytes that views keep of closed leases, once all events have passed."""
         return sum(given.nbytes for given in self._views.copy()) if self._views else 0
 
-    def _take(self, nbytes: int, views: Views) -> Backing | None:
+    def _allocate(self, nbytes: int, views: Views) -> Backing | None:
         if not nbytes:
             return NoBytes()
         if nbytes > self._free_bytes():
             return None
+        # Counted before it is allocated: no other thread can be promised the same bytes meanwhile.
         self.reservation.hold(nbytes)
         try:
             buffer = self._accelerator.allocate(nbytes, idle_bytes=self._free_bytes())
@@ -177,10 +173,10 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
             raise
         if views is Views.DIE or self.reservation.tier is not Tier.DEVICE:
             return buffer
-        return _Kept(buffer)
+        return _KeptBuffer(buffer)
 
     def _memory(self, backing: Backing) -> object | None:
-        if isinstance(backing, _Kept):
+        if isinstance(backing, _KeptBuffer):
             return backing.owner()
         if isinstance(backing, NoBytes) or self.reservation.tier is Tier.DEVICE:
             return None
@@ -189,33 +185,36 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
         return backing.tensor(torch.uint8, (backing.nbytes,)).untyped_storage()
 
     def _free(self, backing: Backing) -> None:
-        if isinstance(backing, _Kept):
+        if isinstance(backing, _KeptBuffer):
             if backing.owner() is not None:
                 backing.release()
                 return
             backing = backing.buffer
         if not isinstance(backing, NoBytes):
-            # only `_take` makes backings of this pool
+            # only `_allocate` makes backings of this pool
             self._accelerator.free(backing)  # type: ignore[arg-type]
 
-    def _let_go(self, given: _Given) -> None:
-        super()._let_go(given)
+    def _release(self, given: _LeasedBuffer) -> None:
+        super()._release(given)
         if self._gone and self._gone[-1] is given:  # it had no views
-            super()._let_go(self._gone.pop())
+            super()._release(self._gone.pop())
 
-    def _view_gone(self, given: _Given) -> None:
+    def _view_gone(self, given: _LeasedBuffer) -> None:
         # [Note: what the collector may do]
-        if isinstance(given.backing, _Kept) and not self._is_left_to_views:
+        if isinstance(given.backing, _KeptBuffer) and not self._is_left_to_views:
             self._views.discard(given)
             self._gone.append(given)
         else:
             super()._view_gone(given)
 
+    # [Note: when kept memory is free] The last view goes when the host drops it, and by then the
+    # device may not have begun the work that uses it. So the memory of views that outlived their
+    # lease waits for an event of the time after that.
     def _catch_up(self) -> None:
         super()._catch_up()
         while self._gone:
             given = self._gone.popleft()
-            given.wait_for(() if self._cache is None else (self._cache.used(),))
+            given.wait_for(() if self._cache is None else (self._cache.last_use(),))
             self._closing.append(given)
 
     def _uncount(self, nbytes: int) -> None:
@@ -225,11 +224,11 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
         return self.reservation.nbytes - self.reservation.held
 
     def _shut_down(self) -> None:
-        """Nothing is left to let go of."""
+        """Nothing is left to release."""
 
 
-class _Kept:
-    """A buffer that its views keep: the tensor that they are views of."""
+class _KeptBuffer:
+    """A buffer that its views keep: holds the tensor that they are views of."""
 
     def __init__(self, buffer: SharedBacking) -> None:
         self.buffer = buffer
@@ -248,7 +247,7 @@ class _Kept:
         )
 
     def owner(self) -> object | None:
-        """Return what lives until the last view is gone; None after that."""
+        """Return the object that lives until the last view is gone; None after that."""
         return self._owner()
 
     def release(self) -> None:

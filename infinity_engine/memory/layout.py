@@ -1,5 +1,5 @@
-"""Where buffers lie whose lifetimes a plan knows: requests with sizes and steps in, places in one
-run of bytes out.
+"""Places buffers with known lifetimes: requests with sizes and steps in, places in one run of bytes
+out.
 
 Pure and deterministic, whatever the order of the requests; takes no memory. PinnedPool gives leases
 at the places.
@@ -31,7 +31,7 @@ _MOST_ROUNDS = 12
 # searches end long before.
 _MOST_LOOKS = 200_000_000
 _PLACING = 2000
-_SHORT = 64  # a buffer that lives for at most this part of the steps is looked up by its first one
+_SHORT = 64  # a buffer is short-lived if it lives for at most one 64th of the steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,61 +88,64 @@ def layout(requests: Iterable[Request], *, alignment: int = PAGE) -> Layout:
         raise ConfigError(
             field="layout alignment", value=alignment, expected="a positive number of bytes"
         )
-    ordered = sorted(requests, key=lambda each: (each.first, each.last, each.nbytes, each.name))
-    _check_names(ordered)
-    places = {each.name: Extent(0, 0) for each in ordered if not each.nbytes}
-    filled = [each for each in ordered if each.nbytes]
+    ordered = sorted(
+        requests, key=lambda request: (request.first, request.last, request.nbytes, request.name)
+    )
+    for name, following in pairwise(sorted(request.name for request in ordered)):
+        if name == following:
+            raise ConfigError(field="layout requests", value=name, expected="each name once")
+    places = {request.name: Extent(0, 0) for request in ordered if not request.nbytes}
+    filled = [request for request in ordered if request.nbytes]
     # What lives in all steps stands at the bottom, out of the way; the search is for the others.
-    end = max((each.last for each in filled), default=0)
-    always = [each for each in filled if (each.first, each.last) == (filled[0].first, end)]
+    end = max((request.last for request in filled), default=0)
+    always = [
+        request for request in filled if (request.first, request.last) == (filled[0].first, end)
+    ]
     bottom = 0
-    for each in always:
-        places[each.name] = Extent(bottom, each.nbytes)
-        bottom += align_up(each.nbytes, alignment)
+    for request in always:
+        places[request.name] = Extent(bottom, request.nbytes)
+        bottom += align_up(request.nbytes, alignment)
     others = _Buffers(
-        [each for each in filled if (each.first, each.last) != (filled[0].first, end)], alignment
+        [request for request in filled if (request.first, request.last) != (filled[0].first, end)],
+        alignment,
     )
     tops = [bottom]
-    for each, offset in zip(others.requests, _search(others).tolist(), strict=True):
-        places[each.name] = Extent(bottom + offset * alignment, each.nbytes)
-        tops.append(align_up(places[each.name].end, alignment))
+    for request, offset in zip(others.requests, _search(others).tolist(), strict=True):
+        places[request.name] = Extent(bottom + offset * alignment, request.nbytes)
+        tops.append(align_up(places[request.name].end, alignment))
     return Layout(
         places=places,
         nbytes=max(tops),
-        peak_bytes=sum(each.nbytes for each in always)
-        + others.peak([each.nbytes for each in others.requests]),
+        peak_bytes=sum(request.nbytes for request in always)
+        + others.peak([request.nbytes for request in others.requests]),
     )
 
 
-def _check_names(ordered: Sequence[Request]) -> None:
-    for name, following in pairwise(sorted(each.name for each in ordered)):
-        if name == following:
-            raise ConfigError(field="layout requests", value=name, expected="each name once")
-
-
 class _Fit(Enum):
-    """Which of the gaps between the buffers in its way one takes."""
+    """Which of the gaps between earlier buffers a buffer takes."""
 
-    FIRST = auto()  # the lowest that holds it
-    BEST = auto()  # the smallest that holds it, of equals the lowest
+    FIRST = auto()  # the lowest gap that holds it
+    BEST = auto()  # the smallest gap that holds it, the lowest of equal ones
 
 
 class _Buffers:
-    """Requests as arrays, those first that live long, each part by first step: what is in one's way
-    stands together.
+    """Requests as arrays, long-lived ones first, each part by first step: a buffer's rivals stand
+    side by side.
 
-    Sizes and offsets are in units of the alignment, times in those steps in which something begins
+    Sizes and offsets are in units of the alignment, times in those steps in which a buffer begins
     or has ended.
     """
 
     def __init__(self, requests: Sequence[Request], alignment: int) -> None:
-        edges = [each.first for each in requests] + [each.last + 1 for each in requests]
+        edges = [request.first for request in requests] + [request.last + 1 for request in requests]
         steps, times = np.unique(np.array(edges, np.int64), return_inverse=True)
         lives = times[len(requests) :] - times[: len(requests)]
         is_short = lives <= len(steps) // _SHORT
         order = np.argsort(is_short, kind="stable")
         self.requests = [requests[index] for index in order.tolist()]
-        self.sizes = np.array([-(-each.nbytes // alignment) for each in self.requests], np.int64)
+        self.sizes = np.array(
+            [-(-request.nbytes // alignment) for request in self.requests], np.int64
+        )
         self.begins = times[: len(requests)][order]
         self.ends = self.begins + lives[order]
         # Who overlaps one in time is among the long ones before `long_end` or the short in
@@ -155,7 +158,7 @@ class _Buffers:
         self._short_end = (count + np.searchsorted(short_begins, self.ends)).tolist()
 
     def looks(self) -> int:
-        """Return what one packing costs."""
+        """Return the cost of one packing, in buffers looked at."""
         windows = zip(self._long_end, self._short_begin, self._short_end, strict=True)
         return sum(_PLACING + long + end - begin for long, begin, end in windows)
 
@@ -167,8 +170,8 @@ class _Buffers:
         return int(np.cumsum(change).max())
 
     def pack(self, order: NDArray[np.int64], fit: _Fit) -> NDArray[np.int64]:
-        """Return the offsets when one after the other, in `order`, takes a gap that those before it
-        left.
+        """Return the offsets when one buffer after the other, in `order`, takes a gap that those
+        before it left.
         """
         sizes, begins, ends = self.sizes.tolist(), self.begins.tolist(), self.ends.tolist()
         offsets = np.zeros(len(order), np.int64)
@@ -205,10 +208,11 @@ def _place(offsets: NDArray[np.int64], tops: NDArray[np.int64], size: int, fit: 
 
 
 class _Attempt:
-    """An order to pack in, which puts those first that have stuck out over the bound most often."""
+    """An order to pack in; buffers that often stuck out over the bound come first."""
 
     def __init__(self, fit: _Fit, *keys: NDArray[np.int64]) -> None:
         self.fit = fit
+        # lexsort takes the most important key last; the inverse permutation is each buffer's rank.
         self._rank = np.argsort(np.lexsort(keys[::-1]))
         self._blame = np.zeros(len(self._rank), np.int64)
 
@@ -218,17 +222,17 @@ class _Attempt:
         return np.lexsort((self._rank, -self._blame))
 
     def blame(self, stuck_out: NDArray[np.bool_]) -> None:
-        """Let these come earlier the next time."""
+        """Move these forward in the next order."""
         self._blame += stuck_out
 
 
 def _search(buffers: _Buffers) -> NDArray[np.int64]:
-    """Return the best offsets found in some rounds of several orders, at once when there can be no
-    better ones.
+    """Return the best offsets found in some rounds of several orders; ends at once when none can be
+    better.
 
     Size first packs lifetimes that nest or that have little to do with one another; order in time
-    packs windows that move along. Which will do is not known before; where neither does, mostly a
-    few buffers were late and stick out.
+    packs windows that move along. Which order will do is not known before. Where neither does,
+    mostly a few buffers were placed late and stick out.
     """
     sizes, begins, ends = buffers.sizes, buffers.begins, buffers.ends
     lives = ends - begins

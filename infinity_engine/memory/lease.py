@@ -4,11 +4,6 @@ and takes them back.
 A buffer goes back when its lease is closed, the events attached to it have passed, and no view of
 it is left. `close` never waits: a request that finds no memory waits for the oldest of those
 events.
-
-[Note: what the collector may do] It runs `Lease.__del__` and the ends of views wherever something
-is allocated, also in the middle of what a pool or the ledger does under its lock. So these take no
-lock: they only add to a deque or take out of a set, each of which is one step, and who next holds
-the lock does the rest.
 """
 
 from __future__ import annotations
@@ -31,11 +26,11 @@ from infinity_engine.plan import Tier
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Backing", "Event", "Lease", "Lessor", "NoBytes"]
+__all__ = ["Backing", "Lease", "Lessor", "NoBytes", "Waitable"]
 
 
-class Event(Protocol):
-    """A point in a stream's work."""
+class Waitable(Protocol):
+    """Work that has an end: a stream's event, or an I/O."""
 
     def done(self) -> bool:
         """Tell whether the work before it has ended."""
@@ -84,7 +79,7 @@ class Lease:
         self.holder = holder
         self._lessor = lessor
         self._backing: Backing | None = backing
-        self._events: list[Event] = []
+        self._events: list[Waitable] = []
 
     @property
     def closed(self) -> bool:
@@ -100,7 +95,8 @@ class Lease:
         """
         if self._backing is None:
             raise RuntimeError(
-                f"the lease of {self.holder} is closed: its {self.nbytes} B are no longer its own"
+                f"the lease of {self.holder} is closed: its {self.nbytes} B may belong to another "
+                "lease. Use a lease only before close()"
             )
         return self._backing
 
@@ -110,8 +106,8 @@ class Lease:
         """Return a view of its bytes from `offset` on: of `shape`, or flat and of all that are
         left.
 
-        A view is good until the lease is closed. In the host's own memory, the bytes stay and count
-        as held for as long as one is left, but nothing says whose they are by then. Those of a
+        A view is valid until the lease is closed. In the host's own memory, the bytes stay and
+        count as held as long as a view exists, but they may hold anything by then. Bytes of a
         device go back to it, and the view is dead.
         """
         left = self.nbytes - offset
@@ -151,19 +147,22 @@ class Lease:
             )
         return view
 
-    def until(self, event: Event) -> None:
-        """Let the memory go back no earlier than `event` has passed."""
+    def until(self, event: Waitable) -> None:
+        """Keep the memory until `event` has passed."""
         if self._backing is None:
-            raise RuntimeError(f"the lease of {self.holder} is closed: attach events before that")
+            raise RuntimeError(
+                f"the lease of {self.holder} is closed: attach events before close()"
+            )
         self._events.append(event)
 
     def close(self) -> None:
-        """Give the buffer up; it goes back when its events have passed. Does not wait.
-
-        Again: does nothing.
+        """Give the buffer up; it goes back when its events have passed. Does not wait. Again: does
+        nothing.
         """
         if self._backing is not None:
-            self._lessor._take_back(self, self._backing, self._events)
+            # The backing is forgotten last: a lease that an interrupt left here can be closed
+            # again.
+            self._lessor._close_lease(self, self._backing, self._events)
             self._backing = None
             self._events = []
 
@@ -175,6 +174,10 @@ class Lease:
         """Close."""
         self.close()
 
+    # [Note: what the collector may do] Python's collector runs `Lease.__del__` and the finalizers
+    # of views wherever something is allocated, also in the midst of code of a pool or the ledger
+    # that holds its lock. So these take no lock: they only append to a deque or remove from a set,
+    # each of which is one step. The next caller with the lock does the rest.
     def __del__(self) -> None:
         backing = getattr(self, "_backing", None)  # not there when __init__ failed
         if backing is not None:
@@ -188,21 +191,21 @@ class Lease:
             )
 
     def __repr__(self) -> str:
-        """Show whose it is."""
+        """Show its holder and its size."""
         state = "closed" if self.closed else self.tier.name
         return f"Lease({self.holder}: {self.nbytes} B, {state})"
 
 
 @dataclass(slots=True, eq=False)
-class _Given:
-    """A buffer that was given out, and what it waits for once its lease is closed."""
+class _LeasedBuffer:
+    """A buffer that was leased, and the events that it waits for once its lease is closed."""
 
     backing: Backing
     holder: str
     nbytes: int
-    events: Sequence[Event] = ()
+    events: Sequence[Waitable] = ()
 
-    def wait_for(self, events: Sequence[Event]) -> None:
+    def wait_for(self, events: Sequence[Waitable]) -> None:
         self.events = events
 
     def passed(self) -> bool:
@@ -210,28 +213,27 @@ class _Given:
 
     def wait(self) -> None:
         for event in self.events:
-            # The code that started the work reports its failure; the buffer is free all the same.
+            # The code that started the work reports its failure; the buffer is free either way.
             with suppress(Exception):
                 event.wait()
         self.events = ()
 
 
 class Lessor(ABC):
-    """What pools have in common: which leases are open, and which buffers wait for events.
-
-    Any thread may call.
+    """The part that pools share: which leases are open, and which buffers wait for events. Any
+    thread may call.
     """
 
     def __init__(self, tier: Tier, reservation: Reservation) -> None:
         self.reservation = reservation
         self._tier = tier
         self._lock = threading.RLock()
-        # by the backing's id: not the lease, which may then be dropped
-        self._open: dict[int, _Given] = {}
-        self._closing: deque[_Given] = deque()  # oldest first
-        self._views: set[_Given] = set()  # what went back but for views that still exist
-        # of leases that were dropped without a close
-        self._dropped: deque[tuple[Backing, Sequence[Event]]] = deque()
+        # by the backing's id, so that a lease can be dropped
+        self._open: dict[int, _LeasedBuffer] = {}
+        self._closing: deque[_LeasedBuffer] = deque()  # oldest first
+        self._views: set[_LeasedBuffer] = set()  # given back, except for views that still exist
+        # of leases dropped without close()
+        self._dropped: deque[tuple[Backing, Sequence[Waitable]]] = deque()
         self._waits = 0
         self._ending = self._closed = False
 
@@ -240,14 +242,15 @@ class Lessor(ABC):
         nbytes: int,
         holder: str,
         *,
-        take: Callable[[], Backing | None],
+        allocate: Callable[[], Backing | None],
         in_the_way: Callable[[Backing], bool],
         refusal: Callable[[], CapacityError],
     ) -> Lease:
-        """Return a lease of what `take` gives; it gives None while there is no room.
+        """Return a lease of the memory that `allocate` returns; it returns None while there is no
+        room.
 
-        Then waits for the oldest of those closed leases that are `in_the_way`; raises `refusal`
-        where there is none.
+        Where it does, waits for the oldest of those closed leases that are `in_the_way`; raises
+        `refusal` where there is none.
         """
         if nbytes < 0:
             raise ConfigError(
@@ -263,12 +266,12 @@ class Lessor(ABC):
                 self._catch_up()
                 # The others are looked at when there is no room: there may be thousands.
                 while self._closing and self._closing[0].passed():
-                    self._let_go(self._closing.popleft())
-                backing = take()
-                if backing is None and self._settle():
-                    backing = take()
+                    self._release(self._closing.popleft())
+                backing = allocate()
+                if backing is None and self._release_all_ended():
+                    backing = allocate()
                 if backing is not None:
-                    self._open[id(backing)] = _Given(backing, holder, nbytes)
+                    self._open[id(backing)] = _LeasedBuffer(backing, holder, nbytes)
                     return Lease(self, backing, tier=self._tier, nbytes=nbytes, holder=holder)
                 oldest = next((given for given in self._closing if in_the_way(given.backing)), None)
                 if oldest is None:
@@ -278,40 +281,41 @@ class Lessor(ABC):
             # meanwhile: the first look gives it back, also when this wait is interrupted.
             oldest.wait()
 
-    def _take_back(self, _lease: Lease, backing: Backing, events: Sequence[Event]) -> None:
+    def _close_lease(self, _lease: Lease, backing: Backing, events: Sequence[Waitable]) -> None:
         with self._lock:
             self._end(backing, events)
             self._catch_up()
 
-    def _end(self, backing: Backing, events: Sequence[Event]) -> None:
-        """Let a buffer go back, now or when its events have passed. Again: does nothing."""
+    def _end(self, backing: Backing, events: Sequence[Waitable]) -> None:
+        """Give a buffer back, now or when its events have passed. Again: does nothing."""
         given = self._open.get(id(backing))
         if given is None:
             return
         given.wait_for(events)
+        # A lease of no bytes has nothing that an event could protect.
         waits = given.nbytes and not given.passed()
         del self._open[id(backing)]
         if waits:
             self._closing.append(given)
         else:
-            self._let_go(given)
+            self._release(given)
 
     def _catch_up(self) -> None:
-        """End the leases that were dropped."""
+        """End the leases that were dropped without close()."""
         while self._dropped:
             self._end(*self._dropped.popleft())
 
-    def _settle(self) -> bool:
-        """Give back every buffer whose events have passed; tell whether there was one."""
+    def _release_all_ended(self) -> bool:
+        """Give back every buffer that waits for no event any more; tell whether there was one."""
         before = len(self._closing)
         for _ in range(before):
             if self._closing[0].passed():
-                self._let_go(self._closing.popleft())
+                self._release(self._closing.popleft())
             else:
                 self._closing.rotate(-1)
         return len(self._closing) < before
 
-    def _let_go(self, given: _Given) -> None:
+    def _release(self, given: _LeasedBuffer) -> None:
         """Give the memory back; it counts as held until the last view of it is gone, which may be
         at once.
         """
@@ -319,29 +323,29 @@ class Lessor(ABC):
         memory = self._memory(given.backing)
         if memory is not None:
             self._views.add(given)
+            # In place before the memory is freed below, as its last view may be gone by then.
             weakref.finalize(memory, self._view_gone, given)
         self._free(given.backing)
         if memory is None:
             self._uncount(given.nbytes)
 
-    def _view_gone(self, given: _Given) -> None:
+    def _view_gone(self, given: _LeasedBuffer) -> None:
         # [Note: what the collector may do]
         self._views.discard(given)
         self._uncount(given.nbytes)
 
-    def settle(self) -> None:
-        """Give back the buffers of closed leases whose events have passed."""
+    def release_ended(self) -> None:
+        """Give back the buffers of closed leases that wait for no event any more."""
         with self._lock:
             self._catch_up()
-            self._settle()
+            self._release_all_ended()
 
     def close(self) -> None:
-        """Wait for the events of closed leases and give all memory back.
+        """Wait for the events of closed leases and give all memory back. Again: does nothing, or
+        the rest.
 
-        Again: does nothing, or what was left to do.
-
-        The views that are left of closed leases keep their memory, which counts as held until the
-        last of them is gone.
+        Views of closed leases keep their memory, which counts as held until the last of them is
+        gone.
 
         Raises:
             RuntimeError: leases are open; names their holders. All else is done, and their memory
@@ -351,7 +355,7 @@ class Lessor(ABC):
             with self._lock:
                 self._ending = True  # no request takes what is being given back
                 self._catch_up()
-                self._settle()
+                self._release_all_ended()
                 if not self._closing:
                     if self._closed:
                         return
@@ -366,12 +370,11 @@ class Lessor(ABC):
             more = f" and {len(left) - 5} others" if len(left) > 5 else ""
             raise RuntimeError(
                 f"{self.reservation.holder} was closed with {len(left)} leases open: "
-                f"{named}{more}. "
-                "Close leases before the pool that they are of"
+                f"{named}{more}. Their memory stays in use: close leases before their pool"
             )
 
-    def _in_use(self) -> list[tuple[str, _Given]]:
-        """Return what leases and views hold, with what each is called."""
+    def _in_use(self) -> list[tuple[str, _LeasedBuffer]]:
+        """Return the buffers that leases and views hold, each with a name."""
         viewed = [(f"a view of {given.holder}", given) for given in self._views.copy()]
         return [(given.holder, given) for given in list(self._open.values())] + viewed
 
@@ -384,7 +387,10 @@ class Lessor(ABC):
                 holders[name] = holders.get(name, 0) + given.nbytes
         reason = f"{holder} asked for {nbytes} B"
         if free >= nbytes:
-            reason += ", more than the largest free piece: plan the buffers that live long"
+            reason += (
+                ", more than the largest free piece: give buffers that live long a place in the "
+                "layout"
+            )
         return CapacityError(
             tier=self._tier.name,
             asked=nbytes,
@@ -397,13 +403,13 @@ class Lessor(ABC):
 
     @abstractmethod
     def _memory(self, backing: Backing) -> object | None:
-        """Return what lives until the last view of the memory is gone; None where views do not keep
-        it.
+        """Return the object that lives until the last view of the memory is gone; None where views
+        do not keep it.
         """
 
     @abstractmethod
     def _free(self, backing: Backing) -> None:
-        """Let go of the memory; there may be none, of no bytes."""
+        """Release the memory; there may be none, of no bytes."""
 
     @abstractmethod
     def _uncount(self, nbytes: int) -> None:
@@ -414,15 +420,14 @@ class Lessor(ABC):
 
     @abstractmethod
     def _free_bytes(self) -> int:
-        """Return the bytes that are not given out."""
+        """Return the bytes that are not leased."""
 
     def _largest_free(self) -> int | None:
-        """Return the bytes of the largest piece of those, where they may be in pieces."""
+        """Return the largest piece of the free bytes, where they may be in pieces."""
         return None
 
     @abstractmethod
     def _shut_down(self) -> None:
-        """Let go of everything; what open leases and views hold stays until they go.
-
+        """Release everything except what open leases and views hold, which stays until they end.
         Again: goes on.
         """

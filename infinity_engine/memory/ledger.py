@@ -1,18 +1,16 @@
-"""`Ledger`: the limit of each tier, and the bytes promised to each holder.
+"""`Ledger`: the limit of each tier, and the bytes promised to each holder. The only place where
+limits are compared.
 
-The only place where limits are compared.
-
-Takes no memory itself: pools and swap files hold bytes within their `Reservation`, taken when
-things are planned, so that what does not fit is refused before anything moves. Any thread may call;
-from where no lock may be waited for, as the garbage collector may call in the middle of everything,
-there is `Reservation.release_soon`.
+Takes no memory itself: pools and swap files hold bytes within their `Reservation`. Reservations are
+made when things are planned, so that what does not fit is refused before anything moves. Any thread
+may call. Code that must not wait for a lock, as the garbage collector may run it anywhere, calls
+`Reservation.release_soon`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from infinity_engine.errors import CapacityError, ConfigError
@@ -24,8 +22,8 @@ __all__ = ["Ledger", "Reservation", "Usage"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What one tier, or one directory of NVMe, was asked to hold: bytes now, and the most there
-    ever were.
+    """The bytes of one tier, or of one directory of NVMe: promised and held now, and the most of
+    each so far.
     """
 
     tier: Tier
@@ -52,7 +50,7 @@ class _Account:
         self.promise_more(reservation.nbytes)
 
     def promise_more(self, nbytes: int) -> None:
-        """Count bytes that were promised, or, where negative, are so no more."""
+        """Count bytes as promised, or, where negative, as not promised any more."""
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
@@ -74,16 +72,16 @@ class _Account:
         )
 
     def forget(self, reservation: Reservation) -> None:
-        """List it no longer; it promises nothing any more."""
+        """Stop listing a reservation; it promises nothing any more."""
         self.reservations.remove(reservation)
 
     def hold(self, nbytes: int) -> None:
-        """Count bytes that came into use, or, where negative, went out of it."""
+        """Count bytes as in use, or, where negative, as not in use any more."""
         self.held += nbytes
         self.peak_held = max(self.peak_held, self.held)
 
     def holders(self) -> tuple[tuple[str, int], ...]:
-        """Return who was promised what, largest first."""
+        """Return the holders and what was promised to each, largest first."""
         promised = (
             (reservation.holder, reservation.nbytes)
             for reservation in self.reservations
@@ -93,8 +91,8 @@ class _Account:
 
 
 class _Books:
-    """The lock of all accounts of a ledger, and what is to be taken off before anybody looks at
-    them.
+    """The lock of all accounts of a ledger, and the late releases, to be counted before an account
+    is read.
     """
 
     def __init__(self) -> None:
@@ -102,7 +100,7 @@ class _Books:
         self.lock = threading.Lock()
 
     def count_late(self) -> None:
-        """Take off what was released late; called with the lock held, before an account is read or
+        """Count the late releases; called with the lock held, before an account is read or
         changed.
         """
         while self.late:
@@ -111,12 +109,11 @@ class _Books:
 
 
 class Reservation:
-    """Bytes of one tier that are promised to `holder`, who holds within them.
+    """Bytes of one tier that are promised to `holder`, and how many of them are in use. Made by
+    `Ledger.reserve`.
 
-    Made by `Ledger.reserve`.
-
-    A context manager. Closing it gives the promise back: at once, but for what is in use, which
-    ends as it is released.
+    A context manager. Closing it ends the promise: at once, except for the bytes in use, which end
+    as they are released.
     """
 
     def __init__(self, account: _Account, books: _Books, nbytes: int, holder: str) -> None:
@@ -202,8 +199,8 @@ class Reservation:
                 return
             if nbytes > self.nbytes - self._held:
                 raise ValueError(
-                    f"{self.holder} holds {self._held} B of {self.nbytes} B: {nbytes} B less "
-                    "cannot be promised"
+                    f"{self.holder} holds {self._held} of its {self.nbytes} B: the promise cannot "
+                    f"shrink by {nbytes} B. Release bytes first"
                 )
             self.nbytes -= nbytes
             self._account.promise_more(-nbytes)
@@ -215,19 +212,21 @@ class Reservation:
             self._books.count_late()
             if nbytes > self._held:
                 raise ValueError(
-                    f"{self.holder} holds {self._held} B and cannot give {nbytes} B back"
+                    f"{self.holder} holds {self._held} B and cannot release {nbytes} B"
                 )
             self._take_off(nbytes)
 
     def release_soon(self, nbytes: int) -> None:
-        """Count `nbytes`, which must be held, as no longer in use from the next reading of the
-        books. Takes no lock.
+        """Count `nbytes`, which must be held, as no longer in use when an account is read next.
+        Takes no lock.
         """
+        # Appending is one step, so the collector may run this in the midst of any other method.
         self._books.late.append((self, nbytes))
 
     def _take_off(self, nbytes: int) -> None:
         self._held -= nbytes
         self._account.hold(-nbytes)
+        # A closed reservation ends its promise byte by byte, as what is in use is released.
         if self._closed:
             self._give_back(nbytes)
 
@@ -238,7 +237,7 @@ class Reservation:
             )
 
     def close(self) -> None:
-        """Give the promise back; of what is in use, when that is released. Again: does nothing."""
+        """End the promise; for the bytes in use, when they are released. Again: does nothing."""
         with self._books.lock:
             self._books.count_late()
             if not self._closed:
@@ -260,7 +259,7 @@ class Reservation:
         self.close()
 
     def __repr__(self) -> str:
-        """Show whose it is and how much of it is in use."""
+        """Show its holder and how much of it is in use."""
         return (
             f"Reservation({self.holder}: {self._held} of {self.nbytes} B of "
             f"{self._account.tier.name} held)"
@@ -268,11 +267,10 @@ class Reservation:
 
 
 class Ledger:
-    """The accounts of one rank.
+    """The accounts of one rank. `device_is` says which memory DEVICE's bytes are in: HOST where the
+    device has none.
 
-    `device_is` says which memory DEVICE's bytes are in: HOST where there is no other.
-
-    DEVICE and HOST then are one account under the host's limit.
+    Then DEVICE and HOST are one account under the host's limit.
     """
 
     def __init__(self, budget: ResolvedBudget, *, device_is: Tier = Tier.DEVICE) -> None:
@@ -331,12 +329,8 @@ class Ledger:
                     peak_held=account.peak_held,
                     holders=account.holders(),
                 )
-                for account in self._accounts()
+                for account in (*dict.fromkeys(self._memory.values()), *self._drives.values())
             )
-
-    def _accounts(self) -> Iterator[_Account]:
-        yield from dict.fromkeys(self._memory.values())
-        yield from self._drives.values()
 
     def _account(self, tier: Tier, directory: str | None) -> _Account:
         if tier is not Tier.NVME:

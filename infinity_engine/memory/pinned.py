@@ -1,9 +1,8 @@
-"""`PinnedPool`: the host memory of one reservation, cut into leases.
+"""`PinnedPool`: the host memory of one reservation, cut into leases. One buffer serves NVMe and GPU
+without a copy.
 
-One buffer serves NVMe and GPU without a copy.
-
-Owns the places and the leases; `deepnvme.Pool` owns the memory, which is mapped, touched and
-registered once and never grows. Close it before the CUDA context goes.
+Owns the places and the leases. `deepnvme.Pool` owns the memory, which is mapped, touched and
+registered once and never grows. Close the pool before the CUDA context is destroyed.
 """
 
 from __future__ import annotations
@@ -34,25 +33,23 @@ __all__ = ["Freed", "PinnedPool", "PoolStats"]
 
 
 class Freed(Enum):
-    """What becomes of the bytes of a buffer that goes back."""
+    """What happens to the bytes of a buffer that goes back."""
 
-    KEPT = "kept"  # nothing: they stay until the next holder writes others
-    NAN = "nan"  # they are NaN in every float type, so that a use after that is seen
+    KEPT = "kept"  # nothing: they stay until the next holder overwrites them
+    NAN = "nan"  # they become NaN in every float type, so that a use after the end shows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolStats:
-    """The state of a pool: what is given out counts in whole pages where it says so, otherwise in
-    bytes asked for.
-    """
+    """The state of a pool, in bytes asked for; the fields named `pages_bytes` count whole pages."""
 
     capacity: int
     held: int
     held_pages_bytes: int
     peak_held: int
     peak_pages_bytes: int
-    free: int  # of the region that is not planned
-    largest_free: int  # of the same
+    free: int  # of the part without planned places
+    largest_free: int  # of the same part part
     open_leases: int
     closing_leases: int
     waits: int
@@ -64,9 +61,8 @@ class PoolStats:
 
 
 class PinnedPool(Lessor):
-    """Takes the whole of `reservation`, in pages, at once.
-
-    The places that `layout` names are for planned buffers.
+    """Takes the whole of `reservation`, in pages, at once. The places that `layout` names are for
+    planned buffers.
 
     Without CUDA, or without the right to lock memory, it works unpinned; `pinned` says which.
     """
@@ -87,7 +83,7 @@ class PinnedPool(Lessor):
             raise ConfigError(
                 field=f"bytes reserved for {reservation.holder}",
                 value=reservation.nbytes,
-                expected=f"at least {max(planned, PAGE)} B, which the plan's buffers take",
+                expected=f"at least {max(planned, PAGE)} B, which the planned buffers take",
             )
         if layout is not None:
             _check_places(layout)
@@ -96,7 +92,7 @@ class PinnedPool(Lessor):
         self._freed = freed
         self._queues: list[IOQueue] = []
         self._held = self._held_pages = self._peak_held = self._peak_pages = 0
-        # the bytes of buffers that are no longer held and are not yet counted off
+        # bytes of buffers that are no longer held, not subtracted yet
         self._gone: deque[int] = deque()
         self._planned: _Region | None = None
         self._others: _Region | None = None
@@ -105,6 +101,7 @@ class PinnedPool(Lessor):
                 self._planned = _Region(planned, reservation, cuda, numa_node)
             if capacity > planned:
                 self._others = _Region(capacity - planned, reservation, cuda, numa_node)
+        # Dropping a region releases what it holds of the reservation: see _Region.
         except BaseException:
             self._planned = None
             raise
@@ -115,18 +112,20 @@ class PinnedPool(Lessor):
         pools = self._pools()
         return bool(pools) and all(pool.pinned for pool in pools)
 
-    def serve(self, queue: IOQueue) -> None:
+    def register_with(self, queue: IOQueue) -> None:
         """Register the memory with the queue's rings, for I/O without copies and page lookups."""
         if self._ending:
             raise RuntimeError(
-                f"{self.reservation.holder} is closed: it has no memory to register with a queue"
+                f"{self.reservation.holder} is closed: it has no memory to register. Register it "
+                "with queues before close()"
             )
-        self._queues.append(queue)  # first: what is half registered is to be forgotten as well
+        # First, so that closing also unregisters what was registered only in part.
+        self._queues.append(queue)
         for pool in self._pools():
             queue.use_pool(pool)
 
     def lease(self, nbytes: int, *, holder: str) -> Lease:
-        """Return a buffer of `nbytes` that no plan knows of, page-aligned.
+        """Return a page-aligned buffer of `nbytes` that has no place in the layout.
 
         Raises:
             CapacityError: there is no such piece, and none will become free.
@@ -134,14 +133,14 @@ class PinnedPool(Lessor):
         return self._lease(
             nbytes,
             holder,
-            take=lambda: self._take(nbytes),
+            allocate=lambda: self._allocate(nbytes),
             in_the_way=lambda backing: _place_of(backing) is None,
             refusal=lambda: self._refusal(nbytes, holder),
         )
 
     def lease_planned(self, slot: str, *, holder: str | None = None) -> Lease:
-        """Return the buffer that the layout calls `slot`, waiting for the events of the lease that
-        had its place.
+        """Return the buffer of `slot` in the layout, waiting for the events of the lease that had
+        its place.
 
         Raises:
             CapacityError: another lease still holds some of its place: the step differs from its
@@ -155,7 +154,7 @@ class PinnedPool(Lessor):
         return self._lease(
             place.nbytes,
             holder or slot,
-            take=lambda: self._take_at(place),
+            allocate=lambda: self._allocate_at(place),
             in_the_way=lambda backing: _shared_bytes(place, backing) > 0,
             refusal=lambda: self._refusal_of_slot(slot, place),
         )
@@ -181,7 +180,7 @@ class PinnedPool(Lessor):
     def _pools(self) -> list[Pool]:
         return [region.pool for region in (self._planned, self._others) if region is not None]
 
-    def _take(self, nbytes: int) -> Backing | None:
+    def _allocate(self, nbytes: int) -> Backing | None:
         if not nbytes:
             return NoBytes()
         if self._others is None:
@@ -191,7 +190,7 @@ class PinnedPool(Lessor):
         except PoolExhaustedError:
             return None
 
-    def _take_at(self, place: Extent) -> Backing | None:
+    def _allocate_at(self, place: Extent) -> Backing | None:
         if not place.nbytes:
             return NoBytes()
         assert self._planned is not None, "a layout with places has bytes"
@@ -224,7 +223,7 @@ class PinnedPool(Lessor):
         if isinstance(backing, _PoolBytes):
             if self._freed is Freed.NAN:
                 backing.fill(0xFF)
-            backing.let_go()
+            backing.release()
 
     def _uncount(self, nbytes: int) -> None:
         self._gone.append(nbytes)
@@ -244,11 +243,11 @@ class PinnedPool(Lessor):
             free=place.nbytes - sum(nbytes for _, nbytes in holders),
             limit=place.nbytes,
             holders=holders,
-            change=f"what runs is not what was planned: slot {slot!r} of the layout, bytes "
-            f"{place.offset} to "
-            f"{place.end} of {self.reservation.holder}, is still in use; close what is there "
-            f"before {slot!r} begins, "
-            "or plan with the lifetimes that there are",
+            change=(
+                f"the step differs from its plan: slot {slot!r} of the layout, bytes "
+                f"{place.offset} to {place.end} of {self.reservation.holder}, is still in use. "
+                f"Close the leases there before {slot!r} begins, or plan with their real lifetimes"
+            ),
         )
 
     def _shut_down(self) -> None:
@@ -262,7 +261,7 @@ class PinnedPool(Lessor):
 
 
 class _Region:
-    """A run of memory, held until its pool is closed and no piece of it is in use."""
+    """A run of memory, held until its pool is closed and none of its pieces is in use."""
 
     __slots__ = ("__weakref__", "pool")
 
@@ -275,6 +274,7 @@ class _Region:
         except BaseException:
             reservation.release(nbytes)
             raise
+        # Not at the pool's close: views of leases may keep the memory longer than the pool exists.
         weakref.finalize(self, reservation.release_soon, nbytes)
 
 
@@ -284,7 +284,7 @@ class _PoolBytes:
     __slots__ = ("_region", "_view", "nbytes", "place")
 
     def __init__(self, region: _Region, view: memoryview, place: Extent | None) -> None:
-        self._region = region  # so that it is held for as long as this is
+        self._region = region  # keeps the region's memory as long as this exists
         self._view: memoryview | None = view
         self.nbytes = view.nbytes
         self.place = place
@@ -299,6 +299,7 @@ class _PoolBytes:
         import torch
 
         count = math.prod(shape)
+        # torch.frombuffer refuses empty tensors.
         if not count:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self.view, dtype=dtype, count=count, offset=offset).reshape(shape)
@@ -307,12 +308,12 @@ class _PoolBytes:
         """Set every byte; every view shows it."""
         ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(self.view)), byte, self.nbytes)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._view = None
 
 
 def _place_of(backing: Backing) -> Extent | None:
-    """Return where the layout has it; None for what is not planned."""
+    """Return its place in the layout; None where it has none."""
     return backing.place if isinstance(backing, _PoolBytes) else None
 
 

@@ -1,6 +1,6 @@
-"""`ResidentMemory`: what this process really has in RAM, beside what the engine counts.
+"""`ResidentMemory`: the process's real size in RAM, to compare with what the engine counts.
 
-Takes a baseline when it is made; the budget's promise is that RSS stays under it plus the host's
+Records a baseline when it is made; the budget's promise is that RSS stays under it plus the host's
 limit.
 """
 
@@ -19,8 +19,8 @@ _HIGH_WATER = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
 def return_freed_memory() -> None:
-    """Let the system have what was freed and malloc still has: tensors that come and go leave holes
-    of their size.
+    """Return freed memory that malloc keeps to the system: tensors that come and go leave holes of
+    their size.
 
     Does nothing where the C library has no malloc_trim.
     """
@@ -29,11 +29,12 @@ def return_freed_memory() -> None:
 
 
 class FreedMemory:
-    """What is freed piece by piece: whenever that was `most` bytes, the system gets what malloc
-    still has.
+    """Counts what is freed piece by piece: after every `most` bytes, malloc returns what it keeps
+    to the system.
 
-    As soon as something small lies in the hole that a tensor has left, the next of that size does
-    not fit: without this, a process that many pass through grows by almost all of them.
+    As soon as something small lies in the hole that a tensor left, the next tensor of that size
+    does not fit there. Without this, a process that many tensors pass through grows by almost all
+    of them.
     """
 
     def __init__(self, most: int) -> None:
@@ -41,7 +42,7 @@ class FreedMemory:
         self._freed = 0
 
     def freed(self, nbytes: int) -> None:
-        """Note that so many bytes were."""
+        """Note that so many bytes were freed."""
         self._freed += nbytes
         if self._freed >= self._most:
             self._freed = 0
@@ -49,7 +50,7 @@ class FreedMemory:
 
 
 class ResidentMemory:
-    """The process's resident bytes, from the moment on when it is made."""
+    """The process's resident bytes, compared with those at the moment when it was made."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -65,7 +66,7 @@ class ResidentMemory:
 
     def peak_bytes(self) -> int | None:
         """Return the most that was ever resident, also before the baseline; None where the kernel
-        does not tell.
+        does not say.
         """
         found = _HIGH_WATER.search(Path("/proc/self/status").read_text())
         return int(found[1]) * 1024 if found else None

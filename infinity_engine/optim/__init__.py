@@ -7,7 +7,7 @@ policies and the executor.
 
 from __future__ import annotations
 
-from infinity_engine.optim.formats import FloatFormat, Formats, Master, Moments, Stream
+from infinity_engine.optim.formats import FloatFormat, Formats, Master, Moments, Values
 from infinity_engine.optim.from_torch import rules_of
 from infinity_engine.optim.host import HostKernels
 from infinity_engine.optim.rules import SGD, Adagrad, Adam, AdamW, Lion, Rule
@@ -39,11 +39,11 @@ __all__ = [
     "Moments",
     "Rule",
     "Segment",
-    "Stream",
     "Subgroup",
     "SubgroupState",
     "Update",
     "UpdateThreads",
+    "Values",
     "bandwidth_by_threads",
     "cut_into_subgroups",
     "gradient_factor",

@@ -1,8 +1,8 @@
-"""The GPU's home of the update rules: the CPU's records, addresses on the device, on a cupy stream.
+"""The update rules on a GPU: the CPU's records, with addresses on the device, on a cupy stream.
 
-Gives the CPU's bits. Starts work on the stream that is current in cupy and waits for nothing; what
-the records name must stay until the stream has passed. Has not run on a GPU yet: tests/gpu compares
-it with the CPU there.
+Gives the CPU's bits. Starts work on the stream that is current in cupy and waits for nothing; the
+memory that the records name must stay until the stream has passed. Has not run on a GPU yet:
+tests/gpu compares it with the CPU there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.optim.formats import FloatFormat, Stream
+from infinity_engine.optim.formats import FloatFormat, Values
 from infinity_engine.optim.nvrtc import KERNELS, compile_kernels, cupy_nvrtc
 from infinity_engine.optim.subgroup import NORM_BLOCK, Update
 
@@ -52,31 +52,32 @@ class CudaKernels:
         """
         if len(update.records) == 0:
             return
+        # As bytes: cupy has no arrays of records.
         records = self._cupy.asarray(np.frombuffer(update.records.tobytes(), np.uint8))
         widest = int(update.records["numel"].max())
         grid = (self._grid(widest), len(update.records))
         self._functions["update"](grid, (_THREADS,), (records,))
 
-    def block_sums(self, gradient: Stream) -> Any:
+    def block_sums(self, gradient: Values) -> Any:
         """Return the sums of squares of the gradient's blocks, a cupy array, valid when the stream
         has passed.
         """
         format_ = np.uint32(gradient.format.value)
         return self._sums("block_sums", gradient, (gradient.address, format_, gradient.numel))
 
-    def begin_sum(self, gradient: Stream, into: Stream) -> Any:
-        """Write a gradient to the fp32 values `into`; return the block sums of what they hold then,
-        as above.
+    def begin_sum(self, gradient: Values, into: Values) -> Any:
+        """Write a gradient to the fp32 values `into`; return the block sums of the result, as
+        above.
         """
         return self._accumulate(gradient, into, begins=1)
 
-    def add_to_sum(self, gradient: Stream, into: Stream) -> Any:
-        """Add a gradient to the fp32 values `into`; return the block sums of what they hold then,
-        as above.
+    def add_to_sum(self, gradient: Values, into: Values) -> Any:
+        """Add a gradient to the fp32 values `into`; return the block sums of the result, as
+        above.
         """
         return self._accumulate(gradient, into, begins=0)
 
-    def _accumulate(self, gradient: Stream, into: Stream, *, begins: int) -> Any:
+    def _accumulate(self, gradient: Values, into: Values, *, begins: int) -> Any:
         if into.format is not FloatFormat.FP32 or into.numel != gradient.numel:
             expected = f"{gradient.numel} values of FP32, as many as the gradient has"
             raise ConfigError(
@@ -86,11 +87,14 @@ class CudaKernels:
         arguments = (into.address, gradient.address, format_, np.uint32(begins), gradient.numel)
         return self._sums("accumulate", gradient, arguments)
 
-    def _sums(self, kernel: str, gradient: Stream, arguments: tuple[Any, ...]) -> Any:
+    def _sums(self, kernel: str, gradient: Values, arguments: tuple[Any, ...]) -> Any:
         sums = self._cupy.empty(-(-gradient.numel // NORM_BLOCK), np.float64)
         if gradient.numel > 0:
             grid = (self._grid(len(sums) * _WARP),)
-            wide = tuple(np.uint64(each) if isinstance(each, int) else each for each in arguments)
+            wide = tuple(
+                np.uint64(argument) if isinstance(argument, int) else argument
+                for argument in arguments
+            )
             self._functions[kernel](grid, (_THREADS,), (*wide, sums))
         return sums
 
@@ -99,16 +103,16 @@ class CudaKernels:
 
 
 def stream_of_others(cupy: Any, handle: int, device: int) -> Any:
-    """Return cupy's stream for one that another library has made and keeps, on the device of that
+    """Return cupy's stream for one that another library made and owns, on the device of that
     index.
     """
-    # since cupy 14, which warns of what was before
+    # since cupy 14, which deprecates ExternalStream
     adopt = getattr(cupy.cuda.Stream, "from_external", None)
     return cupy.cuda.ExternalStream(handle, device) if adopt is None else adopt(_OfOthers(handle))
 
 
 class _OfOthers:
-    """A stream in the words of the CUDA stream protocol."""
+    """A stream that another library owns, as the CUDA stream protocol wants it."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle

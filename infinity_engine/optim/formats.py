@@ -1,8 +1,8 @@
-"""How the values of an update are stored: dtypes of gradients, parameters, masters and moments, and
+"""The storage of an update's values: dtypes of gradients, parameters, masters and moments, and
 where they lie.
 
-Pure descriptions: owns no memory and changes none. A Stream keeps alive what it was made of.
-Imports no torch: a tensor is whatever has a tensor's methods.
+Pure descriptions: owns no memory and changes none. Values keep alive what it was made of. Imports
+no torch: any object with a tensor's methods is a tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from infinity_engine.errors import ConfigError
 
-__all__ = ["FloatFormat", "Formats", "Master", "Moments", "Stream"]
+__all__ = ["FloatFormat", "Formats", "Master", "Moments", "Values"]
 
 
 class FloatFormat(Enum):
@@ -50,18 +50,16 @@ class Moments(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formats:
-    """How masters, parameters and states of one subgroup are stored; checkpoints hold it: other
-    forms, other bits.
+    """The dtypes of masters, parameters and states of one subgroup. Checkpoints hold it: other
+    formats give other bits.
     """
 
+    # The format of the parameter that the update writes; None where modules compute with the fp32
+    # master itself.
     parameter: FloatFormat | None = None
-    """What the model computes with, written by the update; None where that is the fp32 master
-    itself.
-    """
     master: Master = Master.WHOLE
     moments: Moments = Moments.FP32
-    seed: int = 0
-    """Of stochastic rounding."""
+    seed: int = 0  # Of stochastic rounding.
 
     def __post_init__(self) -> None:
         if self.parameter is FloatFormat.FP32:
@@ -74,7 +72,7 @@ class Formats:
             raise ConfigError(
                 field="Formats.parameter",
                 value=self.parameter,
-                expected="BF16: a split master is a bf16 parameter and what that leaves of fp32",
+                expected="BF16: a split master is a bf16 parameter and a 16-bit remainder",
             )
 
     @property
@@ -110,23 +108,23 @@ _DTYPES = MappingProxyType(
 
 @cache
 def _format_of(dtype: Any) -> FloatFormat | None:
-    """Return the format of a dtype of numpy or torch; None where it is none of ours."""
+    """Return the format of a dtype of numpy or torch; None where no format has it."""
     return _DTYPES.get(str(dtype))
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
-    """Values one behind another in memory: where, how many, of which format."""
+class Values:
+    """Values one behind another in memory: address, number and format."""
 
     address: int
     numel: int
     format: FloatFormat
+    # The object that owns the memory, kept alive as long as this.
     owner: object = field(default=None, repr=False, compare=False)
-    """Kept alive as long as the stream."""
 
     @classmethod
-    def of(cls, values: Any, *, format: FloatFormat | None = None) -> Stream:
-        """Return the stream of a contiguous numpy array or torch tensor.
+    def of(cls, values: Any, *, format: FloatFormat | None = None) -> Values:
+        """Return the values of a contiguous numpy array or torch tensor.
 
         `format` reads 16-bit integers as floats, for numpy, which has no bf16.
 
@@ -145,7 +143,7 @@ class Stream:
         address = values.data_ptr() if is_tensor else values.ctypes.data
         return cls(address, values.numel() if is_tensor else values.size, found, values)
 
-    def part(self, start: int, numel: int) -> Stream:
+    def part(self, start: int, numel: int) -> Values:
         """Return `numel` of the values from `start` on.
 
         Raises:
@@ -155,6 +153,6 @@ class Stream:
             raise ConfigError(
                 field="part",
                 value=(start, numel),
-                expected=f"within the {self.numel} values of the stream",
+                expected=f"start and number within the {self.numel} values",
             )
-        return Stream(self.address + start * self.format.nbytes, numel, self.format, self.owner)
+        return Values(self.address + start * self.format.nbytes, numel, self.format, self.owner)

@@ -1,7 +1,7 @@
 """Reads the options of a torch optimizer: one Rule for each of its parameter groups.
 
-Looks at names and numbers only, changes nothing and imports no torch. Refuses what the rules would
-compute otherwise.
+Looks at names and numbers only, changes nothing and imports no torch. Refuses options that no rule
+computes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def rules_of(optimizer: Any) -> tuple[Rule, ...]:
     has now.
 
     Raises:
-        ConfigError: there is no such rule, or an option that it does not have.
+        ConfigError: no rule computes the optimizer, or one of its options.
     """
     cls = type(optimizer)
+    # The engine's LionOptimizer cannot be called Lion, as its rule is; an outside Lion may be.
+    name = cls.__name__.removesuffix("Optimizer")
     for rule, options in _OPTIONS:
-        if cls.__name__ == rule.__name__ and (
-            rule is Lion or cls.__module__.startswith("torch.optim.")
-        ):
+        if name == rule.__name__ and (rule is Lion or cls.__module__.startswith("torch.optim.")):
             return tuple(_rule(rule, options, group) for group in optimizer.param_groups)
     raise ConfigError(
         field="optimizer", value=f"{cls.__module__}.{cls.__qualname__}", expected=_KNOWN
@@ -47,7 +47,7 @@ def _rule(rule: type[Rule], options: tuple[str, ...], group: Mapping[str, Any]) 
         raise ConfigError(
             field="differentiable",
             value=True,
-            expected="False: updates are no part of a graph here",
+            expected="False: the engine's updates are not part of an autograd graph",
         )
     if rule is Adam and group.get("decoupled_weight_decay"):
         rule = AdamW
@@ -57,5 +57,5 @@ def _rule(rule: type[Rule], options: tuple[str, ...], group: Mapping[str, Any]) 
 def _plain(value: Any) -> Any:
     """Turn tensors into the numbers they hold."""
     if isinstance(value, (tuple, list)):
-        return tuple(_plain(each) for each in value)
+        return tuple(_plain(item) for item in value)
     return value if isinstance(value, bool) else float(value)

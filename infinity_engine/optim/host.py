@@ -1,8 +1,7 @@
-"""The CPU's home of the update rules: carries out what a subgroup's records say, and sums
-gradients.
+"""The update rules on the CPU: carries out a subgroup's records, and sums gradients.
 
 Gives the same bits on every CPU, with every number of threads. Blocks the calling thread, without
-the GIL. The memory that is named must stay where it is until the call returns.
+the GIL. The memory that the records name must stay where it is until the call returns.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy.typing as npt
 
 from infinity_engine import _native
 from infinity_engine.errors import ConfigError
-from infinity_engine.optim.formats import FloatFormat, Stream
+from infinity_engine.optim.formats import FloatFormat, Values
 from infinity_engine.optim.subgroup import Update
 from infinity_engine.optim.threads import UpdateThreads
 
@@ -40,7 +39,7 @@ class HostKernels:
         """Carry out an update; the caller then sets the state's steps."""
         _native.update(update.records, self.threads.native, self.home)
 
-    def block_sums(self, gradient: Stream) -> npt.NDArray[np.float64]:
+    def block_sums(self, gradient: Values) -> npt.NDArray[np.float64]:
         """Return the sum of squares of each block of a gradient."""
         format_ = gradient.format.value
         sums = _native.block_sums(
@@ -48,20 +47,16 @@ class HostKernels:
         )
         return np.frombuffer(sums)
 
-    def begin_sum(self, gradient: Stream, into: Stream) -> npt.NDArray[np.float64]:
-        """Write a gradient to the fp32 values `into`, and return the block sums of what they hold
-        then.
-        """
+    def begin_sum(self, gradient: Values, into: Values) -> npt.NDArray[np.float64]:
+        """Write a gradient to the fp32 values `into`, and return the block sums of the result."""
         return self._accumulate(gradient, into, begins=True)
 
-    def add_to_sum(self, gradient: Stream, into: Stream) -> npt.NDArray[np.float64]:
-        """Add a gradient to the fp32 values `into`, and return the block sums of what they hold
-        then.
-        """
+    def add_to_sum(self, gradient: Values, into: Values) -> npt.NDArray[np.float64]:
+        """Add a gradient to the fp32 values `into`, and return the block sums of the result."""
         return self._accumulate(gradient, into, begins=False)
 
     def _accumulate(
-        self, gradient: Stream, into: Stream, *, begins: bool
+        self, gradient: Values, into: Values, *, begins: bool
     ) -> npt.NDArray[np.float64]:
         if into.format is not FloatFormat.FP32 or into.numel != gradient.numel:
             expected = f"{gradient.numel} values of FP32, as many as the gradient has"

@@ -1,7 +1,7 @@
-"""Compiles the GPU's update kernels from the text that the native module was compiled from.
+"""Compiles the GPU's update kernels from the source text that the native module was compiled from.
 
-Knows the flags that exactness needs and refuses what was not compiled by them. Launches nothing;
-works without a GPU.
+Knows the flags that exactness needs and refuses code compiled without them. Launches nothing; works
+without a GPU.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from infinity_engine.errors import MissingDependencyError
 
 __all__ = ["FLAGS", "KERNELS", "Compiled", "Nvrtc", "compile_kernels", "cupy_nvrtc"]
 
+# cupy's own compilation would append -ftz=true, which flushes subnormals.
 FLAGS = ("--std=c++17", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--fmad=false")
-"""cupy's own compilation would append -ftz=true, which flushes subnormals."""
 KERNELS = ("update", "block_sums", "accumulate")
 _INEXACT = re.compile(r"\S*\.(?:ftz|approx)\b\S*")
 
@@ -49,8 +49,8 @@ def compile_kernels(nvrtc: Nvrtc, architecture: str) -> Compiled:
     """Compile for an `architecture` such as "sm_90".
 
     Raises:
-        RuntimeError: NVRTC refuses the text, or makes of it what could give other bits than the
-            CPU.
+        RuntimeError: NVRTC refuses the source, or compiles it to code that could give other bits
+            than the CPU.
     """
     sources = _native.sources()
     kernels = sources.pop("kernels.cu")
@@ -67,12 +67,12 @@ def compile_kernels(nvrtc: Nvrtc, architecture: str) -> Compiled:
             ) from refusal
         ptx = nvrtc.getPTX(program)
         text = ptx.decode() if isinstance(ptx, bytes) else ptx
+        # The flags alone are no proof: an intrinsic in a header would bypass them.
         inexact = sorted(set(_INEXACT.findall(text)))
         if inexact:
             raise RuntimeError(
-                f"the update kernels compiled for {architecture} hold {', '.join(inexact)}, which "
-                "rounds otherwise "
-                f"than the CPU; compile with {' '.join(FLAGS)}"
+                f"the update kernels compiled for {architecture} contain {', '.join(inexact)}, "
+                f"which rounds otherwise than the CPU; compile with {' '.join(FLAGS)}"
             )
         return Compiled(text, nvrtc.getCUBIN(program))
     finally:

@@ -1,5 +1,5 @@
-"""What decides where each subgroup is updated: policies, what they are given, and what helps them
-to make a plan.
+"""Policies, which decide where each subgroup is updated: their interface, their limits, and a draft
+to make plans with.
 
 A policy is a pure function of subgroups, rates and limits. Starts nothing and holds no state; the
 built-in ones are in policies/. Called by the planner and the engine; `initialize(..., policy=)`
@@ -43,26 +43,25 @@ __all__ = [
 
 _OF_DRIVES = (LoadStates, StoreStates)
 _OF_PARAMETERS = (UploadParameters, DownloadParameters)
+# With so many host buffers drives never wait for one: two fill ahead, one is updated, one is
+# emptied.
 HOST_BUFFERS = 4
-"""Host buffers with which drives never wait for one: two are filled ahead, one is updated, one is
-emptied.
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a plan may take of the device, and what its transfers weigh.
+    """The bytes of the device that a plan may take, and the sizes of its transfers.
 
     `resident_bytes` are for states that stay on the device through the whole step, `staging_bytes`
     for those that visit it during the update, when activations and most gradients are gone.
-    `parameters` is the tier where an update leaves what modules compute with, `update_bytes` what
-    its update on the device takes for a parameter beside its states. `host_buffers` is how many
-    buffers there are for subgroups of which some rests on the drives.
+    `parameters` is the tier where an update leaves the parameters that modules compute with;
+    `update_bytes` is the device memory for each parameter that its update there needs beside the
+    states. `host_buffers` is how many buffers there are for subgroups with states on the drives.
     """
 
     resident_bytes: int
     staging_bytes: int
-    staging_sets: int = 3  # At most: one is filled, one updated, one emptied.
+    staging_sets: int = 3  # at most: one is filled, one updated, one emptied
     per_parameter: BytesPerParameter = ADAM_BYTES
     parameters: Tier = Tier.DEVICE
     update_bytes: int = 0
@@ -81,11 +80,11 @@ class Limits:
                 raise ConfigError(field=f"Limits.{name}", value=value, expected="0 or more")
 
     def device_bytes(self, numel: int) -> int:
-        """Return what so many parameters take of the device when it updates them."""
+        """Return the device memory that so many parameters take when it updates them."""
         return numel * (self.per_parameter.states + self.update_bytes)
 
     def parameter_bytes(self, subgroup: SubgroupSpec) -> int:
-        """Return what the parameters of a subgroup weigh as modules compute with them."""
+        """Return the bytes of a subgroup's parameters in the dtype that modules compute with."""
         return subgroup.numel * (subgroup.parameter_bytes or self.per_parameter.parameter)
 
     def sets_for(self, numel: int) -> int:
@@ -101,8 +100,8 @@ class Limits:
 
         Raises:
             CapacityError: it takes more of the device than there is.
-            ConfigError: it uses too many staging sets, or an op copies more or less than its
-                subgroup weighs.
+            ConfigError: it uses too many staging sets, or an op copies other bytes than its
+                subgroup has.
         """
         if plan.parameters is not self.parameters:
             expected = f"{self.parameters.name}, as the limits say"
@@ -143,23 +142,20 @@ class Limits:
                     raise ConfigError(field=f"StepPlan.ops[{number}]", value=op, expected=expected)
 
 
+# A policy's function: makes a plan of the subgroups, which come in the order of the next forward.
 Decide = Callable[[Sequence[SubgroupSpec], Rates, Limits], StepPlan]
-"""What a policy does: from the subgroups, those that the next forward needs first coming first, to
-a plan.
-"""
 
+# Where a policy updates each of the subgroups, by index; they come in the same order.
 Homes = Callable[[Sequence[SubgroupSpec]], Mapping[int, Home]]
-"""Where a policy has each of the subgroups updated, by index; they come in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
-    """A function that makes plans, with the name that users know it by.
+    """A function that makes plans, with the name that users know it by. The engine trains with the
+    plans that it makes.
 
-    An engine trains with what it makes.
-
-    `homes` is given where nothing but the subgroups' sizes decides it, and spares plans that are
-    made to find it out.
+    `homes` is given where the subgroups' sizes alone decide where each is updated. It saves making
+    plans to find that out.
     """
 
     name: str
@@ -186,15 +182,15 @@ class OffloadPolicy:
             raise ConfigError(field=field, value=plan.subgroups, expected=expected)
         if self.homes is not None and plan.homes() != self.homes(ordered):
             expected = (
-                "a plan that updates each subgroup where the policy's `homes` says; leave `homes` "
-                "out else"
+                "a plan that updates each subgroup where the policy's `homes` says; or a policy "
+                "without `homes`"
             )
             raise ConfigError(field=field, value=plan.homes(), expected=expected)
         limits.check(plan)
         return plan
 
     def homes_of(self, subgroups: Sequence[SubgroupSpec]) -> dict[int, Home] | None:
-        """Return where each subgroup will be updated; None where only a plan tells."""
+        """Return where each subgroup will be updated; None where only a plan shows it."""
         return None if self.homes is None else dict(self.homes(_ordered(subgroups)))
 
 
@@ -210,11 +206,12 @@ def offload_policy(name: str) -> Callable[[Decide], OffloadPolicy]:
 def split_residents(
     subgroups: Sequence[SubgroupSpec], part: float
 ) -> tuple[tuple[SubgroupSpec, ...], tuple[SubgroupSpec, ...]]:
-    """Return the others and the residents: of the last subgroups, as many as hold no more than
+    """Return the other subgroups and the residents: as many of the last ones as hold no more than
     `part` of all.
 
     The last ones, because their parameters are needed last, and residents are updated last.
     """
+    # Exact: with floats, a part of a large model could miss its last subgroup by rounding.
     left = Fraction(part) * sum(subgroup.numel for subgroup in subgroups)
     first = len(subgroups)
     while first > 0 and subgroups[first - 1].numel <= left:
@@ -224,10 +221,7 @@ def split_residents(
 
 
 class PolicyRegistry(Mapping[str, OffloadPolicy]):
-    """The policies that can be asked for by name.
-
-    It never changes: adding one makes another registry.
-    """
+    """The policies by name. It never changes: adding one makes another registry."""
 
     __slots__ = ("_policies",)
 
@@ -258,14 +252,14 @@ class PolicyRegistry(Mapping[str, OffloadPolicy]):
 
 class PlanDraft:
     """A plan in the making: each call adds the ops of one subgroup, in the order in which their
-    lanes will do them.
+    lanes carry them out.
     """
 
     def __init__(self, subgroups: Sequence[SubgroupSpec], limits: Limits) -> None:
         self._subgroups = tuple(subgroups)
         self._limits = limits
         self._ops: list[Op] = []
-        # The subgroups updated on the host whose parameters are up.
+        # The subgroups updated on the host and uploaded since.
         self._uploaded: set[int] = set()
         # For each subgroup updated on the host, the number of that op.
         self._updated: dict[int, int] = {}
@@ -286,21 +280,20 @@ class PlanDraft:
 
     @property
     def staging_sets(self) -> int:
-        """How many staging sets there are for subgroups that visit."""
+        """How many staging sets there are for visiting subgroups."""
         return len(self._left)
 
     @property
     def next_set_after(self) -> int | None:
-        """The number of the op that empties the staging set of the next visit, None where it is
+        """The number of the op that empties the staging set of the next visit; None where it is
         empty.
         """
         return self._left[self._visits % len(self._left)] if self._left else None
 
     def update_on_host(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
-        """Let the CPU update a subgroup; `upload_parameters` is to follow, at any later time.
+        """Update a subgroup on the CPU; the caller adds `upload_parameters` at any later time.
 
-        Where it takes the host buffer of another one whose parameters are not up yet, these go up
-        first.
+        A subgroup that it displaces from its host buffer has its parameters uploaded first.
         """
         loaded = self._load(subgroup)
         self._updated[subgroup.index] = len(self._ops)
@@ -313,9 +306,7 @@ class PlanDraft:
         return *loaded, updated, *stored
 
     def upload_parameters(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
-        """Let the parameters of a subgroup that the CPU updated go to the device, unless they are
-        fetched there.
-        """
+        """Upload the parameters of a subgroup that the CPU updated, unless modules fetch them."""
         if self._limits.parameters is not Tier.DEVICE or subgroup.index in self._uploaded:
             return ()
         self._uploaded.add(subgroup.index)
@@ -326,11 +317,11 @@ class PlanDraft:
         return uploaded, *self._store(subgroup)
 
     def host(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
-        """Let the CPU update a subgroup and its parameters go up next."""
+        """Update a subgroup on the CPU and upload its parameters next."""
         return *self.update_on_host(subgroup), *self.upload_parameters(subgroup)
 
     def visit(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
-        """Let a subgroup visit the device for its update, in the staging set whose turn it is.
+        """Update a subgroup on the device, in the next staging set.
 
         Raises:
             CapacityError: the limits allow no staging set.
@@ -363,7 +354,7 @@ class PlanDraft:
         return *loaded, uploaded, *updates, left, *self._store(subgroup)
 
     def resident(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
-        """Let the device update a subgroup whose states stay there."""
+        """Update a resident subgroup: its states stay on the device."""
         return (
             *self._load(subgroup),
             *self._update_on_device(subgroup, None),
@@ -371,8 +362,8 @@ class PlanDraft:
         )
 
     def _update_on_device(self, subgroup: SubgroupSpec, staging: int | None) -> tuple[Op, ...]:
-        """Let the device update a subgroup, and take its parameters to the host where they stay
-        there.
+        """Update a subgroup on the device, and download its parameters where they stay on the
+        host.
         """
         index, params = subgroup.index, subgroup.numel
         after = self._loaded_at(subgroup) if staging is None else (len(self._ops) - 1,)
@@ -388,12 +379,14 @@ class PlanDraft:
         )
 
     def _load(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
-        """Let what of it rests on the drives come into the host buffer whose turn it is."""
+        """Load a subgroup's states from the drives into the next host buffer."""
         if not subgroup.on_drives:
             return ()
         if not self._stored:
             raise ConfigError(
-                field="Limits.host_buffers", value=0, expected="1 or more where states rest on NVMe"
+                field="Limits.host_buffers",
+                value=0,
+                expected=("1 or more where states are offloaded to NVMe"),
             )
         buffer = self._loads % len(self._stored)
         occupant = self._occupants.get(buffer)
@@ -414,7 +407,7 @@ class PlanDraft:
         return (self._in_buffer[subgroup.index][1],) if subgroup.on_drives else ()
 
     def _store(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
-        """Let it go back to the drives after the last op, which is its own."""
+        """Store it to the drives after the last op, which is its own."""
         if not subgroup.on_drives:
             return ()
         buffer, _ = self._in_buffer[subgroup.index]

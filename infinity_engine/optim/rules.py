@@ -1,4 +1,4 @@
-"""The optimizers: their options as in torch.optim, and what an update kernel needs of them in one
+"""The optimizers: their options as in torch.optim, and the constants of an update kernel in one
 step.
 
 Every constant is computed here, once per step, in double precision by formulas that give the same
@@ -42,7 +42,7 @@ class RuleNumber(IntEnum):
 
 
 class RuleFlag(IntFlag):
-    """The kernels' flags: what a rule does besides."""
+    """The kernels' flags: variations of a rule."""
 
     COUPLED_DECAY = 1
     DECOUPLED_DECAY = 2
@@ -54,8 +54,8 @@ class RuleFlag(IntFlag):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constants:
-    """What a kernel needs of a rule's options in one step; the names are those of the native
-    Segment.
+    """The constants of a rule in one step, as a kernel reads them; the names are those of the
+    native Segment.
     """
 
     rule: RuleNumber
@@ -87,9 +87,8 @@ def power(base: float, exponent: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule(ABC):
-    """An optimizer with its options; one for each parameter group.
-
-    `lr` may be anything that float() reads.
+    """An optimizer with its options; one for each parameter group. `lr` may be anything that
+    float() reads.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
@@ -98,6 +97,7 @@ class Rule(ABC):
     maximize: bool = False
 
     def __post_init__(self) -> None:
+        # The class is frozen; learning rates may come as tensors.
         object.__setattr__(self, "lr", float(self.lr))
         self._check("lr", self.lr, 0.0, math.inf)
         self._check("weight_decay", self.weight_decay, 0.0, math.inf)
@@ -111,12 +111,12 @@ class Rule(ABC):
 
     @property
     def initial_state(self) -> float:
-        """What every state holds before the first step."""
+        """The value of every state before the first step."""
         return 0.0
 
     def constants(self, step: int, gradient_factor: float = 1.0) -> Constants:
-        """Return what the kernels need in this step, the first being 1; the gradient is multiplied
-        by the factor.
+        """Return the constants for the kernels in this step, the first being 1; the gradient is
+        multiplied by the factor.
 
         Raises:
             ConfigError: `step` is less than 1.
@@ -175,6 +175,7 @@ class Adam(Rule):
             gradient_factor=factor,
             weight_decay=self.weight_decay,
             decay=1.0 - self.lr * self.weight_decay,
+            # Negative: kernels only add.
             step=-(self.lr / (1.0 - power(beta1, step))),
             take1=1.0 - beta1,
             keep2=beta2,

@@ -1,6 +1,6 @@
 """The global gradient norm and the overflow check, from sums of squares of fixed blocks.
 
-Who computed a block, on how many threads or ranks, in which home, changes no bit of the result
+The result has the same bits whichever threads, ranks and devices computed the blocks
 (docs/decisions/0006-optimizer-kernels.md). Holds one double for every 4096 elements; pure
 arithmetic.
 """
@@ -39,9 +39,7 @@ class GradientNorm:
 
 
 class GradientSums:
-    """Collects the block sums of every parameter's gradient and adds them up in the order fixed for
-    all homes.
-    """
+    """Collects the block sums of every parameter's gradient and adds them up in one fixed order."""
 
     def __init__(self, numels: Sequence[int]) -> None:
         """Expect the gradients of parameters of these sizes; one that never comes counts 0."""
@@ -49,7 +47,7 @@ class GradientSums:
         self._blocks = [np.zeros(-(-numel // _native.NORM_BLOCK)) for numel in numels]
 
     def put(self, parameter: int, first_element: int, sums: npt.NDArray[np.float64]) -> None:
-        """Take the block sums of a piece of a gradient that begins at `first_element`, a multiple
+        """Note the block sums of a piece of a gradient that begins at `first_element`, a multiple
         of the block.
 
         Raises:
@@ -69,11 +67,13 @@ class GradientSums:
 
     @property
     def blocks(self) -> tuple[npt.NDArray[np.float64], ...]:
-        """What came, of each parameter: one sum for each block."""
+        """The sums so far, of each parameter: one for each block."""
         return tuple(self._blocks)
 
     def total(self) -> GradientNorm:
-        """Return the norm of what came."""
+        """Return the norm of the gradients so far."""
+        # One tree over the blocks of each parameter, one over the parameters: no cut over ranks or
+        # subgroups changes the order of additions.
         return GradientNorm(
             _native.tree_sum([_native.tree_sum(blocks.tolist()) for blocks in self._blocks])
         )
@@ -82,8 +82,7 @@ class GradientSums:
 def gradient_factor(
     norm: GradientNorm, *, unscale: float = 1.0, max_norm: float | None = None
 ) -> float:
-    """Return what gradients are multiplied by in the update: unscale, and what clips them to
-    `max_norm`.
+    """Return the factor of gradients in the update: `unscale`, and the clipping to `max_norm`.
 
     The clipping is that of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
     """

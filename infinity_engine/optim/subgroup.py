@@ -2,8 +2,8 @@
 parameters.
 
 Cutting is pure; a SubgroupState names the memory that a subgroup's states are in and counts each
-segment's steps. `update_records` turns both, with gradients and rules, into what the kernels of any
-home read. Moves no bytes itself.
+segment's steps. `update_records` turns both, with gradients and rules, into records that the
+kernels on CPU and GPU read. Moves no bytes itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from infinity_engine import _native
 from infinity_engine.errors import ConfigError
-from infinity_engine.optim.formats import FloatFormat, Formats, Master, Moments, Stream
+from infinity_engine.optim.formats import FloatFormat, Formats, Master, Moments, Values
 from infinity_engine.optim.rules import Rule, RuleFlag
 
 __all__ = [
@@ -33,10 +33,8 @@ __all__ = [
     "update_records",
 ]
 
+# Parameters are cut at multiples of so many elements, so that no block of the gradient norm is cut.
 NORM_BLOCK = _native.NORM_BLOCK
-"""Parameters are cut at multiples of so many elements, so that no block of the gradient norm is
-cut.
-"""
 
 _FP32 = Formats()
 
@@ -45,13 +43,10 @@ _FP32 = Formats()
 class Segment:
     """The piece of one parameter that one subgroup holds."""
 
-    parameter: int
-    """Which one, in the order of trained parameters."""
-    first_element: int
-    """Where the piece begins in the parameter."""
+    parameter: int  # Its number among the trained parameters.
+    first_element: int  # Where the piece begins in the parameter.
     numel: int
-    offset: int
-    """Where the piece begins in the subgroup."""
+    offset: int  # Where the piece begins in the subgroup.
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +56,7 @@ class Subgroup:
     index: int
     segments: tuple[Segment, ...]
     formats: Formats = _FP32
-    numel: int = field(init=False, repr=False, compare=False)
-    """Elements of all segments."""
+    numel: int = field(init=False, repr=False, compare=False)  # Elements of all segments.
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "numel", sum(segment.numel for segment in self.segments))
@@ -90,6 +84,7 @@ def cut_into_subgroups(
         first = 0
         while first < numel:
             rest = numel - first
+            # At a block of the norm, except where all that is left of the parameter fits.
             taken = rest if rest <= room else room - room % NORM_BLOCK
             if taken == 0:
                 cut.append([])
@@ -105,21 +100,21 @@ def cut_into_subgroups(
 
 @dataclass(kw_only=True, slots=True)
 class SubgroupState:
-    """Where a subgroup's states are, and how many steps each of its segments has made."""
+    """The memory of a subgroup's states, and how many steps each of its segments has made."""
 
     subgroup: Subgroup
-    master: Stream | tuple[Stream, ...]
-    """The fp32 masters, or the 16-bit remainders of split ones. One for each segment where they lie
-    apart: a parameter in fp32 can be its own master."""
-    states: tuple[Stream, ...]
-    """In the rule's order; as many as the rule of the subgroup's segments that needs most."""
+    # The fp32 masters, or the 16-bit remainders of split ones. One for each segment where they are
+    # apart, as fp32 parameters can be their own masters.
+    master: Values | tuple[Values, ...]
+    # In the rule's order; as many as the rule of the subgroup's segments that needs most.
+    states: tuple[Values, ...]
     steps: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.steps = self.steps or [0] * len(self.subgroup.segments)
         split = self.formats.master is Master.SPLIT
         wanted = FloatFormat.BF16 if split else FloatFormat.FP32
-        if isinstance(self.master, Stream):
+        if isinstance(self.master, Values):
             self._check("master", self.master, self.subgroup.numel, wanted)
         else:
             self._check_apart(self.master, wanted)
@@ -131,7 +126,7 @@ class SubgroupState:
         """How they are stored."""
         return self.subgroup.formats
 
-    def _check_apart(self, masters: tuple[Stream, ...], wanted: FloatFormat) -> None:
+    def _check_apart(self, masters: tuple[Values, ...], wanted: FloatFormat) -> None:
         segments = self.subgroup.segments
         if len(masters) != len(segments):
             raise ConfigError(
@@ -143,7 +138,7 @@ class SubgroupState:
         for number, (segment, stream) in enumerate(zip(segments, masters, strict=True)):
             self._check(f"master[{number}]", stream, segment.numel, wanted)
 
-    def _check(self, name: str, stream: Stream, numel: int, wanted: FloatFormat) -> None:
+    def _check(self, name: str, stream: Values, numel: int, wanted: FloatFormat) -> None:
         if stream.numel != numel or stream.format.nbytes != wanted.nbytes:
             raise ConfigError(
                 field=f"SubgroupState.{name}",
@@ -155,26 +150,25 @@ class SubgroupState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """What one step does to one subgroup: records for the kernels, and the step counts when it is
-    done.
+    """The update of one subgroup in one step: records for the kernels, and the step counts after
+    it.
     """
 
     records: npt.NDArray[Any]
     steps: list[int]
-    keeps: tuple[Stream, ...]
-    """The memory that the records name, kept alive."""
+    keeps: tuple[Values, ...]  # The memory that the records name, kept alive.
 
 
 def update_records(
     state: SubgroupState,
     *,
     rules: Sequence[Rule],
-    gradients: Sequence[Stream | None],
-    parameters: Sequence[Stream | None],
+    gradients: Sequence[Values | None],
+    parameters: Sequence[Values | None],
     gradient_factor: float = 1.0,
 ) -> Update:
-    """Say what the kernels shall do to a subgroup in this step; `state.steps` is set to `steps`
-    when they have.
+    """Return the records that tell the kernels how to update a subgroup; then `state.steps` is set
+    to `steps`.
 
     `rules`, `gradients` and `parameters` have one entry for each segment: the rule of its parameter
     group, its piece of the gradient or None (the segment is skipped, its step count stays), its
@@ -186,8 +180,8 @@ def update_records(
     written = [number for number, gradient in enumerate(gradients) if gradient is not None]
     segments = [state.subgroup.segments[number] for number in written]
     steps = list(state.steps)
-    read: list[Stream] = []
-    copies: list[Stream] = []
+    read: list[Values] = []
+    copies: list[Values] = []
     for number, segment in zip(written, segments, strict=True):
         gradient, parameter = gradients[number], parameters[number]
         assert gradient is not None, "segments without one are skipped"
@@ -209,17 +203,18 @@ def update_records(
         seed, keyed = state.formats.seed, zip(segments, made, strict=True)
         records["flags"] |= np.uint32(RuleFlag.STOCHASTIC_MOMENTS)
         records["key"] = [rounding_key(seed, segment.parameter, step) for segment, step in keyed]
-    masters = (state.master,) if isinstance(state.master, Stream) else state.master
+    masters = (state.master,) if isinstance(state.master, Values) else state.master
     return Update(records=records, steps=steps, keeps=(*masters, *state.states, *read, *copies))
 
 
 def _with_constants(
     rules: Sequence[Rule], steps: Sequence[int], gradient_factor: float
 ) -> npt.NDArray[Any]:
-    """Return a record for each segment with what its rule needs in its step; most segments have the
-    same.
+    """Return a record for each segment with the constants of its rule and step; most segments share
+    them.
     """
     shared: dict[tuple[int, int], int] = {}
+    # By the rules' identity: there are few of them, and comparing their options would cost more.
     rows = [shared.setdefault(key, len(shared)) for key in zip(map(id, rules), steps, strict=True)]
     records = np.zeros(len(shared), segment_dtype())
     for row, (rule, step) in dict(zip(rows, zip(rules, steps, strict=True), strict=True)).items():
@@ -230,7 +225,7 @@ def _with_constants(
 
 
 def _write_masters(records: npt.NDArray[Any], state: SubgroupState, written: Sequence[int]) -> None:
-    if isinstance(state.master, Stream):
+    if isinstance(state.master, Values):
         width = state.master.format.nbytes
         offsets = [state.subgroup.segments[number].offset for number in written]
         addresses = [state.master.address + width * offset for offset in offsets]
@@ -255,7 +250,7 @@ def _write_states(
 
 
 def _check_segment(
-    state: SubgroupState, segment: Segment, rule: Rule, gradient: Stream, parameter: Stream | None
+    state: SubgroupState, segment: Segment, rule: Rule, gradient: Values, parameter: Values | None
 ) -> None:
     name = f"parameter {segment.parameter} from element {segment.first_element} on"
     if len(state.states) < len(rule.states):

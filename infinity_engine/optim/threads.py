@@ -1,8 +1,8 @@
-"""Threads for the update kernels, on the cores given, and how many of them the memory's bandwidth
-is worth.
+"""Threads for the update kernels, on given cores, and how many of them are worth having for the
+memory's bandwidth.
 
-The threads sleep between updates and never spin, so that torch's and the I/O's keep their cores. A
-pool cannot be used in a forked child.
+The threads sleep between updates and never spin, so that torch and the I/O keep their cores. A pool
+cannot be used in a forked child.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from infinity_engine.optim.subgroup import segment_dtype
 
 __all__ = ["ENOUGH", "UpdateThreads", "bandwidth_by_threads", "knee"]
 
-ENOUGH = 0.95
-"""The share of the best bandwidth that is worth no further core."""
+ENOUGH = 0.95  # At this share of the best bandwidth a further core is not worth having.
+# Of fp32 values: the gradient is read, the master and two moments are read and written.
 _BYTES_PER_ELEMENT = 28
 
 
@@ -47,13 +47,12 @@ class UpdateThreads:
 
     @classmethod
     def anywhere(cls, count: int) -> UpdateThreads:
-        """Return `count` threads that the system puts where it likes."""
+        """Return `count` threads that the system places on any cores."""
         return cls([-1] * count)
 
     @classmethod
     def within(cls, cores: Collection[int], count: int) -> UpdateThreads:
-        """Return `count` threads that the system puts where it likes on these cores, and nowhere
-        else.
+        """Return `count` threads that the system places on these cores, and nowhere else.
 
         Raises:
             ConfigError: the system refuses these cores.
@@ -68,7 +67,7 @@ class UpdateThreads:
                 expected=f"cores that this process may run on: {refusal}",
             ) from refusal
         try:
-            return cls.anywhere(count)  # threads begin where the one that starts them may run
+            return cls.anywhere(count)  # new threads inherit the affinity of this one
         finally:
             os.sched_setaffinity(0, before)
 

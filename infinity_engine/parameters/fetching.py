@@ -93,7 +93,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
                 or an update that was deferred has failed.
             TransferError: one could not be fetched; it can be asked for again.
         """
-        self.resident.saw(use)
+        self.resident.record_use(use)
         fresh = [number for number in use.parameters if number not in self.resident.held]
         self.resident.hold(use.parameters)
         try:
@@ -115,7 +115,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
 
     # --- what the device's memory asks ------------------------------------------------------------
 
-    def give(self) -> bool:
+    def evict_one(self) -> bool:
         """Evict what is needed last, for a lease that has no room; tell whether that frees some."""
         for number in self.resident.evictions(self.resident.limit + 1):
             self._evict(number)
@@ -193,7 +193,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         if not parameter.on_drives:
             return parameter.values.detach().cpu().clone()
         whole = torch.empty(parameter.numel, dtype=parameter.dtype)
-        self._mover.read_home(self._records[number], whole.view(torch.uint8).numpy().data)
+        self._mover.read_from_drives(self._records[number], whole.view(torch.uint8).numpy().data)
         return whole
 
     def end_step(self) -> TraceMismatch | None:
@@ -298,7 +298,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
             return False
         self._pieces.drop(number)
         parameter = self._parameters[number]
-        lease = self._lanes.device.spare(
+        lease = self._lanes.device.try_lease(
             parameter.nbytes, holder=f"parameter {parameter.name}", views=Views.KEEP
         )
         if lease is not None:
@@ -311,7 +311,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         """Tell whether the host pool that reads go through has room for this one."""
         if self._passing is None or self._homes[number] is not Tier.NVME:
             return True
-        self._passing.settle()
+        self._passing.release_ended()
         return self._parameters[number].nbytes <= self._passing.stats().largest_free
 
     def _lease(self, number: int) -> Lease:
@@ -387,7 +387,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         self._forget(number)
         if fetched.transfer.error is None:
             # Kernels that were given views may still run: the memory waits for them.
-            fetched.lease.until(self.used())
+            fetched.lease.until(self.last_use())
             self._mover.move(self._records[number], self._homes[number]).result()
 
     def _forget(self, number: int) -> None:

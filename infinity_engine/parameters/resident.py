@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from infinity_engine.errors import CapacityError
 from infinity_engine.lanes.lanes import Lanes
-from infinity_engine.memory import DeviceMemory, Event, Lease, Views
+from infinity_engine.memory import DeviceMemory, Lease, Views, Waitable
 from infinity_engine.parameters.parameters import ModelParameter
 from infinity_engine.parameters.showing import ShownParameters
 from infinity_engine.residence import FetchingStats, ResidentSet
@@ -61,7 +61,7 @@ class ResidentParameters(ABC, Generic[_Entry]):
         """What was brought since the beginning."""
         return replace(self.resident.stats)
 
-    def used(self) -> Event:
+    def last_use(self) -> Waitable:
         """Return the end of all that was submitted so far and may use views of parameters."""
         return self._lanes.accelerator.record(self._lanes.compute)
 

@@ -124,7 +124,7 @@ class UpdatedPieces:
             self._evict(idle)
         if parameter.nbytes > self._resident.free:
             return
-        lease = self._lanes.device.spare(
+        lease = self._lanes.device.try_lease(
             parameter.nbytes, holder=f"parameter {parameter.name}", views=Views.KEEP
         )
         if lease is None:
@@ -196,7 +196,7 @@ class UpdatedPieces:
 
     def _complete(self, number: int, collected: _Collected) -> None:
         """Make a member of a parameter all of whose pieces are here, or in flight."""
-        transfer = self._mover.bring(
+        transfer = self._mover.load_with(
             self._records[number], into=collected.lease, hop=Hops(collected.reading)
         )
         # What the update handed over was found in memory, as if a module had needed it before.

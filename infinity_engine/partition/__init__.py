@@ -1,13 +1,11 @@
-"""How parameters are cut over ranks, and what the ranks do together.
-
-Decides nothing about when, and owns no memory.
+"""How parameters are cut over ranks, and the collectives of the ranks. Decides nothing about when;
+owns no memory.
 """
 
 from infinity_engine.partition.collectives import CollectiveEvent, Collectives
 from infinity_engine.partition.group import (
-    MOST_TOLD,
+    MOST_ANNOUNCED,
     Adder,
-    GatherState,
     GroupMember,
     ShardGroup,
     TorchAdder,
@@ -18,11 +16,10 @@ from infinity_engine.partition.sums import share_block_sums
 from infinity_engine.plan import Partitioning
 
 __all__ = [
-    "MOST_TOLD",
+    "MOST_ANNOUNCED",
     "Adder",
     "CollectiveEvent",
     "Collectives",
-    "GatherState",
     "GroupMember",
     "HybridReduce",
     "Partitioner",

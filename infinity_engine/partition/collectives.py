@@ -1,21 +1,10 @@
-"""`Collectives`: one rank among others, and what they do together.
+"""`Collectives`: one rank of a group, and what the ranks do together. The only caller of
+torch.distributed.
 
-The only caller of torch.distributed.
-
-Carries out rounds that others have laid out, in the order in which they were started, the same on
-every rank. Before data of a collective moves, the ranks tell one another which one it is: where
-they do not agree, or one does not answer in time, everyone gets a CollectiveError that says who,
-and nothing works after that. One thread calls it.
-
-[Note: what is under way goes on while a rank polls] Data of a collective starts to move when its
-rank polls or waits and sees the headers. So a rank must not block in other communication, of the
-user's own, while another waits for ours: ranks that run one program do both in one order, and do
-not.
-
-[Note: why headers] A collective whose ranks disagree hangs, ends the process or mixes up bytes, as
-backend and sizes will have it. A header of 256 bytes over Gloo costs one exchange on the host
-beside the data, which several collectives overlap (figures: docs/decisions/0014-many-ranks.md). It
-waits for the ranks' programs, never for a device.
+Carries out rounds that its callers have laid out, in the order in which they were started, the same
+on every rank. Before data of a collective moves, the ranks send one another headers that say which
+collective it is. Where the headers differ, or a rank does not answer in time, every rank gets a
+CollectiveError that names the ranks, and no collective works after that. One thread calls it.
 """
 
 from __future__ import annotations
@@ -51,16 +40,17 @@ from infinity_engine.partition.rounds import (
     Wire,
     Work,
     ignore,
+    nothing,
 )
 
 __all__ = ["CollectiveEvent", "Collectives"]
 
-_LOOK_S = 0.25  # how often a rank that waits looks whether another has failed
-_TURN_S = 1e-3  # for one sequence, while another has something under way
+_LOOK_S = 0.25  # how often a waiting rank checks whether another rank has failed
+_TURN_S = 1e-3  # to block for one sequence, while another has something under way
 _LONGEST_S = 1e8  # three years: torch counts in 64 bits
-_PAUSE_S = 0.1e-3  # between looks at a device
-_PATIENCE_S = 5.0  # for the others to say what became of them
-_STALL_S = 0.05  # who waits for so long asks whether it is because of what another waits for
+_PAUSE_S = 0.1e-3  # between two polls of a device
+_PATIENCE_S = 5.0  # for the other ranks to report why they stopped
+_STALL_S = 0.05  # after so long a waiting rank looks for a stall: [Note: who waits for whom]
 
 
 class CollectiveEvent(Event):
@@ -74,7 +64,7 @@ class CollectiveEvent(Event):
         self._pending = pending
 
     def done(self) -> bool:
-        """Tell whether it has ended, without blocking; lets all that is under way go on."""
+        """Tell whether it has ended, without blocking; lets everything under way make progress."""
         self._owner.poll()
         return self._pending.ended
 
@@ -87,14 +77,14 @@ class CollectiveEvent(Event):
         self._owner.wait_for(self._pending)
 
     @property
-    def said(self) -> Sequence[int]:
+    def announced(self) -> Sequence[int]:
         """The number that each rank has sent along, once it has ended well."""
-        return self._pending.said
+        return self._pending.announced
 
     def launched(self) -> Event | None:
         """Block until all of it is in its stream; return the event that other streams can wait for.
 
-        None where it has ended, which it has on return where data is on the host.
+        Where the data is on the host, blocks until the collective has ended, and returns None.
 
         Raises:
             CollectiveError: it failed, or one before it.
@@ -121,8 +111,9 @@ class _Torch:
         self._work.wait()
 
     def block(self, most_s: float) -> None:
-        """Block until it has ended, or so long: that harms nothing."""
-        with suppress(RuntimeError):  # that time is over; what it failed with, `wait` raises again
+        """Block until the work has ended, but no longer than `most_s`."""
+        # Raises when the time is over, or when the work failed; then `wait` raises it again.
+        with suppress(RuntimeError):
             self._work.wait(timedelta(seconds=most_s))
 
 
@@ -140,9 +131,8 @@ class _Done:
 
 
 class _Channel(Protocol):
-    """The way to the other ranks.
-
-    `on_host`: for bytes that are on the host, whatever the data's backend is.
+    """The way to the other ranks. `on_host`: for bytes in host memory, whichever backend the data
+    has.
     """
 
     store: Store | None
@@ -177,9 +167,10 @@ class _Alone:
 
 
 class _Groups:
-    """Two process groups of the same ranks: Gloo's for what the host says, and one for data.
+    """Two process groups of the same ranks: Gloo's for headers and other host bytes, and one for
+    data.
 
-    Torch wants all ranks to make all groups, so these are of each of `parts` in turn, of which this
+    torch wants all ranks to make all groups, so these are made for each of `parts` in turn; this
     rank is in `mine`.
     """
 
@@ -214,7 +205,7 @@ class _Groups:
         if len(parts[0]) == 1:
             return _Alone()
         return _Groups(
-            [list(each) for each in parts], mine, timeout_s, own_world=False, backend=self._backend
+            [list(part) for part in parts], mine, timeout_s, own_world=False, backend=self._backend
         )
 
     def start(self, wire: Wire, *, on_host: bool) -> HostWork:
@@ -233,11 +224,11 @@ class _Groups:
 
     def close(self) -> None:
         while self._groups:
-            # Gone at once, on all ranks: one whose end waited for the garbage collector would keep
-            # others from theirs, as Gloo ends a group when what is under way in it has ended or its
-            # peers have gone.
+            # Destroyed at once, on all ranks: Gloo ends a group when its work has ended or its
+            # peers are gone, so a group that waited for the garbage collector would block the other
+            # ranks in theirs.
             group = self._groups.pop()
-            with suppress(Exception):  # after a failure there is nothing to be done for them
+            with suppress(Exception):  # after a failure the group may be broken
                 dist.destroy_process_group(group)
             del group
         # Others, of a later engine or of the user, may be of the world that this one has made; or
@@ -254,7 +245,7 @@ class _Groups:
 
 def _init_world(timeout: timedelta, name: str) -> None:
     """Meet the processes that the environment names; each time under keys of the store that no
-    meeting has used.
+    earlier meeting has used.
 
     Raises:
         CollectiveError: not all have come in time.
@@ -283,10 +274,11 @@ def _init_world(timeout: timedelta, name: str) -> None:
 
 
 def _store_of_all(timeout: timedelta, name: str) -> tuple[Any, int, int]:
-    """Return the store at which the ranks meet, which may be the first of them, with this one's
-    rank and their number.
+    """Return the store at which the ranks meet, which rank 0 may hold, with this rank and the
+    number of ranks.
 
-    For one rank, rank 0 would wait in torch for all others, and could not tell who is missing.
+    With a world size of 1 rank 0 does not wait inside torch, where it could not name the missing
+    ranks.
     """
     # it is there
     found = dist.rendezvous("env://?world_size=1", timeout=timeout)  # type: ignore[attr-defined]
@@ -304,15 +296,14 @@ def _not_met(timeout: timedelta, name: str, rank: int, who: str) -> CollectiveEr
         group=name,
         rank=rank,
         op="meeting the others",
-        reason=f"{who} did not come in {timeout.total_seconds():g} s. All of them call initialize, "
-        "init_context and "
-        "load_into, as often as the others; a process that is to train on its own has "
-        'ranks={"stage": "alone"}',
+        reason=f"{who} did not come in {timeout.total_seconds():g} s. All ranks must call "
+        "initialize, init_context and load_into equally often; to train on its own, a process "
+        'passes ranks={"stage": "alone"}',
     )
 
 
 def _others() -> bool:
-    """Tell whether there are process groups beside the world, whose end would be theirs."""
+    """Tell whether there are process groups beside the world; they would end with it."""
     # torch has no other list of them
     groups = getattr(dist.distributed_c10d, "_world").pg_map  # noqa: B009
     return len(groups) > 1
@@ -326,7 +317,7 @@ def _all_gather() -> Callable[..., Any]:
 
 
 class _Unpacking:
-    """A round on the host, whose buffers are emptied when it has ended."""
+    """A round on the host; its buffers are unpacked when it has ended."""
 
     def __init__(self, work: HostWork, unpack: Callable[[], object]) -> None:
         self._work = work
@@ -345,23 +336,29 @@ class _Unpacking:
 
 @dataclass(frozen=True)
 class _Related:
-    """What the sequences of one family share, and who takes part in one of them, by number in the
-    family.
+    """What the sequences of one family share, and which ranks take part in one of them, numbered as
+    in the family.
     """
 
     failures: Failures
     ranks: tuple[int, ...]
-    own_order: bool = False  # whether its order is not that of the ranks' programs
+    lane: tuple[Accelerator, Stream] | None  # where data is on a GPU
+    own_order: bool = (
+        False  # whether ranks may start its collectives at other points of their programs
+    )
     sequences: list[Collectives] = field(default_factory=list)
+
+
+def _join_nothing(_number: int) -> None:
+    """Start nothing: this sequence cannot help another rank."""
 
 
 # --- all of them ----------------------------------------------------------------------------------
 
 
 class Collectives:
-    """Rank `rank` of `size`, and what it does together with the others.
-
-    Made by `join`, `alone` or `split`.
+    """Rank `rank` of `size`, and what it does together with the other ranks. Made by `join`,
+    `alone` or `split`.
     """
 
     def __init__(
@@ -377,26 +374,23 @@ class Collectives:
     ) -> None:
         self.name = name
         self.rank = rank
-        self.size = size
         self.timeout_s = timeout_s
         self._channel = channel
-        self._lane = lane
         self._related = related or _Related(
             Failures(channel.store, name, rank, size, patience_s=min(_PATIENCE_S, timeout_s)),
             tuple(range(size)),
+            lane,
         )
-        self._failures = self._related.failures
         self._failure: CollectiveError | None = None
         self._closed = False
         self._polling = False
         self._started = 0
         self._looked = self._asked = 0.0
-        self._join: Callable[[int], object] | None = None
-        self._while_waiting: Callable[[], object] | None = None
+        self._join: Callable[[int], object] = _join_nothing
+        self._while_waiting: Callable[[], object] = nothing
         self._headers: deque[tuple[Pending, HostWork, torch.Tensor]] = deque()
         self._under_way: deque[Pending] = deque()
-        self._sequences = self._related.sequences
-        self._sequences.append(self)
+        self._related.sequences.append(self)
 
     @classmethod
     def alone(cls) -> Collectives:
@@ -413,17 +407,17 @@ class Collectives:
         name: str = "ranks",
         lane: tuple[Accelerator, Stream] | None = None,
     ) -> Collectives:
-        """Meet the other ranks of this run, or be alone where there are none.
+        """Meet the other ranks of this run; where there are none, do as `alone`.
 
-        Uses the processes that torch.distributed has been initialized with, else those that
-        torchrun has started, which its environment variables name. Process groups are made anew, so
-        the user's own collectives do not get between. `lane` is given where data is on a GPU: the
-        accelerator, and the COLLECTIVE stream to work in. `timeout_s` bounds how long one rank
-        waits for another.
+        Uses the processes that torch.distributed has been initialized with, or else those that
+        torchrun has started, which its environment variables name. Makes process groups of its own,
+        so that the user's collectives do not get between its own. `lane` is given where data is on
+        a GPU: the accelerator, and the COLLECTIVE stream to work in. `timeout_s` bounds how long
+        one rank waits for another.
 
         Raises:
             ConfigError: `timeout_s` is not positive, or longer than torch can wait.
-            CollectiveError: not all have come in that time.
+            CollectiveError: not all ranks have come in that time.
         """
         if not 0 < timeout_s <= _LONGEST_S:
             raise ConfigError(
@@ -448,19 +442,19 @@ class Collectives:
         return cls(groups, name=name, rank=rank, size=size, timeout_s=timeout_s, lane=lane)
 
     def beside(self) -> Collectives:
-        """Return a second sequence of collectives of the same ranks, each of which is in an order
-        of its own.
+        """Return a second sequence of collectives of the same ranks, with an order of its own.
 
-        Who waits for one lets both go on, and what makes one fail makes the other. All ranks call
-        it, of a group that `join` returned; they close what they got before that.
+        A wait in one sequence lets both make progress, and a failure of one fails the other. All
+        ranks call it on a group that `join` returned, and close the sequences that they got from it
+        first.
         """
         return self._made(
             self._channel.again(self.timeout_s), replace(self._related, own_order=True)
         )
 
     def _made(self, channel: _Channel, related: _Related, name: str | None = None) -> Collectives:
-        """Return a sequence of those who go over this channel, which shares waits and failures with
-        this one.
+        """Return a sequence of the ranks of this channel, which shares waits and failures with this
+        one.
         """
         return Collectives(
             channel,
@@ -468,49 +462,55 @@ class Collectives:
             rank=related.ranks.index(self._related.ranks[self.rank]),
             size=len(related.ranks),
             timeout_s=self.timeout_s,
-            lane=self._lane,
             related=related,
         )
 
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self._related.ranks)
+
     def on_wait(self, call: Callable[[], object]) -> None:
-        """Call this again and again while this rank waits in this sequence: what it raises ends the
-        wait.
+        """Call this again and again while this rank waits in this sequence; an exception that it
+        raises ends the wait.
         """
         self._while_waiting = call
 
     def on_stall(self, join: Callable[[int], object]) -> None:
-        """Call `join` with the number of a collective of this sequence that a rank waits for and
-        this one lacks.
+        """Call `join` with the number of a collective of this sequence that another rank waits for
+        and this rank has not started.
 
-        Called while this rank waits in another sequence for one that the other rank has not come
-        to, so that neither would go on. Where there are replicas, their collectives have the
-        numbers of those of this sequence that they follow. [Note: who waits for whom]
+        Called while this rank waits in another sequence for a collective that the other rank has
+        not come to, so that neither would go on. Where there are replicas, their collectives have
+        the numbers of those of this sequence that they follow. [Note: who waits for whom]
         """
         self._join = join
 
     @property
     def started(self) -> int:
-        """How many collectives of this sequence were started here."""
+        """How many collectives of this sequence this rank has started."""
         return self._started
 
     @property
     def can_stall(self) -> bool:
-        """Whether ranks can wait for one another in two orders, as they hear of it: `on_stall`."""
-        return self._failures.can_tell
+        """Whether ranks learn that they wait for one another in two orders, which `on_stall`
+        resolves.
+        """
+        return self._related.failures.has_store
 
     @property
     def failed(self) -> bool:
-        """Whether nothing works any more: one of them has failed, or this rank has left."""
+        """Whether no collective works any more: one of them has failed, or this rank has left."""
         return self._closed or self._failure is not None
 
     def split(self, shard_ranks: int) -> tuple[Collectives, Collectives]:
-        """Return a mesh: the ranks among which parameters are cut, and those that own the same
+        """Return a mesh: the ranks among which parameters are cut, and the ranks that own the same
         shards.
 
-        Every `shard_ranks` neighbours are of the first kind, whose order is that of all ranks; the
-        second are in an order of their own, as those of `beside`. What makes one fail makes all of
-        the family. All ranks call it, of a group that `join` returned; they close what they got
-        before that.
+        Every `shard_ranks` neighbours make a group of the first kind, which keeps the order of all
+        ranks. Groups of the second kind have an order of their own, as those of `beside`. A failure
+        of one fails the whole family. All ranks call it on a group that `join` returned, and close
+        the groups that they got from it first.
 
         Raises:
             ConfigError: the ranks cannot be divided like that.
@@ -538,55 +538,53 @@ class Collectives:
         rounds: Sequence[Round],
         *,
         key: bytes = b"",
-        says: int | None = None,
+        announces: int | None = None,
         after: Sequence[Event] = (),
         ended: Callable[[BaseException | None], object] = ignore,
     ) -> CollectiveEvent:
-        """Begin a collective, whose data moves once all of `after` have passed and all ranks have
-        come to it.
+        """Begin a collective; its data moves once all of `after` have passed and all ranks have
+        started it.
 
-        `op` names it for messages; all ranks must start the same, with the same `key`. `ended` is
-        called when it ends, with the error if there is one. What a rank `says` all can read from
-        the event; where all say 0, no data moves.
+        `op` names it in messages; all ranks must start the same `op` with the same `key`. `ended`
+        is called at its end, with the error if there is one. All ranks can read from the event the
+        number that each rank announces; where all of them announce 0, no data moves.
 
         Raises:
             CollectiveError: an earlier one has failed.
             RuntimeError: it is closed.
         """
 
-        def of_what_was_said(said: Sequence[int]) -> Sequence[Round]:
-            return rounds if says is None or any(said) else ()
+        def rounds_if_any(announced: Sequence[int]) -> Sequence[Round]:
+            return rounds if announces is None or any(announced) else ()
 
         pending = self._begin(
-            op, of_what_was_said, self._issue, key=key, nbytes=says or 0, after=after, ended=ended
+            op, rounds_if_any, self._issue, key=key, nbytes=announces or 0, after=after, ended=ended
         )
         self.poll()
         return CollectiveEvent(self, pending)
 
     def agree(self, what: str, value: object = "") -> None:
-        """Wait until all ranks are here, and make sure that they have the same `value`, as it
-        prints.
+        """Wait until all ranks are here, and check that they have the same `value`, as it prints.
 
         Raises:
-            CollectiveError: they have not; names who has what.
+            CollectiveError: they have not; names which rank has what.
         """
         text = f"agreement on {what}" + (f": {value}" if str(value) else "")
         self.wait_for(self._begin(text, lambda _: (), self._issue_on_host, key=digest(value)))
 
     def share(self, op: str, payload: bytes | memoryview) -> tuple[bytes, ...]:
-        """Return what each rank has to say, in the ranks' order; as long as each likes.
-
+        """Return the payload of each rank, in the ranks' order; each may have another length.
         Blocks, and stays on the host.
 
         Raises:
             CollectiveError: not all of them came to it.
         """
-        said: list[bytes] = []
+        payloads: list[bytes] = []
 
         def rounds(nbytes: Sequence[int]) -> Sequence[Round]:
             width = max(nbytes)
             if not width:
-                said.extend(b"" for _ in nbytes)
+                payloads.extend(b"" for _ in nbytes)
                 return ()
             mine = torch.zeros(width, dtype=torch.uint8)
             if len(payload):
@@ -595,16 +593,22 @@ class Collectives:
 
             def unpack() -> None:
                 whole = into.numpy().tobytes()
-                said.extend(whole[rank * width :][:count] for rank, count in enumerate(nbytes))
+                payloads.extend(whole[rank * width :][:count] for rank, count in enumerate(nbytes))
 
             return (Round(AllGather(mine, into), unpack=unpack),)
 
         self.wait_for(self._begin(op, rounds, self._issue_on_host, nbytes=len(payload)))
-        return tuple(said)
+        return tuple(payloads)
 
+    # [Note: what is under way goes on while a rank polls] Data of a collective starts to move when
+    # its rank polls or waits and sees the headers. So a rank must not block in other communication,
+    # of the user's own, while another rank waits for the engine's: ranks that run one program do
+    # both in one order, and never get there.
     def poll(self) -> None:
-        """Let what is under way go on. Raises nothing: who waits for a collective is told."""
-        if self._polling:  # what comes after another collective asks for its end
+        """Let everything under way make progress. Raises nothing: waiting for a collective raises
+        its error.
+        """
+        if self._polling:  # a collective that comes after another polls that one's end
             return
         self._polling = True
         try:
@@ -613,13 +617,13 @@ class Collectives:
             self._polling = False
 
     def wait_for(self, pending: Pending) -> None:
-        """Let a collective come to its end."""
+        """Wait until a collective has ended; raise its error."""
         self._wait_until(lambda: pending.ended, pending)
         if pending.error is not None:
             raise pending.error
 
     def wait_for_launch(self, pending: Pending) -> Event | None:
-        """Let a collective come to its end or, where it has one, into its stream."""
+        """Wait until a collective has ended or, where it has one, is in its stream."""
         self._wait_until(
             lambda: pending.ended or (pending.issued and isinstance(pending.work, Event)), pending
         )
@@ -628,17 +632,16 @@ class Collectives:
         return pending.work if isinstance(pending.work, Event) else None
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the others, who are told why where `error` says it. What is under way ends here.
-
-        Again: nothing.
+        """Leave the group and send the other ranks `error`, if there is one. What is under way ends
+        here. Again: does nothing.
         """
         if self._closed:
             return
         self._closed = True
         if error is not None and self._failure is None:
-            self._failures.tell(f"has left with {type(error).__name__}: {_brief(error)}")
+            self._related.failures.report(f"has left with {type(error).__name__}: {_brief(error)}")
         else:
-            self._failures.leave(f"has left after {self._started} collectives")
+            self._related.failures.leave(f"has left after {self._started} collectives")
         if self._under_way and self._failure is None:
             pending = self._under_way[0]
             self._end_all(
@@ -656,7 +659,7 @@ class Collectives:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """Leave, and tell the others what the body raised."""
+        """Leave, and send the other ranks what the body raised."""
         self.close(error)
 
     # --- how they go on ---------------------------------------------------------------------------
@@ -664,13 +667,12 @@ class Collectives:
     def _wait_until(self, reached: Callable[[], bool], pending: Pending) -> None:
         since = time.monotonic()
         while True:
-            for each in self._sequences:
-                each.poll()
+            for sequence in self._related.sequences:
+                sequence.poll()
             if reached():
                 return
             self._look()
-            if self._while_waiting is not None:
-                self._while_waiting()
+            self._while_waiting()
             if time.monotonic() - max(since, self._asked) > _STALL_S and pending.waits_for_headers:
                 self._asked = time.monotonic()
                 self._resolve_stall(pending)
@@ -678,43 +680,50 @@ class Collectives:
                 self._block()
 
     def _resolve_stall(self, pending: Pending) -> None:
-        """Say which one this rank waits for; or start what a rank waits for that has not come to
-        that.
+        """Announce which collective this rank waits for, or start one that another rank has
+        announced.
 
-        [Note: who waits for whom] Where ranks do other things between two gathers, one may wait for
-        a reduce that another would start later, after a gather that the first has not come to. Who
-        waits for a reduce says so, and how many collectives it has started in the order of all
-        ranks; who waits for one beyond that starts the reduce. Nothing that belongs to it can come
-        any more: in that order, it is past where the other is. Of a mesh, a rank that waits among
-        its shards' ranks looks at these only, as it may be anywhere past where others are; what is
-        of all ranks waits for all, so nothing can come then.
+        [Note: who waits for whom] Where ranks do other things between two gathers, rank A may wait
+        for a reduce that rank B would start later, after a gather that A has not come to. So a rank
+        that waits for a reduce announces it, with how many collectives it has started in the order
+        of all ranks; a rank that waits for a later one of those starts the reduce at once. Nothing
+        that belongs to the reduce can still come on that rank: in the common order, it is past
+        where the other is. In a mesh, a rank that waits among the ranks of its shards looks at
+        these only, as it may be anywhere past where the others are. A collective of all ranks waits
+        for all of them, so nothing can come then.
         """
-        everybody = self._sequences[0]
+        everybody = self._related.sequences[0]
         if self._related.own_order:
             for among in {self.name, everybody.name}:
-                self._failures.want(pending.number, self._position, among)
+                self._related.failures.want(pending.number, self._position, among)
             return
-        number, position = self._failures.wanted(self.name)
-        for other in self._sequences:
-            if other._join is not None and number > other._started and pending.position > position:
+        number, position = self._related.failures.wanted(self.name)
+        for other in self._related.sequences:
+            if number > other._started and pending.position > position:
                 other._join(number)
 
     @property
     def _position(self) -> int:
-        """How many collectives were started here in the order that is that of all ranks."""
-        return sum(each._started for each in self._sequences if not each._related.own_order)
+        """How many collectives this rank has started in the sequences that keep the order of all
+        ranks.
+        """
+        return sum(
+            sequence._started
+            for sequence in self._related.sequences
+            if not sequence._related.own_order
+        )
 
     def _block(self) -> None:
-        """Let others have the processor, until the oldest can go on or for a short time."""
-        oldest = next(each for each in self._under_way if not each.ended)
+        """Give the processor away until the oldest collective can go on, or for a short time."""
+        oldest = next(pending for pending in self._under_way if not pending.ended)
         work = self._headers[0][1] if oldest.waits_for_headers else oldest.work
         if work is None or isinstance(work, Event):
             time.sleep(_PAUSE_S)
         else:
-            others = [each for each in self._sequences if each is not self]
+            others = [sequence for sequence in self._related.sequences if sequence is not self]
             work.block(
                 _TURN_S
-                if any(each._under_way for each in others)
+                if any(other._under_way for other in others)
                 else _STALL_S
                 if others
                 else _LOOK_S
@@ -733,13 +742,19 @@ class Collectives:
     ) -> Pending:
         if self._closed:
             raise RuntimeError(
-                f"{op}: this rank has left the group {self.name}: start nothing after close()"
+                f"{op} cannot start: this rank has left the group {self.name}. Start nothing "
+                "after close()"
             )
         if self._failure is not None:
             raise again(self._failure)
         self._started += 1
+        # [Note: why headers] If the ranks of a collective disagree, it hangs, ends the process or
+        # mixes up bytes, depending on backend and sizes. A header of 256 bytes over Gloo costs one
+        # exchange on the host beside the data, which several collectives overlap (figures:
+        # docs/decisions/0014-many-ranks.md). It waits for the ranks' programs, never for a device.
         header = Header(self._started, op, digest(op, key.hex()), nbytes)
-        in_stream = self._lane is not None and issue == self._issue
+        # `==`, as every access of a method makes another object.
+        in_stream = self._related.lane is not None and issue == self._issue
         pending = Pending(
             header,
             rounds,
@@ -774,8 +789,10 @@ class Collectives:
                     pending.end(None)
             except Exception as error:
                 self._fail(pending, error)
+            # Rounds of a later collective start behind all rounds of the earlier ones, on every
+            # rank.
             may_issue = may_issue and pending.issued
-        self._under_way = deque(each for each in self._under_way if not each.ended)
+        self._under_way = deque(pending for pending in self._under_way if not pending.ended)
 
     def _read_headers(self) -> None:
         while self._headers and self._headers[0][1].done():
@@ -785,24 +802,24 @@ class Collectives:
             except Exception as error:
                 self._fail(pending, error)
                 return
-            said = into.numpy().tobytes()
+            received = into.numpy().tobytes()
             headers = [
-                Header.unpack(said[at : at + Header.SIZE])
-                for at in range(0, len(said), Header.SIZE)
+                Header.unpack(received[at : at + Header.SIZE])
+                for at in range(0, len(received), Header.SIZE)
             ]
             problem = disagreement(headers, self._related.ranks)
             if problem is not None:
-                # no alarm: all have the same headers
-                self._failures.leave(f"has stopped, as {problem}")
+                # no alarm: all ranks see the same headers
+                self._related.failures.leave(f"has stopped, as {problem}")
                 self._end_all(self._error(pending.op, problem))
                 return
             pending.agreed([header.nbytes for header in headers])
 
     def _issue(self, round_: Round) -> Work:
-        if self._lane is None:
+        if self._related.lane is None:
             round_.pack()
             return _Unpacking(self._channel.start(round_.wire, on_host=False), round_.unpack)
-        accelerator, stream = self._lane
+        accelerator, stream = self._related.lane
 
         def work() -> None:
             round_.pack()
@@ -819,27 +836,31 @@ class Collectives:
     # --- failure ----------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """See now and then whether others have failed, or have not come for too long."""
+        """Check now and then whether another rank has failed, or has not come for too long."""
         now = time.monotonic()
-        oldest = next(each for each in self._under_way if not each.ended)
+        oldest = next(pending for pending in self._under_way if not pending.ended)
         if now - oldest.since > self.timeout_s:
             self._fail(oldest, TimeoutError(f"not all ranks came within {self.timeout_s:g} s"))
         elif now - self._looked > _LOOK_S:
             self._looked = now
-            if self._failures.seen():
+            if self._related.failures.seen():
                 self._fail(oldest, None)
 
     def _fail(self, pending: Pending, cause: BaseException | None) -> None:
-        """End everything, with an error that says who is to blame as far as that can be found
+        """End everything, with an error that names the ranks to blame as far as they can be found
         out.
         """
         if self._failure is not None:
             return
         known = [] if cause is None else [_first_sentence(cause)]
-        self._failures.tell(f"has stopped in {': '.join([pending.op, *known])}")
+        self._related.failures.report(f"has stopped in {': '.join([pending.op, *known])}")
         try:
-            raise self._error(pending.op, "; ".join([*known, *self._failures.account()])) from cause
-        except CollectiveError as failure:  # with its cause; who waits gets it
+            raise self._error(
+                pending.op, "; ".join([*known, *self._related.failures.account()])
+            ) from cause
+        except (
+            CollectiveError
+        ) as failure:  # raised once so that it has its cause; every wait raises it again
             self._end_all(kept(failure))
 
     def _error(self, op: str, reason: str) -> CollectiveError:
@@ -853,19 +874,19 @@ class Collectives:
         for pending in self._under_way:
             if not pending.ended:
                 pending.end(failure)
-        for other in self._sequences:
+        for other in self._related.sequences:
             if other._failure is None:
                 other._end_all(failure)
 
 
 def _brief(error: BaseException) -> str:
-    """Return what an error says, without where in torch's sources it was found."""
+    """Return the first line of an error's text, without the place in torch's sources."""
     lines = str(error).strip().splitlines()
     return re.sub(r"^\[\S+:\d+\] ", "", lines[0])[:200] if lines else type(error).__name__
 
 
 def _first_sentence(error: BaseException) -> str:
-    """Return the fact that an error of Gloo begins with: what follows are guesses, and sources of
-    torch.
+    """Return the first sentence of an error of Gloo: the fact. Guesses and places in torch's
+    sources follow it.
     """
     return re.split(r"\.\s", _brief(error))[0].removesuffix(".")

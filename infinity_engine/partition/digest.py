@@ -1,4 +1,4 @@
-"""`digest_of`: a few words that ranks compare in place of a tensor's values."""
+"""`digest_of`: a short text that ranks compare in place of a tensor's values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ __all__ = ["digest_of"]
 
 
 def digest_of(values: torch.Tensor) -> str:
-    """Return words that differ where values do."""
+    """Return text that differs where values do."""
     bytes_ = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return f"values of checksum {crc32c(bytes_.data):08x}" if bytes_.size else "no values"

@@ -1,7 +1,7 @@
-"""`Failures`: what ranks tell one another when one cannot go on, so that each can name who it was,
-or can help it.
+"""`Failures`: how ranks report that they cannot go on, so that each rank can name the one that
+failed, or can help it.
 
-Uses the key-value store that the ranks met at, and looks at processes of its own machine; takes no
+Uses the key-value store that the ranks met at, and looks at processes of its own machine. Takes no
 part in collectives, which do not work any more by then. Without a store it knows only that
 something failed.
 """
@@ -41,8 +41,8 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process, as others on its machine can find it: those of other machines or containers have
-    another `machine`.
+    """A process, as others on its machine can find it. Processes of other machines or containers
+    have another `machine`.
     """
 
     pid: int
@@ -57,7 +57,7 @@ class Process:
         return cls(os.getpid(), psutil.Process().create_time(), machine)
 
     def has_ended(self, seen_from: Process) -> bool:
-        """Tell whether it is certain that it is not there any more."""
+        """Tell whether the process has certainly ended."""
         if self.machine != seen_from.machine:
             return False
         try:
@@ -70,9 +70,8 @@ class Process:
 
 
 class Failures:
-    """What rank `rank` of `size` tells the others, and what they tell it.
-
-    `patience_s` bounds waiting for them.
+    """What rank `rank` of `size` reports to the others, and what they report. `patience_s` bounds
+    waiting for them.
     """
 
     def __init__(
@@ -87,27 +86,28 @@ class Failures:
             self._put(f"process/{rank}", json.dumps(asdict(Process.own())))
 
     @property
-    def can_tell(self) -> bool:
-        """Whether there is a store, without which the others hear nothing."""
+    def has_store(self) -> bool:
+        """Whether there is a store, without which the other ranks hear nothing."""
         return self._store is not None
 
     def seen(self) -> bool:
-        """Tell whether some rank has failed, as far as it could say so."""
+        """Tell whether some rank has reported a failure."""
         return self._has("failed")
 
-    def tell(self, what: str) -> None:
-        """Let the others know what became of this rank, which cannot go on."""
-        self._put(f"said/{self._rank}", what[:_MOST_SHOWN])
+    def report(self, what: str) -> None:
+        """Report why this rank cannot go on."""
+        self._put(f"reports/{self._rank}", what[:_MOST_SHOWN])
+        # The reason is stored before the alarm: a rank that sees the alarm reads it at once.
         self._put("failed", what[:_MOST_SHOWN])
 
     def leave(self, what: str) -> None:
-        """Let those who miss this rank know that it ended on purpose."""
-        if not self._has(f"said/{self._rank}"):
-            self._put(f"said/{self._rank}", what[:_MOST_SHOWN])
+        """Report that this rank ended on purpose, unless it has reported a failure."""
+        if not self._has(f"reports/{self._rank}"):
+            self._put(f"reports/{self._rank}", what[:_MOST_SHOWN])
 
     def want(self, number: int, position: int, among: str) -> None:
-        """Let the others of a group know that this rank waits for a collective, and how far it is
-        in their order.
+        """Announce to the other ranks of a group which collective this rank waits for, and how far
+        it is in their order.
         """
         self._put(f"wanted/{among}", f"{number} {position}")
 
@@ -120,26 +120,26 @@ class Failures:
         return number, position
 
     def account(self) -> list[str]:
-        """Say what became of each of the others; waits, for a bounded time, until they have told
-        it.
+        """Return a sentence about each of the other ranks; waits, for a bounded time, until they
+        have reported.
         """
         if self._size == 1:
             return []
         if self._store is None or not self._reachable():
             return [
-                "what became of the others is not known, as the store at which they met cannot be "
-                "reached"
+                "the state of the other ranks is unknown, as the store at which they met cannot "
+                "be reached"
             ]
-        said: dict[int, str] = {}
+        reports: dict[int, str] = {}
         ended: dict[int, int] = {}
         missing = [rank for rank in range(self._size) if rank != self._rank]
         until = time.monotonic() + self._patience_s
         while missing:
             for rank in list(missing):
-                told = self._get(f"said/{rank}")
+                reported = self._get(f"reports/{rank}")
                 pid = self._ended(rank)
-                if told is not None:
-                    said[rank] = told
+                if reported is not None:
+                    reports[rank] = reported
                 elif pid is not None:
                     ended[rank] = pid
                 else:
@@ -148,10 +148,10 @@ class Failures:
             if not missing or time.monotonic() > until:
                 break
             time.sleep(_PAUSE_S)
-        return _told(ended, missing, said, self._patience_s)
+        return _in_words(ended, missing, reports, self._patience_s)
 
     def _ended(self, rank: int) -> int | None:
-        """Return the number of a rank's process, if that has ended."""
+        """Return the process number of a rank if that process has ended; None where it has not."""
         text = self._get(f"process/{rank}")
         if text is None:
             return None
@@ -162,7 +162,7 @@ class Failures:
         assert self._store is not None, "there is one"
         try:
             self._store.check([self._key("failed")])
-        except Exception:  # Each kind of store has its own.
+        except Exception:  # Each kind of store raises its own.
             return False
         return True
 
@@ -171,7 +171,7 @@ class Failures:
 
     def _put(self, what: str, value: str) -> None:
         if self._store is not None:
-            with suppress(Exception):  # What cannot be told must not hide what failed.
+            with suppress(Exception):  # A failed report must not hide the failure itself.
                 self._store.set(self._key(what), value)
 
     def _has(self, what: str) -> bool:
@@ -191,12 +191,12 @@ class Failures:
             return None
 
 
-def _told(
-    ended: Mapping[int, int], missing: list[int], said: Mapping[int, str], patience_s: float
+def _in_words(
+    ended: Mapping[int, int], missing: list[int], reports: Mapping[int, str], patience_s: float
 ) -> list[str]:
-    """Say it, the likely cause first."""
+    """Return the accounts as sentences, the likely cause first."""
     parts = [
-        f"rank {rank} (process {pid} of this machine) has ended without a word"
+        f"rank {rank} (process {pid} of this machine) has ended without a report"
         for rank, pid in ended.items()
     ]
     if missing:
@@ -208,7 +208,7 @@ def _told(
         parts.append(
             f"{ranks} not answered for {patience_s:g} s: dead, or busy with something else"
         )
-    return [*parts, *(f"rank {rank} {text}" for rank, text in said.items())]
+    return [*parts, *(f"rank {rank} {text}" for rank, text in reports.items())]
 
 
 def _pid_namespace() -> str:

@@ -1,75 +1,45 @@
-"""`ShardGroup`: the shards of several parameters that one collective gathers, and whose gradients
-one reduces.
+"""`ShardGroup`: parameters that one collective gathers, and their gradients, which one reduces.
 
-Lays out what goes over the wire; `Collectives` carries it. Owns no memory: the caller gives the
+Lays out what goes over the wire; `Collectives` carries it. Owns no memory: the caller passes the
 buffers, and what does not fit into them goes in several rounds. Called by the engine, which gathers
 parameters and reduces gradients.
-
-[Note: the order of sums] A rank gets each other's gradient of its own shards as it is, in the dtype
-in which it was made, and adds them up in fp32 in the order of the ranks, beginning with rank 0's.
-So the sum of an element is one chain of additions that no bucket, no round and no algorithm of a
-backend changes. Nothing is scaled on the way: sums are fp32, and 1/N belongs to the factor of the
-update. A rank without a gradient sends zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
 from infinity_engine.accel import Event
-from infinity_engine.errors import ConfigError, IllegalTransition
+from infinity_engine.errors import ConfigError
 from infinity_engine.partition.collectives import CollectiveEvent, Collectives
 from infinity_engine.partition.header import digest
-from infinity_engine.partition.rounds import AllGather, Broadcast, Exchange, Round, ignore
+from infinity_engine.partition.rounds import AllGather, Broadcast, Exchange, Round, ignore, nothing
 from infinity_engine.partition.shard import Shard, ShardSpec
 from infinity_engine.partition.wire import WIRE_ALIGNMENT, Piece, Window, WireLayout
 from infinity_engine.plan import Partitioning
 from infinity_engine.units import align_down
 
 __all__ = [
-    "GATHER_TRANSITIONS",
-    "MOST_TOLD",
+    "MOST_ANNOUNCED",
     "Adder",
-    "GatherState",
     "GroupMember",
     "ShardGroup",
     "TorchAdder",
 ]
 
-MOST_TOLD = 63
-"""Of so many members, the first, ranks tell one another whether they have a gradient."""
-
-
-class GatherState(Enum):
-    """What of a group's parameters this rank has."""
-
-    SHARDED = "sharded"  # its own shards
-    # a collective writes the whole of them, whose bytes are undefined so far
-    GATHERING = "gathering"
-    GATHERED = "gathered"  # the whole of them
-
-
-# A gather that fails ends where it came from.
-GATHER_TRANSITIONS = MappingProxyType(
-    {
-        GatherState.SHARDED: (GatherState.GATHERING,),
-        GatherState.GATHERING: (GatherState.GATHERED, GatherState.SHARDED),
-        GatherState.GATHERED: (GatherState.SHARDED,),
-    }
-)
+# Ranks announce for so many members, the first ones, whether they have a gradient of each.
+MOST_ANNOUNCED = 63
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """One parameter of a group: what it is called, how it is cut, and the dtype in which it goes
-    over the wire.
+    """One parameter of a group: its name, how it is cut, and the dtype in which it goes over the
+    wire.
     """
 
     name: str
@@ -88,9 +58,8 @@ class Adder(Protocol):
 
 
 class TorchAdder:
-    """Torch's own additions.
-
-    The engine gives kernels in their place, whose bits no setting of torch changes.
+    """torch's own additions. The engine passes its kernels instead: no setting of torch changes
+    their bits.
     """
 
     def begin(self, values: torch.Tensor, into: torch.Tensor) -> None:
@@ -105,8 +74,8 @@ class TorchAdder:
 class ShardGroup:
     """The parameters `members`, cut over the ranks of `collectives`.
 
-    With BROADCAST, a parameter goes out from the rank that owns it, as a collective of its own;
-    else every rank gives its part of all of them to one.
+    With BROADCAST, the rank that owns a parameter sends all of it, in a collective for each
+    parameter. Otherwise every rank contributes its part of all of them to one collective.
     """
 
     def __init__(
@@ -137,40 +106,18 @@ class ShardGroup:
         self._collectives = collectives
         self._partitioning = partitioning
         self._layout = WireLayout(
-            [each.spec for each in members], [each.dtype.itemsize for each in members]
+            [member.spec for member in members], [member.dtype.itemsize for member in members]
         )
-        self._key = digest(partitioning.name, *((each.spec, each.dtype) for each in members))
-        self._state = GatherState.SHARDED
-
-    @property
-    def state(self) -> GatherState:
-        """What this rank has of the parameters."""
-        return self._state
+        self._key = digest(partitioning.name, *((member.spec, member.dtype) for member in members))
 
     def shard(self, member: int) -> Shard:
         """Return this rank's shard of a member."""
         return self.members[member].spec.shards[self._collectives.rank]
 
-    def advance(self, to: GatherState) -> None:
-        """Go over to another state.
-
-        Raises:
-            IllegalTransition: none leads there from here.
-        """
-        allowed = GATHER_TRANSITIONS[self._state]
-        if to not in allowed:
-            raise IllegalTransition(
-                shard=self.name,
-                source=self._state.name,
-                target=to.name,
-                allowed=tuple(state.name for state in allowed),
-            )
-        self._state = to
-
     # --- parameters -------------------------------------------------------------------------------
 
     def gather_bytes(self) -> int:
-        """Return how large a buffer lets a gather go in one round; 0 where none is needed."""
+        """Return the buffer size with which a gather goes in one round; 0 where none is needed."""
         return (
             0
             if self._sends_whole or self._layout.is_one_run
@@ -185,8 +132,7 @@ class ShardGroup:
         wire: torch.Tensor | None = None,
         after: Sequence[Event] = (),
     ) -> CollectiveEvent:
-        """Begin to make whole parameters of all ranks' shards, once `after` have passed.
-
+        """Begin to assemble whole parameters from all ranks' shards, once `after` have passed.
         Returns at once.
 
         All tensors are flat: this rank's shards, the whole parameters, and `wire`, bytes that are
@@ -195,7 +141,6 @@ class ShardGroup:
         Raises:
             CollectiveError: an earlier collective has failed.
             ConfigError: a tensor does not fit.
-            IllegalTransition: they are gathered, or being gathered, already.
         """
         self._check(
             "shards", shards, [self.shard(number).numel for number in range(len(self.members))]
@@ -203,35 +148,14 @@ class ShardGroup:
         self._check("into", into, [member.spec.numel for member in self.members])
         most = self._room(wire, self.gather_bytes(), self._layout.ranks + 1)
         rounds = self._gathering(shards, into, _no_bytes() if wire is None else wire, most)
-        self.advance(GatherState.GATHERING)
-        try:
-            return self._collectives.start(
-                f"gather of {self.name}",
-                rounds,
-                key=digest(self._key, most),
-                after=after,
-                ended=self._gathered,
-            )
-        except BaseException:
-            if self._state is GatherState.GATHERING:
-                self.advance(GatherState.SHARDED)
-            raise
+        return self._collectives.start(
+            f"gather of {self.name}", rounds, key=digest(self._key, most), after=after
+        )
 
     @property
     def _sends_whole(self) -> bool:
-        """Whether owners send to the others what lies in the parameter itself."""
+        """Whether owners send to the other ranks what lies in the parameter itself."""
         return self._layout.ranks == 1 or self._partitioning is Partitioning.BROADCAST
-
-    def release(self) -> None:
-        """Note that the whole parameters are not there any more.
-
-        Raises:
-            IllegalTransition: they are not gathered.
-        """
-        self.advance(GatherState.SHARDED)
-
-    def _gathered(self, error: BaseException | None) -> None:
-        self.advance(GatherState.GATHERED if error is None else GatherState.SHARDED)
 
     def _gathering(
         self,
@@ -287,7 +211,7 @@ class ShardGroup:
     # --- gradients --------------------------------------------------------------------------------
 
     def reduce_bytes(self) -> int:
-        """Return how large a buffer lets a reduce go in one round; 0 where none is needed."""
+        """Return the buffer size with which a reduce goes in one round; 0 where none is needed."""
         return 0 if self._layout.ranks == 1 else 2 * self._layout.width * self._layout.ranks
 
     def reduce(
@@ -301,13 +225,15 @@ class ShardGroup:
         ended: Callable[[BaseException | None], object] = ignore,
     ) -> CollectiveEvent:
         """Begin to add up all ranks' gradients of this rank's shards, in fp32 and in the ranks'
-        order, to `into`.
+        order, into `into`.
 
-        `gradients` are of the whole parameters, None where this rank has none; flat, as `wire` is,
-        whose bytes are used until the end: the more of them, up to `reduce_bytes`, the fewer
-        rounds. Returns at once. [Note: the order of sums] What each rank has `said` are bits: of
-        the first MOST_TOLD members, those that it has a gradient of. Where it has none, as no rank
-        has, `into` stays as it is. `ended` is called at its end, with the error if there is one.
+        `gradients` are of the whole parameters, None where this rank has none; flat, as `wire` is.
+        The bytes of `wire` are used until the end: the more of them, up to `reduce_bytes`, the
+        fewer rounds. Returns at once. [Note: the order of sums]
+
+        Each rank announces bits, one for each of the first MOST_ANNOUNCED members: whether it has a
+        gradient of that. Where no rank has any, `into` stays as it is. `ended` is called at the
+        end, with the error if there is one.
 
         Raises:
             CollectiveError: an earlier collective has failed.
@@ -318,14 +244,16 @@ class ShardGroup:
         self._check("into", into, mine, dtype=torch.float32)
         most = self._room(wire, self.reduce_bytes(), 2 * self._layout.ranks)
         rounds = self._reducing(gradients, into, adder, _no_bytes() if wire is None else wire, most)
-        says = sum(
-            1 << place for place, each in enumerate(gradients[:MOST_TOLD]) if each is not None
+        announces = sum(
+            1 << place
+            for place, gradient in enumerate(gradients[:MOST_ANNOUNCED])
+            if gradient is not None
         )
-        if any(each is not None for each in gradients[MOST_TOLD:]):
-            says |= 1 << MOST_TOLD
+        if any(gradient is not None for gradient in gradients[MOST_ANNOUNCED:]):
+            announces |= 1 << MOST_ANNOUNCED
         key = digest(self._key, most)
         return self._collectives.start(
-            f"reduce of {self.name}", rounds, key=key, says=says, after=after, ended=ended
+            f"reduce of {self.name}", rounds, key=key, announces=announces, after=after, ended=ended
         )
 
     def _reducing(
@@ -355,7 +283,7 @@ class ShardGroup:
                 self._pack_gradients, window, sent, gradients, mine
             )
             if self._layout.is_one_run and width == layout.width and gradients[0] is not None:
-                mine, pack = _bytes(gradients[0]), _nothing
+                mine, pack = _bytes(gradients[0]), nothing  # sent from where it lies
             unpack = partial(self._add_up, window, got, width, into, adder)
             rounds.append(Round(Exchange(mine, got, sent, [width] * layout.ranks), pack, unpack))
         return rounds
@@ -378,6 +306,11 @@ class ShardGroup:
                     place.copy_(gradient[piece.first_element :][: piece.numel])
             at += nbytes
 
+    # [Note: the order of sums] A rank receives every other rank's gradient of its own shards
+    # unchanged, in the dtype in which it was made, and adds them up in fp32 in the order of the
+    # ranks, beginning with rank 0's. So the sum of an element is one chain of additions that no
+    # bucket, no round and no algorithm of a backend changes. Nothing is scaled on the way: sums are
+    # fp32, and 1/N belongs to the factor of the update. A rank without a gradient sends zeros.
     def _add_up(
         self,
         window: Window,
@@ -432,7 +365,7 @@ class ShardGroup:
         *,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Refuse tensors that are not what the members are."""
+        """Refuse tensors that do not match the members."""
         if len(tensors) != len(self.members):
             expected = f"{len(self.members)}, one for each member"
             raise ConfigError(
@@ -449,10 +382,6 @@ class ShardGroup:
                 value=f"{tensor.dtype}, shape {tuple(tensor.shape)}",
                 expected=f"{wanted}, contiguous and flat, of {numel} elements",
             )
-
-
-def _nothing() -> None:
-    pass
 
 
 def _no_bytes() -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""`Header`: what each rank says of a collective before any data moves, and what is wrong where they
-do not agree.
+"""`Header`: what each rank sends about a collective before any data moves, and how ranks find that
+they disagree.
 
 Bytes of one size, whatever the collective; sends nothing.
 """
@@ -18,11 +18,11 @@ _LAYOUT = struct.Struct("<QQ16sH222s")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Which collective it is: its number, what must be equal on all ranks as a digest, and its name
+    """Which collective it is: its number, a digest of what must be equal on all ranks, and its name
     for messages.
 
-    `nbytes` may differ between ranks: it is what this one has to share, or another number that it
-    sends along.
+    `nbytes` may differ between ranks: how many bytes this rank shares, or another number that it
+    announces.
     """
 
     SIZE = _LAYOUT.size
@@ -34,6 +34,7 @@ class Header:
 
     def pack(self) -> bytes:
         """Return it as `SIZE` bytes."""
+        # This may cut a character in two, which `unpack` replaces.
         text = self.op.encode()[:222]
         return _LAYOUT.pack(self.number, self.nbytes, self.key, len(text), text)
 
@@ -50,16 +51,18 @@ def digest(*parts: object) -> bytes:
 
 
 def disagreement(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
-    """Say which of these ranks are about to do what, where that is not the same on all."""
+    """Return which of these ranks are about to do what, where that is not the same on all; None
+    where it is.
+    """
     groups: dict[tuple[int, bytes], list[int]] = {}
     for place, header in enumerate(headers):
         groups.setdefault((header.number, header.key), []).append(place)
     if len(groups) == 1:
         return None
-    said = [
+    actions = [
         f"rank{'s' if len(places) > 1 else ''} {', '.join(str(ranks[place]) for place in places)}: "
         f"{headers[places[0]].op} (collective {headers[places[0]].number}, digest "
         f"{headers[places[0]].key.hex()[:8]})"
         for places in groups.values()
     ]
-    return f"the ranks do not do the same; {'; '.join(said)}"
+    return f"the ranks do not do the same; {'; '.join(actions)}"

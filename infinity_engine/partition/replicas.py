@@ -1,13 +1,8 @@
-"""`ReplicaSums`: adds up what ranks that own the same shards have summed, each among its own
-neighbours.
+"""`ReplicaSums`: adds up the sums of ranks that own the same shards, each of which has summed among
+its neighbours.
 
 Lays out what goes over the wire; `Collectives` carries it. Owns no memory. `HybridReduce` puts it
 behind a reduce.
-
-[Note: the order of sums on a mesh] Each replica of the model sums its ranks' gradients first, as
-[Note: the order of sums] says; then the ranks that own the same shards add these fp32 sums up,
-beginning with the first replica's. One rank adds up a part of them and all get its bits, so
-replicas hold the same bits, which no bucket and no round changes.
 """
 
 from __future__ import annotations
@@ -33,13 +28,13 @@ _Ended = Callable[[BaseException | None], object]
 
 
 class ReplicaSums:
-    """Sums of those who own the same, the ranks of `collectives`, which are two or more."""
+    """Sums over the ranks of `collectives`, two or more, which own the same shards."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
     def wire_bytes(self, numel: int) -> int:
-        """Return how large a buffer lets so many elements go in one round."""
+        """Return the buffer size with which so many elements go in one round."""
         part = -(-numel // self._collectives.size)
         return 2 * self._collectives.size * align_up(part * _SIZE, WIRE_ALIGNMENT)
 
@@ -48,21 +43,21 @@ class ReplicaSums:
         name: str,
         sums: Sequence[torch.Tensor],
         *,
-        says: int,
+        announces: int,
         adder: Adder,
         wire: torch.Tensor,
     ) -> CollectiveEvent:
         """Begin to replace flat fp32 tensors, which are as large on all ranks, by their sums over
-        them.
+        the ranks.
 
-        `wire`, bytes that are used until the end, bounds what goes in one round. A rank that `says`
-        0 has nothing: its tensors count as zeros, whatever is in them. Returns at once.
+        `wire`, bytes that are used until the end, bounds what goes in one round. A rank that
+        announces 0 has nothing: its tensors count as zeros, whatever is in them. Returns at once.
 
         Raises:
             CollectiveError: an earlier collective has failed.
             ConfigError: the wire has no room for anything.
         """
-        ranks, numels = self._collectives.size, [each.numel() for each in sums]
+        ranks, numels = self._collectives.size, [tensor.numel() for tensor in sums]
         part = align_down(wire.numel() // (2 * ranks), WIRE_ALIGNMENT) // _SIZE
         if not part and any(numels):
             expected = f"{2 * ranks * WIRE_ALIGNMENT} B or more"
@@ -74,10 +69,10 @@ class ReplicaSums:
         for first in range(0, every, max(ranks * part, 1)):
             numel = min(ranks * part, every - first)
             rounds += self._rounds(
-                _pieces(sums, first, numel), numel, part, values, adder, has=bool(says)
+                _pieces(sums, first, numel), numel, part, values, adder, has=bool(announces)
             )
         return self._collectives.start(
-            f"sum of {name} over replicas", rounds, key=digest(numels, part), says=says
+            f"sum of {name} over replicas", rounds, key=digest(numels, part), announces=announces
         )
 
     def _rounds(
@@ -94,7 +89,7 @@ class ReplicaSums:
         left.
         """
         ranks, rank = self._collectives.size, self._collectives.rank
-        counts = [min(max(numel - each * part, 0), part) for each in range(ranks)]
+        counts = [min(max(numel - owner * part, 0), part) for owner in range(ranks)]
         mine, got = values[: ranks * part], values[ranks * part :]
         own = counts[rank]
         sent = [count * _SIZE for count in counts]
@@ -104,6 +99,7 @@ class ReplicaSums:
             sent,
             [own * _SIZE] * ranks,
         )
+        # `got` is free again by then: the sums of the exchange are in `mine`.
         gather = AllGather(mine[:part].view(torch.uint8), got[: ranks * part].view(torch.uint8))
         return [
             Round(
@@ -116,11 +112,11 @@ class ReplicaSums:
 
 
 class HybridReduce:
-    """A reduce among neighbours, and after it the sum of what they got over the replicas.
+    """A reduce among neighbours, and after it the sum of its results over the replicas.
 
-    `reduce` begins the first and is given what to call at its end; `sum_up` begins the second, and
-    is given which members any of the neighbours had a gradient of, in bits. Reduces may end in any
-    order: `queue` has those of which the second has not begun, in the order in which they were
+    `reduce` begins the first and gets the function to call at its end. `sum_up` begins the second,
+    and gets as bits which members any of the neighbours had a gradient of. Reduces may end in any
+    order: `queue` has those that have not begun their second part, in the order in which they were
     started, which is that of all replicas.
     """
 
@@ -157,11 +153,11 @@ class HybridReduce:
         self._second.wait()
 
     @property
-    def said(self) -> Sequence[int]:
+    def announced(self) -> Sequence[int]:
         """Of each replica, which members any of its ranks had a gradient of; once it has ended
         well.
         """
-        return () if self._second is None else self._second.said
+        return () if self._second is None else self._second.announced
 
     def _ended(self, error: BaseException | None) -> None:
         if error is None:
@@ -176,20 +172,20 @@ class HybridReduce:
         if not self._reduced or self._first is None:
             return False
         had = 0
-        for bits in self._first.said:
+        for bits in self._first.announced:
             had |= bits
         self._second = self._sum_up(had)
         return True
 
 
 def _pieces(sums: Sequence[torch.Tensor], first: int, numel: int) -> list[torch.Tensor]:
-    """Return what lies between two elements of tensors that follow one another."""
+    """Return the parts of consecutive tensors that lie between two elements."""
     found, at = [], 0
-    for each in sums:
-        start, end = max(first - at, 0), min(first + numel - at, each.numel())
+    for tensor in sums:
+        start, end = max(first - at, 0), min(first + numel - at, tensor.numel())
         if start < end:
-            found.append(each[start:end])
-        at += each.numel()
+            found.append(tensor[start:end])
+        at += tensor.numel()
     return found
 
 
@@ -204,6 +200,10 @@ def _pack(pieces: Sequence[torch.Tensor], mine: torch.Tensor, *, has: bool) -> N
         at += piece.numel()
 
 
+# [Note: the order of sums on a mesh] Each replica of the model sums its ranks' gradients first, as
+# [Note: the order of sums] says. Then the ranks that own the same shards add these fp32 sums up,
+# beginning with the first replica's. One rank adds up a part of them and all get its bits, so
+# replicas hold the same bits, which no bucket and no round changes.
 def _add_up(got: torch.Tensor, own: int, ranks: int, mine: torch.Tensor, adder: Adder) -> None:
     total = mine[:own]
     for rank in range(ranks):

@@ -1,7 +1,7 @@
-"""What a collective is made of: rounds, each one of torch's collectives, and `Pending`: one that is
+"""A collective as rounds, each one of torch's collectives, and `Pending`: one collective that is
 under way here.
 
-Knows in which order its steps follow; starts and ends them when it is told to. Calls nothing of
+Knows in which order the steps follow; starts and ends them when it is called. Calls nothing of
 torch.distributed.
 """
 
@@ -29,6 +29,7 @@ __all__ = [
     "Wire",
     "Work",
     "ignore",
+    "nothing",
 ]
 
 
@@ -63,8 +64,8 @@ class Broadcast:
 Wire = AllGather | Exchange | Broadcast
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Pack or unpack nothing."""
 
 
 def _no_rounds(_said: Sequence[int]) -> Sequence[Round]:
@@ -79,18 +80,16 @@ class Round:
     """
 
     wire: Wire
-    pack: Callable[[], object] = _nothing
-    unpack: Callable[[], object] = _nothing
+    pack: Callable[[], object] = nothing
+    unpack: Callable[[], object] = nothing
 
 
+# Makes the rounds, from the number that each rank has announced, such as how many bytes it shares.
 Rounds = Callable[[Sequence[int]], Sequence[Round]]
-"""Makes the rounds, from the number that each rank has sent along, as how many bytes it has to
-share.
-"""
 
 
 class HostWork(Protocol):
-    """Something under way that the host waits for."""
+    """Work under way that the host waits for."""
 
     def done(self) -> bool:
         """Tell whether it has ended."""
@@ -102,12 +101,11 @@ class HostWork(Protocol):
         """Block until it has ended, but no longer than that; raises nothing."""
 
 
-Work = HostWork | Event
-"""Something under way: events are of a device."""
+Work = HostWork | Event  # Something under way: events are of a device.
 
 
 class Pending:
-    """One collective under way: first the headers, then round after round."""
+    """One collective under way: first the headers, then one round after another."""
 
     def __init__(
         self,
@@ -122,11 +120,11 @@ class Pending:
     ) -> None:
         self.op = header.op
         self.number = header.number
-        self.position = position  # among those of all sequences whose order is that of all ranks
+        self.position = position  # among those of all sequences that keep the order of all ranks
         self.ended = False
         self.error: CollectiveError | None = None
         self.since = time.monotonic()
-        self.said: Sequence[int] = ()
+        self.announced: Sequence[int] = ()
         self._make_rounds = rounds
         self._rounds: list[Round] | None = None
         self._issue = issue
@@ -137,19 +135,19 @@ class Pending:
 
     @property
     def work(self) -> Work | None:
-        """What was started last, and is not known to have ended."""
+        """The work that was started last, and that is not known to have ended."""
         return self._work
 
     @property
     def issued(self) -> bool:
-        """Whether all of its rounds were started, so that what follows may start its own."""
+        """Whether all of its rounds were started, so that the next collective may start its own."""
         return self._rounds is not None and not self._rounds
 
     def agreed(self, nbytes: Sequence[int]) -> None:
-        """Note that all ranks do this, and which number each has sent along, as how many bytes it
-        has to share.
+        """Note that all ranks do this, and the number that each has announced, such as how many
+        bytes it shares.
         """
-        self.said = tuple(nbytes)
+        self.announced = tuple(nbytes)
         self._rounds, self._make_rounds = list(self._make_rounds(nbytes)), _no_rounds
         self.since = time.monotonic()
 
@@ -170,7 +168,7 @@ class Pending:
             if not self._rounds:
                 return True
             if not all(event.done() for event in self._after):
-                self.since = time.monotonic()  # that the others come late is not what it waits for
+                self.since = time.monotonic()  # it waits for its device: no other rank is late
                 return False
             if not may_issue:
                 return False
@@ -181,8 +179,9 @@ class Pending:
             self.since = time.monotonic()
 
     def end(self, error: CollectiveError | None) -> None:
-        """Note how it ended, and let go of all that it used."""
+        """Note how it ended, and drop the references to all that it used."""
         self.ended, self.error = True, error
+        # Called once and last: it may start the next collective, which must find this one ended.
         tell, self._tell = self._tell, ignore
         self._rounds, self._make_rounds, self._work, self._after = [], _no_rounds, None, ()
         tell(error)

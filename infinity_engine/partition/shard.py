@@ -2,11 +2,6 @@
 
 Pure arithmetic over numbers of elements, the same on every rank; knows no tensors and starts
 nothing.
-
-[Note: where parameters are cut] Only at multiples of NORM_BLOCK elements from the parameter's first
-one. So no block of the gradient norm has two owners, and its sum is the same bits on any number of
-ranks; and every piece but a parameter's last is whole pages, which drives read and write without a
-detour.
 """
 
 from __future__ import annotations
@@ -71,9 +66,10 @@ class ShardSpec:
         raise ConfigError(
             field="ShardSpec.shards",
             value=self.shards,
-            expected=f"one shard for each rank, which have each of the {self.numel} elements once, "
-            "cut at multiples of "
-            f"{_native.NORM_BLOCK}",
+            expected=(
+                f"one shard for each rank, which together have each of the {self.numel} elements "
+                f"once, cut at multiples of {_native.NORM_BLOCK}"
+            ),
         )
 
 
@@ -122,11 +118,15 @@ class Partitioner:
             Shard(0, numel) if rank == owner else Shard(0, 0) for rank in range(len(self._owned))
         ]
 
+    # [Note: where parameters are cut] Only at multiples of NORM_BLOCK elements from the parameter's
+    # first one. So no block of the gradient norm has two owners, and its sum is the same bits on
+    # any number of ranks; and every piece but a parameter's last is whole pages, which drives read
+    # and write without a detour.
     def _pieces(self, numel: int, poorest_first: Sequence[int]) -> list[Shard]:
-        """Give each rank as many blocks, those that are left over to the poorest.
+        """Give each rank as many blocks, and the left-over ones to the ranks that own least.
 
-        A short last block goes to the richest of those who get the most, so that no two ranks grow
-        apart.
+        A short last block goes to the richest of those with the most blocks, so that no two ranks
+        grow apart.
         """
         block, ranks = _native.NORM_BLOCK, len(self._owned)
         each, left_over = divmod(-(-numel // block), ranks)
@@ -135,7 +135,7 @@ class Partitioner:
             blocks[rank] += 1
         order = list(blocks)
         if numel % block:
-            # -1: the richest of all, where none is left over
+            # index -1, the richest, where none is left over
             order.remove(last := poorest_first[left_over - 1])
             order.append(last)
         shards, at = {}, 0

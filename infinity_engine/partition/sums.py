@@ -1,5 +1,5 @@
-"""The block sums of the gradient norm, of all ranks: who has them all computes the norm that one
-rank would.
+"""The block sums of the gradient norm, shared by all ranks: with all of them, each computes the
+norm that one rank would.
 
 Moves doubles as bytes and adds nothing. [Note: where parameters are cut] in shard.py says why no
 block has two owners.
@@ -26,12 +26,11 @@ def share_block_sums(
     collectives: Collectives, specs: Sequence[ShardSpec], mine: Sequence[_Sums]
 ) -> list[_Sums]:
     """Return the sums of all blocks of each parameter; `mine` has those of this rank's shards.
-
     Blocks.
 
     Raises:
         CollectiveError: not all ranks came to it.
-        ConfigError: `mine` are not as many as the shards have blocks.
+        ConfigError: `mine` has not one sum for each block of the shards.
     """
     for number, (spec, sums) in enumerate(zip(specs, mine, strict=True)):
         wanted = _blocks(spec.shards[collectives.rank])
@@ -41,12 +40,12 @@ def share_block_sums(
                 field=f"block sums of parameter {number}", value=len(sums), expected=expected
             )
     payload = np.concatenate([np.zeros(0), *mine]).tobytes()
-    told = [
-        np.frombuffer(each)
-        for each in collectives.share("block sums of the gradient norm", payload)
+    payloads = [
+        np.frombuffer(of_rank)
+        for of_rank in collectives.share("block sums of the gradient norm", payload)
     ]
     whole = [np.zeros(-(-spec.numel // _native.NORM_BLOCK)) for spec in specs]
-    for rank, sums in enumerate(told):
+    for rank, sums in enumerate(payloads):
         at = 0
         for spec, blocks in zip(specs, whole, strict=True):
             shard = spec.shards[rank]

@@ -16,22 +16,18 @@ from infinity_engine.units import align_up
 
 __all__ = ["WIRE_ALIGNMENT", "Piece", "Window", "WireLayout"]
 
+# Pieces and windows begin at multiples of this in their segment: no element is cut.
 WIRE_ALIGNMENT = 64
-"""Every piece begins at a multiple of so many bytes of its segment, and every window does: no
-element is cut.
-"""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements of one parameter that lie one behind another in a segment, or in a window of it."""
+    """Consecutive elements of one parameter in a segment, or in a window of it."""
 
-    member: int
-    """The parameter's place among those of the layout."""
+    member: int  # The parameter's place among those of the layout.
     first_element: int
     numel: int
-    offset: int
-    """The byte where they begin."""
+    offset: int  # The byte where they begin.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +48,10 @@ class WireLayout:
         ranks = {spec.ranks for spec in specs}
         assert len(ranks) == 1, "all are cut over the same ranks"
         self.ranks = ranks.pop()
+        # The pieces of each rank.
         self.segments = tuple(self._segment(specs, rank) for rank in range(self.ranks))
-        """The pieces of each rank."""
+        # The bytes of each rank's segment, up to the next multiple of the alignment.
         self.nbytes = tuple(self._end(segment) for segment in self.segments)
-        """The bytes of each rank's segment, up to the next multiple of the alignment."""
 
     @property
     def width(self) -> int:
@@ -64,7 +60,9 @@ class WireLayout:
 
     @property
     def is_one_run(self) -> bool:
-        """Whether the segments, one behind another, are the only parameter as it lies in memory."""
+        """Whether the segments, one behind another, are the single parameter as it lies in
+        memory.
+        """
         if any(len(segment) != 1 for segment in self.segments):
             return False
         pieces = [segment[0] for segment in self.segments]
@@ -87,7 +85,9 @@ class WireLayout:
         return max(min(window.end, self.nbytes[rank]) - window.start, 0)
 
     def pieces_in(self, window: Window, rank: int) -> Iterator[Piece]:
-        """Yield what of a rank's pieces lies in a window, with offsets from the window's start."""
+        """Yield the pieces of a rank's segment, or their parts, in a window, with offsets from the
+        window's start.
+        """
         for piece in self.segments[rank]:
             size = self._itemsizes[piece.member]
             start = max(piece.offset, window.start)

@@ -77,7 +77,11 @@ class Activations:
         """
         block = width * self.elements + 4 * self.fp32
         kept = width * self.hidden * self.blocks + block if checkpointing else block * self.blocks
-        return tokens * (kept + self.logits * (width + 4 * _LOGITS_FP32))
+        return tokens * kept + self.logits_bytes(tokens, width=width)
+
+    def logits_bytes(self, tokens: int, *, width: int) -> int:
+        """Return what the logits and their loss take of that."""
+        return tokens * self.logits * (width + 4 * _LOGITS_FP32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -227,6 +227,8 @@ class _Placing:
                 self._check_host(plan.demand, self.io_bytes)
             except CapacityError as error:
                 refused = error.with_traceback(None)
+                if said and error.tier == Tier.DEVICE.name:
+                    break  # buffers of the host change nothing there
                 continue
             if not states:
                 return self._with_room(plan)

@@ -42,6 +42,7 @@ __all__ = ["Demand", "Sizing", "cut"]
 _BEFORE, _BACKWARD, _UPDATE = range(3)  # when buffers live
 _PASSING = 4  # of the largest parameters, so many pass the host at once
 _MOST_SCRATCH = 8 << 20
+_NOTHING = Resting()
 _SPARE = 8 * PAGE  # for each place on the drives, of which there may be up to eight
 
 
@@ -315,6 +316,21 @@ class Sizing:
             return sums + max(self.gradients_of(staying).values(), default=0)
         return sum(self.wire(subgroup) * subgroup.numel for subgroup in staying)
 
+    @cached_property
+    def all_gradients(self) -> Mapping[int, int]:
+        """The bytes of the gradients of what is trained, by parameter."""
+        return MappingProxyType(self.gradients_of(self.subgroups))
+
+    @cached_property
+    def largest(self) -> Subgroup:
+        """The subgroup with the most elements."""
+        return max(self.subgroups, key=lambda subgroup: subgroup.numel)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all that is trained."""
+        return sum(subgroup.numel for subgroup in self.subgroups)
+
     def gradients_of(self, subgroups: Sequence[Subgroup]) -> dict[int, int]:
         """Return the bytes of the gradients of what these subgroups hold, by parameter."""
         found: dict[int, int] = {}
@@ -570,13 +586,13 @@ class Sizing:
             return 0
         if home is Home.VISITING:
             return align_up(self._states(subgroup, in_place=False), PAGE)
-        # Its gradient, the sum of several, what its update writes for the device; pieces begin on
-        # pages of their own.
-        each = (
-            self.wire(subgroup) + 4 + (0 if at_home else subgroup.formats.width)
-        ) * subgroup.numel
-        states = align_up(self._states(subgroup, in_place=at_home), PAGE)
-        return states + each + PAGE * (1 + 2 * len(subgroup.segments))
+        # Its gradient, with the sum of several, and what its update writes for the device.
+        gradient = sum(
+            self._gradient_on_host(subgroup, segment, _NOTHING, rests=False)
+            for segment in subgroup.segments
+        )
+        copied = 0 if at_home else align_up(self._copied(subgroup), PAGE)
+        return align_up(self._states(subgroup, in_place=at_home), PAGE) + gradient + copied
 
     def _copied(self, subgroup: Subgroup) -> int:
         """Return what an update writes for modules in another memory: fp32 parameters are the
@@ -591,7 +607,7 @@ class Sizing:
         masters = 0 if in_place and subgroup.formats.parameter is None else 1
         return 4 * subgroup.numel * (len(self.state_names) + masters)
 
-    @property
+    @cached_property
     def on_their_way(self) -> int:
         """Bytes of gradients that are on the device until they have gone down."""
         return 2 * max(

@@ -77,6 +77,11 @@ class Training:
             else known.nbytes(self.tokens, width=self.width, checkpointing=self.checkpointing)
         )
 
+    def logits_bytes(self) -> int:
+        """Return what the logits and their loss take of that."""
+        known = self.model.activations
+        return 0 if known is None else known.logits_bytes(self.tokens, width=self.width)
+
     def formats_of(self, parameter: ParameterShape) -> Formats:
         """Return how a parameter is stored: one of another width is taken to be bf16, or fp32."""
         if parameter.element_bytes in {None, self.width}:

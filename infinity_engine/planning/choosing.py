@@ -25,7 +25,8 @@ from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Auto, Rates, ResolvedBudget, Strategy, Tier, parse_strategy
 from infinity_engine.ranks.ranks import Ranks
 from infinity_engine.ranks.sharding import Sharding
-from infinity_engine.sim.planner import Choice, Planner
+from infinity_engine.sim.candidate import Choice
+from infinity_engine.sim.planner import Planner
 from infinity_engine.sim.timeline import rates_of_update, time_step
 from infinity_engine.update.replanning import Question
 

@@ -108,7 +108,7 @@ class ParameterGatherer(ResidentParameters[_Whole]):
                 or an update that was deferred has failed.
             TransferError: a shard could not be fetched.
         """
-        self.resident.saw(use)
+        self.resident.record_use(use)
         self.resident.hold(use.parameters)
         try:
             self._provide(use)
@@ -125,7 +125,7 @@ class ParameterGatherer(ResidentParameters[_Whole]):
 
     # --- what the memory asks ---------------------------------------------------------------------
 
-    def give(self) -> bool:
+    def evict_one(self) -> bool:
         """Free what only dead objects have views of: [Note: all ranks decide alike].
 
         Those are cycles of the caller's own, and collectives that have ended: the thread of
@@ -283,5 +283,5 @@ class ParameterGatherer(ResidentParameters[_Whole]):
         self.shown.hide(number)
         self.resident.remove(number)
         # Kernels that were given views may still run: the memory waits for them.
-        whole.lease.until(self.used())
+        whole.lease.until(self.last_use())
         whole.lease.close()

@@ -267,7 +267,6 @@ class Gathers:
                 self._in_flight.remove(gather)
                 self._give_back(gather.wire, gather.held)
         gather.note_end()
-        gather.group.release()
 
     def close(self) -> None:
         """Give the buffers back; no gather is waited for, as other ranks may have left."""

@@ -24,7 +24,7 @@ import torch
 
 from deepnvme.machine.probing import find_mount, read_mounts
 from deepnvme.memory.checksum import crc32c
-from infinity_engine.config import EngineConfig, RanksConfig, Stage
+from infinity_engine.config import EngineConfig, RanksConfig, ShardingStage
 from infinity_engine.errors import CollectiveError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity
 from infinity_engine.machine.cores import CoreShare, divide_cores, read_nodes
@@ -113,7 +113,7 @@ class Ranks:
     @classmethod
     def join(cls, config: RanksConfig) -> Ranks | None:
         """Connect to the other ranks. Return None where there are none."""
-        if config.stage is Stage.ALONE:
+        if config.stage is ShardingStage.ALONE:
             return None
         collectives = Collectives.join(timeout_s=config.timeout_s)
         if collectives.size == 1:
@@ -286,7 +286,7 @@ class Ranks:
             )
         before = self.config
         for name, now, then in (
-            ("stage", config.stage is Stage.ALONE, before.stage is Stage.ALONE),
+            ("stage", config.stage is ShardingStage.ALONE, before.stage is ShardingStage.ALONE),
             ("partitioning", config.partitioning, before.partitioning),
             ("shard_ranks", config.shard_ranks, before.shard_ranks),
             ("timeout_s", config.timeout_s, before.timeout_s),

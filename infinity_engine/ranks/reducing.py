@@ -24,10 +24,9 @@ import torch
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Wait
 from infinity_engine.memory import FreedMemory, Lease, Reservation
-from infinity_engine.optim import HostKernels
-from infinity_engine.optim import Stream as Values
+from infinity_engine.optim import HostKernels, Values
 from infinity_engine.partition import (
-    MOST_TOLD,
+    MOST_ANNOUNCED,
     CollectiveEvent,
     GroupMember,
     HybridReduce,
@@ -70,7 +69,7 @@ def buckets_of(members: Sequence[GroupMember], bucket_bytes: int) -> list[tuple[
     room = 0
     for number in reversed(range(len(members))):
         nbytes = _nbytes(members[number])
-        if nbytes > room or not buckets or len(buckets[-1]) == MOST_TOLD:
+        if nbytes > room or not buckets or len(buckets[-1]) == MOST_ANNOUNCED:
             buckets.append([])
             room = max(bucket_bytes, nbytes)
         buckets[-1].append(number)
@@ -397,7 +396,9 @@ class GradientReducer:
             return reduce()
         return HybridReduce(
             lambda ended: reduce(ended=ended),
-            lambda had: replicas.start(group.name, sums, says=had, adder=self._adder, wire=wire),
+            lambda had: replicas.start(
+                group.name, sums, announces=had, adder=self._adder, wire=wire
+            ),
             self._not_summed,
         )
 
@@ -425,7 +426,7 @@ class GradientReducer:
         self._held.release(sums_bytes)
         # A bit for each member that any rank had a gradient of: sums of zeros are not delivered.
         had = 0
-        for bits in ended.event.said:
+        for bits in ended.event.announced:
             had |= bits
         for place, (number, total) in enumerate(zip(ended.numbers, ended.sums, strict=True)):
             if had >> place & 1:

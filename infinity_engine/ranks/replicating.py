@@ -113,7 +113,6 @@ class ParameterReplicas:
             into.append(self._leases[number].tensor(each.dtype))
             self._gathered_bytes += each.nbytes
         group.gather(shards, into, wire=self._wire.flat() if group.gather_bytes() else None).wait()
-        group.release()
 
     def write_home(self, number: int) -> None:
         """Take this rank's shard of what somebody wrote into a parameter, as its values."""

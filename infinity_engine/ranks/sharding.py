@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from infinity_engine.config import EngineConfig, ParametersAt, Stage
+from infinity_engine.config import EngineConfig, ParametersAt, ShardingStage
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.lanes.lanes import Lanes
@@ -79,7 +79,7 @@ def check_cut(model: torch.nn.Module, config: EngineConfig, *, built_alone: bool
         raise ConfigError(
             field="model", value="one that this rank has built alone", expected=expected
         )
-    if config.ranks.stage is not Stage.PARAMETERS and config.parameters not in {
+    if config.ranks.stage is not ShardingStage.PARAMETERS and config.parameters not in {
         ParametersAt.AUTO,
         ParametersAt.DEVICE,
     }:
@@ -88,7 +88,7 @@ def check_cut(model: torch.nn.Module, config: EngineConfig, *, built_alone: bool
             "whole on each rank"
         )
         raise ConfigError(field="parameters", value=config.parameters.value, expected=expected)
-    if config.ranks.stage is not Stage.PARAMETERS and config.ranks.leaf_modules:
+    if config.ranks.stage is not ShardingStage.PARAMETERS and config.ranks.leaf_modules:
         expected = (
             f'none with ranks.stage="{config.ranks.stage.value}", which gathers around no modules'
         )
@@ -141,10 +141,10 @@ class Sharding:
             )
         )
         members = [parameter.member for parameter in parameters[: len(cut.trained)]]
-        adds_up = ranks.config.stage is Stage.OPTIMIZER and accumulation_steps > 1
+        adds_up = ranks.config.stage is ShardingStage.OPTIMIZER and accumulation_steps > 1
         if adds_up:
             members = [replace(member, dtype=torch.float32) for member in members]
-        by_module = ranks.config.stage is Stage.PARAMETERS
+        by_module = ranks.config.stage is ShardingStage.PARAMETERS
         shards = deepest_of(
             model,
             {id(parameter.whole.parameter): parameter.largest_shard for parameter in parameters},

@@ -1,5 +1,5 @@
-"""What a step did, in figures for people: its report, its drives, their wear, and a device that is
-full.
+"""Figures for people: the report of a step, its drives and their wear, and the error of a device
+that is full.
 """
 
 __all__ = ()

@@ -1,7 +1,7 @@
-"""What is said where torch finds no room in the device's budget for what modules make: who has it,
+"""The error for a device budget without room for what modules allocate: which holder has how much,
 and what would fit.
 
-Pure words; changes nothing. What torch says of itself stays beside it, as the cause.
+Composes an error; changes nothing. torch's own error stays beside it, as the cause.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ _ASKED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 def no_room_for_modules(
     error: torch.OutOfMemoryError, accelerator: Accelerator, usage: Sequence[Usage]
 ) -> CapacityError | None:
-    """Return what to say of an error; None where the budget is not what it ran into."""
+    """Return the engine's error in place of torch's; None where the budget is not what it ran
+    into.
+    """
     taken = accelerator.taken_by_torch()
-    device = next((each for each in usage if each.tier is Tier.DEVICE), None)
+    device = next((tier_usage for tier_usage in usage if tier_usage.tier is Tier.DEVICE), None)
     if taken is None or device is None:
         return None
     ours = min(device.held, taken)
@@ -48,6 +50,6 @@ def no_room_for_modules(
 
 def _asked(error: torch.OutOfMemoryError) -> int:
     found = _ASKED.search(str(error))
-    return (
-        1 if found is None else parse_bytes(found[1].replace("bytes", "B"), field="torch's words")
-    )
+    if found is None:
+        return 1  # torch words its error in another way: at least one byte was asked for
+    return parse_bytes(found[1].replace("bytes", "B"), field="torch's words")

@@ -1,4 +1,4 @@
-"""`DriveMeter`: what one engine reads from and writes to each of its directories, counted step by
+"""`DriveMeter`: the bytes that one engine reads from and writes to each of its directories, step by
 step.
 
 Asks the swap file, which counts all that it submits; moves nothing itself.
@@ -20,8 +20,8 @@ __all__ = ["DriveMeter", "DriveUse"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriveUse:
-    """What one directory had to do in a step, and what the engine has written there in all, its
-    beginning included.
+    """The bytes of one directory in a step, and the bytes that the engine has written there in all,
+    from its start on.
 
     `calibrated_share` is how much of the step's time the bytes take at the drive's calibrated
     rates, None where these are not known: near 1, the step takes as long as the drive does.
@@ -35,10 +35,10 @@ class DriveUse:
 
 
 class DriveMeter:
-    """Counts for one engine, whose `swap` is None where nothing rests on drives.
+    """Counts for one engine; its `swap` is None where nothing is offloaded to drives.
 
-    Of directories, `rates` has what they can do, and `rated` how much may be written to them: of
-    some, or none.
+    `rates` are the calibrated rates of directories, and `rated` the bytes that may be written to
+    them: of some, or none.
     """
 
     def __init__(
@@ -57,9 +57,7 @@ class DriveMeter:
         self._wear = Wear(rated, self._written())
 
     def count(self) -> None:
-        """Count what was read and written since this was called last, in the step that is
-        recorded.
-        """
+        """Count the bytes read and written since the last call, in the step that is recorded."""
         for directory, now in self._traffic().items():
             before = self._counted.get(directory, Traffic(0, 0))
             self._telemetry.counter(_read_from(directory)).add(now.read_bytes - before.read_bytes)
@@ -69,11 +67,11 @@ class DriveMeter:
             self._counted[directory] = now
 
     def warn_of_wear(self) -> None:
-        """Warn where much was written of what a drive is rated for."""
+        """Warn where much of a drive's rating has been written."""
         self._wear.warn(self._written())
 
     def uses(self, step: StepRecord) -> dict[str, DriveUse]:
-        """Return what each directory had to do in a step that has ended."""
+        """Return the use of each directory in a step that has ended."""
         return {
             directory: self._use(directory, now, step) for directory, now in self._counted.items()
         }
@@ -86,8 +84,8 @@ class DriveMeter:
         known = [drives[directory] for directory in self._counted if directory in drives]
         found = {}
         for lane, rates in (
-            (Lane.NVME_READ, [each.read_bytes_per_s for each in known]),
-            (Lane.NVME_WRITE, [each.write_bytes_per_s for each in known]),
+            (Lane.NVME_READ, [rates_of_drive.read_bytes_per_s for rates_of_drive in known]),
+            (Lane.NVME_WRITE, [rates_of_drive.write_bytes_per_s for rates_of_drive in known]),
         ):
             total = sum(rate for rate in rates if rate is not None)
             if rates and len(rates) == len(self._counted) and None not in rates:

@@ -1,6 +1,6 @@
-"""`StepReport`: what a step did, in figures, and as a small table for people.
+"""`StepReport`: one step in figures, and as a small table for people.
 
-Read out of what telemetry recorded of the step; measures nothing itself.
+Reads the step that telemetry recorded; measures nothing itself.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ _UPDATES: tuple[type[UpdateOp], ...] = (UpdateOnHost, UpdateOnDevice)
 
 
 class Over(Enum):
-    """Which time a link's rate is counted over."""
+    """The time that a link's rate is counted over."""
 
-    BUSY = "while busy"  # In which it carried something, as the device knows.
-    STEP = "over the step"  # All of the step: the device does not know.
+    BUSY = "while busy"  # the time in which it carried bytes, where the device knows that
+    STEP = "over the step"  # the whole step, where the device does not know
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkUse:
-    """What went over one link, and how fast; the rate is None where no bytes did, or in no time."""
+    """The bytes over one link, and their rate; the rate is None where there were no bytes, or no
+    time.
+    """
 
     nbytes: Mapping[Cargo, int]
     bytes_per_s: float | None
@@ -59,8 +61,8 @@ class LinkUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateUse:
-    """How many parameters the subgroups have that were updated in one place, and the seconds that
-    their updates took.
+    """The parameters of the subgroups that were updated in one place, and the seconds that their
+    updates took.
 
     Seconds are None where the device does not know.
     """
@@ -71,11 +73,11 @@ class UpdateUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdatePhase:
-    """An update, from its first op until its last one has ended, and the part of that in which
-    lanes were at its ops.
+    """An update, from the start of its first op to the end of its last, and the part of it in which
+    each lane was busy.
 
-    A lane of which nobody knows when it was busy is not there; a drive's part is what its bytes
-    take at its calibrated rates, where there are any.
+    A lane with unknown busy times is left out. A drive's part is the time of its bytes at its
+    calibrated rates, where there are any.
     """
 
     seconds: float
@@ -84,8 +86,8 @@ class UpdatePhase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hits:
-    """Of the bytes that were needed and could rest on drives, those in memory already, and those
-    read from drives.
+    """The bytes that were needed and could be on drives: those found in memory, and those read from
+    drives.
     """
 
     found: int
@@ -94,7 +96,7 @@ class Hits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The most that a tier, or a directory of NVMe, ever held until the step's end, against its
+    """The most that a tier, or a directory of NVMe, held up to the step's end, against its
     budget.
     """
 
@@ -105,15 +107,13 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """One step in figures; as text, a table.
+    """One step in figures; as text, a table. `device` says how to read the times: an emulated
+    device has its own.
 
-    `device` says what the times are worth: an emulated device has its own.
-
-    `waits` are the seconds in which the host waited, and are within the phases' own. `links` has
-    those that carried something. `update` is the one that has ended in this step: with overlap,
-    that of the step before. Of the fetched parameters, those in time were there or under way when
-    they were asked for. `hits` are of what could rest on drives, where something does; `drives` is
-    by directory.
+    `waits` are the seconds in which the host waited; the phases contain them. `links` has the links
+    that carried bytes. `update` is the one that has ended in this step: with overlap, that of the
+    step before. Parameters in time were on the device, or on their way, when a module needed them.
+    `hits` count what could be on drives, where anything is; `drives` is by directory.
     """
 
     index: int
@@ -128,8 +128,8 @@ class StepReport:
     links: Mapping[Lane, LinkUse]
     updates: Mapping[Lane, UpdateUse]
     update: UpdatePhase | None
+    # Why this step's update is the first of another plan; None: it is not.
     planned_again: str | None
-    """Why this step's update is the first of another plan; None: it is not."""
     parameters_in_time: int
     parameters_late: int
     hits: Mapping[Cargo, Hits]
@@ -137,67 +137,44 @@ class StepReport:
     peaks: tuple[Peak, ...]
 
     def __str__(self) -> str:
-        """Return a table of two columns: what, and how much."""
+        """Return a table of two columns: names and figures."""
+        norm = "" if self.gradient_norm is None else f", gradient norm {self.gradient_norm:.4g}"
+        scale = "" if self.loss_scale == 1.0 else f", loss scale {self.loss_scale:g}"
         rows = [
             (
                 f"step {self.index}",
                 f"{self.outcome.value} in {_time(self.seconds)} on {self.device}",
             ),
-            ("micro-batches", self._scaled()),
-            (
-                "time",
-                ", ".join(f"{name} {_time(seconds)}" for name, seconds in self.phases.items()),
-            ),
-            *((wait.value, _time(seconds)) for wait, seconds in self.waits.items() if seconds),
-            *((lane.value, _link(use)) for lane, use in self.links.items()),
-            *(
-                (f"updates on {lane.value}", _update(use))
-                for lane, use in self.updates.items()
-                if use.params
-            ),
-            *self._busy(),
-            *([("planned again", self.planned_again)] if self.planned_again else []),
-            *self._fetched(),
-            *self._found(),
-            *((f"drive {directory}", _drive(use)) for directory, use in self.drives.items()),
-            *((f"wear of {directory}", _wear(use)) for directory, use in self.drives.items()),
-            *(
-                (
-                    f"peak of {peak.name}",
-                    f"{format_bytes(peak.nbytes)} of {format_bytes(peak.limit)}",
-                )
-                for peak in self.peaks
-            ),
+            ("micro-batches", f"{self.micro_batches}{norm}{scale}"),
+            ("time", ", ".join(f"{name} {_time(took)}" for name, took in self.phases.items())),
         ]
+        rows += [(wait.value, _time(seconds)) for wait, seconds in self.waits.items() if seconds]
+        rows += [(lane.value, _link(use)) for lane, use in self.links.items()]
+        for lane, updates in self.updates.items():
+            if updates.params:
+                took = f" in {_time(updates.seconds)}" if updates.seconds else ""
+                rows.append((f"updates on {lane.value}", f"{updates.params} parameters{took}"))
+        if self.update is not None and self.update.utilisation:
+            parts = ", ".join(
+                f"{on.value} {part:.0%}" for on, part in self.update.utilisation.items()
+            )
+            rows.append(("busy in the update", f"{parts} of {_time(self.update.seconds)}"))
+        if self.planned_again:
+            rows.append(("planned again", self.planned_again))
+        if self.parameters_in_time + self.parameters_late:
+            fetched = f"{self.parameters_in_time} in time, {self.parameters_late} late"
+            rows.append(("parameters fetched", fetched))
+        if self.hits:
+            found = ", ".join(
+                f"{cargo.value} {_part(hits.found, hits.found + hits.missing)}"
+                for cargo, hits in self.hits.items()
+            )
+            rows.append(("found in memory", found))
+        rows += [(f"drive {directory}", _drive(use)) for directory, use in self.drives.items()]
+        rows += [(f"wear of {directory}", _wear(use)) for directory, use in self.drives.items()]
+        rows += [(f"peak of {peak.name}", _part(peak.nbytes, peak.limit)) for peak in self.peaks]
         width = max(len(what) for what, _ in rows)
         return "\n".join(f"{what:<{width}}  {how_much}" for what, how_much in rows)
-
-    def _scaled(self) -> str:
-        norm = "" if self.gradient_norm is None else f", gradient norm {self.gradient_norm:.4g}"
-        scale = "" if self.loss_scale == 1.0 else f", loss scale {self.loss_scale:g}"
-        return f"{self.micro_batches}{norm}{scale}"
-
-    def _busy(self) -> list[tuple[str, str]]:
-        if self.update is None or not self.update.utilisation:
-            return []
-        parts = ", ".join(
-            f"{lane.value} {part:.0%}" for lane, part in self.update.utilisation.items()
-        )
-        return [("busy in the update", f"{parts} of {_time(self.update.seconds)}")]
-
-    def _fetched(self) -> list[tuple[str, str]]:
-        if not self.parameters_in_time + self.parameters_late:
-            return []
-        return [
-            (
-                "parameters fetched",
-                f"{self.parameters_in_time} in time, {self.parameters_late} late",
-            )
-        ]
-
-    def _found(self) -> list[tuple[str, str]]:
-        each = ", ".join(f"{cargo.value} {_share(hits)}" for cargo, hits in self.hits.items())
-        return [("found in memory", each)] if each else []
 
 
 def report_of(
@@ -206,8 +183,8 @@ def report_of(
     drives: Mapping[str, DriveUse] = MappingProxyType({}),
     drive_rates: Mapping[Lane, float] = MappingProxyType({}),
 ) -> StepReport:
-    """Return the figures of a step that has ended; `usage` has the budgets, `drives` what each
-    directory did in it.
+    """Return the figures of a step that has ended; `usage` has the budgets, `drives` the use of
+    each directory.
 
     `drive_rates` are the bytes per second of all drives together in an update, as far as they were
     calibrated.
@@ -235,7 +212,14 @@ def report_of(
         parameters_late=counted.get(LATE, 0),
         hits={cargo: hits for cargo in Cargo if (hits := _hits(cargo, counted)) is not None},
         drives=drives,
-        peaks=tuple(_peak(step, each) for each in usage),
+        peaks=tuple(
+            Peak(
+                name=tier_usage.directory or tier_usage.tier.name,
+                nbytes=step.peaks.get(peak_of(tier_usage), 0),
+                limit=tier_usage.limit,
+            )
+            for tier_usage in usage
+        ),
     )
 
 
@@ -284,11 +268,6 @@ def _update_phase(
     return UpdatePhase(seconds=whole_ns / 1e9, utilisation=MappingProxyType(utilisation))
 
 
-def _peak(step: StepRecord, usage: Usage) -> Peak:
-    name = usage.directory or usage.tier.name
-    return Peak(name=name, nbytes=step.peaks.get(peak_of(usage), 0), limit=usage.limit)
-
-
 def _time(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
 
@@ -315,9 +294,5 @@ def _wear(use: DriveUse) -> str:
     return f"{format_decimal_bytes(use.written_in_all)} written in all{endurance}"
 
 
-def _share(hits: Hits) -> str:
-    return f"{format_bytes(hits.found)} of {format_bytes(hits.found + hits.missing)}"
-
-
-def _update(use: UpdateUse) -> str:
-    return f"{use.params} parameters" + (f" in {_time(use.seconds)}" if use.seconds else "")
+def _part(nbytes: int, whole: int) -> str:
+    return f"{format_bytes(nbytes)} of {format_bytes(whole)}"

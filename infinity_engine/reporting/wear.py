@@ -1,8 +1,7 @@
-"""`Wear`: what an engine has written to each drive, against what the drive is rated to be written
-in its life.
+"""`Wear`: the bytes that an engine has written to each drive, against the drive's rated endurance.
 
-Knows numbers only. Asks no drive: what others have written, before or beside, is for whoever states
-the rating.
+Knows numbers only and asks no drive. Writes of other programs, before or beside, are not counted:
+the user who states the rating can subtract them.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ _SECONDS_PER_DAY = 86400
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endurance:
-    """How much of a drive's rating is written, and the days until all of it is, at the engine's
-    rate so far.
+    """The written share of a drive's rating, and the days until all of it is written at the
+    engine's rate so far.
 
     The days are None as long as there is no rate.
     """
@@ -47,7 +46,7 @@ class Endurance:
 
 
 class Wear:
-    """The ratings of some directories, by name; `written` is what had been written when the rate
+    """The ratings of some directories, by name; `written` are the bytes written when the rate
     begins to count.
     """
 
@@ -61,11 +60,11 @@ class Wear:
         self._at_first = dict(written)
         self._clock = clock
         self._began = clock()
-        self._warned = dict.fromkeys(self._rated, 0)  # at how many of the shares
+        self._warned = dict.fromkeys(self._rated, 0)  # how many of the shares were warned of
 
     def endurance(self, directory: str, written: int) -> Endurance | None:
-        """Return how a drive stands of which so much is written, None where its rating is not
-        known.
+        """Return the endurance of a drive to which so much was written; None where its rating is
+        not known.
         """
         rated = self._rated.get(directory)
         if rated is None:
@@ -79,18 +78,16 @@ class Wear:
         return Endurance(rated_bytes=rated, share=written / rated, days_left=days)
 
     def warn(self, written: Mapping[str, int]) -> None:
-        """Warn of each drive of which 1%, 10%, 50% or all of the rating is written, once for each
-        of these.
-        """
+        """Warn when 1%, 10%, 50% and all of a drive's rating is written, once for each."""
         for directory, nbytes in written.items():
             stands = self.endurance(directory, nbytes)
             passed = 0 if stands is None else sum(stands.share >= share for share in _WARNED_AT)
             if passed > self._warned.get(directory, 0):
                 self._warned[directory] = passed
                 warnings.warn(
-                    f"this engine has written {format_decimal_bytes(nbytes)} to {directory}, "
-                    f"{stands}. More of the "
-                    "budget's host is fewer writes; storage.endurance says what is left of a drive",
+                    f"This engine has written {format_decimal_bytes(nbytes)} to {directory}, "
+                    f"{stands}. A larger host budget means fewer writes. If the rating is wrong, "
+                    "correct storage.endurance",
                     RuntimeWarning,
                     stacklevel=5,
                 )

@@ -2,8 +2,8 @@
 once.
 
 Decides nothing: plans say what moves when. A move that fails leaves the shard at its last true
-residency with its bytes intact, so that it can be tried again. One thread calls it; nothing is
-started in any other.
+residency with its bytes intact, so that it can be repeated. One thread calls it; nothing is started
+in any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from infinity_engine.memory import DeviceMemory, Lease, PinnedPool
 from infinity_engine.plan import Tier
 from infinity_engine.residence.record import ShardRecord
 from infinity_engine.residence.residency import HOME_OF, MOVES, Residency
-from infinity_engine.storage import CopyHop, Hop, Place, Stage, SwapFile, Transfer
+from infinity_engine.storage import CopyHop, Hop, Place, PlannedHop, SwapFile, Transfer
 
 __all__ = ["Mover", "Source"]
 
@@ -31,25 +31,24 @@ _STREAM = MappingProxyType(
 
 
 class Source(Enum):
-    """What becomes of the memory that a move leaves.
-
-    Its place on the drives a shard keeps in any case.
+    """What happens to the memory that a move leaves. A shard keeps its place on the drives in any
+    case.
     """
 
-    RELEASED = "released"  # it goes back when the move has ended
+    RELEASED = "released"  # it goes back to its pool when the move has ended
     KEPT = "kept"  # it stays, as a copy of the same version
 
 
 class Mover:
     """Moves shards between `swap`, `host` and `device`; `swap` is None where nothing is on NVMe.
 
-    Bytes that the target has already are not moved, nor is anything between DEVICE and HOST where
+    Where the target is current already, no bytes move; nor do any between DEVICE and HOST where
     these are one memory.
 
-    A move goes to a new lease, or to `into` where the caller has one for it, of the right tier
-    (where DEVICE and HOST are one memory, of either) and size, and the shard has no memory there
-    yet. That is checked at the call, and a lease that is refused stays the caller's. From then on
-    it is the move's, which closes it when it fails, and the record's when the move has ended.
+    A move writes to a new lease, or to `into`, a lease of the caller's. `into` must have the
+    shard's size and the right tier (either, where DEVICE and HOST are one memory), and the shard no
+    memory there yet. The call checks that, and a refused lease stays the caller's. From then on the
+    move owns the lease and closes it if it fails; when the move has ended, the record has it.
     """
 
     def __init__(
@@ -69,9 +68,9 @@ class Mover:
 
     # --- moves ------------------------------------------------------------------------------------
 
-    def bring(self, record: ShardRecord, *, into: Lease, hop: Hop) -> Transfer:
-        """Let the shard be on the host when `hop` has ended, by which its bytes come into `into`
-        another way.
+    def load_with(self, record: ShardRecord, *, into: Lease, hop: Hop) -> Transfer:
+        """Follow a read that the caller has begun: when `hop` has ended, the shard is on the host,
+        in `into`.
         """
         return self._begin([self._stage(record, Residency.LOADING, Source.KEPT, into, hop)])
 
@@ -89,10 +88,10 @@ class Mover:
         into: Lease | None = None,
         source: Source = Source.RELEASED,
     ) -> Transfer:
-        """Begin to bring the shard to `to`, hop by hop, the last one into `into` where that is
+        """Begin to move the shard to `to`, hop by hop, the last one into `into` where that is
         given.
 
-        The drives' older version of the shard is written over, where they have one.
+        Overwrites an older version of the shard on the drives.
 
         Raises:
             IllegalTransition: it is on its way somewhere.
@@ -120,24 +119,24 @@ class Mover:
         return self._begin(stages)
 
     def release(self, record: ShardRecord, tier: Tier) -> None:
-        """Give back the memory or place that the shard has in `tier`; nothing where it has none.
+        """Give back the memory or place that the shard has in `tier`; does nothing where it has
+        none.
 
         Raises:
-            IllegalTransition: it is needed: as the shard's home, by a move, or because no other
-                copy is current.
+            IllegalTransition: the shard needs it: as its home, for a move, or because no other copy
+                is current.
         """
         where = record.drop(tier)
         if where is not None:
             self._give_back(where)
 
-    def read_home(self, record: ShardRecord, into: memoryview) -> None:
-        """Read the shard from its place on the drives into memory of the caller's, and wait.
-
-        It moves nowhere.
+    def read_from_drives(self, record: ShardRecord, into: memoryview) -> None:
+        """Read the shard from its place on the drives into the caller's memory, and wait. The
+        shard's residency stays.
 
         Raises:
             TransferError: it could not be read.
-            IllegalTransition: what is there is of an older version.
+            IllegalTransition: the drives have an older version.
         """
         if not record.is_current(Tier.NVME) or record.place is None:
             raise IllegalTransition(
@@ -149,9 +148,8 @@ class Mover:
         self._drives(record).read(record.place, into, what=record.name).wait()
 
     def read_part(self, record: ShardRecord, start: int, into: memoryview) -> Hop:
-        """Begin to read a part of what is in the shard's place on the drives, whatever that is.
-
-        It moves nowhere.
+        """Begin to read a part of the shard's place on the drives, whatever version is there. The
+        shard's residency stays.
         """
         assert record.place is not None, "what is read of has a place"
         return self._drives(record).read(
@@ -159,7 +157,7 @@ class Mover:
         )
 
     def forget(self, record: ShardRecord) -> None:
-        """Give back all that the shard has: its bytes are not wanted any more."""
+        """Give back all that the shard has: its bytes are not needed any more."""
         for where in record.abandon():
             self._give_back(where)
 
@@ -169,31 +167,31 @@ class Mover:
         """Start the hops that have become possible."""
         for transfer in self._transfers:
             transfer.poll()
-        self._let_go()
+        self._drop_ended()
 
     def drain(self) -> list[BaseException]:
-        """Wait until every move has ended; return what stopped those whose `result` has not raised
-        it.
+        """Wait until every move has ended; return the errors of failed moves that no `result` has
+        raised.
         """
         for transfer in self._transfers:
             transfer.wait()
         ended, self._transfers = self._transfers, []
-        return [transfer.untold for transfer in ended if transfer.untold is not None]
+        return [transfer.unreported for transfer in ended if transfer.unreported is not None]
 
-    def _begin(self, stages: list[Stage]) -> Transfer:
+    def _begin(self, stages: list[PlannedHop]) -> Transfer:
         transfer = Transfer(stages)
         self._transfers.append(transfer)
-        self._let_go()
+        self._drop_ended()
         return transfer
 
-    def _let_go(self) -> None:
-        """Forget the moves that have ended, except those whose error no call has raised or returned
-        yet.
+    def _drop_ended(self) -> None:
+        """Forget the moves that have ended, except those with an error that no call has raised or
+        returned yet.
         """
         self._transfers = [
             transfer
             for transfer in self._transfers
-            if not transfer.done() or transfer.untold is not None
+            if not transfer.done() or transfer.unreported is not None
         ]
 
     # --- one hop ----------------------------------------------------------------------------------
@@ -205,11 +203,11 @@ class Mover:
         source: Source,
         into: Lease | None = None,
         by: Hop | None = None,
-    ) -> Stage:
+    ) -> PlannedHop:
         leaves, goes_to = MOVES[moving]
         if into is not None:
             self._check_target(record, moving, into)
-        # what is for it and is not the record's yet
+        # owned by the move until the record has it
         new: list[Lease | Place] = [] if into is None else [into]
         begun = False
 
@@ -220,13 +218,13 @@ class Mover:
             hop: Hop | None = None
             target: Lease | Place | None = None
             if self._is_one_memory(moving):
-                # a lease that was kept there makes way for the one that comes
+                # a lease kept there makes room for the one that arrives
                 self.release(record, goes_to)
             elif not record.is_current(goes_to):
                 target = record.where(goes_to)
                 if target is None:
                     if not new:
-                        new.append(self._take(goes_to, record))
+                        new.append(self._allocate(goes_to, record))
                     target = new[0]
                 hop = by or self._hop(record, moving, target)
             record.advance(moving, into=target)
@@ -234,7 +232,10 @@ class Mover:
 
         def finish() -> None:
             if self._is_one_memory(moving):
-                self._rename(record, leaves, goes_to)
+                # DEVICE and HOST are the same bytes: the lease changes tiers.
+                record.arrived(goes_to, _present(record, leaves))
+                record.advance(HOME_OF[goes_to])
+                record.drop(leaves)
             else:
                 if not record.is_current(goes_to):
                     record.arrived(goes_to, new.pop() if new else _present(record, goes_to))
@@ -248,15 +249,15 @@ class Mover:
             for target in new:
                 self._give_back(target)
 
-        return Stage(start, finish, undo)
+        return PlannedHop(start, finish, undo)
 
     def _check_target(self, record: ShardRecord, moving: Residency, into: Lease) -> None:
         """Raise ConfigError unless the shard can move there."""
         tier = MOVES[moving][1]
         if self._is_one_memory(moving):
-            expected = "nothing, as DEVICE and HOST are one memory: no bytes are copied"
+            expected = "None, as DEVICE and HOST are one memory: no bytes are copied"
         elif record.where(tier) is not None:
-            expected = f"nothing, as {record.name} has memory in {tier.name} already"
+            expected = f"None, as {record.name} has memory in {tier.name} already"
         elif (
             into.closed
             or into.nbytes != record.nbytes
@@ -270,7 +271,7 @@ class Mover:
         )
 
     def _hop(self, record: ShardRecord, moving: Residency, target: Lease | Place) -> Hop | None:
-        """Put the bytes on their way, from where they are to `target`."""
+        """Begin to move the bytes, from where they are to `target`."""
         if not record.nbytes:
             return None
         origin = _present(record, MOVES[moving][0])
@@ -288,15 +289,7 @@ class Mover:
     def _is_one_memory(self, moving: Residency) -> bool:
         return self._accelerator.unified and moving in _STREAM
 
-    def _rename(self, record: ShardRecord, leaves: Tier, goes_to: Tier) -> None:
-        """Let the lease change tiers: DEVICE and HOST are the same bytes, and a lease has one
-        holder.
-        """
-        record.arrived(goes_to, _present(record, leaves))
-        record.advance(HOME_OF[goes_to])
-        record.drop(leaves)
-
-    def _take(self, tier: Tier, record: ShardRecord) -> Lease | Place:
+    def _allocate(self, tier: Tier, record: ShardRecord) -> Lease | Place:
         if tier is Tier.NVME:
             return self._drives(record).allocate(record.nbytes, holder=record.name)
         pool = self._host if tier is Tier.HOST else self._device

@@ -1,8 +1,8 @@
-"""`ShardRecord`: all that is known of one shard: where its current version is, and which copies of
-it there are.
+"""`ShardRecord`: the state of one shard: where its current version is, and which copies of it there
+are.
 
-`advance` is the only way to another residency. Starts no I/O and knows no policy; called by the
-Mover, and by the code that changed the shard's bytes, from one thread.
+Only `advance` changes the residency. Starts no I/O and knows no policy; called by the Mover, and by
+the code that changed the shard's bytes, from one thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Copy:
 
 
 class ShardRecord:
-    """One shard of `nbytes`, whose only copy lies in `where` when the record is made."""
+    """One shard of `nbytes`; its only copy lies in `where` when the record is made."""
 
     __slots__ = ("_arriving", "_copies", "_residency", "_version", "name", "nbytes")
 
@@ -40,7 +40,7 @@ class ShardRecord:
 
     @property
     def residency(self) -> Residency:
-        """Where its current version is, or between where it is moving."""
+        """Where its current version is, or the move that it is in."""
         return self._residency
 
     @property
@@ -67,8 +67,8 @@ class ShardRecord:
     def arriving(self) -> Lease | None:
         """The memory that a move under way writes to.
 
-        While it uploads, streams that wait for the transfer's `event` may use it. From its end on
-        it is `device`.
+        During an upload, streams that wait for the transfer's `event` may use it. When the move has
+        ended, it is `device`.
         """
         return self._arriving if isinstance(self._arriving, Lease) else None
 
@@ -92,7 +92,7 @@ class ShardRecord:
         """Return the tier in which it resides.
 
         Raises:
-            IllegalTransition: it is on its way to one.
+            IllegalTransition: it is moving to one.
         """
         tier = TIER_OF.get(self._residency)
         if tier is None:
@@ -103,7 +103,7 @@ class ShardRecord:
         return tier
 
     def check(self, to: Residency) -> None:
-        """Raise IllegalTransition unless `advance` would go over to `to`."""
+        """Raise IllegalTransition unless `advance(to)` is allowed."""
         allowed = tuple(
             target
             for target in TRANSITIONS[self._residency]
@@ -118,11 +118,11 @@ class ShardRecord:
             )
 
     def advance(self, to: Residency, *, into: Lease | Place | None = None) -> None:
-        """Go over to another residency; where that is a move, it writes to `into`.
+        """Change to another residency; where that is a move, it writes to `into`.
 
         Raises:
-            IllegalTransition: none leads there from here, or the tier has no current copy to be at
-                home in.
+            IllegalTransition: none leads there from here, or the tier has no current copy to reside
+                in.
         """
         self.check(to)
         self._residency = to
@@ -142,7 +142,7 @@ class ShardRecord:
         version now.
 
         Raises:
-            IllegalTransition: it is on its way at this moment.
+            IllegalTransition: it is moving.
         """
         tier = TIER_OF.get(self._residency)
         if tier is None:
@@ -168,7 +168,7 @@ class ShardRecord:
         return self._copies.pop(tier).where
 
     def abandon(self) -> list[Lease | Place]:
-        """Forget all copies and return where they were: the shard's bytes are not wanted any more.
+        """Forget all copies and return where they were: the shard's bytes are not needed any more.
 
         Raises:
             IllegalTransition: a move is under way.

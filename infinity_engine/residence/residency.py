@@ -1,6 +1,7 @@
-"""`Residency`: where the current version of a shard is, and from where it can come to be where.
+"""`Residency`: the tier that has a shard's current version, or the move that it is in, and what can
+follow.
 
-Pure data. `ShardRecord.advance` is the only code that goes by it.
+Pure data. Only `ShardRecord.advance` applies the table.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ __all__ = ["HOME_OF", "MOVES", "TIER_OF", "TRANSITIONS", "Residency"]
 
 
 class Residency(Enum):
-    """The tier in use, which has the current version; or the way to one, whose bytes there are
+    """The tier that has the current version; or the move towards a tier, where the bytes are
     undefined so far.
 
     Other tiers may have copies of the same version: a shard that is NVME with a copy in HOST is a

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from infinity_engine.errors import TraceMismatch
-from infinity_engine.schedule import NEVER, Fetches, TraceFollower, Use, choose_fetches
+from infinity_engine.schedule import NEVER, Fetches, TraceCursor, Use, choose_fetches
 from infinity_engine.schedule.prefetch import farthest_first
 
 __all__ = ["FetchingStats", "ResidentSet"]
@@ -70,16 +70,16 @@ class ResidentSet(Generic[_Entry]):
         self._reserved: dict[int, None] = {}  # in the order of their reservations
         self.held: dict[int, int] = {}  # members, resident or not, and how many holders each has
         self._used = 0  # bytes of members and reservations
-        self._trace = TraceFollower()
+        self._trace = TraceCursor()
         # Every use before this position of the trace has its members, resident or in flight.
         self._ahead = 0
         self.stats = FetchingStats()
 
     # --- uses -------------------------------------------------------------------------------------
 
-    def saw(self, use: Use) -> None:
+    def record_use(self, use: Use) -> None:
         """Record that this use is now."""
-        if not self._trace.saw(use):
+        if not self._trace.record_use(use):
             self._ahead = self._trace.at
 
     def next_use(self, number: int) -> int:

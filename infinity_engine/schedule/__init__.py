@@ -1,8 +1,8 @@
-"""When things happen: walking plans, and following the order in which modules need parameters."""
+"""Order in time: walking along plans, and the order in which modules need parameters."""
 
 from infinity_engine.schedule.executor import Carrier, Executor, Walk
 from infinity_engine.schedule.prefetch import Fetches, choose_fetches, farthest_first
-from infinity_engine.schedule.trace import NEVER, ModuleTrace, TraceFollower, Use
+from infinity_engine.schedule.trace import NEVER, ModuleTrace, TraceCursor, Use
 
 __all__ = [
     "NEVER",
@@ -10,7 +10,7 @@ __all__ = [
     "Executor",
     "Fetches",
     "ModuleTrace",
-    "TraceFollower",
+    "TraceCursor",
     "Use",
     "Walk",
     "choose_fetches",

@@ -1,14 +1,9 @@
 """`Executor`: walks a StepPlan, op by op, in the one order that keeps every lane at work.
 
-Knows order and dependencies, not what an op does: that is the Carrier's. One thread; it is busy
-itself with what is in the HOST lane, and waits for nothing else before the end but what the HOST
-lane needs next. A walk can be left and gone on with, while what was submitted goes on by itself.
-What it waits is a span, and counted.
-
-[Note: who waits for whom] Streams of a device wait for one another's events, so their ops are
-submitted at once. Drives cannot wait: their ops, and those of streams that come after I/O, are
-submitted when what they come after has ended. That is looked at between the host's updates, and
-whenever one of them has to wait.
+Knows order and dependencies; the Carrier knows what an op does. One thread, which carries out the
+HOST lane itself and otherwise waits only for what the HOST lane needs next, until the end. A walk
+can be paused and resumed, while submitted ops go on by themselves. Its waits are spans, and
+counted.
 """
 
 from __future__ import annotations
@@ -17,14 +12,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from infinity_engine.accel import Event as StreamEvent
 from infinity_engine.kept_errors import kept
-from infinity_engine.memory import Event
 from infinity_engine.plan.ops import Lane, Op
 from infinity_engine.plan.step import StepPlan
 from infinity_engine.telemetry import Telemetry
+
+if TYPE_CHECKING:  # the planner walks too, without torch
+    from infinity_engine.memory import Waitable
 
 __all__ = ["WAIT_FOR_OPS", "WAIT_FOR_READS", "WAIT_FOR_WRITES", "Carrier", "Executor", "Walk"]
 
@@ -39,8 +35,11 @@ class Carrier(Protocol):
     bench.
     """
 
-    def carry_out(self, op: Op, after: Sequence[StreamEvent]) -> Event | None:
-        """Submit an op, to begin when `after` have passed; None where it has ended on return."""
+    def carry_out(self, op: Op, after: Sequence[Any]) -> Waitable | None:
+        """Submit an op, to begin when `after` have passed; None where it has ended on return.
+
+        `after` are events that it has returned for ops of streams.
+        """
 
 
 def _nothing() -> None:
@@ -48,9 +47,8 @@ def _nothing() -> None:
 
 
 class Executor:
-    """Walks plans with one carrier.
-
-    Between ops it calls `safe_point`: what that raises harms no walk.
+    """Walks plans with one carrier. Calls `safe_point` between ops; an exception that it raises
+    does not harm the walk.
     """
 
     def __init__(
@@ -70,12 +68,14 @@ class Executor:
         self.begin(plan).finish()
 
     def begin(self, plan: StepPlan) -> Walk:
-        """Return a walk along the plan that goes on whenever it is told to."""
+        """Return a walk along the plan, which goes on as far as each call says."""
         return Walk(plan, self._carrier, self._telemetry, self._safe_point)
 
 
 class Walk:
-    """One walk along a plan. Once an op has failed, it has ended, and every call says so again."""
+    """One walk along a plan. Once an op has failed, the walk has ended, and every call raises the
+    failure again.
+    """
 
     def __init__(
         self,
@@ -89,14 +89,14 @@ class Walk:
         self._telemetry = telemetry
         self._safe_point = safe_point
         self._order = deque(plan.submission_order())
-        self._events: dict[int, Event | None] = {}
+        self._events: dict[int, Waitable | None] = {}
         self._held_back: dict[Lane, deque[int]] = {}  # [Note: who waits for whom]
         self._arrivals = plan.arrivals()
         self._updates = {
             op.subgroup: number for number, op in enumerate(plan.ops) if op.lane is Lane.HOST
         }
         self._arrived: set[int] = set()  # subgroups
-        # what is said of it, and its cause
+        # its message and its cause
         self._failure: tuple[str, BaseException | None] | None = None
 
     @property
@@ -121,13 +121,13 @@ class Walk:
         return True
 
     def poll(self) -> bool:
-        """Submit what can be without waiting, and make one of the host's updates, if it can begin;
-        tell whether so.
+        """Submit the ops that need no wait, and make the host's next update if it can begin; tell
+        whether it did.
 
         Raises:
             RuntimeError: an op failed, as `finish` says.
         """
-        with self._telling():
+        with self._reporting_failures():
             self._submit_others()
             updates = bool(self._order) and self._can_submit(self._plan.ops[self._order[0]])
             if updates:
@@ -137,8 +137,8 @@ class Walk:
         return updates
 
     def reach(self, subgroups: Iterable[int]) -> None:
-        """Carry out the host's updates of these subgroups and what is before them; begin what
-        follows, wait for none.
+        """Carry out the host's updates of these subgroups and all before them; begin what follows,
+        without waiting for it.
 
         Raises:
             RuntimeError: an op failed, as `finish` says.
@@ -146,9 +146,9 @@ class Walk:
         wanted = [self._updates[index] for index in subgroups if index in self._updates]
         while any(number not in self._events for number in wanted):
             self._safe_point()
-            with self._telling():
-                self._take()
-        with self._telling():
+            with self._reporting_failures():
+                self._submit_next()
+        with self._reporting_failures():
             self._submit_others()
             self._advance()
 
@@ -163,7 +163,7 @@ class Walk:
         self._arrived.update(chosen)
 
     def finish(self) -> None:
-        """Carry out every op that is left, and wait for the end of all.
+        """Carry out the remaining ops, and wait for the end of all.
 
         Raises:
             RuntimeError: an op failed; names it. Those that were submitted have ended, later ones
@@ -172,36 +172,40 @@ class Walk:
         self._carry_out(range(len(self._plan.ops)))
 
     def _carry_out(self, wanted: Sequence[int]) -> None:
-        """Carry out these ops and what is before them, and wait for their end."""
+        """Carry out these ops and those before them, and wait for their end."""
         self._check()
         while any(number not in self._events for number in wanted):
             self._safe_point()
-            with self._telling():
+            with self._reporting_failures():
                 if self._order:
-                    self._take()
+                    self._submit_next()
                 else:
-                    self._let_go_of_one()
+                    self._wait_for_held_back()
         for number in wanted:
             self._safe_point()
-            with self._telling():
+            with self._reporting_failures():
                 self._wait_for(number)
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Let what was submitted end where something fails in the body, and say what failed first
+    def _reporting_failures(self) -> Iterator[None]:
+        """Where the body fails, let the submitted ops end, and raise the failure that comes first
         in the plan.
         """
         self._check()
         try:
             yield
         except _OpError as failed:
-            kept(failed)  # it is the context of what is raised
+            kept(failed)  # it becomes the context of the error that is raised
+            # Of several failures the first one in the plan: the others may follow from it.
             number, cause = min(
-                [(failed.number, failed.cause), *self._end()], key=lambda each: each[0]
+                [(failed.number, failed.cause), *self._end()], key=lambda failure: failure[0]
             )
         except BaseException:
-            self._failure = "the walk along the plan was interrupted", None
-            self._end()  # reads into buffers that others are about to have
+            self._failure = (
+                "the update was interrupted between two of its ops and cannot go on",
+                None,
+            )
+            self._end()  # submitted reads would go on into buffers that are about to be reused
             raise
         else:
             return
@@ -214,13 +218,13 @@ class Walk:
         self._check()
 
     def _check(self) -> None:
-        """Refuse to go on where an op has failed."""
+        """Refuse to go on after a failure."""
         if self._failure is not None:
             said, cause = self._failure
             raise RuntimeError(said) from cause
 
     def _end(self) -> list[tuple[int, Exception]]:
-        """Wait until all that was submitted has ended; return which ops failed, and why."""
+        """Wait until all submitted ops have ended; return which failed, and why."""
         failed = []
         with self._telemetry.timed(WAIT_FOR_OPS):
             for number, submitted in self._events.items():
@@ -231,9 +235,9 @@ class Walk:
                     failed.append((number, kept(error)))
         return failed
 
-    def _take(self) -> None:
-        """Submit the next op of the order, or hold it back; what was held back is submitted where
-        it can be.
+    def _submit_next(self) -> None:
+        """Submit the next op of the order, or hold it back; then submit the held-back ops that can
+        be.
         """
         self._advance()
         number = self._order[0]
@@ -241,15 +245,20 @@ class Walk:
         if op.lane is not Lane.HOST and (self._held_back.get(op.lane) or not self._can_submit(op)):
             self._held_back.setdefault(op.lane, deque()).append(self._order.popleft())
             return
+        # An update of the host comes next, and ops that it needs are held back: these go first.
         while any(other not in self._events for other in op.after):
-            self._let_go_of_one()
+            self._wait_for_held_back()
         self._submit(self._order.popleft())
 
     def _submit_others(self) -> None:
-        """Submit or hold back what comes before the host's next update."""
+        """Submit or hold back the ops before the host's next update."""
         while self._order and self._plan.ops[self._order[0]].lane is not Lane.HOST:
-            self._take()
+            self._submit_next()
 
+    # [Note: which ops wait on the host] Streams of a device wait for one another's events, so their
+    # ops are submitted at once. Drives cannot wait: their ops, and those of streams that come after
+    # I/O, are submitted when the ops before them have ended. The walk checks that between the
+    # host's updates, and whenever one of them has to wait.
     def _can_submit(self, op: Op) -> bool:
         for other in op.after:
             if other not in self._events:
@@ -260,7 +269,7 @@ class Walk:
         return True
 
     def _advance(self) -> None:
-        """Submit what was held back and can be submitted, each lane in its order."""
+        """Submit the held-back ops that can be submitted, each lane in its order."""
         moved = True
         while moved:
             moved = False
@@ -269,10 +278,9 @@ class Walk:
                     moved = True
                     self._submit(waiting.popleft())
 
-    def _let_go_of_one(self) -> None:
-        """Wait until the first op that is held back can be submitted, and submit what can be
-        then.
-        """
+    def _wait_for_held_back(self) -> None:
+        """Wait until the first held-back op can be submitted, and submit all that can be then."""
+        # The first in the plan never waits for one that is held back itself.
         number = min(waiting[0] for waiting in self._held_back.values() if waiting)
         for other in self._plan.ops[number].after:
             self._wait_for(other)
@@ -280,15 +288,12 @@ class Walk:
 
     def _submit(self, number: int) -> None:
         op = self._plan.ops[number]
-        after: list[StreamEvent] = []
+        after: list[Waitable] = []
         for other in op.after:
             event = self._events[other]
             if self._has_to_end(other, op):
                 self._wait_for(other)
             elif event is not None:
-                assert isinstance(event, StreamEvent), (
-                    "only drives have other ones, and what is theirs has to end"
-                )
                 after.append(event)
         try:
             self._events[number] = self._carrier.carry_out(op, after)
@@ -296,7 +301,7 @@ class Walk:
             raise _OpError(number, error) from error
 
     def _has_to_end(self, other: int, op: Op) -> bool:
-        """Tell whether one op has to have ended before another is submitted: streams alone wait for
+        """Tell whether one op must have ended before another is submitted: only streams wait for
         streams.
         """
         return op.lane is Lane.HOST or op.lane in _DRIVES or self._plan.ops[other].lane in _DRIVES
@@ -307,7 +312,7 @@ class Walk:
             return
         try:
             if event.done():
-                event.wait()  # which raises what failed
+                event.wait()  # it has ended: raises its error, if any
             else:
                 with self._telemetry.timed(_DRIVES.get(self._plan.ops[number].lane, WAIT_FOR_OPS)):
                     event.wait()

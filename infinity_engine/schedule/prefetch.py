@@ -1,7 +1,6 @@
-"""What to bring to the device before it is needed, and what to give up for it: pure decisions.
+"""Which parameters to prefetch to the device, and which to evict for them: pure decisions.
 
-The order of uses is known, so what goes is what is needed last. Called each time that something was
-asked for.
+The order of uses is known, so the parameter needed last is evicted. Called after each use.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ __all__ = ["Fetches", "choose_fetches", "farthest_first"]
 
 @dataclass(frozen=True, slots=True)
 class Fetches:
-    """Parameters by number: those that make room, and those that come, each in the order in which
-    to do it.
+    """Parameters by number: those to evict and those to fetch, each in the order in which to do it.
 
     `provided` is how many of the uses have all that they need then.
     """
@@ -28,9 +26,7 @@ class Fetches:
 
 
 def farthest_first(numbers: Iterable[int], next_use: Callable[[int], int]) -> list[int]:
-    """Return the parameters with those first that are not needed any more, then what is needed
-    last.
-    """
+    """Return the parameters, first those that are not needed any more, then those needed last."""
     return sorted(numbers, key=next_use, reverse=True)
 
 
@@ -44,13 +40,13 @@ def choose_fetches(
     next_use: Callable[[int], int],
     unmade: Collection[int] = (),
 ) -> Fetches:
-    """Return what to fetch of what is coming, as far as `free` bytes and what is needed later have
-    room for it.
+    """Return what to fetch of the upcoming uses, as far as `free` bytes and what is needed later
+    have room for it.
 
-    `cached` are on the device, and those of them that are `held` stay there. What is `unmade` has
-    not all of its values
-    yet: it is fetched as they come, and provides nobody so far. Ends at the first that there is no
-    room for, as what is needed after it would take the room that it gets next.
+    `cached` parameters are on the device, and those of them that are `held` stay there. `unmade`
+    parameters have not all of their values yet: they are fetched, and their uses do not count as
+    provided. Ends at the first parameter without room, as later ones would take the room that it
+    gets next.
     """
     room = _Room(cached, nbytes, held, free, next_use)
     fetched: dict[int, None] = {}
@@ -69,7 +65,7 @@ def choose_fetches(
 
 
 class _Room:
-    """The free bytes, and what can be given up for more of them."""
+    """The free bytes, and the parameters that can be evicted for more."""
 
     def __init__(
         self,
@@ -85,28 +81,22 @@ class _Room:
         self._held = held
         self._free = free
         self._next_use = next_use
-        self._left: list[int] | None = None  # what is needed last is at the end
+        self._left: list[int] | None = None  # candidates, the one needed last at the end
 
     def make(self, nbytes: int, position: int) -> bool:
-        """Take so many bytes for what is needed at `position`; False where only earlier needs could
-        give them up.
+        """Take so many bytes for a use at `position`; False where only parameters needed earlier
+        could be evicted.
         """
         leaving: list[int] = []
         free = self._free
         while free < nbytes:
-            number = self._farthest(position)
-            if number is None:
+            if self._left is None:  # sorted only now: mostly there is room without evicting
+                idle = (number for number in self._cached if number not in self._held)
+                self._left = farthest_first(idle, self._next_use)[::-1]
+            if not self._left or self._next_use(self._left[-1]) <= position:
                 return False
-            leaving.append(number)
-            free += self._nbytes[number]
+            leaving.append(self._left.pop())
+            free += self._nbytes[leaving[-1]]
         self.evicted.update(dict.fromkeys(leaving))
         self._free = free - nbytes
         return True
-
-    def _farthest(self, position: int) -> int | None:
-        if self._left is None:
-            idle = (number for number in self._cached if number not in self._held)
-            self._left = farthest_first(idle, self._next_use)[::-1]
-        if not self._left or self._next_use(self._left[-1]) <= position:
-            return None
-        return self._left.pop()

@@ -1,10 +1,9 @@
-"""`ModuleTrace`: the order in which a step asks for parameters.
+"""`ModuleTrace`: the order in which a step uses parameters. Recorded in one step, it predicts the
+next.
 
-Recorded in one step, it says what comes in the next.
-
-Pure: knows uses by name and parameters by number. It is a guess: a module that asks for another
-parameter than the next one gets that one all the same, and only prefetching is less good until the
-new order is known.
+Pure: knows uses by name and parameters by number. It is a prediction: a module that needs another
+parameter than the next one gets it all the same, and only prefetching is worse until the new order
+is known.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from typing import TypeVar
 
 from infinity_engine.errors import TraceMismatch
 
-__all__ = ["NEVER", "ModuleTrace", "TraceFollower", "Use"]
+__all__ = ["NEVER", "ModuleTrace", "TraceCursor", "Use"]
 
-NEVER = sys.maxsize
-"""The position of what does not come any more."""
+NEVER = sys.maxsize  # The position of a use that does not come any more.
 
-_MOST_USES = 1 << 20  # of a step; a caller that never ends one runs the model for something else
+# Uses recorded of one step. A caller that never ends a step is evaluating, not training.
+_MOST_USES = 1 << 20
 
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One moment of a step: who needs parameters there, and which, by their numbers."""
+    """One moment of a step: the module that needs parameters there, and which, by number."""
 
     name: str
     parameters: tuple[int, ...]
@@ -64,35 +63,37 @@ class ModuleTrace:
         return positions[later] if later < len(positions) else NEVER
 
 
-class TraceFollower:
-    """Follows the trace of the step before through this one, and records this one."""
+class TraceCursor:
+    """A position in the trace of the step before, which advances through this step; records this
+    step's trace.
+    """
 
     def __init__(self) -> None:
         self.trace = ModuleTrace()
+        # The first use of this step that differs from the trace; None while there is none, or no
+        # trace.
         self.mismatch: TraceMismatch | None = None
-        """The first use of this step that the trace did not have next; None as long as it does, and
-        while it is new.
-        """
         self._at = 0
         self._seen: list[Use] = []
-        self._next: dict[int, int] = {}  # what next_use has found, as long as it is so
+        self._next: dict[int, int] = {}  # a cache of next_use, valid at this position
 
     @property
     def at(self) -> int:
-        """The position that comes next."""
+        """The position of the next use."""
         return self._at
 
-    def saw(self, use: Use) -> bool:
-        """Note a use, and go on behind its place in the trace; where it has none, stay.
+    def record_use(self, use: Use) -> bool:
+        """Record a use and go on behind its position in the trace, if it has one. Tell whether it
+        was the next.
 
-        Tell whether it was the next.
-
-        A step of so many uses that it cannot be one is not recorded to its end, and gives no trace.
+        A step of more than _MOST_USES uses is no training step: it is not recorded to its end, and
+        gives no trace.
         """
         if len(self._seen) <= _MOST_USES:
             self._seen.append(use)
         uses = self.trace.uses
         expected = uses[self._at] if self._at < len(uses) else None
+        # Identity first: the same module mostly asks with the same object, and tuples may be long.
         if use is expected or use == expected:
             self._at += 1
             for number in use.parameters:
@@ -107,7 +108,7 @@ class TraceFollower:
         return False
 
     def upcoming(self, start: int, stop: int) -> Sequence[tuple[int, Use]]:
-        """Return the uses from one position on until another one, with their positions."""
+        """Return the uses from position `start` until `stop`, with their positions."""
         return list(enumerate(self.trace.uses[start:stop], start))
 
     def next_use(self, parameter: int) -> int:
@@ -120,12 +121,12 @@ class TraceFollower:
         return found
 
     def end_step(self) -> TraceMismatch | None:
-        """Begin with the next step; what was seen is the trace from now on where it was another
-        order.
+        """Begin the next step. The recorded uses become the trace where their order is another.
 
         Returns the first mismatch of the step that has ended.
         """
         mismatch, self.mismatch = self.mismatch, None
+        # An equal trace is kept, with the positions that it has found already.
         if len(self._seen) <= _MOST_USES and tuple(self._seen) != self.trace.uses:
             self.trace = ModuleTrace(self._seen)
         self._seen = []

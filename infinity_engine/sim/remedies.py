@@ -1,40 +1,42 @@
 """What is missing where nothing fits, and the smallest changes that would do, each with its number.
 
-Pure. Every remedy has been tried: the plan that it leads to fits. Called where the planner has
-refused.
+Pure. Every remedy is found by asking the search itself: the plan that it leads to fits, and with a
+few hundredths less there is none. Called where the planner has refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 
-from infinity_engine.errors import CapacityError
-from infinity_engine.optim import NORM_BLOCK, FloatFormat, Formats
+from infinity_engine.optim import FloatFormat, Formats
 from infinity_engine.placement.training import Means, Training
-from infinity_engine.plan import Auto, DeviceOnly, HostOnly, NvmeStreamed, Strategy, Tier
-from infinity_engine.sim.planner import Choice, Planner
+from infinity_engine.plan import Auto, DriveRates, Rates, ResolvedBudget, Strategy, Tier
+from infinity_engine.sim.planner import Planner
 from infinity_engine.units import format_bytes
 
 __all__ = ["Needs", "Refusal", "Remedy", "explain_refusal"]
 
-_COARSE, _FINE = 128, 512  # subgroups
-_MOST_RAISES = 12  # of the budget, until it holds a choice
+_NAMES = ("nvme", "host", "device")  # the cheapest bytes first
+_WORDS = {"device": "the device", "host": "the host", "nvme": "NVMe"}
 _PLENTY = 1 << 60
 _SOME_DRIVE = "NVMe"
+_SOME_RATE = 1e9
+_CLOSE = 1.005  # times the least amount that fits: near enough
+_FURTHER = (1.005, 1.01, 1.02, 1.04, 1.08, 1.16, 1.32)  # times an estimate that was too small
+_SHORTEST, _TOKENS = 128, 128  # of a sequence, and the steps in which it gets shorter
 _CHECKPOINT = "checkpoint activations (--checkpointing)"
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What one rank would need of each tier, for one choice; PyTorch's own included."""
+    """Bytes of each tier, for one device and for the host and the drives of the machine."""
 
     device: int
     host: int
     nvme: int
 
-    def missing(self, there: Needs) -> Needs:
+    def without(self, there: Needs) -> Needs:
         """Return what is not there."""
         return Needs(
             max(self.device - there.device, 0),
@@ -45,9 +47,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change, in words with its number; what it adds of each tier is the machine's, of the device
-    one device's.
-    """
+    """A change in words, and what it adds of each tier: of one device, and of the machine."""
 
     change: str
     more: Needs
@@ -55,7 +55,10 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """Why nothing fits. `least` is what each tier needs at the least, if the others had plenty."""
+    """Why nothing fits. `least` is what each tier needs even where the others have plenty.
+
+    Where that is no more than is there, `least` has what is there.
+    """
 
     model: str
     there: Needs
@@ -70,7 +73,8 @@ class Refusal:
             "there_bytes": _plain(self.there),
             "least_bytes": _plain(self.least),
             "remedies": [
-                {"change": each.change, "more_bytes": _plain(each.more)} for each in self.remedies
+                {"change": remedy.change, "more_bytes": _plain(remedy.more)}
+                for remedy in self.remedies
             ],
         }
 
@@ -83,149 +87,168 @@ def explain_refusal(
     parameters: Tier | None = None,
     subgroup_numel: int | None = None,
 ) -> Refusal:
-    """Return what is missing, and what would do; bytes are of the whole machine, and of one
-    device.
-    """
+    """Return what is missing, and what would do."""
     asked = None if isinstance(strategy, Auto) else strategy
+    means = replace(means, rates=_with_all(means.rates))  # for drives that there may not be yet
     planner = Planner(
         training, means, strategy=asked, parameters=parameters, subgroup_numel=subgroup_numel
     )
-    found = [*_needs_of_all(planner)]
-    budget = means.budget
-    there = Needs(0 if means.unified else budget.device, budget.host, sum(budget.nvme.values()))
-    several = [_of_machine(needs, means) for needs in found]
-    remedies = [*_left_open(planner), *_larger(several, there), *_other(planner)]
+    there = _there(planner)
+    remedies = [*_left_open(planner), *_larger(planner), *_other(planner)]
     if not training.checkpointing and training.model.activations is not None:
         checkpointed = replace(planner, training=replace(training, checkpointing=True))
-        fewer = [_of_machine(needs, means) for needs in _needs_of_all(checkpointed)]
-        remedies += _larger(fewer, there, before=f"{_CHECKPOINT} and ")
+        if not checkpointed.fits():
+            remedies += _larger(checkpointed, before=f"{_CHECKPOINT} and ")
     return Refusal(
         model=training.model.name,
         there=there,
-        least=Needs(
-            min((needs.device for needs in several), default=0),
-            min((needs.host for needs in several), default=0),
-            min((needs.nvme for needs in several), default=0),
-        ),
+        least=_least_of_each(planner),
         remedies=tuple(remedies),
     )
+
+
+def _with_all(rates: Rates) -> Rates:
+    """Return the rates with some in place of those that are missing: what fits has any."""
+    found = {field.name: getattr(rates, field.name) for field in fields(rates)}
+    given = {name: rate or _SOME_RATE for name, rate in found.items() if name != "nvme"}
+    drive = DriveRates(read_bytes_per_s=_SOME_RATE, write_bytes_per_s=_SOME_RATE)
+    return Rates(**given, nvme=rates.nvme or {_SOME_DRIVE: drive})
 
 
 def _plain(needs: Needs) -> dict[str, int]:
     return {"device": needs.device, "host": needs.host, "nvme": needs.nvme}
 
 
-def _of_machine(needs: Needs, means: Means) -> Needs:
-    return Needs(needs.device, needs.host * means.ranks, needs.nvme * means.ranks)
+def _there(planner: Planner) -> Needs:
+    means = planner.means
+    device = 0 if means.unified else means.budget.device
+    return Needs(device, means.budget.host, sum(means.budget.nvme.values()))
 
 
 # --- more memory ----------------------------------------------------------------------------------
 
 
-def _larger(needed: list[Needs], there: Needs, *, before: str = "") -> Iterator[Remedy]:
-    """Yield what more memory would do: the least of each tier alone, or of all where no one tier is
-    enough.
-    """
-    missing = list(dict.fromkeys(needs.missing(there) for needs in needed))
-    alone = [
-        min(
-            (each for each in missing if not any(_others(each, name))),
-            key=lambda each: getattr(each, name),
-            default=None,
-        )
-        for name in ("nvme", "host", "device")  # the cheapest bytes first
-    ]
-    enough = [each for each in alone if each is not None and each != Needs(0, 0, 0)]
-    if not enough and missing and Needs(0, 0, 0) not in missing:
-        enough = [min(missing, key=lambda each: (each.device, each.host, each.nvme))]
-        host_least = min(missing, key=lambda each: (each.host, each.device, each.nvme))
-        enough += [host_least] if host_least not in enough else []
-    for more in dict.fromkeys(enough):
+def _larger(planner: Planner, *, before: str = "") -> Iterator[Remedy]:
+    """Yield what more memory would do: the least of each tier alone, else of several."""
+    there = _there(planner)
+    names = [name for name in _NAMES if name != "device" or not planner.means.unified]
+    alone = [_smallest(planner, there, name) for name in names]
+    found = [needs for needs in alone if needs is not None]
+    if not found:
+        found = [needs for last in ("nvme", "host") if (needs := _of_several(planner, there, last))]
+    for more in dict.fromkeys(needs.without(there) for needs in found):
         parts = [
-            f"{format_bytes(getattr(more, name))} more of {words}"
-            for name, words in (("device", "the device"), ("host", "the host"), ("nvme", "NVMe"))
+            f"{format_bytes(getattr(more, name))} more of {_WORDS[name]}"
+            for name in reversed(_NAMES)
             if getattr(more, name)
         ]
         yield Remedy(before + " and ".join(parts), more)
 
 
-def _others(needs: Needs, name: str) -> list[int]:
-    return [getattr(needs, other) for other in ("device", "host", "nvme") if other != name]
+def _of_several(planner: Planner, there: Needs, last: str) -> Needs | None:
+    """Return the least of the device, then of the other tiers; all that is left of the `last`."""
+    order = [name for name in ("device", "host", "nvme") if name != last]
+    needs: Needs | None = there
+    for name in order if not planner.means.unified else order[1:]:
+        later = {
+            other: _PLENTY for other in ("host", "nvme") if other not in order or other == last
+        }
+        if name == "device":
+            later = dict.fromkeys(("host", "nvme"), _PLENTY)
+        assert needs is not None, "the loop goes on with what was found"
+        known = needs
+        enough = _smallest(planner, replace(known, **later), name)
+        if enough is None:
+            return None
+        needs = replace(known, **{name: getattr(enough, name)})
+    return None if needs is None else _smallest(planner, needs, last)
 
 
-def _needs_of_all(planner: Planner) -> Iterator[Needs]:
-    """Yield what the most frugal choices need."""
-    for choice in _frugal(planner):
-        needs = _needs(planner, choice)
-        if needs is not None:
-            yield needs
+def _least_of_each(planner: Planner) -> Needs:
+    """Return what each tier needs where the others have plenty."""
+    there = _there(planner)
+    found = {}
+    for name in _NAMES:
+        others = {other: _PLENTY for other in _NAMES if other != name}
+        if planner.means.unified:
+            others.pop("device", None)
+        plenty = replace(there, **others)
+        smallest = None
+        if not _with(planner, plenty).seems_to_fit():
+            smallest = _smallest(planner, plenty, name)
+        found[name] = getattr(smallest or there, name)
+    return Needs(**found)
 
 
-def _frugal(planner: Planner) -> Iterator[Choice]:
-    """Yield choices that need little of one tier or the other; with smaller subgroups, less of the
-    host for buffers.
-    """
-    trained = sum(
-        -(-each.numel // planner.means.ranks) for each in planner.training.ordered() if each.trained
-    )
-    tiers = [tier for tier in Tier if tier is not Tier.HOST or not planner.means.unified]
-    for tier in tiers if planner.parameters is None else [planner.parameters]:
-        strategies: list[tuple[Strategy, int]] = [(HostOnly(), _COARSE), (NvmeStreamed(), _COARSE)]
-        if tier is tiers[-1]:
-            strategies.append((NvmeStreamed(), _FINE))
-        if not planner.means.unified:
-            strategies.append((DeviceOnly(), _COARSE))
-        if planner.strategy is not None:
-            strategies = [(planner.strategy, count) for count in (_COARSE, _FINE)]
-        for strategy, count in strategies:
-            numel = planner.subgroup_numel or max(
-                trained // count // NORM_BLOCK * NORM_BLOCK, NORM_BLOCK
-            )
-            yield Choice(strategy=strategy, parameters=tier, subgroup_numel=numel)
+def _smallest(planner: Planner, there: Needs, name: str) -> Needs | None:
+    """Return what is there with the least of one tier that fits; None: no amount is enough."""
 
+    def raised(nbytes: float) -> Needs:
+        return replace(there, **{name: int(nbytes)})
 
-def _needs(planner: Planner, choice: Choice) -> Needs | None:
-    """Return what the choice needs at the least: each tier in turn is given what is asked for;
-    None: it never ends.
-    """
-    means = planner.means
-    sizing = planner.sizing(choice.subgroup_numel)
-    floor = replace(means.budget, device=0, host=0, nvme={_SOME_DRIVE: _PLENTY})
-    for _ in range(_MOST_RAISES):
-        tried = replace(planner, means=replace(means, budget=floor))
-        try:
-            sizing.limits(tried.left(sizing), choice.parameters)  # asks for the device at once
-            _, plan, _ = tried.placed(choice)
-        except CapacityError as error:
-            if error.tier not in {Tier.DEVICE.name, Tier.HOST.name}:
-                return None
-            name = Tier[error.tier].value
-            whole = getattr(tried.means.of_one_rank(), name) + max(error.asked - error.free, 1)
-            floor = replace(
-                floor, **{name: whole * (means.ranks if error.tier == Tier.HOST.name else 1)}
-            )
-            continue
-        return Needs(
-            0 if means.unified else floor.device, -(-floor.host // means.ranks), plan.demand.nvme
-        )
+    def seems(nbytes: float) -> bool:
+        return _with(planner, raised(nbytes)).seems_to_fit()
+
+    def fits(nbytes: float) -> bool:
+        return _with(planner, raised(nbytes)).fits()
+
+    low, high = float(getattr(there, name)), _most(planner)
+    if planner.strategy is not None:  # which estimates know nothing of
+        return raised(_bisected(fits, low, high)[1]) if fits(high) else None
+    if not seems(high):
+        return None
+    low, about = _bisected(seems, low, high)
+    if fits(about):
+        lower = about / _FURTHER[1]
+        if lower > getattr(there, name) and fits(lower):
+            _, about = _bisected(fits, max(lower / 1.1, getattr(there, name)), lower)
+        return raised(about)
+    low = about
+    for times in _FURTHER:
+        if fits(times * about):
+            _, enough = _bisected(fits, low, times * about)
+            return raised(enough)
+        low = times * about
     return None
+
+
+def _bisected(enough: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:
+    """Return a bracket of the least amount that is enough, where `low` is not and `high` is."""
+    while high > low * _CLOSE + 1:
+        middle = (low * high) ** 0.5 if low > high / 64 else high / 8
+        if enough(middle):
+            high = middle
+        else:
+            low = middle
+    return low, high
+
+
+def _most(planner: Planner) -> float:
+    """Return more bytes than all that there is to be held takes of any one tier."""
+    training = planner.training
+    each = 64 + 8 * training.accumulation_steps
+    return float(4 * each * training.model.numel + 4 * training.activation_bytes() + (1 << 34))
+
+
+def _with(planner: Planner, needs: Needs) -> Planner:
+    drives = {_SOME_DRIVE: needs.nvme} if needs.nvme else {}
+    budget = ResolvedBudget(device=needs.device, host=needs.host, nvme=drives)
+    return planner.with_budget(budget)
 
 
 # --- other settings -------------------------------------------------------------------------------
 
 
 def _left_open(planner: Planner) -> Iterator[Remedy]:
-    """Yield what need only be left to the planner, of what was asked for; or that all of it would
-    have to be.
-    """
+    """Yield which of the given settings the planner would have to choose itself, or all of them."""
     opened = {
         "--strategy auto": (planner.strategy, replace(planner, strategy=None)),
         "--parameters auto": (planner.parameters, replace(planner, parameters=None)),
         "no --subgroup": (planner.subgroup_numel, replace(planner, subgroup_numel=None)),
     }
     asked = {words: left_open for words, (given, left_open) in opened.items() if given is not None}
-    enough = [words for words, left_open in asked.items() if _fits(left_open)]
-    if not enough and len(asked) > 1 and _fits(Planner(planner.training, planner.means)):
+    enough = [words for words, left_open in asked.items() if left_open.fits()]
+    if not enough and len(asked) > 1 and Planner(planner.training, planner.means).fits():
         enough = [", ".join(asked)]
     yield from (
         Remedy(f"what is best, left to the planner ({words})", Needs(0, 0, 0)) for words in enough
@@ -235,47 +258,49 @@ def _left_open(planner: Planner) -> Iterator[Remedy]:
 def _other(planner: Planner) -> Iterator[Remedy]:
     """Yield changes of the training with which it fits as it is, those that cost least first."""
     nothing, training = Needs(0, 0, 0), planner.training
-    for words, changed in _changes(training):
+    for words, changed in _changes(planner):
         before, after = training.activation_bytes(), changed.activation_bytes()
-        if _fits(replace(planner, training=changed)):
-            saved = (
-                f", which saves {format_bytes(before - after)} of activations"
-                if after < before
-                else ""
-            )
-            yield Remedy(words + saved, nothing)
+        if replace(planner, training=changed).fits():
+            saved = f", which saves {format_bytes(before - after)} of activations"
+            yield Remedy(words + (saved if after < before else ""), nothing)
 
 
-def _changes(training: Training) -> Iterator[tuple[str, Training]]:
+def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
+    training = planner.training
     if not training.checkpointing and training.model.activations is not None:
         yield _CHECKPOINT, replace(training, checkpointing=True)
     if training.batch > 1:
         yield "a micro-batch of 1 (--batch 1)", replace(training, batch=1)
-    sequence = training.sequence // 2
-    while sequence >= 256 and training.model.activations is not None:
-        yield (
-            f"a sequence of {sequence} tokens (--sequence {sequence})",
-            replace(training, sequence=sequence),
-        )
-        sequence //= 4
+    sequence = _longest(planner)
+    if sequence:
+        shorter = replace(training, sequence=sequence)
+        logits = training.logits_bytes()
+        because = ""
+        if 2 * logits > training.activation_bytes():
+            because = f" (of the activations, {format_bytes(logits)} are logits)"
+        yield f"a sequence of {sequence} tokens{because} (--sequence {sequence})", shorter
     if training.formats.parameter is None:
         bf16 = replace(training, formats=Formats(parameter=FloatFormat.BF16))
         yield "parameters of 16 bits (--precision bf16)", bf16
     if len(training.state_names) > 1:
-        yield (
-            "an optimizer with one state (--optimizer lion)",
-            replace(training, state_names=training.state_names[:1]),
-        )
+        lion = replace(training, state_names=training.state_names[:1])
+        yield "an optimizer with one state (--optimizer lion)", lion
 
 
-def _fits(planner: Planner) -> bool:
-    with suppress(CapacityError):
-        planner.check_all()
-        for choice in _frugal(planner):
-            if planner.means.budget.nvme or not (
-                isinstance(choice.strategy, NvmeStreamed) or choice.parameters is Tier.NVME
-            ):
-                with suppress(CapacityError):
-                    planner.placed(choice)
-                    return True
-    return False
+def _longest(planner: Planner) -> int:
+    """Return the longest shorter sequence that fits, in steps of 128 tokens; 0 where none does."""
+    training = planner.training
+    if training.model.activations is None or training.sequence <= _SHORTEST:
+        return 0
+
+    def fits(count: int) -> bool:
+        shorter = replace(training, sequence=count * _TOKENS)
+        return replace(planner, training=shorter).fits()
+
+    low, high = _SHORTEST // _TOKENS, -(-training.sequence // _TOKENS)
+    if not fits(low):
+        return 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * _TOKENS

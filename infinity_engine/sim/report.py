@@ -14,7 +14,8 @@ from types import MappingProxyType
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Lane, Tier
 from infinity_engine.plan.step import Home, StepPlan
-from infinity_engine.sim.planner import Candidate, Decision, Planner
+from infinity_engine.sim.candidate import Candidate
+from infinity_engine.sim.planner import Decision, Planner
 from infinity_engine.sim.timeline import StepTimeline, rates_of_update
 
 __all__ = [
@@ -444,13 +445,11 @@ class _Holdings:
                     self._add(Tier.NVME, "gradients", nbytes * plan.resting.gradients)
                 elif drives or not sizing.unified:
                     self._add(Tier.HOST, "gradients", nbytes)
-                    if sizing.sums or not drives:
+                    if sizing.sums:
                         self._add(Tier.HOST, "sums of gradients", _SUMMED * segment.numel)
             goes_up = plan.steps.parameters is Tier.DEVICE and not sizing.unified
-            kept = each.index not in plan.resting.states and (
-                not drives or each.formats.parameter is not None
-            )
-            if goes_up and kept:
+            kept = each.index not in plan.resting.states
+            if goes_up and kept and each.formats.parameter is not None:
                 self._add(Tier.HOST, "new parameters", each.formats.width * each.numel)
 
     def _parameters(self) -> None:

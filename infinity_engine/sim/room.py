@@ -112,13 +112,13 @@ class MemoryEdges:
             return None
         if tier is Tier.HOST and sum(sizing.parameters) > budget.host:
             return None
-        numel = sum(each.numel for each in sizing.subgroups)
-        largest = max(each.numel for each in sizing.subgroups)
+        numel = sizing.numel
+        largest = sizing.largest.numel
         every = limits.device_bytes(numel)
         staged = limits.device_bytes(largest)  # a set
         # Gradients that stay take the place of activations; sums of them do not, and one more is
         # there to be added.
-        gradients = sizing.gradients_of(sizing.subgroups).values()
+        gradients = sizing.all_gradients.values()
         gradient = (4 * numel + max(gradients) if sizing.sums else sum(gradients)) / every
         activations = 0 if sizing.sums else sizing.activations
         at_home = tier is not Tier.DEVICE
@@ -126,7 +126,7 @@ class MemoryEdges:
             [sizing.deepest, _AHEAD * sizing.deepest, sum(sizing.parameters)] if at_home else [0]
         )
         # Fp32 parameters that stay on the device are the masters of residents.
-        one = max(sizing.subgroups, key=lambda subgroup: subgroup.numel)
+        one = sizing.largest
         states = sizing.states_bytes(one, Home.RESIDENT, tier) + limits.update_bytes * one.numel
         resident = states / limits.device_bytes(one.numel)
         allowed = limits.resident_bytes / every
@@ -232,16 +232,16 @@ def _on_host(
     """Yield where the host has no more room: for states in memory, and with drives for gradients in
     memory.
     """
-    numel = sum(each.numel for each in sizing.subgroups)
-    largest = max(sizing.subgroups, key=lambda each: each.numel)
+    numel = sizing.numel
+    largest = sizing.largest
     states = {
         home: sizing.states_bytes(largest, home, tier) / largest.numel
         for home in (Home.HOST, Home.VISITING)
     }
-    gradient = sum(sizing.gradients_of(sizing.subgroups).values()) / numel + (
-        4 if sizing.sums or not drives else 0
-    )
-    host = states[Home.HOST] + gradient + (sizing.width if tier is Tier.DEVICE else 0)
+    gradient = sum(sizing.all_gradients.values()) / numel
+    gradient += 4 if sizing.sums else 0
+    copied = tier is Tier.DEVICE and sizing.formats.parameter is not None
+    host = states[Home.HOST] + gradient + (sizing.width if copied else 0)
     left = budget.host / numel - (sum(sizing.parameters) / numel if tier is Tier.HOST else 0)
     if drives:
         passing = HOST_BUFFERS * states[Home.VISITING] * largest.numel / numel

@@ -21,7 +21,9 @@ from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import DriveRates, Lane, LaneClocks, OpTime, Rates, Tier
 from infinity_engine.plan.ops import CopyOp, Op, UpdateOp
 from infinity_engine.plan.step import Home
-from infinity_engine.sim.walking import TimedWalk
+from infinity_engine.schedule.executor import Walk
+from infinity_engine.sim.walking import TimedCarrier
+from infinity_engine.telemetry import NullTelemetry
 
 __all__ = [
     "Phase",
@@ -197,13 +199,13 @@ def time_quickest_step(
     """Return the same, and whether the update goes on beside the next forward, which the training
     may leave open.
 
-    Where parameters are fetched and states visit, a step may be longer so (decision 0016). Only the
-    seconds of a forward tell, so without a rate of computing nothing is changed.
+    Some steps are longer so (decision 0016): the thread that updates also waits for parameters.
+    Only the seconds of a forward tell, so without a rate of computing nothing is changed.
     """
     modules = _needs(plan, sizing, training)
-    timeline = _TimedStep(plan, sizing, training, means, modules).run()
-    may_be_longer = plan.steps.staging_bytes and plan.steps.parameters is not Tier.DEVICE
-    if training.overlap is None and may_be_longer and means.compute_rate(training) is not None:
+    beside = _TimedStep(plan, sizing, training, means, modules)
+    timeline = beside.run()
+    if training.overlap is None and beside.deferred and means.compute_rate(training) is not None:
         apart = _TimedStep(plan, sizing, replace(training, overlap=False), means, modules).run()
         if apart.ns < timeline.ns:
             return apart, False
@@ -245,7 +247,7 @@ class _TimedStep:
         self._checkpointing = training.checkpointing
         self._limit = plan.demand.fetched
         self._modules = modules
-        self._deferred = training.overlap is not False and _defers(plan, self._modules, means)
+        self.deferred = training.overlap is not False and _defers(plan, self._modules, means)
         self._durations: dict[tuple[int, int], int] = {}  # modules are mostly alike
         self._clocks = LaneClocks(self._rates_of_update(means), free=self._free)
         # Says what a transfer takes while nothing goes the other way.
@@ -260,11 +262,12 @@ class _TimedStep:
         # bytes of these that are not free before the second's time
         self._leaving: deque[tuple[int, int]] = deque()
         self._at = 0  # the next op of the plan
+        self._thread = TimedCarrier(self._clocks, self._note)  # which calls the modules
         self._update_ns = 0
         self._update_busy_ns: dict[Lane, int] = {}
 
     def run(self) -> StepTimeline:
-        deferred = self._deferred
+        deferred = self.deferred
         if not deferred:
             self._go_on(len(self._plan.steps.ops))
         begin_ns = 0 if deferred else self._update_ns
@@ -314,7 +317,7 @@ class _TimedStep:
             if op.lane not in self._free:
                 amounts[op.lane] = amounts.get(op.lane, 0) + op.amount
         computing_s = 0.0
-        if self._deferred and self._compute is Lane.HOST:
+        if self.deferred and self._compute is Lane.HOST:
             computing_s = (
                 sum(self._duration_ns(needs.flops, 0) for needs in self._modules) / _NS_PER_S
             )
@@ -385,7 +388,10 @@ class _TimedStep:
         While one waits that stays on the device, what comes later is updated on the host; while one
         waits that is fetched, one subgroup.
         """
-        walk = TimedWalk(self._plan.steps, self._clocks, self._note)
+        for lane in dict.fromkeys(op.lane for op in self._plan.steps.ops):
+            # A missing rate is refused here: within the walk it would be a failed op.
+            self._clocks.duration_ns(lane, 0)
+        walk = Walk(self._plan.steps, self._thread, NullTelemetry())
         walk.poll()
         self._fetch_ahead(0, walk)
         end_ns = 0
@@ -394,17 +400,17 @@ class _TimedStep:
                 self._provide(number, walk)
                 self._fetch_ahead(number + 1, walk)
             else:
-                while not walk.has_arrived(needs.subgroups):
+                while not all(map(walk.has_arrived, needs.subgroups)):
                     if not walk.poll():
                         walk.arrive(needs.subgroups)
             end_ns = self._work(
-                self._compute, self._duration_ns(needs.flops, 0), walk.now_ns
+                self._compute, self._duration_ns(needs.flops, 0), self._thread.now_ns
             ).end_ns
             self._use(number, needs, end_ns)
         walk.finish()
-        return max(end_ns, walk.now_ns)
+        return max(end_ns, self._thread.now_ns)
 
-    def _provide(self, number: int, walk: TimedWalk) -> None:
+    def _provide(self, number: int, walk: Walk) -> None:
         """Let the thread wait until what a module needs has been updated, and is there."""
         needs = self._modules[number]
         walk.poll()
@@ -413,15 +419,15 @@ class _TimedStep:
             walk.arrive(needs.subgroups)
             while self._limit - self._held < needs.fetched and self._give_up(number):
                 pass
-            while not self._has_room(needs.fetched, walk):
+            while not self._has_room(needs.fetched):
                 if not self._give_up(number):
                     walk.finish()
                     self._staged = 0
                     break
-            self._fetch_now(number, walk)
-        walk.wait_until(self._present[number][1])
+            self._fetch_now(number)
+        self._thread.wait_until(self._present[number][1])
 
-    def _fetch_ahead(self, start: int, walk: TimedWalk) -> None:
+    def _fetch_ahead(self, start: int, walk: Walk) -> None:
         """Begin to fetch what the modules from one on need, as far as there is room for it and it
         has been updated.
         """
@@ -436,14 +442,14 @@ class _TimedStep:
                     return
                 left += given
             left -= needs.fetched
-            if walk.has_arrived(needs.subgroups):
-                if not self._has_room(needs.fetched, walk):
+            if all(map(walk.has_arrived, needs.subgroups)):
+                if not self._has_room(needs.fetched):
                     return
-                self._fetch_now(number, walk)
+                self._fetch_now(number)
 
-    def _fetch_now(self, number: int, walk: TimedWalk) -> None:
+    def _fetch_now(self, number: int) -> None:
         assert self._link is not None, "a device with memory of its own has links"
-        needs, after_ns = self._modules[number], walk.now_ns
+        needs, after_ns = self._modules[number], self._thread.now_ns
         if needs.read:
             after_ns = self._move(Lane.NVME_READ, needs.read, after_ns).end_ns
         self._use(number, needs, self._move(self._link, needs.fetched, after_ns).end_ns)
@@ -463,12 +469,12 @@ class _TimedStep:
         self._leaving.append((nbytes, self._clocks.free_ns(self._compute)))
         return nbytes
 
-    def _has_room(self, nbytes: int, walk: TimedWalk) -> bool:
+    def _has_room(self, nbytes: int) -> bool:
         """Tell whether staging sets leave the device room for so much; what is leaving is waited
         for.
         """
         while True:
-            while self._leaving and self._leaving[0][1] <= walk.now_ns:
+            while self._leaving and self._leaving[0][1] <= self._thread.now_ns:
                 self._leaving.popleft()
             left = (
                 self._for_update
@@ -478,7 +484,7 @@ class _TimedStep:
             )
             if nbytes <= left or not self._leaving:
                 return nbytes <= left
-            walk.wait_until(self._leaving[0][1])
+            self._thread.wait_until(self._leaving[0][1])
 
     # ----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from infinity_engine.storage.transfer import (
     Hops,
     IOEvent,
     IOHop,
-    Stage,
+    PlannedHop,
     Transfer,
     transfer_error,
 )
@@ -21,7 +21,7 @@ __all__ = [
     "IOEvent",
     "IOHop",
     "Place",
-    "Stage",
+    "PlannedHop",
     "SwapFile",
     "Traffic",
     "Transfer",

@@ -1,8 +1,8 @@
-"""`BlockSums`: the crc32c of each block of what was written to one place, to compare with what is
+"""`BlockSums`: the crc32c of each block that was written to one place, to compare with what is
 read.
 
-Arithmetic over memory; knows no files. Blocks are counted from the place's first byte, so what is
-written or read in parts is cut where a block begins.
+Arithmetic over memory; knows no files. Blocks are counted from the place's first byte, so reads and
+writes of parts are cut where a block begins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["BlockDamage", "BlockSums"]
 
 
 class BlockDamage(NamedTuple):
-    """A block that is not as it was written: `nbytes` from `start` on of the place."""
+    """A block that differs from what was written: `nbytes` from `start` on of the place."""
 
     start: int
     nbytes: int
@@ -38,9 +38,8 @@ class BlockSums:
         end = start + nbytes
         if start % self._block or (end % self._block and end != self._nbytes):
             raise ValueError(
-                f"bytes {start} to {end} of {self._nbytes} cannot be checked by themselves: they "
-                "are not whole blocks "
-                f"of {self._block} B"
+                f"bytes {start} to {end} of {self._nbytes} cannot be checked alone: checksums are "
+                f"of whole blocks of {self._block} B. Cut where a block begins"
             )
 
     def put(self, start: int, memory: Memory) -> None:
@@ -50,7 +49,9 @@ class BlockSums:
         self._sums[first : first + len(sums)] = sums
 
     def damage(self, start: int, memory: Memory) -> BlockDamage | None:
-        """Return the first block of what was read from `start` on that is not as it was written."""
+        """Return the first block of what was read from `start` on that differs from what was
+        written.
+        """
         sums = self._of(memory)
         first = start // self._block
         written = self._sums[first : first + len(sums)]

@@ -1,8 +1,8 @@
-"""`SwapFile`: this rank's bytes on the drives: one `deepnvme.Volume` without names, gone when it is
-closed.
+"""`SwapFile`: this rank's bytes on the drives: one `deepnvme.Volume` without names, deleted when it
+is closed.
 
-Takes of the budget's NVMe bytes what it is told to, hands out places in them and moves bytes
-between these and host memory. What lies where is the records' business.
+Reserves bytes of the budget's NVMe, allocates places in them and moves bytes between these and host
+memory. Records know what lies where.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where `nbytes` lie on the drives; `sums` are of what they are a part of, from its byte
-    `start` on.
+    """Where `nbytes` lie on the drives. It begins at byte `start` of the data that `sums` are
+    of.
     """
 
     extents: tuple[Extent, ...]
@@ -66,13 +66,13 @@ class Traffic(NamedTuple):
 
 
 class SwapFile:
-    """Space for swapped bytes: `sizes` maps directories to what is taken of each, the file's header
-    page included.
+    """Space for swapped bytes: `sizes` maps directories to the bytes taken of each, the file's
+    header page included.
 
-    `rates` are the directories' speeds beside one another, in any unit; measured where they are not
-    given. `queue` is used where given and stays open; otherwise the swap file has its own. What the
-    queue may take for itself, to copy through, counts as HOST; two swap files with one queue both
-    count it. With a `checksum`, what is read is compared with what was written. A context manager.
+    `rates` are the directories' speeds relative to one another, in any unit; measured where they
+    are not given. A given `queue` stays open; otherwise the swap file has its own. The buffers
+    through which the queue may copy count as HOST; two swap files with one queue both count them.
+    With a `checksum`, what is read is compared with what was written. A context manager.
     """
 
     def __init__(
@@ -112,12 +112,16 @@ class SwapFile:
         self.queue = IOQueue() if queue is None else queue
         self._owns_queue = queue is None
         try:
-            self._reserve_host(sizes, ledger, holder)
+            # The queue seldom has to copy, but then it takes all of this for each drive.
+            nbytes = self.host_bytes(sizes, self.queue)
+            self._host = ledger.reserve(Tier.HOST, nbytes, holder=f"I/O of the {holder}")
+            self._host.hold(nbytes)
             for directory, nbytes in sizes.items():
                 self._drives[directory] = ledger.reserve(
                     Tier.NVME, nbytes, holder=holder, directory=directory
                 )
                 self._drives[directory].hold(align_down(nbytes, PAGE))
+            # The first page of each file is its header, so the members have one page less.
             self._volume = Volume.temporary(
                 [
                     Member(
@@ -142,14 +146,19 @@ class SwapFile:
 
     @staticmethod
     def host_bytes(directories: Iterable[str], queue: IOQueue) -> int:
-        """Return what the queue may take of the host for their drives, when something has to be
-        copied.
+        """Return the host bytes that the queue may take for these drives' buffers, when something
+        has to be copied.
         """
         drives = {
             Path(directory).stat().st_dev: queue.settings_for(directory)
             for directory in directories
         }
         return sum(settings.inflight_bytes for settings in drives.values())
+
+    @property
+    def io_bytes(self) -> int:
+        """What is reserved of the host for copies that the queue makes."""
+        return 0 if self._host is None else self._host.nbytes
 
     @property
     def capacity(self) -> int:
@@ -162,7 +171,7 @@ class SwapFile:
         return self._volume.free_bytes
 
     def traffic(self) -> dict[str, Traffic]:
-        """Return what was submitted since it was made, by directory. A closed one still knows."""
+        """Return the bytes submitted so far, by directory. Works after close(), too."""
         members = zip(self._directories, self._volume.stats(), strict=True)
         return {
             directory: Traffic(stats.read_bytes, stats.written_bytes)
@@ -170,13 +179,11 @@ class SwapFile:
         }
 
     def grow(self, sizes: Mapping[str, int]) -> None:
-        """Take more of the drives: so many bytes, in whole pages, of each directory named.
-
-        Keeps what lies there.
+        """Take more of the drives: so many bytes, in whole pages, of each directory named. Keeps
+        what lies there.
 
         Raises:
-            CapacityError: that is more than is left of the budget, or of a drive. Nothing was
-                taken.
+            CapacityError: the budget, or a drive, has less left. Nothing was taken.
         """
         more = {directory: align_down(nbytes, PAGE) for directory, nbytes in sizes.items()}
         unknown = more.keys() - set(self._directories)
@@ -198,14 +205,14 @@ class SwapFile:
             raise
 
     def trim(self) -> None:
-        """Give the drives back what is free behind the last place in use; a directory keeps a page
-        for use.
+        """Give the drives the free space behind the last place in use; a directory keeps one
+        page.
         """
         self._give_back_of_drives(dict(zip(self._directories, self._volume.trim(), strict=True)))
 
     def allocate(self, nbytes: int, *, holder: str, block_bytes: int = CHECKSUM_BYTES) -> Place:
-        """Take room for `nbytes`, which are written and read as a whole, or in parts of so many
-        `block_bytes`.
+        """Allocate a place for `nbytes`, which are written and read as a whole, or in parts of
+        whole blocks of `block_bytes`.
 
         Raises:
             CapacityError: there is not so much. Nothing was taken.
@@ -224,21 +231,22 @@ class SwapFile:
                 free=full.free,
                 limit=self.capacity,
                 holders=tuple(held.items()),
-                change=f"plan more of the drives for the swap file, or less for {holder}",
+                change=f"give the swap file more bytes of the drives, or store less for {holder}",
             ) from full
         if place.extents:
             self._holders[place] = holder
         return place
 
     def release(self, place: Place) -> None:
-        """Give room back, all of what was taken at once. Every read and write of it has ended."""
+        """Give back a place as it was allocated. All reads and writes of it must have ended."""
         self._volume.release(place.extents)
         self._holders.pop(place, None)
 
     def read(self, place: Place, into: memoryview | Memory, *, what: str = "") -> IOHop:
-        """Begin to read all of `place`; an error says `what` it is.
+        """Begin to read all of `place`; an error names the data by `what`.
 
-        With checksums, who waits for it first compares, before anybody changes what was read.
+        With checksums, the first wait for it compares, which must be before any code changes what
+        was read.
         """
         futures = self._volume.pread(place.extents, into)
         if place.sums is None:
@@ -250,16 +258,16 @@ class SwapFile:
         )
 
     def write(self, place: Place, source: memoryview | Memory, *, what: str = "") -> IOHop:
-        """Begin to write all of `place`; an error says `what` it is."""
+        """Begin to write all of `place`; an error names the data by `what`."""
         futures = self._volume.pwrite(place.extents, source)
         if place.sums is not None:
+            # Beside the write that is under way already: both only read the memory.
             place.sums.put(place.start, memory_of(source, writable=False))
         return IOHop(futures, what)
 
     def close(self) -> None:
-        """Wait for reads and writes, and give the drives' room back.
-
-        Again: does nothing, or what is left to do.
+        """Wait for reads and writes, and give the drives' space back. Again: does nothing, or the
+        rest.
         """
         self._volume.close()
         self._give_back()
@@ -280,7 +288,7 @@ class SwapFile:
     def _damage(
         self, place: Place, sums: BlockSums, memory: Memory, what: str
     ) -> DamageError | None:
-        """Return the error for what was read into this memory, None where it is what was
+        """Return the error for what was read into this memory; None where it is what was
         written.
         """
         damage = sums.damage(place.start, memory)
@@ -288,7 +296,7 @@ class SwapFile:
             return None
         lies = slices(place.extents, damage.start - place.start, damage.nbytes)
         (path, offset), *others = [
-            (str(self._volume.paths[each.member]), each.offset) for each in lies
+            (str(self._volume.paths[extent.member]), extent.offset) for extent in lies
         ]
         return DamageError(
             errno=errno.EBADMSG,
@@ -302,16 +310,8 @@ class SwapFile:
             others=tuple(others),
         )
 
-    def _reserve_host(self, directories: Iterable[str], ledger: Ledger, holder: str) -> None:
-        """Count what the queue takes for each drive when something has to be copied: seldom, but
-        then all of it.
-        """
-        nbytes = self.host_bytes(directories, self.queue)
-        self._host = ledger.reserve(Tier.HOST, nbytes, holder=f"I/O of the {holder}")
-        self._host.hold(nbytes)
-
     def _drive_is_full(self, error: VolumeError, more: Mapping[str, int]) -> CapacityError:
-        """Return the error for a drive that has less than the budget says."""
+        """Return the error for a drive that has less free than the budget says."""
         directory = next(
             (name for name in more if Path(name) == Path(error.filename or "")),
             self._directories[0],

@@ -1,9 +1,8 @@
-"""`Transfer`: one move under way, as a chain of hops.
-
-Ends in a byte count, or in the error that says what stopped it.
+"""`Transfer`: one move under way, as a chain of hops. Ends in a byte count, or in the error that
+stopped it.
 
 Starts a hop when the one before has ended, in the thread that polls or waits and in no other; so
-what is started when depends on the caller alone. Completion belongs to each hop: nothing waits for
+the caller alone determines what starts when. Completion belongs to each hop: nothing waits for
 everything and compares counts.
 """
 
@@ -22,23 +21,24 @@ from infinity_engine.kept_errors import again, kept
 if TYPE_CHECKING:
     from infinity_engine.accel import Event
 
-__all__ = ["CopyHop", "Hop", "Hops", "IOEvent", "IOHop", "Stage", "Transfer", "transfer_error"]
+__all__ = ["CopyHop", "Hop", "Hops", "IOEvent", "IOHop", "PlannedHop", "Transfer", "transfer_error"]
 
 
 class Hop(Protocol):
-    """One way that bytes go at once: an I/O, a copy."""
+    """Bytes in flight over one link: an I/O or a copy."""
 
     def done(self) -> bool:
         """Tell whether it has ended."""
 
     def wait(self) -> int:
-        """Wait until all of it has; return the bytes moved, or raise what stopped it."""
+        """Wait until it has ended; return the bytes moved, or raise the error that stopped it."""
 
 
 class IOHop:
     """Reads or writes that belong together: the pieces of one buffer on several drives.
 
-    `check` is called when all of them have ended well; it returns what is wrong with what was read.
+    `check` is called when all of them have ended well; it returns the error in what was read, if
+    there is one.
     """
 
     def __init__(
@@ -67,18 +67,15 @@ class IOHop:
                 failed = failed or error
                 kept(error)  # each future keeps its own
         if failed is not None:
-            self._check = None  # it holds the memory that was to be read into
+            self._check = None  # it refers to the memory that was to be read into
             raise transfer_error(failed, self._what) from failed.with_traceback(None)
-        self._look()
+        # Checked once: after this wait the caller may change what was read.
+        if self._check is not None:
+            self._wrong = self._check()
+            self._check = None  # after the check: an interrupted one is repeated
         if self._wrong is not None:
             raise again(self._wrong)
         return moved
-
-    def _look(self) -> None:
-        """Check what was read, once: after that, the caller may change it."""
-        if self._check is not None:
-            self._wrong = self._check()
-            self._check = None  # after it: an interrupted one is done again
 
 
 class Hops:
@@ -145,11 +142,10 @@ class CopyHop:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """A hop that is to come: how to start it, what is so when it has ended, and what is so again
-    when it failed.
+class PlannedHop:
+    """A hop that has not begun: how to start it, and what to note when it has ended or failed.
 
-    `undo` is called when it failed, and when it never began as one before it did.
+    `undo` is called when it failed, and when it never began because an earlier hop failed.
     """
 
     start: Callable[[], Hop | None]  # None: there is nothing to move
@@ -158,18 +154,18 @@ class Stage:
 
 
 class Transfer:
-    """The stages of one move, in order.
-
-    Driven by one thread, which polls it or waits for its result.
+    """The hops of one move, in order. One thread drives it, by polling it or waiting for its
+    result.
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[PlannedHop]) -> None:
+        # Reversed, as the next one is popped from the end.
         self._stages = list(reversed(stages))
-        self._stage: Stage | None = None
+        self._stage: PlannedHop | None = None
         self._hop: Hop | None = None
         self._moved = 0
         self._error: BaseException | None = None
-        self._told = False
+        self._reported = False
         self.poll()
 
     @property
@@ -177,26 +173,26 @@ class Transfer:
         """The event of the copy that is under way, for streams that are to wait for it; None before
         and after it.
 
-        Behind it the record's `arriving` has the bytes.
+        When it has passed, the record's `arriving` has the bytes.
         """
         return self._hop.event if isinstance(self._hop, CopyHop) else None
 
     @property
     def error(self) -> BaseException | None:
-        """What stopped it, None until something has."""
+        """The error that stopped it; None while there is none."""
         return self._error
 
     @property
-    def untold(self) -> BaseException | None:
-        """What stopped it, as long as `result` has not raised it."""
-        return None if self._told else self._error
+    def unreported(self) -> BaseException | None:
+        """The error that stopped it, until `result` has raised it."""
+        return None if self._reported else self._error
 
     def done(self) -> bool:
         """Tell whether it has ended, well or not. Starts nothing."""
         return self._stage is None and not self._stages
 
     def poll(self) -> bool:
-        """Start what has become possible; tell whether it has ended. Does not wait."""
+        """Start what can start without waiting; tell whether the transfer has ended."""
         while not self.done():
             if self._stage is None:
                 self._begin()
@@ -210,11 +206,11 @@ class Transfer:
         """Wait until it has ended; return the bytes of all hops.
 
         Raises:
-            TransferError: a hop failed. What was to be moved is where it was before that hop.
+            TransferError: a hop failed. The data is where it was before that hop.
         """
         self.wait()
         if self._error is not None:
-            self._told = True
+            self._reported = True
             raise again(self._error)
         return self._moved
 
@@ -233,15 +229,16 @@ class Transfer:
         except Exception as error:
             self._stop(stage, transfer_error(error) if isinstance(error, NVMeError) else error)
         except BaseException:
-            # an interrupt, raised at once; whoever asks later learns that the move ended
+            # An interrupt, raised at once. A later call of result() raises that the move was
+            # cancelled.
             self._stop(stage, transfer_error(CancelledError()))
-            self._told = True
+            self._reported = True
             raise
         else:
             self._stage = stage
 
     def _end(self) -> None:
-        """Wait for the hop that is under way, and say what is so now."""
+        """Wait for the hop under way, and note its end."""
         assert self._stage is not None, "only a stage that began can end"
         try:
             moved = self._hop.wait() if self._hop is not None else 0
@@ -252,18 +249,19 @@ class Transfer:
             self._moved += moved
             stage.finish()
 
-    def _stop(self, stage: Stage, error: BaseException) -> None:
+    def _stop(self, stage: PlannedHop, error: BaseException) -> None:
         self._stage = self._hop = None
+        # The one that failed first, then those that never began, in their order.
         failed = [stage, *reversed(self._stages)]
         self._stages.clear()
         self._error = kept(error)
-        for each in failed:
-            each.undo()
+        for undone in failed:
+            undone.undo()
 
 
 def transfer_error(error: NVMeError | CancelledError, what: str = "") -> TransferError:
-    """Return the engine's own error for one of deepnvme's; `what` names the bytes that were on
-    their way.
+    """Return the engine's own error for one of deepnvme's; `what` names the data that was in
+    flight.
     """
     if isinstance(error, CancelledError):
         return TransferError(errno=errno.ECANCELED, path="", offset=0, asked=0, done=0, what=what)

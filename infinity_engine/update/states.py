@@ -28,9 +28,9 @@ from infinity_engine.optim import (
     Segment,
     Subgroup,
     SubgroupState,
+    Values,
     update_records,
 )
-from infinity_engine.optim import Stream as Values
 from infinity_engine.parameters.parameters import TrainedParameter
 from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import (
@@ -46,8 +46,16 @@ from infinity_engine.plan.ops import (
     UploadStates,
 )
 from infinity_engine.plan.step import Home, StepPlan
-from infinity_engine.progress import Teller
+from infinity_engine.progress import ProgressReporter
 from infinity_engine.storage import IOEvent, Place
+from infinity_engine.update.captured import (
+    CapturedPiece,
+    CapturedRun,
+    CapturedStates,
+    CapturedSubgroup,
+    RunInMemory,
+    RunOnDrives,
+)
 from infinity_engine.update.swapping import BufferedSubgroup, SwappedStates
 
 __all__ = ["Receiver", "StateKeeper", "StepInputs", "piece_numbers"]
@@ -119,6 +127,7 @@ class StateKeeper:
         self._lanes = lanes
         self._inputs: StepInputs | None = None
         self._receiver: Receiver | None = None
+        self._before_change: Callable[[int], None] = _nothing
         # The new step counts of what this step has updated. They count only from its end on: an
         # interrupted step repeats the others with the counts that these had before.
         self._done: dict[int, list[int]] = {}
@@ -270,13 +279,17 @@ class StateKeeper:
         self._receiver = receiver
 
     def begin(
-        self, originals: _Originals, rules: Sequence[Rule], previous: PreviousStates, teller: Teller
+        self,
+        originals: _Originals,
+        rules: Sequence[Rule],
+        previous: PreviousStates,
+        reporter: ProgressReporter,
     ) -> None:
         """Write the first masters, from `originals` in fp32, and moments: `previous` ones, or the
         rule's initial state.
         """
         total = sum(self._nbytes(held.subgroup, held.home) for held in self._held.values())
-        with teller.part("making optimizer states", total) as made:
+        with reporter.part("making optimizer states", total) as made:
             self._begin(originals, rules, previous, made)
 
     def _begin(
@@ -355,23 +368,43 @@ class StateKeeper:
         """The names of the moments."""
         return self._state_names
 
-    def segments(self) -> list[Segment]:
-        """Return all segments, in the order of `read_segments` and `overwrite_segments`."""
-        return [segment for held in self._held.values() for segment in held.subgroup.segments]
+    def before_changes(self, call: Callable[[int], None]) -> None:
+        """Call this with the index of each subgroup before its states change where they rest."""
+        self._before_change = call
 
-    def read_segments(self, show: Callable[[Segment, Mapping[str, torch.Tensor]], None]) -> None:
-        """Call `show` with each segment's master and moments. `show` may keep no view of them."""
-        for held in self._held.values():
-            # A function of its own: its frame has the last views of the subgroup's buffer, and the
-            # buffer must be free before the next subgroup is read.
-            self._show_segments(held, show)
+    def capture(self) -> CapturedStates:
+        """Return the states as they are now, in the order in which the next update changes them."""
+        updates = [op for op in self._plan.ops if isinstance(op, UpdateOnHost | UpdateOnDevice)]
+        order = dict.fromkeys([*(op.subgroup for op in updates), *self._held])
+        return CapturedStates([self._captured(self._held[index]) for index in order])
 
-    def _show_segments(
-        self, held: _Held, show: Callable[[Segment, Mapping[str, torch.Tensor]], None]
-    ) -> None:
-        with self._in_memory(held) as (flat, buffered):
-            for index, segment in enumerate(held.subgroup.segments):
-                show(segment, dict(self._pieces(held, index, flat, buffered)))
+    def _captured(self, held: _Held) -> CapturedSubgroup:
+        index, swapped, names = held.subgroup.index, self._swapped, self._state_names
+        numbered = [
+            (number, segment)
+            for number, segment in enumerate(held.subgroup.segments)
+            if segment.numel
+        ]
+        runs: list[CapturedRun] = []
+        if not self._in_place(held.subgroup, held.home):
+            names = ("master", *names)
+        else:
+            for number, segment in numbered:
+                master = CapturedPiece(segment, "master")
+                place = swapped.values_place(index, number)
+                if place is not None:
+                    runs.append(RunOnDrives((master,), place, swapped.read))
+                else:
+                    runs.append(RunInMemory(master, self._target_bytes(held, number)))
+        pieces = [CapturedPiece(segment, name) for name in names for _, segment in numbered]
+        if held.lease is not None:
+            flat = held.lease.flat()
+            for piece in pieces:
+                first = names.index(piece.stream) * held.subgroup.numel + piece.segment.offset
+                runs.append(RunInMemory(piece, flat[4 * first :][: piece.nbytes]))
+        elif (place := swapped.states_place(index)) is not None:
+            runs.append(RunOnDrives(tuple(pieces), place, swapped.read))
+        return CapturedSubgroup(index, tuple(runs))
 
     def overwrite_segments(
         self, fill: Callable[[Segment, Mapping[str, torch.Tensor], torch.Tensor | None], None]
@@ -443,6 +476,8 @@ class StateKeeper:
         with `write_values` also the values that modules compute with.
         """
         index = held.subgroup.index
+        if write_states or write_values:
+            self._before_change(index)
         if not self._swapped.has(index):
             assert held.lease is not None, "states that are not on drives have a lease"
             yield held.lease.flat(), None
@@ -532,6 +567,7 @@ class StateKeeper:
         """Update a subgroup in its buffer; return the step counts that it gets when it is
         adopted.
         """
+        self._before_change(index)
         held = self._held[index]
         state = self._state_in(self._states_of(held), held, held.steps)
         op = UpdateOnHost(subgroup=index, params=held.subgroup.numel)
@@ -563,6 +599,8 @@ class StateKeeper:
     def carry_out(self, op: Op, after: Sequence[Event]) -> Event | IOEvent | None:
         """Submit an op. An update on the host is done on return."""
         held = self._held[op.subgroup]
+        if isinstance(op, UpdateOnHost | UpdateOnDevice | DownloadStates | StoreStates):
+            self._before_change(op.subgroup)
         if isinstance(op, StoreStates):
             return self._swapped.store(op)
         if isinstance(op, LoadStates):
@@ -871,6 +909,10 @@ class StateKeeper:
                     self._target_bytes(held, number),
                     source[width * segment.offset :][: width * segment.numel],
                 )
+
+
+def _nothing(_index: int) -> None:
+    """Let a subgroup change at once."""
 
 
 def _part(values: torch.Tensor, segment: Segment) -> torch.Tensor:

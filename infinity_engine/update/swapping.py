@@ -384,6 +384,23 @@ class SwappedStates:
         """Begin to write a borrowed subgroup's states, and its values that are on the drives."""
         return IOEvent(buffered.start(self._swap.write, self._pieces_of(index, buffered)))
 
+    def states_place(self, index: int) -> Place | None:
+        """Return where the states of a subgroup are on the drives; None if they are in memory."""
+        return self._places.states.get(index)
+
+    def values_place(self, index: int, number: int) -> Place | None:
+        """Return where the values of a segment are on the drives; None if they are in memory."""
+        if index not in self._layouts or number not in self._layouts[index].values:
+            return None
+        segment = self._subgroups[index].segments[number]
+        width = self._subgroups[index].formats.width
+        place = self._places.values[segment.parameter]
+        return place.part(width * segment.first_element, width * segment.numel)
+
+    def read(self, place: Place, into: memoryview) -> Hop:
+        """Begin to read a place, or a part of one. Any thread may call it."""
+        return self._swap.read(place, into, what="states for a checkpoint")
+
     def close(self) -> None:
         """Return all memory and all places."""
         self.end_step()

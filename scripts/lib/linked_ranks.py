@@ -103,7 +103,6 @@ def _fetch(groups: Sequence[ShardGroup], link: Link, ranks: Collectives) -> floa
     for group, home, mine, into, wire in zip(groups, at_home, there, whole, wires, strict=True):
         link.copy(mine, home)
         group.gather([mine], [into], wire=wire if wire.numel() else None).wait()
-        group.release()
     ranks.agree("the end")
     took = time.perf_counter() - began
     for at, into in enumerate(whole):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
+from infinity_engine.checkpoint import directory as directory_module
 from infinity_engine.errors import ConfigError, IncompleteCheckpoint, TransferError
 from support.nvme_disks import DiskUnavailableError, loop_ext4
 from support.saved_streams import parameters_of, save, values_of
@@ -49,6 +50,36 @@ def test_a_damaged_pointer_does_not_hide_checkpoints(tmp_path: Path, content: st
     assert CheckpointDirectory(tmp_path).latest() == "step-1"
     (tmp_path / "latest").unlink()
     assert CheckpointDirectory(tmp_path).latest() == "step-1"
+
+
+def test_a_run_that_went_back_keeps_its_newer_checkpoints(tmp_path: Path) -> None:
+    values = values_of(PARAMETERS)
+    for hour, step in enumerate((200, 300, 150, 160)):  # it went back to one of step 100
+        created = f"2026-01-01T{hour:02}:00:00.000000+00:00"
+        save(tmp_path, f"step-{step}", PARAMETERS, values, step=step, created=created)
+    directory = CheckpointDirectory(tmp_path)
+    (tmp_path / "latest").unlink()
+    assert directory.latest() == "step-160"
+    assert directory.retire(2) == ["step-200", "step-300"]
+    assert directory.tags() == ["step-150", "step-160"]
+
+
+def test_a_step_that_was_saved_before_gets_another_tag(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    assert directory.free_tag("step-1") == "step-1"
+    for tag in ("step-1", "step-1.2"):
+        assert directory.free_tag("step-1") == tag
+        save(tmp_path, tag, PARAMETERS, values_of(PARAMETERS), step=1)
+    assert directory.free_tag("step-1") == "step-1.3"
+
+
+def test_directories_that_a_save_makes_survive_a_power_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(directory_module, "sync_directory", synced.append)
+    CheckpointDirectory(tmp_path / "runs" / "mine").begin("one")
+    assert synced == [tmp_path / "runs", tmp_path]
 
 
 def test_a_tag_that_exists_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from infinity_engine.checkpoint import CheckpointReader, Kind
 from infinity_engine.checkpoint.export import Dtype, export
-from infinity_engine.errors import ConfigError
+from infinity_engine.checkpoint.rounding import converted
+from infinity_engine.errors import CheckpointError, ConfigError
 from support.saved_streams import parameters_of, save, values_of
 
 if TYPE_CHECKING:
@@ -126,3 +127,36 @@ def test_weights_that_are_there_already_are_left_alone(tmp_path: Path) -> None:
     with CheckpointReader(path) as reader, pytest.raises(ConfigError, match=r"model\.safetensors"):
         export(reader, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"mine"
+
+
+def test_fp64_is_rounded_once_to_nearest_even() -> None:
+    random = np.random.default_rng(0)
+    ties = np.array([1 + 2**-8 + 2**-40, 1 + 2**-8 - 2**-40, 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8])
+    values = np.concatenate([ties, random.standard_normal(10_000), SPECIAL.astype(np.float64)])
+    found = converted(values.view(np.uint8), "F64", "BF16").view(np.uint16)
+    for value, bits in zip(values, found.tolist(), strict=True):
+        got = (np.array([bits], np.uint32) << 16).view(np.float32)[0]
+        if not np.isfinite(got):
+            assert np.isnan(value) == np.isnan(got)
+            continue
+        below, above = (
+            (np.array([near], np.uint32) << 16).view(np.float32)[0]
+            for near in (max(bits - 1, 0), bits + 1)
+        )
+        distance = abs(float(got) - value)
+        for other in (below, above):
+            if np.isfinite(other):
+                away = abs(float(other) - value)
+                assert distance < away or (distance == away and bits % 2 == 0)
+
+
+def test_a_failed_export_leaves_no_files(tmp_path: Path) -> None:
+    parameters = parameters_of({f"layer.{number}": (100, 50) for number in range(5)})
+    path = save(tmp_path / "c", "tag", parameters, values_of(parameters))
+    shard = path / "rank-00000-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-30_000] ^= 1
+    shard.write_bytes(data)
+    with CheckpointReader(path) as reader, pytest.raises(CheckpointError, match=shard.name):
+        export(reader, tmp_path / "out", dtype=Dtype.FP32, shard_bytes=45_000)
+    assert list((tmp_path / "out").iterdir()) == []

@@ -112,7 +112,7 @@ def test_what_fails_on_one_rank_in_the_body_is_told_to_all(
     for rank in (one, other):
         assert f"rank 2 has left with {cause}" in rank["told"]
     for rank in (one, other, failed):
-        assert all("whose values are gone" in used for used in rank["used"]), rank["used"]
+        assert all("This model has no values" in used for used in rank["used"]), rank["used"]
         assert rank["left"] == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -126,7 +126,7 @@ def test_a_rank_that_is_killed_in_the_body_is_named_and_the_next_start_is_clean(
     for rank in (one, other):
         assert rank.error is None, rank.trace
         assert re.search(
-            r"rank 2 \(process \d+ of this machine\) has ended without a word", rank.value["told"]
+            r"rank 2 \(process \d+ of this machine\) has ended without a report", rank.value["told"]
         )
         assert rank.value["left"] == 0
     launched(2, programs.fail, "raises", str(tmp_path))

@@ -93,6 +93,31 @@ def test_another_number_of_ranks_finds_every_stream_the_same(
             torch.testing.assert_close(value, before[0]["ended"][key], rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.parametrize("name", ["parameters", "optimizer", "drives"])
+def test_ranks_save_one_step_beside_training(name: str, tmp_path: Path) -> None:
+    program = rank_checkpoints.saves
+    before = launched(2, program, RUNS[name], tmp_path / "c", drive_of(name), False)
+    for rank, found in zip(before, gone_on(2, name, tmp_path / "c"), strict=True):
+        assert differing(rank["saved"], found["saved"]) == []
+        assert found["losses"] == rank["losses"]
+        assert differing(rank["ended"], found["ended"]) == []
+
+
+def test_ranks_of_which_one_cannot_write_beside_training_all_say_so(tmp_path: Path) -> None:
+    program = rank_checkpoints.fails_beside_on_one_rank
+    first, last = launched(2, program, RUNS["parameters"], tmp_path / "c")
+    assert first[0].startswith("CollectiveError: ")
+    assert "rank 1 failed" in first[0]
+    assert last[0].startswith("TransferError: ")
+    assert first[1:] == last[1:] == ["whole", "latest", "whole"]
+
+
+def test_all_ranks_stop_where_one_is_told_to(tmp_path: Path) -> None:
+    ended = launched(2, rank_checkpoints.preempts, RUNS["parameters"], tmp_path / "c")
+    assert ended == [(75, "step-00000004")] * 2
+    assert CheckpointDirectory(tmp_path / "c").tags() == ["step-00000004"]
+
+
 def test_replicas_write_one_copy_and_all_load_it() -> None:
     folder = Path(mkdtemp(prefix="mesh-"))
     mesh = replace(RUNS["parameters"], settings={**ONE_BY_ONE, "ranks": {"shard_ranks": 2}})
@@ -124,3 +149,20 @@ def test_ranks_that_load_other_checkpoints_are_told(tmp_path: Path) -> None:
     ranks = launch(2, rank_checkpoints.goes_on, RUNS["parameters"], tmp_path / "nothing")
     assert all("any checkpoint" in str(rank.error) for rank in ranks)
     assert CheckpointDirectory(path).latest() == "step-00000002"
+
+
+@pytest.mark.parametrize("name", ["parameters", "optimizer", "drives", "odd"])
+def test_ranks_export_the_weights_that_they_have_together(name: str, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    before = launched(2, rank_checkpoints.exports, RUNS[name], tmp_path, drive_of(name))
+    assert [rank["files"] for rank in before] == [["model.safetensors"]] * 2
+    found = safetensors.load_file(tmp_path / "fp32" / "model.safetensors")
+    masters = {
+        state.removesuffix(": master"): tensor
+        for state, tensor in before[0]["states"].items()
+        if state.endswith(": master")
+    }
+    assert masters
+    for weight, tensor in masters.items():
+        assert torch.equal(found[weight].reshape(-1), tensor.reshape(-1)), weight
+    assert sorted(file.name for file in tmp_path.rglob("*") if file.name.startswith(".")) == []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from infinity_engine.optim import GradientSums, HostKernels, Stream, UpdateThreads
+from infinity_engine.optim import GradientSums, HostKernels, UpdateThreads, Values
 from infinity_engine.partition import Partitioning
 from support import rank_programs as programs
 from support.rank_programs import (
@@ -99,7 +99,7 @@ def test_the_norm_is_the_same_bits_on_any_number_of_ranks() -> None:
     kernels, sums = HostKernels(UpdateThreads.anywhere(1)), GradientSums(NUMELS)
     for number, numel in enumerate(NUMELS):
         gradient = values(numel, torch.float32, 7)
-        sums.put(number, 0, kernels.block_sums(Stream.of(gradient)) if numel else np.zeros(0))
+        sums.put(number, 0, kernels.block_sums(Values.of(gradient)) if numel else np.zeros(0))
 
     found = {rank["norm"] for size in SIZES for rank in ran(size)}
 

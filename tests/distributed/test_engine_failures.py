@@ -132,7 +132,7 @@ def test_the_others_are_told_of_a_rank_that_ends_in_a_step(
     ended = ranks.pop(rank)
     if how == "killed":
         assert ended.exitcode == -signal.SIGKILL
-        told = rf"rank {rank} \(process \d+ of this machine\) has ended without a word"
+        told = rf"rank {rank} \(process \d+ of this machine\) has ended without a report"
     else:
         assert ended.value == "its own"
         told = f"rank {rank} has left with ZeroDivisionError: division by zero"
@@ -168,7 +168,7 @@ def test_whenever_a_rank_is_killed_the_others_are_told_and_the_next_start_is_cle
         for each in ranks:
             assert each.error is None, each.trace
             assert re.search(
-                rf"rank {killed} \(process \d+ of this machine\) has ended without a word",
+                rf"rank {killed} \(process \d+ of this machine\) has ended without a report",
                 each.value,
             )
 

@@ -87,7 +87,8 @@ def test_those_who_wait_for_a_killed_rank_are_told_in_time(killed: int, size: in
     for error in told_in_time(ranks):
         assert error.op == "gather of layer c"
         assert re.search(
-            rf"rank {killed} \(process \d+ of this machine\) has ended without a word", error.reason
+            rf"rank {killed} \(process \d+ of this machine\) has ended without a report",
+            error.reason,
         )
 
 

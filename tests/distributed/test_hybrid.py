@@ -284,7 +284,7 @@ def test_ranks_of_every_replica_are_told_of_one_that_ends(how: str) -> None:
     ended = ranks.pop(3)
     if how == "killed":
         assert ended.exitcode == -signal.SIGKILL
-        told = r"rank 3 \(process \d+ of this machine\) has ended without a word"
+        told = r"rank 3 \(process \d+ of this machine\) has ended without a report"
     else:
         told = "rank 3 has left with ZeroDivisionError: division by zero"
     for each in ranks:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +10,8 @@ import pytest
 import torch
 
 import infinity_engine
-from infinity_engine.engine.engine import Engine
+from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
+from infinity_engine.checkpoint.rewriting import reshard
 from infinity_engine.errors import (
     ConfigError,
     DamagedCheckpoint,
@@ -22,64 +19,10 @@ from infinity_engine.errors import (
     ManifestMismatch,
     TransferError,
 )
-from infinity_engine.plan import HostOnly, Interleaved
 from support.engine_bits import Bits, bits_of, differing
-from support.nvme_disks import DiskUnavailableError, loop_ext4
-from support.nvme_training import STREAMED, Case, emulated, opened, train
+from support.saved_engines import PLACES, engine_at, one_step, small, steps
 
 pytestmark = pytest.mark.usefixtures("deterministic")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run has its bytes."""
-
-    case: Case
-    emulated: bool = False
-    drives: bool = False
-
-
-PLACES = {
-    "host": Place(Case(strategy=HostOnly())),
-    "another subgroup size": Place(Case(strategy=HostOnly(), subgroup_numel=8192)),
-    "interleaved device": Place(Case(strategy=Interleaved(share=0.5, resident=0.3)), emulated=True),
-    "device, parameters on host": Place(
-        Case(strategy=HostOnly(), parameters="host"), emulated=True
-    ),
-    "drives": Place(replace(STREAMED, clip=None), drives=True),
-    "drives, early updates": Place(
-        replace(STREAMED, clip=None, early=True, host=17_500_000), drives=True
-    ),
-    "drives and device": Place(
-        replace(STREAMED, clip=None, device="2MiB"), emulated=True, drives=True
-    ),
-}
-
-
-@contextmanager
-def engine_at(
-    place: Place, folder: Path, *, precision: str = "bf16", model: str = "gpt"
-) -> Iterator[tuple[Engine, Any]]:
-    """Open an engine of a run, at one of the places."""
-    early = place.case.early and precision != "fp32"
-    case = replace(place.case, precision=precision, model=model, early=early, steps=2)
-    device = emulated(1) if place.emulated else None
-    drive = folder / "drive" if place.drives else None
-    if drive is not None:
-        drive.mkdir(exist_ok=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            with opened(case, device, drive) as (engine, task):
-                yield engine, (task, case)
-    finally:
-        if device is not None:
-            device.close()
-
-
-def steps(engine: Engine, run: Any, first: int, count: int) -> list[float]:
-    task, case = run
-    return train(engine, task, replace(case, steps=count), first=first)
 
 
 def uninterrupted(tmp_path: Path, precision: str, model: str = "gpt") -> tuple[Bits, list[float]]:
@@ -143,28 +86,6 @@ def test_fp16_goes_on_with_its_loss_scale(tmp_path: Path) -> None:
         losses = steps(engine, run, 3, 2)
         assert (losses, engine._parts.scale.state_dict()) == (expected[0], expected[2])
         assert differing(expected[1], bits_of(engine)) == []
-
-
-def small(**more: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, Engine]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 4)
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    settings: dict[str, Any] = {
-        "budget": {"host": "64MiB"},
-        "strategy": "host_only",
-        "accelerator": "cpu",
-        **more,
-    }
-    return model, optimizer, infinity_engine.initialize(model, optimizer, **settings)
-
-
-def one_step(engine: Engine) -> float:
-    loss = engine(torch.randn(3, 8)).pow(2).mean()
-    engine.backward(loss)
-    engine.step()
-    return float(loss.item())
 
 
 def test_random_numbers_and_schedulers_go_on_where_they_were(tmp_path: Path) -> None:
@@ -241,7 +162,10 @@ def test_another_model_is_refused_by_name_and_nothing_changes(tmp_path: Path) ->
             other.load(tmp_path)
         assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
         loaded = other.load(tmp_path, strict=False)
-        assert loaded.missing == ("0.weight", "0.bias", "2.weight")
+        assert (loaded.missing, loaded.unexpected) == ((), ())
+        names = [difference.split(":")[0] for difference in loaded.mismatched]
+        assert names == ["0.weight", "0.bias", "2.weight"]
+        assert loaded.mismatched[1] == "0.bias: expected shape (17,), found shape (16,)"
         assert not torch.equal(other.state_dict()["2.bias"], before["2.bias"])
 
 
@@ -316,31 +240,6 @@ def test_a_load_that_fails_half_way_has_to_be_made_again(
         one_step(engine)
 
 
-def test_a_full_drive_fails_the_save_and_training_goes_on(tmp_path: Path) -> None:
-    try:
-        with loop_ext4(tmp_path, 20 << 20) as mount:
-            model = torch.nn.Sequential(torch.nn.Linear(8, 512), torch.nn.Linear(512, 1024))
-            optimizer = torch.optim.AdamW(model.parameters())
-            budget = {"host": "64MiB"}
-            with infinity_engine.initialize(
-                model, optimizer, budget=budget, accelerator="cpu"
-            ) as engine:
-                loss = engine(torch.randn(3, 8)).sum()
-                engine.backward(loss)
-                engine.step()
-                saved = engine.save(mount)
-                for number in range(2):
-                    with pytest.raises(TransferError, match="No space left"):  # noqa: PT012 - the one before may fit
-                        engine.save(mount, f"more-{number}")
-                        engine.save(mount, f"most-{number}")
-                    engine.backward(engine(torch.randn(3, 8)).sum())
-                    engine.step()
-                assert not [entry for entry in mount.iterdir() if entry.name.startswith(".")]
-                engine.load(mount, saved)
-    except DiskUnavailableError as reason:
-        pytest.skip(str(reason))
-
-
 def test_what_cannot_be_kept_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     class Odd:
         def state_dict(self) -> Any:
@@ -375,3 +274,28 @@ def test_a_save_stays_within_the_budget_of_the_host(tmp_path: Path) -> None:
         engine.load(tmp_path / "saved")
         for usage in engine.usage():
             assert usage.peak_held <= usage.limit
+
+
+def test_a_resharded_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    expected, losses = uninterrupted(tmp_path, "bf16")
+    with engine_at(PLACES["host"], tmp_path) as (engine, run):
+        steps(engine, run, 0, 2)
+        engine.save(tmp_path / "saved")
+    with CheckpointReader(CheckpointDirectory(tmp_path / "saved").resolve()) as reader:
+        reshard(reader, CheckpointDirectory(tmp_path / "three"), 3)
+    with engine_at(PLACES["drives"], tmp_path) as (engine, run):
+        engine.load(tmp_path / "three")
+        assert steps(engine, run, 2, 2) == losses
+        assert differing(expected, bits_of(engine)) == []
+
+
+def test_a_strict_load_needs_no_buffers_that_state_dicts_leave_out(tmp_path: Path) -> None:
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        engine.save(tmp_path)
+    model, _, engine = small()
+    model.register_buffer("positions", torch.arange(3.0), persistent=False)
+    with engine:
+        assert engine.load(tmp_path).missing == ()
+        assert dict(model.named_buffers())["positions"].tolist() == [0, 1, 2]

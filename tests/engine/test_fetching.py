@@ -836,8 +836,8 @@ def held(made: Engine) -> int:
     fetcher = made._parts.fetcher
     assert isinstance(fetcher, ParameterFetcher)
     fetcher._lanes.accelerator.synchronize()
-    fetcher._lanes.device.settle()
-    while fetcher.give():
+    fetcher._lanes.device.release_ended()
+    while fetcher.evict_one():
         pass
     return next(usage.held for usage in made.usage() if usage.tier is Tier.DEVICE)
 

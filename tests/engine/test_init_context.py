@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepnvme import FaultPlan, IOQueue, Requests
-from infinity_engine.building import originals
-from infinity_engine.building.built import BuiltModel, originals_of
+from infinity_engine.building import built_parameters
+from infinity_engine.building.built import BuiltModel, built_model_of
 from infinity_engine.engine.init_context import init_context
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.memory import Usage
@@ -682,7 +682,9 @@ def test_what_was_built_before_an_error_does_not_run_with_values_that_are_gone(d
     with pytest.raises(KeyError), init_context(budget=budget(drive), cache=0):
         fails()
 
-    with pytest.raises(RuntimeError, match="values are gone, as its body failed"):
+    with pytest.raises(
+        RuntimeError, match="This model has no values: the body of its init_context failed"
+    ):
         built[0](torch.ones(60))
 
 
@@ -696,7 +698,7 @@ def test_a_drive_that_turns_out_to_be_full_is_named_and_everything_is_given_back
         monkeypatch.setattr(os, "posix_fallocate", full)
         nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)))
 
-    monkeypatch.setattr(originals, "_STEP", MIB)
+    monkeypatch.setattr(built_parameters, "_STEP", MIB)
     with (
         pytest.raises(CapacityError, match="free space on the drive") as refused,
         init_context(budget=budget(drive), cache=0),
@@ -841,10 +843,10 @@ def test_what_is_written_to_a_parameter_that_is_not_there_is_refused_when_its_va
 def test_what_was_built_is_found_from_the_model(model_and_built: tuple[Any, BuiltModel]) -> None:
     model, built = model_and_built
 
-    assert originals_of(model) is built
-    assert originals_of(model[1]) is built
-    assert originals_of(nn.Sequential(model)) is built
-    assert originals_of(nn.Linear(2, 2)) is None
+    assert built_model_of(model) is built
+    assert built_model_of(model[1]) is built
+    assert built_model_of(nn.Sequential(model)) is built
+    assert built_model_of(nn.Linear(2, 2)) is None
 
 
 def test_a_model_of_two_contexts_is_refused(drive: Path) -> None:
@@ -853,8 +855,8 @@ def test_a_model_of_two_contexts_is_refused(drive: Path) -> None:
         with init_context(budget=budget(drive)) as built:
             parts.append((nn.Linear(60, 60), built))
 
-    with pytest.raises(RuntimeError, match="2 contexts"):
-        originals_of(nn.Sequential(*(part for part, _ in parts)))
+    with pytest.raises(RuntimeError, match="2 init_contexts"):
+        built_model_of(nn.Sequential(*(part for part, _ in parts)))
     for _, built in parts:
         built.close()
 
@@ -908,7 +910,7 @@ def test_a_parameter_of_another_model_is_refused(model_and_built: tuple[Any, Bui
         built.materialize,
         lambda each: built.piece(each, 0, 1),
     ):
-        with pytest.raises(ConfigError, match="built in this init_context and is not released"):
+        with pytest.raises(ConfigError, match="built in this init_context and not released"):
             use(other)
 
 
@@ -942,7 +944,7 @@ def test_a_model_that_is_whole_again_is_an_ordinary_one(drive: Path) -> None:
     built.whole()
 
     assert built.closed
-    assert originals_of(model) is None
+    assert built_model_of(model) is None
     model(torch.ones(60)).backward()
     assert copy.deepcopy(model).state_dict().keys() == model.state_dict().keys()
     assert_given_back(drive)
@@ -956,7 +958,9 @@ def test_making_a_model_whole_can_be_interrupted_and_tried_again(drive: Path) ->
             torch.manual_seed(0)
             model = nn.Linear(60, 60)
         assert built.is_absent(model.weight)
-        with interrupted_at(line, ("building/originals.py", "building/original.py")) as told:
+        with interrupted_at(
+            line, ("building/built_parameters.py", "building/built_parameter.py")
+        ) as told:
             built.whole()
         built.whole()
 
@@ -982,7 +986,7 @@ def test_what_was_closed_too_early_says_so(drive: Path) -> None:
     built.close()
     built.close()
 
-    with pytest.raises(RuntimeError, match="values are gone"):
+    with pytest.raises(RuntimeError, match="This model has no values"):
         model(torch.ones(60))
 
 
@@ -996,7 +1000,7 @@ def test_what_was_taken_over_runs_when_it_is_closed(drive: Path) -> None:
     built.close()
 
     assert model(torch.ones(60)).isfinite().all()
-    assert originals_of(model) is None
+    assert built_model_of(model) is None
 
 
 def test_the_files_go_with_the_model(drive: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from deepnvme import FaultPlan, IOQueue, Requests, write_safetensors
-from infinity_engine.building.built import originals_of
+from infinity_engine.building.built import built_model_of
 from infinity_engine.engine.init_context import load_into
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.plan import Budget
@@ -88,7 +88,7 @@ def test_the_values_of_the_files_are_those_of_the_model(tmp_path: Path, drive: P
 
     built = load_into(model, folder, budget(drive))
 
-    assert originals_of(model) is built
+    assert built_model_of(model) is built
     assert [id(each) for each in model.parameters()] == [id(each) for each in parameters]
     assert model.head.weight is model.embed.weight
     assert not model.empty.requires_grad
@@ -154,7 +154,7 @@ def test_what_belongs_to_a_parameter_stays_with_it(tmp_path: Path, drive: Path) 
         ),
         (
             lambda state: {**state, "norm.num_batches_tracked": torch.tensor(1.5)},
-            r"num_batches_tracked in .*expected numbers of the kind of torch\.int64.*got torch\.float32",
+            r"num_batches_tracked in .*expected a dtype that torch converts to torch\.int64.*got torch\.float32",
         ),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_name_in_two_files_is_refused(tmp_path: Path, drive: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
 
     with pytest.raises(
-        ConfigError, match=r"both model-0\.safetensors and model-1\.safetensors have it"
+        ConfigError, match=r"both model-0\.safetensors and model-1\.safetensors have this one"
     ):
         load_into(on_meta(), folder, budget(drive))
 
@@ -292,13 +292,13 @@ def test_a_loading_that_is_interrupted_has_filled_the_model_or_left_it_as_it_was
     for line in range(1, 3000, 23):
         model = on_meta()
         with interrupted_at(
-            line, ("building/loading.py", "building/originals.py", "building/built.py")
+            line, ("building/loading.py", "building/built_parameters.py", "building/built.py")
         ) as told:
             load_into(model, folder, budget(drive))
 
         found.append({each.is_meta for each in (*model.parameters(), *model.buffers())})
         if False in found[-1]:
-            built = originals_of(model)
+            built = built_model_of(model)
             assert built is not None
             built.whole()
             assert torch.equal(model.halved, values()["halved"])

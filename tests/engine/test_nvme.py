@@ -20,7 +20,7 @@ from deepnvme import Volume
 from infinity_engine.accel import Accelerator
 from infinity_engine.config import EngineConfig, ParametersAt, Precision, StorageConfig
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.optimizers import Lion
+from infinity_engine.engine.optimizers import LionOptimizer
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.optim import FloatFormat, Formats, cut_into_subgroups
 from infinity_engine.parameters.describing import wish_of
@@ -251,7 +251,7 @@ def test_further_gradients_of_a_step_take_what_the_budget_has_left(
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, amsgrad=True),
-    "lion": lambda parameters: Lion(parameters, lr=1e-3),
+    "lion": lambda parameters: LionOptimizer(parameters, lr=1e-3),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "no states at all": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
 }

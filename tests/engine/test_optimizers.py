@@ -11,7 +11,7 @@ from torch import nn
 import infinity_engine
 from infinity_engine import optim
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.optimizers import Lion
+from infinity_engine.engine.optimizers import LionOptimizer
 from infinity_engine.errors import ConfigError
 
 BUDGET = {"host": "64MiB"}
@@ -40,7 +40,7 @@ def train(engine: Engine, steps: int = 8) -> list[torch.Tensor]:
         ({"name": "adam", "lr": 0.5, "amsgrad": True}, torch.optim.Adam),
         ({"name": "sgd", "momentum": 0.9, "nesterov": True}, torch.optim.SGD),
         (optim.Adagrad(lr=0.1, eps=1e-7), torch.optim.Adagrad),
-        (optim.Lion(lr=1e-3), Lion),
+        (optim.Lion(lr=1e-3), LionOptimizer),
     ],
 )
 def test_an_optimizer_is_made_of_what_is_asked_for(
@@ -72,7 +72,7 @@ def test_one_that_is_asked_for_trains_as_one_that_is_given() -> None:
 @pytest.mark.parametrize("maximize", [False, True])
 def test_lion_steps_in_the_engine_as_it_does_by_itself(maximize: bool) -> None:
     net = model()
-    alone = Lion(net.parameters(), lr=1e-3, weight_decay=0.1, maximize=maximize)
+    alone = LionOptimizer(net.parameters(), lr=1e-3, weight_decay=0.1, maximize=maximize)
     for seed in range(8):
         alone.zero_grad()
         net(batch(seed)).pow(2).mean().backward()

@@ -22,7 +22,8 @@ from infinity_engine.parameters.describing import shape_of, sizing_of
 from infinity_engine.parameters.parameters import collect_frozen, collect_parameters
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Budget, Rates, ResolvedBudget, Tier
-from infinity_engine.sim.planner import Candidate, decide
+from infinity_engine.sim.candidate import Candidate
+from infinity_engine.sim.planner import decide
 from infinity_engine.sim.report import report_of
 from support.engine_bits import bits_of
 from support.mixed_models import Mixed

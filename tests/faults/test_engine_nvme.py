@@ -355,7 +355,7 @@ def held_at_rest(engine: Engine) -> list[int]:
     assert isinstance(fetcher, ParameterFetcher)
     until_it_succeeds(fetcher.give_up)
     for pool in (lanes.host, lanes.device):
-        pool.settle()
+        pool.release_ended()
     return [lanes.host.stats().held, lanes.device.reservation.held]
 
 

@@ -23,9 +23,9 @@ from infinity_engine.optim import (
     Moments,
     Rule,
     Segment,
-    Stream,
     Subgroup,
     SubgroupState,
+    Values,
     update_records,
 )
 from support.optim import Model, bits_of, narrow, threads
@@ -76,10 +76,10 @@ def every_class_of_float(numel: int, seed: int) -> Any:
     return values
 
 
-def on_device(array: Any, format_: FloatFormat | None = None) -> Stream:
+def on_device(array: Any, format_: FloatFormat | None = None) -> Values:
     """Copy an array to the device and return its stream there."""
     copied = cupy.asarray(array)
-    return Stream(copied.data.ptr, copied.size, format_ or Stream.of(array).format, copied)
+    return Values(copied.data.ptr, copied.size, format_ or Values.of(array).format, copied)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_gpu_gives_the_scalar_bits(
         cupy.cuda.get_current_stream().synchronize()
         state.steps = update.steps
 
-    assert isinstance(state.master, Stream)
+    assert isinstance(state.master, Values)
     streams = [*state.states, *([] if parameter is None else [parameter]), state.master]
     for found, expected in zip(streams, host.everything(), strict=True):
         assert (bits_of(cupy.asnumpy(found.owner)) == expected).all()
@@ -133,7 +133,7 @@ def test_block_sums_have_the_scalar_bits(
 
     found = cupy.asnumpy(cuda.block_sums(on_device(gradient, format_)))
 
-    assert (bits_of(found) == bits_of(scalar.block_sums(Stream.of(gradient, format=format_)))).all()
+    assert (bits_of(found) == bits_of(scalar.block_sums(Values.of(gradient, format=format_)))).all()
 
 
 def test_accumulated_gradients_have_the_scalar_bits(cuda: Any, scalar: HostKernels) -> None:
@@ -142,8 +142,8 @@ def test_accumulated_gradients_have_the_scalar_bits(cuda: Any, scalar: HostKerne
         narrow(every_class_of_float(50_001, 5), FloatFormat.BF16),
     )
     into = np.empty(50_001, np.float32)
-    scalar.begin_sum(Stream.of(first), Stream.of(into))
-    expected = scalar.add_to_sum(Stream.of(second, format=FloatFormat.BF16), Stream.of(into))
+    scalar.begin_sum(Values.of(first), Values.of(into))
+    expected = scalar.add_to_sum(Values.of(second, format=FloatFormat.BF16), Values.of(into))
     device = on_device(np.zeros(50_001, np.float32))
 
     cuda.begin_sum(on_device(first), device)

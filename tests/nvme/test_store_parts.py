@@ -19,7 +19,8 @@ from deepnvme.store import holdings as holdings_module
 from deepnvme.store.holdings import Holdings
 from deepnvme.store.manifest import Manifest, Record
 from deepnvme.store.read_ahead import ReadAhead, streamed
-from deepnvme.store.store_threads import StoreFuture, StoreThreads
+from deepnvme.store.store_future import StoreFuture
+from deepnvme.store.store_threads import StoreThreads
 from deepnvme.store.tree import flatten, leaves
 from deepnvme.volume.extents import Extent
 from support.interrupts import interruptions

@@ -45,7 +45,7 @@ def test_a_released_source_goes_back(tmp_path: Path) -> None:
         made.mover.move(record, Tier.NVME).result()
         assert made.host.stats().held == 0
         made.mover.move(record, Tier.DEVICE).result()
-        made.host.settle()
+        made.host.release_ended()
 
         assert made.host.stats().held == 0
         assert record.tiers == (Tier.NVME, Tier.DEVICE)
@@ -78,7 +78,7 @@ def test_bytes_that_come_another_way_are_there_when_all_of_their_hops_have_ended
         memory[: 4 * KiB] = content[: 4 * KiB]
         read = made.mover.read_part(record, 4 * KiB, memory[4 * KiB :])
 
-        made.mover.bring(record, into=lease, hop=Hops([read])).result()
+        made.mover.load_with(record, into=lease, hop=Hops([read])).result()
 
         assert record.residency is Residency.HOST
         assert bytes(memory) == content
@@ -97,7 +97,7 @@ def test_a_part_that_cannot_be_read_leaves_the_shard_on_the_drives(tmp_path: Pat
         read = made.mover.read_part(record, 0, lease.flat().numpy().data)
 
         with pytest.raises(TransferError):
-            made.mover.bring(record, into=lease, hop=Hops([read])).result()
+            made.mover.load_with(record, into=lease, hop=Hops([read])).result()
 
         assert record.residency is Residency.NVME
         assert lease.closed
@@ -266,8 +266,8 @@ def test_a_failed_copy_leaves_the_shard_where_it_was_and_can_be_tried_again(
         made.mover.move(record, to).result()
         assert made.content(record) == content
         made.mover.forget(record)
-        made.host.settle()
-        made.device.settle()
+        made.host.release_ended()
+        made.device.release_ended()
         assert (made.host.stats().held, made.device.reservation.held) == (0, 0)
 
 
@@ -387,7 +387,7 @@ def test_a_target_that_is_closed_once_its_copy_has_begun_goes_back_when_that_has
         record.arriving.close()
         held = made.device.reservation.held
         transfer.result()
-        made.device.settle()
+        made.device.release_ended()
 
         assert (held, made.device.reservation.held) == (4096, 0)
         made.mover.forget(record)
@@ -464,7 +464,7 @@ def test_where_device_and_host_are_one_memory_a_lease_to_copy_into_is_refused(
         record = made.shard("w", some_bytes(5000, seed=1))
         with (
             made.device.lease(5000, holder="planned") as lease,
-            pytest.raises(ConfigError, match="nothing, as DEVICE and HOST are one memory"),
+            pytest.raises(ConfigError, match="None, as DEVICE and HOST are one memory"),
         ):
             made.mover.upload(record, into=lease)
 

@@ -157,8 +157,8 @@ class Moves(RuleBasedStateMachine):
             mover.drain()
             for record in self.living.values():
                 mover.forget(record)
-            host.settle()
-            device.settle()
+            host.release_ended()
+            device.release_ended()
             if not self.unified:
                 assert device.reservation.held == 0
             assert (host.stats().held, swap.free_bytes) == (0, swap.capacity)

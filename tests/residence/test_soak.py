@@ -138,8 +138,8 @@ def run(directory: Path, seconds: float, seed: int) -> Soaked:
     memory = ResidentMemory()
     with tiers(directory, device=BUDGET, host=BUDGET, nvme=96 * MiB, seed=seed) as made:
         soaked = soak(made, memory, seconds, least_moved=100 * BUDGET, seed=seed)
-        made.host.settle()
-        made.device.settle()
+        made.host.release_ended()
+        made.device.release_ended()
 
         assert soaked.data_bytes >= 8 * BUDGET
         assert soaked.moved_bytes >= 100 * BUDGET

@@ -18,16 +18,18 @@ from deepnvme.queue.faults import Requests
 from infinity_engine.errors import TransferError
 from infinity_engine.memory import Ledger
 from infinity_engine.plan import ResolvedBudget
-from infinity_engine.storage import IOEvent, Stage, SwapFile, Transfer
+from infinity_engine.storage import IOEvent, PlannedHop, SwapFile, Transfer
 
 PAGE = 4096
 
 
-def stage(start: Callable[[], None], *, undone: list[str] | None = None, name: str = "") -> Stage:
+def stage(
+    start: Callable[[], None], *, undone: list[str] | None = None, name: str = ""
+) -> PlannedHop:
     def begin() -> None:
         start()
 
-    return Stage(begin, lambda: None, lambda: None if undone is None else undone.append(name))
+    return PlannedHop(begin, lambda: None, lambda: None if undone is None else undone.append(name))
 
 
 def fail() -> None:
@@ -80,12 +82,12 @@ def test_a_move_that_was_interrupted_is_told_as_given_up_afterwards() -> None:
             return 0
 
     pending = Pending()
-    transfer = Transfer([Stage(lambda: pending, lambda: None, lambda: None), stage(interrupt)])
+    transfer = Transfer([PlannedHop(lambda: pending, lambda: None, lambda: None), stage(interrupt)])
     pending.ended = True
     with pytest.raises(KeyboardInterrupt):
         transfer.poll()
 
-    assert (transfer.done(), transfer.untold) == (True, None)
+    assert (transfer.done(), transfer.unreported) == (True, None)
     with pytest.raises(TransferError) as told:
         transfer.result()
     assert told.value.errno == errno.ECANCELED

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import env
+from infinity_engine.checkpoint import CheckpointDirectory
 from infinity_engine.units import MiB, parse_bytes
 
 SCRIPT = env.ROOT / "scripts" / "demo"
@@ -79,6 +82,35 @@ def test_two_steps_train_and_end_with_the_report_on_one_rank_and_on_two() -> Non
         )
         assert [line for line in last_step if line.strip() and not line.startswith(starts)] == []
         assert leftovers() == before
+
+
+def test_a_demo_that_was_killed_goes_on_and_ends_as_a_whole_one() -> None:
+    pytest.importorskip("torch", reason="the demo trains with torch")
+    environ = {**os.environ, env.THIS_PYTHON: "1", "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+    before = leftovers()
+
+    def demo(*options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(SCRIPT), "--steps", "4", "--save-every", "1", *options]
+        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+
+    def loss_of(process: subprocess.Popen[str], *said: str) -> str:
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == 0
+        assert [line for line in said if line not in out] == []
+        return out.split("\nloss ")[-1].splitlines()[0]
+
+    whole = loss_of(demo("--resume"), "no earlier demo has left a checkpoint: beginning anew")
+    killed = demo()
+    checkpoints = CheckpointDirectory(env.BUILD / "demo-checkpoints")
+    while checkpoints.latest() is None and killed.poll() is None:
+        time.sleep(0.01)
+    killed.kill()
+    killed.communicate()
+    found = loss_of(demo("--resume"), "going on after step ")
+
+    assert killed.returncode == -signal.SIGKILL
+    assert found == whole
+    assert leftovers() == before
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ from infinity_engine.plan import (
     Tier,
 )
 from infinity_engine.plan.step import Home
-from infinity_engine.sim.planner import Candidate, Choice, Planner
+from infinity_engine.sim.candidate import Candidate, Choice
+from infinity_engine.sim.planner import Planner
 from infinity_engine.sim.timeline import undisturbed
 
 __all__ = ["Bounds", "best_of_all", "everything"]

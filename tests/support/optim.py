@@ -19,10 +19,10 @@ from infinity_engine.optim import (
     Master,
     Rule,
     Segment,
-    Stream,
     Subgroup,
     SubgroupState,
     UpdateThreads,
+    Values,
     update_records,
 )
 
@@ -76,8 +76,8 @@ class Model:
         kept = self.master if self.remainder is None else self.remainder
         self.state = SubgroupState(
             subgroup=Subgroup(0, segments, self.formats),
-            master=Stream.of(kept, format=None if self.remainder is None else FloatFormat.BF16),
-            states=tuple(Stream.of(each, format=self.formats.state_format) for each in self.states),
+            master=Values.of(kept, format=None if self.remainder is None else FloatFormat.BF16),
+            states=tuple(Values.of(each, format=self.formats.state_format) for each in self.states),
         )
 
     def step(
@@ -89,11 +89,11 @@ class Model:
     ) -> None:
         """Update every segment with its piece of the gradient."""
         segments = self.state.subgroup.segments
-        whole = Stream.of(gradient, format=format_)
+        whole = Values.of(gradient, format=format_)
         copy = (
             None
             if self.parameter is None
-            else Stream.of(self.parameter, format=self.formats.parameter)
+            else Values.of(self.parameter, format=self.formats.parameter)
         )
         update = update_records(
             self.state,

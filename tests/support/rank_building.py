@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity_engine
 from deepnvme import FaultPlan, IOQueue, Requests, write_safetensors
-from infinity_engine.building.built import BuiltModel, originals_of
+from infinity_engine.building.built import BuiltModel, built_model_of
 from infinity_engine.errors import CapacityError, CollectiveError, ConfigError, TransferError
 from infinity_engine.memory import ResidentMemory, return_freed_memory
 from infinity_engine.plan import Tier
@@ -301,7 +301,7 @@ def load(folder: str, drive: str, settings: Mapping[str, Any]) -> dict[str, Any]
     with torch.device("meta"):
         model = wide()
     built = infinity_engine.load_into(model, folder, budget(drive, host="512MiB"), ranks=settings)
-    assert originals_of(model) is built
+    assert built_model_of(model) is built
     read = sum(each.read_bytes for each in built.swap.queue.stats().drives.values())
     written = sum(each.written_bytes for each in built.swap.traffic().values())
     differs = is_same(built, model, plain)
@@ -570,7 +570,7 @@ def _measured(body: Callable[[], nn.Module], drive: str) -> dict[str, int]:
     resident = _Resident()
     model = body()
     rise = resident.rise()
-    built = originals_of(model)
+    built = built_model_of(model)
     assert built is not None
     counted = {each.directory or each.tier.name: each.peak_held for each in built.ledger.usage()}
     limits = {each.directory or each.tier.name: each.limit for each in built.ledger.usage()}

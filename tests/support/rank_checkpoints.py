@@ -4,20 +4,36 @@ looks at.
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from infinity_engine.checkpoint import CheckpointDirectory
 from infinity_engine.engine.engine import Engine
-from infinity_engine.errors import CollectiveError
+from infinity_engine.errors import CollectiveError, InfinityError
+from infinity_engine.update.captured import RunInMemory
 from support.determinism import deterministic_compute
+from support.kills import Kill
+from support.nvme_training import digest_of
 from support.rank_training import Run, batch_of, engine_of, made, states_of, where
 from support.small_models import Task
 
-__all__ = ["fails_on_one_rank", "goes_on", "saves"]
+__all__ = [
+    "exports",
+    "fails_beside_on_one_rank",
+    "fails_on_one_rank",
+    "goes_on",
+    "preempts",
+    "resumes",
+    "saves",
+]
 
 
 def steps(engine: Engine, task: Task, first: int, count: int) -> list[float]:
@@ -39,7 +55,7 @@ def with_drive(run: Run, drive: Path | None) -> Run:
     return replace(run, settings={**run.settings, "budget": budget})
 
 
-def saves(run: Run, path: Path, drive: Path | None = None) -> dict[str, Any]:
+def saves(run: Run, path: Path, drive: Path | None = None, wait: bool = True) -> dict[str, Any]:
     """Train two steps, save, train two more; return the states at both times and the losses of the
     last two.
     """
@@ -47,8 +63,8 @@ def saves(run: Run, path: Path, drive: Path | None = None) -> dict[str, Any]:
     with deterministic_compute(), ExitStack() as around:
         engine = engine_of(with_drive(run, drive), task, optimizer, around)
         steps(engine, task, 0, 2)
-        tag = engine.save(path)
         saved = states_of(engine, task)
+        tag = engine.save(path, wait=wait)
         draws = torch.rand(3)
         losses = steps(engine, task, 2, 2)
         return {
@@ -80,6 +96,43 @@ def goes_on(run: Run, path: Path, drive: Path | None = None) -> dict[str, Any]:
         }
 
 
+def resumes(
+    run: Run,
+    path: Path,
+    drive: Path | None,
+    count: int,
+    beside: bool,
+    kill: Kill | None = None,
+    victim: int = 0,
+) -> str:
+    """Go on from the newest checkpoint to so many steps, saving after each; return a digest.
+
+    The rank `victim` is killed on the way.
+    """
+    task, optimizer = made(run)
+    with deterministic_compute(), ExitStack() as around:
+        engine = engine_of(with_drive(run, drive), task, optimizer, around)
+        if kill is not None and where()[0] == victim:
+            kill.arm()
+        if CheckpointDirectory(path).latest() is not None:
+            engine.load(path)
+        while engine.steps < count:
+            steps(engine, task, engine.steps, 1)
+            engine.save(path, keep=2, wait=not beside)
+        return digest_of(states_of(engine, task))
+
+
+def exports(run: Run, path: Path, drive: Path | None = None) -> dict[str, Any]:
+    """Train two steps and export; return what each rank had then, and the files."""
+    task, optimizer = made(run)
+    with deterministic_compute(), ExitStack() as around:
+        engine = engine_of(with_drive(run, drive), task, optimizer, around)
+        steps(engine, task, 0, 2)
+        files = engine.export(path / "fp32", dtype=torch.float32)
+        engine.export(path / "model", shard_bytes=20_000)
+        return {"files": [file.name for file in files], "states": states_of(engine, task)}
+
+
 def fails_on_one_rank(run: Run, path: Path) -> str:
     """Let the last rank fail to save; return what each is told, after a step and a save that
     works.
@@ -101,3 +154,47 @@ def fails_on_one_rank(run: Run, path: Path) -> str:
         except (CollectiveError, TypeError) as error:
             return f"{type(error).__name__}: {error}"
     return "it was saved"
+
+
+def fails_beside_on_one_rank(run: Run, path: Path) -> list[str]:
+    """Let the last rank fail to write beside training; return what each is told, and what is left.
+
+    After that, a save works.
+    """
+    task, optimizer = made(run)
+    told = []
+    with ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        steps(engine, task, 0, 1)
+        with patch.object(RunInMemory, "hand_out", _refused if where()[0] else _as_it_is):
+            engine.save(path, "broken", wait=False)
+            try:
+                engine.save(path, "next")
+            except InfinityError as error:
+                told.append(f"{type(error).__name__}: {error}")
+        steps(engine, task, 1, 1)
+        told.append(engine.save(path, "whole", wait=False))
+    return [*told, *sorted(entry.name for entry in path.iterdir())]
+
+
+_as_it_is = RunInMemory.hand_out
+
+
+def _refused(*_: Any) -> None:
+    raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+
+def preempts(run: Run, path: Path) -> tuple[int, str]:
+    """Let one rank be told to stop; return each one's exit code, and what was saved."""
+    task, optimizer = made(run)
+    with ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        try:
+            for step in range(6):
+                steps(engine, task, step, 1)
+                if step == 3 and where()[0]:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                engine.autosave(path, every=3, keep=1)
+        except SystemExit as ended:
+            return int(str(ended.code)), str(CheckpointDirectory(path).latest())
+    return 0, "never stopped"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from infinity_engine.accel import StreamKind, open_accelerator
 from infinity_engine.errors import CollectiveError
-from infinity_engine.optim import GradientSums, HostKernels, Stream, UpdateThreads
+from infinity_engine.optim import GradientSums, HostKernels, UpdateThreads, Values
 from infinity_engine.partition import (
     CollectiveEvent,
     Collectives,
@@ -131,7 +131,6 @@ def gather(
             torch.full((member.spec.numel,), torch.nan, dtype=member.dtype) for member in members
         ]
         group.gather(shards, into, wire=wire).wait()
-        group.release()
         found.append(into)
     for other in found[1:]:
         for one, another in zip(found[0], other, strict=True):
@@ -204,7 +203,7 @@ def norm_bits(ranks: Collectives) -> float:
     for spec in specs:
         shard = spec.shards[ranks.rank]
         gradient = values(spec.numel, torch.float32, 7)[shard.first_element : shard.end]
-        mine.append(kernels.block_sums(Stream.of(gradient)) if shard.numel else np.zeros(0))
+        mine.append(kernels.block_sums(Values.of(gradient)) if shard.numel else np.zeros(0))
     sums = GradientSums(NUMELS)
     for number, blocks in enumerate(share_block_sums(ranks, specs, mine)):
         sums.put(number, 0, blocks)
@@ -379,13 +378,13 @@ def sums_of_replicas() -> dict[str, Any]:
         for nbytes in (enough, 2 * ranks.size * 64, 2 * ranks.size * 64 * 7 + 13, 2 * enough):
             mine = [each.clone() for each in of_each[ranks.rank]]
             wire = torch.empty(nbytes, dtype=torch.uint8)
-            sums.start("some", mine, says=1, adder=adder, wire=wire).wait()
+            sums.start("some", mine, announces=1, adder=adder, wire=wire).wait()
             equal.append([bits(each) for each in mine] == [bits(each) for each in wanted])
         mine = [each.clone() for each in of_each[ranks.rank]]  # of which the first rank has none
         sums.start(
             "some",
             mine,
-            says=int(ranks.rank > 0),
+            announces=int(ranks.rank > 0),
             adder=adder,
             wire=torch.empty(enough, dtype=torch.uint8),
         ).wait()
@@ -395,13 +394,13 @@ def sums_of_replicas() -> dict[str, Any]:
         equal.append(all(torch.equal(each, total) for each, total in zip(mine, rest, strict=True)))
         mine = [each.clone() for each in of_each[ranks.rank]]
         event = sums.start(
-            "some", mine, says=0, adder=adder, wire=torch.empty(enough, dtype=torch.uint8)
+            "some", mine, announces=0, adder=adder, wire=torch.empty(enough, dtype=torch.uint8)
         )
         event.wait()
         kept = all(
             torch.equal(each, one) for each, one in zip(mine, of_each[ranks.rank], strict=True)
         )
-        return {"equal": equal, "ways": 5, "nobody has anything": kept and not any(event.said)}
+        return {"equal": equal, "ways": 5, "nobody has anything": kept and not any(event.announced)}
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
@@ -511,7 +510,6 @@ def works_until(rank: int, killed_after_s: float) -> CollectiveError | None:
                     [into], [sums], adder=TorchAdder(), wire=buffer, after=[gathered]
                 )
                 reduced.wait()
-                group.release()
         except CollectiveError as error:
             return error
 

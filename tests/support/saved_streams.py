@@ -87,6 +87,7 @@ def save(
     piece_numel: int = 1 << 30,
     file_bytes: int = 1 << 30,
     step: int = 3,
+    created: str = "2026-01-01T00:00:00+00:00",
 ) -> Path:
     """Save a checkpoint as its ranks would, one after another."""
     directory = CheckpointDirectory(path)
@@ -106,7 +107,7 @@ def save(
     manifest = Manifest(
         tag=tag,
         step=step,
-        created="2026-01-01T00:00:00+00:00",
+        created=created,
         ranks=ranks,
         tensors=tuple(parameters),
         files=tuple(files),

@@ -123,7 +123,7 @@ def tiers(
         accelerator, ledger.reserve(Tier.DEVICE, device, holder="device memory")
     )
     with IOQueue(chunk_bytes=QUEUE // 4, inflight_bytes=QUEUE, faults=io_faults) as queue:
-        pool.serve(queue)
+        pool.register_with(queue)
         swap = SwapFile({str(directory): nvme}, ledger, rates={str(directory): 1.0}, queue=queue)
         mover = Mover(accelerator, pool, device_memory, swap)
         made = Tiers(ledger, accelerator, pool, device_memory, swap, mover)

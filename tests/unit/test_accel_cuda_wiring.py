@@ -111,7 +111,7 @@ def test_work_is_launched_in_its_stream_and_an_event_recorded_behind_it(
     ]
 
 
-@pytest.mark.filterwarnings("ignore:a copy's host memory:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:The host memory of a copy:RuntimeWarning")
 def test_a_stream_waits_for_the_events_of_others_and_not_for_its_own(
     device: CudaAccelerator, gpu: FakeGpu
 ) -> None:
@@ -140,7 +140,7 @@ def test_memory_that_is_not_pinned_is_warned_of_once(device: CudaAccelerator) ->
     assert not device.pinned
 
 
-@pytest.mark.filterwarnings("ignore:a copy's host memory:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:The host memory of a copy:RuntimeWarning")
 @pytest.mark.parametrize("how", ["wait", "synchronize", "done"])
 def test_a_copy_that_fails_on_the_gpu_is_a_transfer_error(
     device: CudaAccelerator, gpu: FakeGpu, how: str

@@ -199,7 +199,7 @@ def test_a_download_that_does_not_wait_for_the_work_is_seen(
     bench.upload().wait()
     there = bench.there
     worked, downloaded = bench.run(lambda: there.mul_(2)), bench.download()
-    with pytest.raises(RuntimeError, match="neither does"):
+    with pytest.raises(RuntimeError, match="neither waits"):
         wait(worked, downloaded)
 
 
@@ -209,7 +209,7 @@ def test_work_that_changes_what_a_download_may_still_read_is_seen(
     bench.upload().wait()
     there = bench.there
     downloaded, worked = bench.download(), bench.run(lambda: there.mul_(2))
-    with pytest.raises(RuntimeError, match="neither does"):
+    with pytest.raises(RuntimeError, match="neither waits"):
         wait(downloaded, worked)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from deepnvme.machine.backends import CHAIN
 from infinity_engine.config import (
-    Accelerator,
+    AcceleratorChoice,
     Backend,
     Checksum,
     EngineConfig,
@@ -24,7 +24,7 @@ from infinity_engine.config import (
     RanksConfig,
     Recording,
     Replanning,
-    Stage,
+    ShardingStage,
     StorageConfig,
     TelemetryConfig,
     settings_table,
@@ -67,7 +67,7 @@ CONFIGS = st.builds(
     budget=st.none() | BUDGETS,
     strategy=STRATEGIES,
     precision=st.sampled_from(Precision),
-    accelerator=st.sampled_from(Accelerator),
+    accelerator=st.sampled_from(AcceleratorChoice),
     overlap=st.sampled_from(Overlap),
     replanning=st.sampled_from(Replanning),
     accumulation_steps=WHOLE,
@@ -81,7 +81,7 @@ CONFIGS = st.builds(
     ),
     ranks=st.builds(
         RanksConfig,
-        stage=st.sampled_from(Stage),
+        stage=st.sampled_from(ShardingStage),
         partitioning=st.sampled_from(Partitioning),
         leaf_modules=st.lists(st.sampled_from(["experts", "Block"])),
         bucket_bytes=st.integers(4096, 2**62),
@@ -129,7 +129,7 @@ def test_the_defaults_promise_nothing_that_was_not_asked_for() -> None:
 
     assert (config.budget, config.strategy, config.precision) == (None, Auto(), Precision.MODEL)
     assert (config.accelerator, config.accumulation_steps, config.max_grad_norm) == (
-        Accelerator.AUTO,
+        AcceleratorChoice.AUTO,
         1,
         None,
     )
@@ -159,7 +159,7 @@ def test_a_mapping_may_say_enums_by_value_and_sizes_as_text() -> None:
         budget=Budget(device=20 * GiB, host="80%", nvme={"/mnt/a": 400 * GiB}),
         strategy=StaticSplit(ratio=0.3),
         precision=Precision.BF16,
-        accelerator=Accelerator.CPU,
+        accelerator=AcceleratorChoice.CPU,
         max_grad_norm=1.0,
         storage=StorageConfig(backend=Backend.URING, checksum=Checksum.OFF),
         telemetry=TelemetryConfig(recording=Recording.OFF),
@@ -398,7 +398,7 @@ def test_a_wrong_strategy_is_refused_by_its_dotted_path(value: object, message: 
         ("precision", None, r"one of model, fp32, bf16, fp16, bf16_autocast, fp16_autocast"),
         (
             "precision",
-            Accelerator.CPU,
+            AcceleratorChoice.CPU,
             r"one of model, fp32, bf16, fp16, bf16_autocast, fp16_autocast",
         ),
         ("accelerator", "cud", r"one of auto, cuda, cpu, emulated \(nearest: cuda\)"),

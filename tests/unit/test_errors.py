@@ -24,6 +24,7 @@ from infinity_engine.errors import (
     MissingDependencyError,
     TraceMismatch,
     TransferError,
+    UnsupportedCheckpoint,
 )
 
 EXAMPLES = (
@@ -48,6 +49,9 @@ EXAMPLES = (
     IncompleteCheckpoint(path="/ckpt", missing=("rank0.bin", "rank1.bin")),
     ChecksumError(path="/ckpt", entry="wte.weight", offset=4096, expected=0xBEEF, found=0xDEAD),
     DamagedCheckpoint(path="/ckpt", entry="manifest", flaw="it was cut"),
+    UnsupportedCheckpoint(
+        path="/ckpt", entry="zero_pp_rank_0", flaw="it was split", change="merge it"
+    ),
     DamageError(
         errno=errno.EBADMSG,
         path="/mnt/a/swap",
@@ -373,9 +377,9 @@ def test_a_damage_error_is_a_transfer_error_that_names_the_place_both_sums_and_w
     assert isinstance(error, TransferError)
     assert error.filename == "/a/data"
     assert str(error).startswith(
-        "wte.weight: /a/data: 8192 B (8.00 KiB) at offset 4096, which go on in /b/data at offset "
+        "wte.weight: /a/data: 8192 B (8.00 KiB) at offset 4096, continued in /b/data at offset "
         "12288 are damaged: "
-        "their crc32c is 0x0000dead, that of what was written was 0x0000beef. Try once more"
+        "their crc32c is 0x0000dead, but the bytes that were written had 0x0000beef. Try again"
     )
 
 

@@ -122,7 +122,7 @@ class CountingDevice:
     def free(self, buffer: CountingDevice.Bytes) -> None:
         self.freed.append(buffer.nbytes)
 
-    def leave(self, buffer: CountingDevice.Bytes) -> None:
+    def disown(self, buffer: CountingDevice.Bytes) -> None:
         self.left.append(buffer.nbytes)
 
     def forget_idle(self) -> None:
@@ -246,7 +246,7 @@ def test_a_lease_returns_to_the_pool_only_after_its_event() -> None:
     lease.close()
     assert (memory.stats().held, memory.stats().closing_leases, event.waits) == (100, 1, 0)
     event.passed = True
-    memory.settle()
+    memory.release_ended()
 
     assert (memory.stats().held, memory.stats().closing_leases) == (0, 0)
 
@@ -258,7 +258,7 @@ def test_a_lease_goes_back_only_after_all_of_its_events() -> None:
         for event in events:
             lease.until(event)
 
-    memory.settle()
+    memory.release_ended()
 
     assert (memory.stats().held, memory.stats().closing_leases) == (100, 1)
 
@@ -271,7 +271,7 @@ def test_settling_gives_back_what_has_passed_also_behind_what_has_not() -> None:
             lease.until(event)
     events[1].passed = events[2].passed = True
 
-    memory.settle()
+    memory.release_ended()
 
     assert (memory.stats().held, memory.stats().closing_leases) == (PAGE, 1)
 
@@ -494,7 +494,7 @@ def test_neither_a_dropped_lease_nor_a_last_view_waits_for_the_pools_lock(kind: 
         lease.close()
     del lease, stuck
     event.stuck = True
-    settling = threading.Thread(target=memory.settle, daemon=True)
+    settling = threading.Thread(target=memory.release_ended, daemon=True)
     settling.start()
     event.asked.wait(60)
 
@@ -540,7 +540,7 @@ def test_freed_memory_is_nan_no_earlier_than_its_event() -> None:
     lease.close()
     assert view.tolist() == [1, 1, 1, 1]
     event.passed = True
-    memory.settle()
+    memory.release_ended()
 
     assert view.isnan().all()
 
@@ -696,7 +696,7 @@ def test_device_memory_that_views_keep_goes_back_with_the_last_of_them() -> None
         assert device.freed == []
 
         del view
-        memory.settle()
+        memory.release_ended()
 
         assert memory.reservation.held == 0
         memory.lease(100, holder="another").close()
@@ -707,7 +707,7 @@ def test_device_memory_that_views_could_keep_goes_back_at_once_where_there_are_n
     with keeping(100) as (memory, device):
         for _ in range(3):
             memory.lease(100, holder="a parameter", views=Views.KEEP).close()
-        memory.settle()
+        memory.release_ended()
 
     assert device.freed == [100, 100, 100]
 
@@ -720,7 +720,7 @@ def test_a_detached_alias_keeps_the_memory_as_any_view_does() -> None:
         assert memory.reservation.held == 100
 
         del alias
-        memory.settle()
+        memory.release_ended()
 
         assert memory.reservation.held == 0
 

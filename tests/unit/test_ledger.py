@@ -207,7 +207,7 @@ def test_a_promise_can_become_larger_within_the_limit_and_smaller_by_what_is_not
         promised.grow(1)
     promised.hold(50)
     with pytest.raises(
-        ValueError, match="first holds 50 B of 200 B: 151 B less cannot be promised"
+        ValueError, match="first holds 50 of its 200 B: the promise cannot shrink by 151 B"
     ):
         promised.shrink(151)
 

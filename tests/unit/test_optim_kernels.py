@@ -27,7 +27,7 @@ from infinity_engine.optim import (
     Master,
     Moments,
     Rule,
-    Stream,
+    Values,
 )
 from support.optim import Model, bits_of, narrow, threads
 
@@ -213,18 +213,18 @@ def test_sums_of_gradients_are_fp32_in_order_of_arrival() -> None:
     first = np.random.default_rng(5).standard_normal((2, 9000)).astype(np.float32)
     into = np.empty(9000, np.float32)
 
-    kernels.begin_sum(Stream.of(first[0]), Stream.of(into))
+    kernels.begin_sum(Values.of(first[0]), Values.of(into))
     sums = kernels.add_to_sum(
-        Stream.of(narrow(first[1], FloatFormat.BF16), format=FloatFormat.BF16), Stream.of(into)
+        Values.of(narrow(first[1], FloatFormat.BF16), format=FloatFormat.BF16), Values.of(into)
     )
 
     widened = (narrow(first[1], FloatFormat.BF16).astype(np.uint32) << 16).view(np.float32)
     assert (into == first[0] + widened).all()
-    assert (sums == kernels.block_sums(Stream.of(into))).all()
+    assert (sums == kernels.block_sums(Values.of(into))).all()
 
 
 def test_a_sum_of_another_size_is_refused() -> None:
     kernels = HostKernels(threads(1))
 
     with pytest.raises(ConfigError, match="5 values of FP32"):
-        kernels.begin_sum(Stream.of(np.zeros(5, np.float32)), Stream.of(np.zeros(4, np.float32)))
+        kernels.begin_sum(Values.of(np.zeros(5, np.float32)), Values.of(np.zeros(4, np.float32)))

@@ -19,7 +19,7 @@ from infinity_engine.optim import (
     GradientNorm,
     GradientSums,
     HostKernels,
-    Stream,
+    Values,
     gradient_factor,
 )
 from support.optim import threads
@@ -47,11 +47,11 @@ def test_the_norm_has_the_same_bits_whoever_sums_which_piece(
     bounds = [0, *(cut * NORM_BLOCK for cut in cuts), NUMELS[0]]
     for parameter, gradient in enumerate(gradients(1)):
         whole.put(
-            parameter, 0, HostKernels(threads(1), home="scalar").block_sums(Stream.of(gradient))
+            parameter, 0, HostKernels(threads(1), home="scalar").block_sums(Values.of(gradient))
         )
         starts = bounds if parameter == 0 else [0, len(gradient)]
         for first, end in reversed(list(pairwise(starts))):
-            pieces.put(parameter, first, kernels.block_sums(Stream.of(gradient[first:end])))
+            pieces.put(parameter, first, kernels.block_sums(Values.of(gradient[first:end])))
 
     assert pieces.total() == whole.total()
 
@@ -60,7 +60,7 @@ def test_the_norm_is_the_norm() -> None:
     kernels = HostKernels(threads(2))
     sums = GradientSums(NUMELS)
     for parameter, gradient in enumerate(gradients(2)):
-        sums.put(parameter, 0, kernels.block_sums(Stream.of(gradient)))
+        sums.put(parameter, 0, kernels.block_sums(Values.of(gradient)))
 
     exact = math.sqrt(math.fsum(float(x) ** 2 for gradient in gradients(2) for x in gradient))
     assert sums.total().norm() == pytest.approx(exact, rel=1e-14)
@@ -79,11 +79,11 @@ def test_one_element_that_is_not_finite_shows(bad: float) -> None:
     kernels = HostKernels(threads(1))
     sums = GradientSums([10_000])
     gradient = np.full(10_000, np.finfo(np.float32).max)
-    sums.put(0, 0, kernels.block_sums(Stream.of(gradient)))
+    sums.put(0, 0, kernels.block_sums(Values.of(gradient)))
     assert sums.total().is_finite
 
     gradient[4321] = bad
-    sums.put(0, 0, kernels.block_sums(Stream.of(gradient)))
+    sums.put(0, 0, kernels.block_sums(Values.of(gradient)))
 
     assert not sums.total().is_finite
 

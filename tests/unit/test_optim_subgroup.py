@@ -26,9 +26,9 @@ from infinity_engine.optim import (
     Master,
     Moments,
     Segment,
-    Stream,
     Subgroup,
     SubgroupState,
+    Values,
     cut_into_subgroups,
     update_records,
 )
@@ -93,13 +93,13 @@ def two_segments(formats: Formats | None = None) -> SubgroupState:
     """Return a subgroup of two parameters, 5 and 3 elements, in fp32."""
     return SubgroupState(
         subgroup=subgroup_of_two(formats),
-        master=Stream.of(np.zeros(8, np.float32)),
-        states=tuple(Stream.of(np.zeros(8, np.float32)) for _ in range(2)),
+        master=Values.of(np.zeros(8, np.float32)),
+        states=tuple(Values.of(np.zeros(8, np.float32)) for _ in range(2)),
     )
 
 
-def ones(numel: int) -> Stream:
-    return Stream.of(np.ones(numel, np.float32))
+def ones(numel: int) -> Values:
+    return Values.of(np.ones(numel, np.float32))
 
 
 def test_a_segment_without_a_gradient_is_skipped_and_keeps_its_step_count() -> None:
@@ -114,7 +114,7 @@ def test_a_segment_without_a_gradient_is_skipped_and_keeps_its_step_count() -> N
         state.steps = update.steps
 
     assert state.steps == [2, 1]
-    assert isinstance(state.master, Stream)
+    assert isinstance(state.master, Values)
     assert np.asarray(state.master.owner).tolist() == [-2.0] * 5 + [-1.0] * 3
 
 
@@ -142,7 +142,7 @@ def test_records_point_at_the_segments_places_in_the_subgroup() -> None:
         state, rules=[Adam()] * 2, gradients=[None, ones(3)], parameters=[None] * 2
     ).records
 
-    assert isinstance(state.master, Stream)
+    assert isinstance(state.master, Values)
     assert records["numel"].tolist() == [3]
     assert records["master"].tolist() == [state.master.address + 5 * 4]
     assert records["states"][0, :2].tolist() == [stream.address + 5 * 4 for stream in state.states]
@@ -160,8 +160,8 @@ def masters_of(formats: Formats, *numels: int) -> list[npt.NDArray[Any]]:
     return [np.ones(numel, np.float32) for numel in numels]
 
 
-def stream_of(values: npt.NDArray[Any]) -> Stream:
-    return Stream.of(values, format=FloatFormat.BF16 if values.itemsize == 2 else None)
+def stream_of(values: npt.NDArray[Any]) -> Values:
+    return Values.of(values, format=FloatFormat.BF16 if values.itemsize == 2 else None)
 
 
 def apart(masters: Sequence[npt.NDArray[Any]], formats: Formats | None = None) -> SubgroupState:
@@ -169,7 +169,7 @@ def apart(masters: Sequence[npt.NDArray[Any]], formats: Formats | None = None) -
     return SubgroupState(
         subgroup=subgroup_of_two(formats),
         master=tuple(stream_of(each) for each in masters),
-        states=tuple(Stream.of(np.zeros(8, np.float32)) for _ in range(2)),
+        states=tuple(Values.of(np.zeros(8, np.float32)) for _ in range(2)),
     )
 
 
@@ -181,7 +181,7 @@ def test_masters_that_lie_apart_get_the_bits_of_masters_in_one_piece(formats: Fo
             update = update_records(
                 state,
                 rules=[AdamW(lr=0.1), SGD(lr=0.3)],
-                gradients=[Stream.of(np.full(numel, 1.7 + step, np.float32)) for numel in (5, 3)],
+                gradients=[Values.of(np.full(numel, 1.7 + step, np.float32)) for numel in (5, 3)],
                 parameters=[
                     None if formats.parameter is None else stream_of(each) for each in parameters
                 ],
@@ -255,7 +255,7 @@ def test_an_update_without_any_gradient_does_nothing() -> None:
 
 def test_what_does_not_fit_is_refused_with_its_parameter_named() -> None:
     state = two_segments()
-    copy = Stream.of(np.zeros(5, np.uint16), format=FloatFormat.BF16)
+    copy = Values.of(np.zeros(5, np.uint16), format=FloatFormat.BF16)
 
     with pytest.raises(ConfigError, match="gradient of parameter 0"):
         update_records(state, rules=[Adam()] * 2, gradients=[ones(4), None], parameters=[None] * 2)
@@ -294,11 +294,11 @@ def test_formats_say_what_they_take() -> None:
 
 
 def test_a_stream_knows_arrays_by_dtype_and_refuses_others() -> None:
-    assert Stream.of(np.zeros((2, 3), np.float16)).numel == 6
+    assert Values.of(np.zeros((2, 3), np.float16)).numel == 6
     with pytest.raises(ConfigError, match="float64"):
-        Stream.of(np.zeros(3))
+        Values.of(np.zeros(3))
     with pytest.raises(ConfigError, match="contiguous"):
-        Stream.of(np.zeros((4, 4), np.float32)[:, 1])
+        Values.of(np.zeros((4, 4), np.float32)[:, 1])
     with pytest.raises(ConfigError, match="within the 3 values"):
         ones(3).part(2, 2)
 

@@ -150,7 +150,7 @@ def test_a_slot_that_is_held_is_refused_with_who_has_it_and_that_the_run_is_not_
     error = refused.value
     assert (error.asked, error.free, error.limit) == (PAGE, 0, PAGE)
     assert error.holders == (("layers.3.gradient", PAGE),)
-    assert "what runs is not what was planned: slot 'c' of the layout" in str(error)
+    assert "the step differs from its plan: slot 'c' of the layout" in str(error)
 
 
 def test_the_refusal_of_a_slot_counts_what_of_it_is_free_and_names_nobody_else() -> None:
@@ -260,7 +260,7 @@ def test_a_closed_pool_is_forgotten_by_the_queues_that_it_served() -> None:
     memory = planned_pool(pages=2)
     queues = [RecordingQueue(), RecordingQueue()]
     for queue in queues:
-        memory.serve(cast("IOQueue", queue))
+        memory.register_with(cast("IOQueue", queue))
     served = [list(queue.has) for queue in queues]
     queues[1].closed = True  # has forgotten everything by itself
 
@@ -275,7 +275,7 @@ def test_a_closed_pool_serves_no_queue_and_is_not_pinned() -> None:
     memory.close()
 
     with pytest.raises(RuntimeError, match="the pool is closed"):
-        memory.serve(cast("IOQueue", RecordingQueue()))
+        memory.register_with(cast("IOQueue", RecordingQueue()))
     assert not memory.pinned
 
 

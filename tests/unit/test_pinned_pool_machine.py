@@ -200,7 +200,7 @@ class Leases(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        self.pool.settle()
+        self.pool.release_ended()
 
         assert self.pool.stats().held == self.bytes_in_use()
         assert self.pool.stats().closing_leases == len(

@@ -36,7 +36,8 @@ from infinity_engine.plan import (
 )
 from infinity_engine.plan.step import Home
 from infinity_engine.sim import simulate
-from infinity_engine.sim.planner import Choice, Planner, decide
+from infinity_engine.sim.candidate import Choice
+from infinity_engine.sim.planner import Planner, decide
 from infinity_engine.sim.presets import preset
 from infinity_engine.sim.remedies import explain_refusal
 from infinity_engine.sim.report import report_of
@@ -553,6 +554,42 @@ def test_where_an_update_is_better_ended_first_the_plan_says_so_and_not_where_no
     assert unknown.candidate(choice).overlap
 
 
+@pytest.mark.parametrize(
+    ("tier", "strategy"),
+    [
+        (Tier.NVME, NvmeStreamed()),
+        (Tier.HOST, NvmeStreamed()),
+        (Tier.HOST, HostOnly()),
+        (Tier.DEVICE, HostOnly()),
+        (Tier.DEVICE, Interleaved(share=0.3)),
+    ],
+)
+@pytest.mark.parametrize("flops", [1e12, 80e12, 1e16])
+def test_overlap_left_open_is_as_short_as_the_shorter_of_both(
+    tier: Tier, strategy: Strategy, flops: float
+) -> None:
+    choice = Choice(strategy=strategy, parameters=tier, subgroup_numel=SMALL.numel // 64)
+    there = replace(means(1.5 if tier is not Tier.DEVICE else 4, 3.5, 100), flops_per_s=flops)
+    there = replace(there, budget=replace(there.budget, host=(8 if tier is Tier.HOST else 6) * GB))
+    auto, beside, after = (
+        Planner(replace(training_of(SMALL), overlap=overlap), there).candidate(choice).timeline.ns
+        for overlap in (None, True, False)
+    )
+
+    assert auto == min(beside, after)
+
+
+@pytest.mark.parametrize(("accumulation", "nbytes"), [(1, 2), (4, 2 + 4)])
+def test_the_host_has_room_for_sums_of_gradients_only_where_there_are_sums(
+    accumulation: int, nbytes: int
+) -> None:
+    choice = Choice(strategy=HostOnly(), parameters=Tier.HOST, subgroup_numel=SMALL.numel // 64)
+    planner = Planner(training_of(SMALL, accumulation=accumulation), PLENTY)
+
+    host = planner.candidate(choice).plan.demand.host
+    assert host == pytest.approx((12 + 2 + nbytes) * SMALL.numel, rel=1e-3)
+
+
 @pytest.mark.parametrize("unified", [True, False])
 def test_it_does_not_where_that_is_one_memory_or_where_ranks_gather_what_stays_on_the_device(
     unified: bool,
@@ -652,7 +689,7 @@ def test_a_phase_names_what_binds_it() -> None:
 
     update = next(each for name, each in phases.items() if name.startswith("update"))
     assert update.binding in {"reads of the drives", "writes to the drives"}
-    assert update.utilisation[update.binding] > 0.7
+    assert update.utilisation[update.binding] > 0.5
     assert phases["backward"].utilisation["compute"] > 0
 
 

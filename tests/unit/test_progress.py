@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.progress import Progress, Teller
+from infinity_engine.progress import Progress, ProgressReporter
 from infinity_engine.units import GiB, MiB
 
 
@@ -21,12 +21,12 @@ class Clock:
 
 def test_work_is_told_of_once_a_second_at_most_and_at_the_end_of_each_part() -> None:
     clock, told = Clock(), []
-    teller = Teller(
+    reporter = ProgressReporter(
         lambda progress: told.append((clock.now, progress.what, progress.done_bytes)), clock
     )
 
     for what in ("first", "second"):
-        with teller.part(what, 100) as more:
+        with reporter.part(what, 100) as more:
             for _ in range(10):
                 clock.now += 0.25
                 more(10)
@@ -45,7 +45,7 @@ def test_a_part_that_fails_tells_nothing_more() -> None:
     told: list[Progress] = []
 
     def work() -> None:
-        with Teller(told.append, Clock()).part("first", 1) as more:
+        with ProgressReporter(told.append, Clock()).part("first", 1) as more:
             more(1)
             raise OSError("full")
 
@@ -59,12 +59,12 @@ def test_what_is_told_of_raises_through_the_work() -> None:
     def stop(_: Progress) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), Teller(stop, Clock()).part("first", None):
+    with pytest.raises(KeyboardInterrupt), ProgressReporter(stop, Clock()).part("first", None):
         pass
 
 
 def test_without_anybody_to_tell_nothing_happens() -> None:
-    with Teller(None, Clock()).part("first", None) as more:
+    with ProgressReporter(None, Clock()).part("first", None) as more:
         more(1)
 
 
@@ -72,7 +72,7 @@ def test_only_a_function_can_be_told() -> None:
     with pytest.raises(
         ConfigError, match=r"^progress: expected a function that takes one argument, such as print"
     ):
-        Teller(True)
+        ProgressReporter(True)
 
 
 def test_as_text_progress_is_one_line() -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="ranks train with torch")
 
 import torch.distributed as dist
 
-from infinity_engine.config import RanksConfig, Stage
+from infinity_engine.config import RanksConfig, ShardingStage
 from infinity_engine.errors import ConfigError
 from infinity_engine.partition import Collectives
 from infinity_engine.plan import ResolvedBudget
@@ -138,7 +138,7 @@ def test_a_process_that_is_to_train_alone_meets_nobody(monkeypatch: pytest.Monke
     }.items():
         monkeypatch.setenv(name, value)
 
-    assert Ranks.join(RanksConfig(stage=Stage.ALONE)) is None
+    assert Ranks.join(RanksConfig(stage=ShardingStage.ALONE)) is None
     assert not dist.is_initialized()
 
 

@@ -70,9 +70,9 @@ def test_a_host_too_small_for_its_own_updates_leaves_corners_where_more_visits()
 
     assert corners
     for each in corners.values():
-        # 20 bytes of each parameter that is updated there, 12 of a visitor
+        # 16 bytes of each parameter that is updated there, 12 of a visitor
         host = 1 - each.resident - each.visiting
-        assert 0.32 * (20 * host + 12 * each.visiting) <= 4.5 * (1 + 1e-9)
+        assert 0.32 * (16 * host + 12 * each.visiting) <= 4.5 * (1 + 1e-9)
 
 
 def test_parameters_that_do_not_fit_leave_no_room() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity_engine.errors import TraceMismatch
-from infinity_engine.schedule import ModuleTrace, TraceFollower, Use, trace
+from infinity_engine.schedule import ModuleTrace, TraceCursor, Use, trace
 
 A, B, C, D = (Use(name, (number,)) for number, name in enumerate("abcd"))
 PAIR = Use("pair", (0, 1))
@@ -22,11 +22,11 @@ uses = st.builds(
 steps = st.lists(uses, max_size=20)
 
 
-def followed(*order: Use) -> TraceFollower:
+def followed(*order: Use) -> TraceCursor:
     """Return a follower at the beginning of the step after one of that order."""
-    follower = TraceFollower()
+    follower = TraceCursor()
     for use in order:
-        follower.saw(use)
+        follower.record_use(use)
     follower.end_step()
     return follower
 
@@ -67,9 +67,9 @@ def test_next_use_is_what_looking_through_all_uses_finds(
 
 
 def test_the_first_step_has_no_trace_and_no_mismatch() -> None:
-    follower = TraceFollower()
+    follower = TraceCursor()
 
-    assert follower.saw(A) is False
+    assert follower.record_use(A) is False
     assert list(follower.upcoming(0, 9)) == []
     assert follower.next_use(0) == trace.NEVER
     assert follower.mismatch is None
@@ -79,20 +79,20 @@ def test_what_one_step_asked_for_is_what_the_next_is_expected_to() -> None:
     follower = followed(A, B, C)
 
     assert list(follower.upcoming(0, 2)) == [(0, A), (1, B)]
-    assert follower.saw(A)
+    assert follower.record_use(A)
     assert follower.at == 1
     assert list(follower.upcoming(1, 99)) == [(1, B), (2, C)]
 
 
 def test_equal_uses_that_are_other_objects_are_expected_too() -> None:
-    assert followed(A).saw(Use("a", (0,)))
+    assert followed(A).record_use(Use("a", (0,)))
 
 
 def test_the_next_use_goes_on_with_the_step() -> None:
     follower = followed(A, B, A)
     seen = [follower.next_use(0)]
     for use in (A, B, A):
-        follower.saw(use)
+        follower.record_use(use)
         seen.append(follower.next_use(0))
 
     assert seen == [0, 2, 2, trace.NEVER]
@@ -101,35 +101,35 @@ def test_the_next_use_goes_on_with_the_step() -> None:
 def test_a_use_that_comes_later_is_where_the_step_goes_on() -> None:
     follower = followed(A, B, C, D)
 
-    assert follower.saw(C) is False
+    assert follower.record_use(C) is False
     assert follower.at == 3
     assert follower.next_use(1) == trace.NEVER
-    assert follower.saw(D)
+    assert follower.record_use(D)
 
 
 def test_a_use_that_was_before_is_where_the_step_goes_on_where_it_does_not_come_again() -> None:
     follower = followed(A, B, C)
     for use in (A, B, C):
-        follower.saw(use)
+        follower.record_use(use)
 
-    assert follower.saw(B) is False
+    assert follower.record_use(B) is False
     assert follower.at == 2
     assert follower.next_use(2) == 2
 
 
 def test_a_use_that_is_new_changes_no_place() -> None:
     follower = followed(A, B)
-    follower.saw(A)
+    follower.record_use(A)
 
-    assert follower.saw(D) is False
+    assert follower.record_use(D) is False
     assert follower.at == 1
-    assert follower.saw(B)
+    assert follower.record_use(B)
 
 
 def test_the_first_mismatch_is_kept_and_returned_at_the_steps_end() -> None:
     follower = followed(A, B, C)
     for use in (A, C, D):
-        follower.saw(use)
+        follower.record_use(use)
 
     mismatch = follower.end_step()
 
@@ -142,7 +142,7 @@ def test_the_first_mismatch_is_kept_and_returned_at_the_steps_end() -> None:
 def test_more_than_the_trace_has_is_a_mismatch_with_its_end() -> None:
     follower = followed(A)
     for use in (A, B):
-        follower.saw(use)
+        follower.record_use(use)
 
     assert follower.mismatch is not None
     assert follower.mismatch.expected == "the end of the step"
@@ -151,7 +151,7 @@ def test_more_than_the_trace_has_is_a_mismatch_with_its_end() -> None:
 def test_another_order_replaces_the_trace_when_the_step_ends() -> None:
     follower = followed(A, B, C)
     for use in (C, B, D):
-        follower.saw(use)
+        follower.record_use(use)
 
     follower.end_step()
 
@@ -162,7 +162,7 @@ def test_another_order_replaces_the_trace_when_the_step_ends() -> None:
 
 def test_a_step_that_ends_early_replaces_it_too() -> None:
     follower = followed(A, B, C)
-    follower.saw(A)
+    follower.record_use(A)
 
     assert follower.end_step() is None
     assert follower.trace.uses == (A,)
@@ -172,7 +172,7 @@ def test_the_same_order_keeps_the_trace() -> None:
     follower = followed(A, B)
     before = follower.trace
     for use in (A, B):
-        follower.saw(use)
+        follower.record_use(use)
 
     follower.end_step()
 
@@ -184,26 +184,26 @@ def test_what_never_ends_a_step_is_not_recorded_for_ever(monkeypatch: pytest.Mon
     monkeypatch.setattr(trace, "_MOST_USES", 10)
     follower = followed(A, B)
     for _ in range(1000):
-        follower.saw(A)
+        follower.record_use(A)
 
     assert len(follower._seen) <= 11
     follower.end_step()
 
     assert follower.trace.uses == (A, B)
-    assert follower.saw(A)
+    assert follower.record_use(A)
 
 
 @given(orders=st.lists(steps, min_size=1, max_size=4))
 def test_whatever_order_comes_the_follower_is_within_its_trace_and_says_what_the_trace_does(
     orders: list[list[Use]],
 ) -> None:
-    follower = TraceFollower()
+    follower = TraceCursor()
     for order in orders:
         for use in order:
             before = follower.at
             expected = follower.trace.uses[before : before + 1] == (use,)
 
-            assert follower.saw(use) is expected
+            assert follower.record_use(use) is expected
 
             assert 0 <= follower.at <= len(follower.trace.uses)
             if use in follower.trace.uses:

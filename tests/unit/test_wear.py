@@ -72,11 +72,11 @@ def test_each_share_is_warned_of_once_and_of_each_drive() -> None:
         told += [(written, str(each.message).split(", ")[0]) for each in given]
 
     assert told == [
-        (10, "this engine has written 10 B to /a"),
-        (100, "this engine has written 100 B to /a"),
-        (100, "this engine has written 10 B to /b"),
-        (700, "this engine has written 700 B to /a"),
-        (1000, "this engine has written 1 KB to /a"),
-        (1000, "this engine has written 100 B to /b"),
-        (5000, "this engine has written 500 B to /b"),
+        (10, "This engine has written 10 B to /a"),
+        (100, "This engine has written 100 B to /a"),
+        (100, "This engine has written 10 B to /b"),
+        (700, "This engine has written 700 B to /a"),
+        (1000, "This engine has written 1 KB to /a"),
+        (1000, "This engine has written 100 B to /b"),
+        (5000, "This engine has written 500 B to /b"),
     ]

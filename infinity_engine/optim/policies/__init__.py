@@ -1,6 +1,5 @@
-"""The policies that are there, by name and by strategy.
-
-Pure; users add their own to a registry that they make.
+"""The built-in policies, by name and by strategy. Pure; users add their own to a registry that they
+make.
 """
 
 from infinity_engine.optim.policies.choice import BUILT_IN, policy_for

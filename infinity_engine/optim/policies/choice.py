@@ -1,6 +1,5 @@
-"""Which policy carries out a strategy, and which can be asked for by name alone.
-
-Pure; called by planner and engine.
+"""Which policy carries out a strategy, and the policies with a name of their own. Pure; called by
+planner and engine.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ BUILT_IN = PolicyRegistry((DEVICE_ONLY, HOST_ONLY, INTERLEAVED, TWO_ENDED, EQ1, 
 
 
 def policy_for(strategy: Strategy) -> OffloadPolicy:
-    """Return the policy that does what a strategy asks for.
+    """Return the policy that carries out a strategy.
 
     Raises:
         ConfigError: the strategy leaves that to the planner.
@@ -39,14 +38,11 @@ def policy_for(strategy: Strategy) -> OffloadPolicy:
     if isinstance(strategy, StaticSplit):
         return static_split(strategy.ratio)
     if isinstance(strategy, Interleaved):
-        return interleaved(_share(strategy), resident=strategy.resident)
+        share = None if strategy.share is None else Fraction(strategy.share)
+        if strategy.stride is not None:
+            share = Fraction(1, strategy.stride)
+        return interleaved(share, resident=strategy.resident)
     if isinstance(strategy, NvmeStreamed):
         return policy_for(strategy.update)
-    expected = "a strategy that says where updates run: any other"
+    expected = "any other strategy: this one leaves to the planner where updates run"
     raise ConfigError(field="strategy", value=strategy.name, expected=expected)
-
-
-def _share(strategy: Interleaved) -> Fraction | None:
-    if strategy.stride is not None:
-        return Fraction(1, strategy.stride)
-    return None if strategy.share is None else Fraction(strategy.share)

@@ -1,9 +1,9 @@
-"""Host and device update at once: some subgroups visit the device while the CPU is at others (Deep
-Optimizer States).
+"""Host and device update at once: the device updates visiting subgroups while the CPU updates
+others.
 
-Pure: which subgroups visit, in which order their copies share the links, and where residents fill
-the gaps, all from the rates. Used by name, by strategy, and by the published references that differ
-in their share alone.
+The interleaving of Deep Optimizer States. Pure: from the rates it decides which subgroups visit, in
+which order their copies share the links, and where residents fill the gaps. Used by name, by
+strategy, and by the published references that differ in their share alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "two_ended",
 ]
 
-_FEW = 8  # Of so many subgroups, every choice of visitors is tried.
+_FEW = 8  # up to so many subgroups, every choice of visitors is tried
 _GRID = 8
 
 
@@ -58,7 +58,7 @@ class UpdateLayout:
         self._clocks = LaneClocks(rates)
         self._per_parameter = limits.per_parameter
         self._host = deque(assignment.host)
-        # Not yet up, and from when on they can go.
+        # not uploaded yet, and when they can be
         self._updated: deque[tuple[SubgroupSpec, int]] = deque()
         self._residents = deque(assignment.residents)
         early = self._too_many_for_the_end(assignment) if assignment.visiting else 0
@@ -77,7 +77,7 @@ class UpdateLayout:
         return self._draft.plan()
 
     def _too_many_for_the_end(self, assignment: Assignment) -> int:
-        """Return how many residents the time of the last download has no room for."""
+        """Return how many residents there is no time for during the last download."""
         nbytes = assignment.visiting[-1].numel * self._per_parameter.states
         room_ns = self._clocks.duration_ns(Lane.D2H, nbytes)
         durations_ns = (
@@ -87,11 +87,11 @@ class UpdateLayout:
         return sum(end_ns > room_ns for end_ns in itertools.accumulate(durations_ns))
 
     def _visit(self, subgroup: SubgroupSpec, *, late: int) -> None:
-        """Let it visit, and before that as many early residents be updated as its way up leaves
-        time for.
+        """Let a subgroup visit; before it, update as many early residents as its upload leaves time
+        for.
 
-        Of these, no more than `late` are left, so that a device which is as busy as the links
-        wastes no gap that is shorter than an update.
+        No more than `late` of those are left after it: otherwise a device that is as busy as the
+        links would waste the gaps that are shorter than an update.
         """
         start_ns = self._upload_start_ns()
         while self._can_upload_parameters(start_ns):
@@ -118,7 +118,7 @@ class UpdateLayout:
             self._update_resident()
 
     def _upload_start_ns(self) -> int:
-        """Return when the next states can begin to go up."""
+        """Return when the upload of the next states can begin."""
         emptied = self._draft.next_set_after
         set_ns = 0 if emptied is None else self._clocks.times[emptied].end_ns
         return max(self._clocks.free_ns(Lane.H2D), set_ns)
@@ -225,6 +225,7 @@ def spread(subgroups: Sequence[SubgroupSpec], share: Fraction) -> list[bool]:
     part, whole = share.as_integer_ratio()
     for subgroup in subgroups:
         seen += subgroup.numel
+        # Rounds to the nearest, in integers: floats would choose others in large models.
         chosen.append(2 * (part * seen - whole * visiting) >= whole * subgroup.numel)
         visiting += subgroup.numel * chosen[-1]
     return chosen
@@ -241,8 +242,8 @@ def _assigned(
 
 
 def _earliest(layout: Callable[[int], UpdateLayout], most: int) -> UpdateLayout:
-    """Return the layout that ends first, of those with 0 to `most` visitors: a grid first, then
-    ever finer.
+    """Return the layout that ends first among 0 to `most` visitors: on a grid first, then ever
+    finer.
     """
     tried: dict[int, UpdateLayout] = {}
 
@@ -254,6 +255,7 @@ def _earliest(layout: Callable[[int], UpdateLayout], most: int) -> UpdateLayout:
     step = max(most // _GRID, 1)
     best = min(range(0, most + 1, step), key=end_ns)
     while True:
+        # 0 comes first: among equal ends the present one stays, and so the search ends.
         near = (best + step * many for many in (0, -2, -1, 1, 2))
         nearest = min((count for count in near if 0 <= count <= most), key=end_ns)
         if nearest == best and step == 1:

@@ -87,10 +87,10 @@ def algorithm1(stride: int, *, resident: float = 0.0, name: str = "algorithm1") 
     """Return the paper's Algorithm 1: each `stride`-th subgroup visits, in the one staging set that
     there is.
 
-    The CPU goes through the subgroups in order and launches what the listing has it launch, where
-    it has it. Updates on the device do not hold the CPU up. What the listing forgets is added at
-    its end: the last visitor comes home, and the parameters that the CPU updated last go up.
-    Downscaling costs nothing here, as our updates write 16 bits.
+    The CPU goes through the subgroups in order and launches what the listing launches, where the
+    listing does. Updates on the device do not hold the CPU up. The ops that the listing forgets are
+    added at its end: the last visitor is downloaded, and the parameters that the CPU updated last
+    are uploaded. Downscaling costs nothing here, as our updates write 16 bits.
     """
     if stride < 2:
         expected = (
@@ -110,7 +110,7 @@ ALGORITHM1 = algorithm1(2)
 
 
 class _Listing:
-    """The loop of Algorithm 1, writing down what it launches."""
+    """The loop of Algorithm 1, recording the ops that it launches."""
 
     def __init__(
         self,
@@ -124,11 +124,11 @@ class _Listing:
         self._limits = limits
         self._per_parameter = limits.per_parameter
         self._ops: list[Op] = []
-        # The CPU's newest update: it launches what follows when that has ended.
+        # the CPU's newest update: the CPU launches the next ops after it
         self._cpu_at: tuple[int, ...] = ()
         self._staged: SubgroupSpec | None = None
-        self._set_at: tuple[int, ...] = ()  # The newest op in the staging set.
-        # Updated by the CPU, parameters not yet up.
+        self._set_at: tuple[int, ...] = ()  # the newest op in the staging set
+        # updated by the CPU, not uploaded
         self._downscaled: list[tuple[SubgroupSpec, tuple[int, ...]]] = []
         to_fetch = iter(self._visitors)
         for number, subgroup in enumerate(others):

@@ -1,13 +1,8 @@
-"""`Original`: one parameter of a model that is being built, and its values: in memory, on the
+"""`BuiltParameter`: one parameter of a model that is being built, and its values: in memory, on the
 drives, or in both.
 
-Takes values away from a parameter and gives them back; counts and decides nothing. `Originals` has
-them all.
-
-[Note: whose memory leaves] A parameter leaves host memory only where nobody else can see that
-memory: it is written to the drives, its data is taken away, and if the storage lives on after that,
-a view of it is somewhere and the parameter gets it back. So what is written through a view counts,
-whenever it is written.
+Takes values away from a parameter and gives them back; counts and decides nothing.
+`BuiltParameters` has them all.
 """
 
 from __future__ import annotations
@@ -26,17 +21,17 @@ from infinity_engine.partition import Shard, ShardSpec
 from infinity_engine.partition.digest import digest_of
 from infinity_engine.storage import Place, SwapFile
 
-__all__ = ["Original", "absent", "is_plain", "nbytes_of", "plainly"]
+__all__ = ["BuiltParameter", "absent", "is_plain", "nbytes_of", "plainly"]
 
 _LONGEST_WAIT = 1024  # so often at most a parameter is passed over after it could not leave
 
 
-class Original:
+class BuiltParameter:
     """Where the values of one parameter are: `held` bytes of host memory, and `place` on the
     drives.
 
-    Those in memory are what counts where there are any. Cut over ranks, as `spec` says, it has but
-    `part` on the drives, for which there is no place where that is empty.
+    Where there are values in memory, they count. Of a parameter cut over ranks, as `spec` says, the
+    drives have `part` only; there is no place where that part is empty.
     """
 
     def __init__(self, parameter: torch.Tensor, name: str, place: Place | None = None) -> None:
@@ -45,9 +40,9 @@ class Original:
         self.place = place
         self.spec: ShardSpec | None = None
         self.part: Shard | None = None
-        # for all ranks: whoever asks for it gathers it. Its memory may still be here
+        # on all ranks: a use gathers it. Its memory may still be here
         self.is_away = False
-        self.digest = ""  # of the whole values, where this rank has seen them
+        self.digest = ""  # of the whole values, where this rank has seen all of them
         # while it is absent: the NaN that it shows
         self.shown = weakref.ref(parameter.untyped_storage())
         self._parameter = TensorWeakRef(parameter)
@@ -60,21 +55,21 @@ class Original:
 
     @property
     def parameter(self) -> torch.Tensor | None:
-        """The parameter, as long as somebody has it."""
+        """The parameter, as long as it is referenced."""
         found: torch.Tensor | None = self._parameter()
         return found
 
     @property
     def is_kept(self) -> bool:
-        """Whether it lives also where nobody else has it."""
+        """Whether a reference here keeps it alive."""
         return self._kept is not None
 
     def keep(self) -> None:
-        """Let the parameter live, if it does."""
+        """Keep the parameter alive by a reference, if it still is."""
         self._kept = self.parameter
 
     def let_go(self) -> None:
-        """Let the parameter live only as long as somebody else has it."""
+        """Drop that reference: the parameter lives only as long as other code has it."""
         self._kept = None
 
     @property
@@ -84,29 +79,29 @@ class Original:
 
     # --- what is counted --------------------------------------------------------------------------
 
-    def holds(self, nbytes: int) -> None:
+    def count(self, nbytes: int) -> None:
         """Note how many bytes of host memory it has."""
         self.held = nbytes
 
-    def lies_at(self, place: Place | None) -> Place | None:
+    def replace_place(self, place: Place | None) -> Place | None:
         """Have another place, or none; return the one before."""
         before, self.place = self.place, place
         return before
 
     def cut(self, spec: ShardSpec | None, rank: int) -> None:
-        """Have this part on the drives; None: be as if it had never been there."""
+        """Have this part on the drives; None: it was never there."""
         self.spec = spec
         self.part = None if spec is None else spec.shards[rank]
 
-    def goes_away(self, digest: str | None = None) -> None:
-        """Be away, for all ranks; with values of which these words are all that this rank has
-        seen.
+    def mark_away(self, digest: str | None = None) -> None:
+        """Mark it as away, on all ranks; `digest` describes the values where this rank has seen all
+        of them.
         """
         self.is_away = True
         self.digest = digest or self.digest
 
-    def comes_back(self) -> None:
-        """Be away no more."""
+    def mark_back(self) -> None:
+        """Mark it as not away any more."""
         self.is_away = False
 
     def bytes_to_store(self, parameter: torch.Tensor) -> int:
@@ -118,27 +113,29 @@ class Original:
         )
 
     def pin(self) -> None:
-        """Stay in host memory: somebody has its address, which nothing tells the end of."""
+        """Stay in host memory for good: other code has its address, and nothing shows when it stops
+        using that.
+        """
         self._pinned = True
 
-    def is_asked_again(self) -> bool:
-        """Tell whether it is worth to try whether it can leave: ever more seldom where it could
-        not.
+    def is_due_for_retry(self) -> bool:
+        """Tell whether to try again to evict it. After each failed attempt it is passed over twice
+        as often.
         """
         self._wait -= 1
         return self._wait < 0
 
     def may_leave(self, parameter: torch.Tensor) -> bool:
-        """Tell whether it can, unless somebody has a view of its memory."""
+        """Tell whether it can be evicted, provided that no other tensor shows its memory."""
         storage = parameter.untyped_storage()
         return (
             not self._pinned
-            # one element could be written to, as NaN that is shown in its place
+            # the NaN shown in place of a single element could be written to
             and parameter.numel() > 1
             # Else a graph has the parameter itself, and not a view. torch's stubs do not know how
             # many have it.
             and parameter._use_count() == 1  # type: ignore[attr-defined]
-            and storage.nbytes() == nbytes_of(parameter)  # else the rest is somebody's
+            and storage.nbytes() == nbytes_of(parameter)  # else another tensor uses the rest
             and not (parameter.is_conj() or parameter.is_neg() or storage.is_shared())
         )
 
@@ -155,13 +152,17 @@ class Original:
                 return
             swap.write(self.place, memory_of(values, writable=False), what=self.name).wait()
 
-    def leave(self, parameter: torch.Tensor) -> bool:
-        """Take memory away from a parameter that was stored; tell whether it has gone: [Note: whose
-        memory leaves].
+    # [Note: which memory leaves] A parameter leaves host memory only where no other tensor can see
+    # that memory. It is written to the drives and its data is replaced; if its storage is still
+    # alive after that, a view of it exists somewhere, and the parameter gets the storage back. So
+    # what is written through a view counts, whenever it is written.
+    def evict(self, parameter: torch.Tensor) -> bool:
+        """Replace the data of a parameter that was stored; tell whether its memory is free: [Note:
+        which memory leaves].
         """
         storage = weakref.ref(parameter.untyped_storage())
         offset, self._stride = int(parameter.storage_offset()), parameter.stride()
-        self.hide(parameter)
+        self.show_nan(parameter)
         kept = storage()
         if kept is None:
             self.held = self._wait = self._waited = 0
@@ -172,8 +173,8 @@ class Original:
         self._waited = self._wait = min(2 * self._waited + 1, _LONGEST_WAIT)
         return False
 
-    def hide(self, parameter: torch.Tensor) -> None:
-        """Let the parameter show NaN that is its own, and that nobody has seen yet."""
+    def show_nan(self, parameter: torch.Tensor) -> None:
+        """Let the parameter show NaN in a new storage, which no other tensor shows yet."""
         if self.is_absent:
             self.check_untouched(parameter)
         with plainly():
@@ -182,7 +183,7 @@ class Original:
             parameter.data = values
 
     def check_untouched(self, parameter: torch.Tensor) -> None:
-        """Refuse to go on where somebody has written to what is shown in place of the values.
+        """Refuse to go on where the stand-in that a parameter shows was written to.
 
         Raises:
             RuntimeError: that is so.
@@ -194,14 +195,13 @@ class Original:
             ):
                 return
         raise RuntimeError(
-            f"{self.name} was changed while its values were on the drives: the change would be "
-            "lost. Change it in the "
-            "body of init_context, or under `with engine.gathered([parameter], modify=True)` after "
-            "engine.initialize"
+            f"{self.name} was changed while its values were on the drives. The change would be "
+            "lost: the values on the drives replace it. Change it in the body of init_context, "
+            "or under `with engine.gathered([parameter], modify=True)` after engine.initialize"
         )
 
     def fill(self, parameter: torch.Tensor, swap: SwapFile) -> None:
-        """Give the parameter new memory with the values that are on the drives."""
+        """Give the parameter new memory and read its values into it."""
         assert self.place is not None, "what is absent is on the drives"
         self.check_untouched(parameter)
         with plainly():
@@ -210,8 +210,8 @@ class Original:
             self.give(parameter, values)
 
     def give(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
-        """Let the parameter have these values, which are in the order of its dimensions, in
-        memory.
+        """Let the parameter show `values`, which are in the order of its dimensions, with its own
+        strides.
         """
         with plainly():
             if values.stride() != self._stride:
@@ -232,7 +232,7 @@ def nbytes_of(parameter: torch.Tensor) -> int:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether it is a dense tensor in host memory whose bytes are its values."""
+    """Tell whether it is a dense tensor in host memory that stores its values as such."""
     return (
         not isinstance(tensor, UninitializedParameter | UninitializedBuffer)
         and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -243,24 +243,25 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def absent(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what is seen of a parameter that is not here: who reads it gets NaN, who writes to it
-    an error.
+    """Return the stand-in that an evicted parameter shows: reading it gives NaN, writing to it
+    raises an error.
 
-    The error is torch's, and lets `fill_()` and `zero_()` through, which are seen later.
+    torch raises that error, for all writes but `fill_()` and `zero_()`, which `check_untouched`
+    finds later.
     """
     dtype = parameter.dtype
     try:
         nothing = math.nan if dtype.is_floating_point or dtype.is_complex else 0
         one = torch.full((), nothing, dtype=dtype, device="cpu")
-    except NotImplementedError:  # two numbers of four bits, which have no NaN
+    except NotImplementedError:  # a dtype of two four-bit numbers in a byte, which has no NaN
         one = torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype)[0]
     return one.expand(parameter.shape)
 
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Let what the body makes be ordinary tensors, whatever the caller's modes are: none sees what
-    it calls.
+    """Make ordinary tensors in the body, whatever modes the caller is in; no mode sees the
+    calls.
     """
     with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
         yield

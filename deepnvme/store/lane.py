@@ -1,0 +1,145 @@
+"""Requests that wait for a thread of a store. A free thread carries out many of them together.
+
+Owns the order in which requests are carried out. Knows no tensors: each request says who carries it
+out together with others. Called by `StoreThreads`, from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from deepnvme.store.store_future import StoreFuture
+
+__all__ = ["Lane", "Request", "Together", "each_alone"]
+
+_MOST_TOGETHER = 1024
+_MOST_BYTES = 64 << 20  # so that the first of many large tensors need not wait for the last
+
+
+Together: TypeAlias = "Callable[[Sequence[Request]], Sequence[Any]]"
+"""Carries out several requests and returns the result of each, or raises."""
+
+
+def each_alone(group: Sequence[Request]) -> Sequence[Any]:
+    """Carry out the requests one after the other."""
+    return [request.work() for request in group]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One call that was begun: its future, and what to do.
+
+    `work` does it alone. Requests of other names that `together` carries out as well may join it.
+    `tensor` is what is put, or what is read into; `nbytes` is how much that is, 0 where it is not
+    known; `copy` allows that it is copied first.
+    """
+
+    future: StoreFuture[Any]
+    work: Callable[[], Any]
+    together: Together = each_alone
+    name: str = ""
+    tensor: Any = None
+    nbytes: int = 0
+    copy: bool = False
+
+
+def _ignore(group: Sequence[Request]) -> None:
+    """Do nothing."""
+
+
+class Lane:
+    """Requests in the order of the calls, on up to `most_threads` threads of an executor.
+
+    `ended` hears of each group whose futures have ended, those that were cancelled included.
+    """
+
+    def __init__(
+        self,
+        executor: ThreadPoolExecutor,
+        most_threads: int,
+        ended: Callable[[Sequence[Request]], None] = _ignore,
+    ) -> None:
+        self._executor = executor
+        self._most_threads = most_threads
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._waiting: deque[Request] = deque()
+        self._threads = 0  # of the executor, at work on this lane
+
+    def add(self, request: Request) -> None:
+        """Let a thread carry out the request, after those that were added before.
+
+        Raises:
+            RuntimeError: the interpreter ends, and starts no thread any more.
+        """
+        with self._lock:
+            if self._threads < self._most_threads:
+                self._executor.submit(self._run)
+                self._threads += 1
+            self._waiting.append(request)
+
+    def _run(self) -> None:
+        """Carry out requests until none waits."""
+        while True:
+            with self._lock:
+                group = self._next_group()
+                if not group:
+                    self._threads -= 1
+                    return
+            _carry_out([request for request in group if _begins(request)])
+            self._ended(group)
+            # Not kept while the thread sleeps: tensors would stay alive.
+            del group
+
+    def _next_group(self) -> list[Request]:
+        """Take the oldest request, and those behind it that can be carried out with it."""
+        if not self._waiting:
+            return []
+        first = self._waiting.popleft()
+        group = [first]
+        if first.together is each_alone:
+            return group
+        names = {first.name}
+        nbytes = first.nbytes
+        while self._waiting and len(group) < _MOST_TOGETHER:
+            request = self._waiting[0]
+            nbytes += request.nbytes
+            # Of two requests for one name, the later one has to find what the earlier one did.
+            if request.together != first.together or request.name in names or nbytes > _MOST_BYTES:
+                break
+            names.add(request.name)
+            group.append(self._waiting.popleft())
+        return group
+
+
+def _begins(request: Request) -> bool:
+    """Return whether the request was not cancelled. From here on it cannot be."""
+    return request.future.set_running_or_notify_cancel()
+
+
+def _carry_out(group: Sequence[Request]) -> None:
+    results: Sequence[Any] = ()
+    try:
+        if len(group) > 1:
+            results = group[0].together(group)
+    except Exception:  # one of them spoils the others: each alone comes to an end of its own
+        results = ()
+    # Last one first: a caller who waits for the first one then wakes once, and finds all of them.
+    for request, result in zip(reversed(group), reversed(results), strict=False):
+        request.future.set_result(result)
+    for request in group[len(results) :]:
+        _carry_out_alone(request)
+
+
+def _carry_out_alone(request: Request) -> None:
+    try:
+        result = request.work()
+    except BaseException as error:
+        request.future.set_exception(error)
+    else:
+        request.future.set_result(result)

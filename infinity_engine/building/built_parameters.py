@@ -1,0 +1,536 @@
+"""`BuiltParameters`: the parameters of a model that is being built: which are in host memory, and
+which are evicted.
+
+An evicted parameter, its values on the drives alone, keeps identity, shape and dtype, and reads as
+NaN (integers: 0). Knows parameters and no modules. Called from one thread, while a model is built
+and until an engine has taken it over.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from deepnvme.memory.buffers import memory_of
+from deepnvme.sizes import PAGE
+from infinity_engine.building.built_parameter import BuiltParameter, is_plain, nbytes_of, plainly
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.memory import Ledger, return_freed_memory
+from infinity_engine.partition import ShardSpec
+from infinity_engine.plan import Tier
+from infinity_engine.storage import Place, SwapFile
+from infinity_engine.units import MiB, align_down, align_up
+
+__all__ = ["CACHE_PART", "BuiltParameters", "first_sizes"]
+
+CACHE_PART = 4  # Without a given size, the cache is this part of the free host budget: one in four.
+
+_STEP = 256 * MiB  # the least that the swap file grows by, where the budget has it
+# after so many freed bytes malloc returns its holes to the system
+_RETURNED = 16 * MiB
+_MANY = 64  # after so many new parameters, look for those that are not referenced any more
+_HOLDER = "parameters being built"
+
+
+class BuiltParameters:
+    """Keeps up to `cache` bytes of values in host memory; more only while one call needs more or
+    other tensors show more.
+
+    Without `cache` it is a quarter of what is free of the host's budget.
+
+    `budget` says how many bytes of each directory `swap` may grow to. `written` is called with the
+    bytes that were written.
+    """
+
+    def __init__(
+        self,
+        swap: SwapFile,
+        ledger: Ledger,
+        budget: Mapping[str, int],
+        cache: int | None,
+        written: Callable[[int], None],
+    ) -> None:
+        self._swap = swap
+        self._ledger = ledger
+        self._budget = dict(budget)
+        self._written = written
+        self._records: dict[int, BuiltParameter] = {}
+        # ids of the parameters in memory, least recently used first
+        self._here: dict[int, None] = {}
+        self._in_use: frozenset[int] = frozenset()
+        self._gone: deque[tuple[int, BuiltParameter]] = deque()
+        # by address
+        self._shown: dict[int, tuple[weakref.ref[torch.UntypedStorage], BuiltParameter]] = {}
+        self._freed = 0  # bytes since freed memory last went back to the system
+        self._new = 0  # parameters added since unreferenced ones were last looked for
+        free = ledger.free(Tier.HOST)
+        self._cache = free // CACHE_PART if cache is None else cache
+        if self._cache > free:
+            raise CapacityError(
+                tier=Tier.HOST.name,
+                asked=self._cache,
+                free=free,
+                limit=free,
+                change="lower the cache of init_context, or raise the budget's host",
+            )
+        self._host = ledger.reserve(Tier.HOST, free, holder=_HOLDER)
+
+    # --- which there are --------------------------------------------------------------------------
+
+    def adopt(self, parameter: torch.Tensor, name: str) -> None:
+        """Take over a parameter as it is. One that has no dense values in host memory is left
+        alone.
+
+        Raises:
+            CapacityError: the host's budget has no room for it.
+        """
+        if parameter in self or not is_plain(parameter):
+            return
+        self.revive(parameter)
+        self._add(parameter, BuiltParameter(parameter, name)).keep()
+        with self._using([parameter]):
+            self._note(parameter)
+
+    def adopt_absent(self, parameter: torch.Tensor, name: str, place: Place) -> None:
+        """Take over a parameter with its values in `place` alone, in the order of its
+        dimensions.
+        """
+        self._add(parameter, BuiltParameter(parameter, name, place))
+
+    # [Note: what is made of absent parameters] `torch.nn.Parameter(parameter)` shares the memory
+    # and makes no call that a mode could see. Made of an evicted parameter, the new one shows the
+    # same NaN in the same storage. By that storage it is found when it is used or registered, and
+    # gets the memory that it should have shared. So until the model is built, parameters are kept
+    # alive even where no other code has them; where more room is needed, those are dropped that no
+    # new one was made of.
+    def revive(self, tensor: torch.Tensor) -> None:
+        """Give a tensor made of an evicted parameter its memory: [Note: what is made of absent
+        parameters].
+        """
+        if not is_plain(tensor) or tensor.numel() < 2 or any(tensor.stride()):
+            return
+        storage = tensor.untyped_storage()
+        shown, record = self._shown.get(storage.data_ptr(), (None, None))
+        parameter = None if record is None else record.parameter
+        if (
+            shown is not None
+            and shown() is storage
+            and parameter is not None
+            and parameter is not tensor
+        ):
+            with self.using([parameter]), plainly():
+                tensor.data = parameter.data
+
+    def drop_unreferenced(self) -> None:
+        """Drop the references that keep parameters alive: the model is built."""
+        for record in self._records.values():
+            record.let_go()
+        self._bury()
+
+    def forget(self, parameter: torch.Tensor) -> None:
+        """Leave a parameter as it is, and give its room on the drives back."""
+        self._drop(id(parameter), self._of(parameter))
+
+    def __contains__(self, parameter: object) -> bool:
+        """Tell whether a parameter's values are kept here."""
+        self._bury()
+        record = self._records.get(id(parameter))
+        return record is not None and record.parameter is parameter
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that are alive."""
+        self._bury()
+        found = [record.parameter for record in self._records.values()]
+        return [parameter for parameter in found if parameter is not None]
+
+    # --- where they are ---------------------------------------------------------------------------
+
+    @contextmanager
+    def using(
+        self, parameters: Collection[torch.Tensor], replaced: torch.Tensor | None = None
+    ) -> Iterator[None]:
+        """Have the values of these in host memory within the body, which may change them, their
+        shape and dtype.
+
+        `replaced` is one of them. The body sets its data, so its old values need not be there.
+
+        Raises:
+            CapacityError: the host's budget has no room for all of them.
+            TransferError: one could not be read, or one that had to make room could not be written.
+        """
+        with self._using(parameters):
+            missing = [
+                parameter
+                for parameter in parameters
+                if parameter is not replaced and self.is_absent(parameter)
+            ]
+            self._make_room(sum(nbytes_of(parameter) for parameter in missing))
+            for parameter in missing:
+                self._fill(self._of(parameter), parameter)
+                self._note(parameter)
+            yield
+            for parameter in parameters:
+                self._note(parameter)
+
+    def pin(self, parameter: torch.Tensor) -> None:
+        """Keep a parameter in host memory for good: other code has its address."""
+        self._of(parameter).pin()
+
+    def evict(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Evict the values of these from host memory, unless another tensor shows them."""
+        left = [parameter for parameter in parameters if not self.is_absent(parameter)]
+        for again in (False, True):
+            left = [
+                parameter
+                for parameter in left
+                if self._of(parameter).may_leave(parameter) and not self._leave(parameter)
+            ]
+            if left and not again:
+                # code that built the model often leaves views behind in reference cycles
+                gc.collect()
+
+    def evict_all(self) -> None:
+        """Evict all values from host memory, unless another tensor shows them: the model is
+        built.
+        """
+        self.evict(self.parameters())
+
+    def shrink(self, room: int = 0) -> None:
+        """Shrink the reservation of the host to the values that could not be evicted, and `room`
+        bytes.
+        """
+        self._swap.trim()
+        held = self._host.held
+        self._host.release(held)
+        self._host.close()
+        self._host = self._ledger.reserve(Tier.HOST, held + room, holder=_HOLDER)
+        self._host.hold(held)
+        self._cache = 0
+        return_freed_memory()
+
+    def is_absent(self, parameter: torch.Tensor) -> bool:
+        """Tell whether its values are on the drives alone."""
+        return self._of(parameter).is_absent
+
+    def bring(self, parameter: torch.Tensor) -> None:
+        """Give a parameter ordinary memory with its values, and forget it. The caller counts the
+        memory.
+        """
+        record = self._of(parameter)
+        if record.is_absent:
+            self._fill(record, parameter)
+        self.forget(parameter)
+
+    def read_into(self, parameter: torch.Tensor, first_element: int, values: torch.Tensor) -> None:
+        """Fill a flat, contiguous tensor with elements from `first_element` on, in the order of the
+        parameter's dimensions.
+
+        Of a parameter that is cut, the first element is that of this rank's part.
+        """
+        record = self._of(parameter)
+        start, nbytes = first_element * parameter.element_size(), nbytes_of(values)
+        if not nbytes:
+            return
+        if record.place is None or not record.is_absent:
+            _copy_of(
+                parameter,
+                first_element + (0 if record.part is None else record.part.first_element),
+                values,
+            )
+            return
+        record.check_untouched(parameter)
+        page = align_down(start, PAGE)
+        if page == start:
+            self._read_part(record, record.place.part(start, nbytes), values)
+        else:
+            room = torch.empty(start - page + nbytes, dtype=torch.uint8, device="cpu")
+            self._read_part(record, record.place.part(page, room.nbytes), room)
+            values.view(torch.uint8).copy_(room[start - page :])
+
+    def read_whole(self, parameter: torch.Tensor, first_element: int, values: torch.Tensor) -> None:
+        """Do as `read_into`, whichever rank has the elements: the first element is that of the
+        whole parameter.
+        """
+        if self.is_absent(parameter):
+            self.read_into(parameter, first_element, values)
+        else:
+            _copy_of(parameter, first_element, values)
+
+    def room_for(self, parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
+        """Return how many bytes values of these need that are not in memory, and how many the
+        host's budget has.
+        """
+        return sum(
+            nbytes_of(parameter) for parameter in parameters if self.is_absent(parameter)
+        ), self._ledger.free(Tier.HOST)
+
+    def spec_of(self, parameter: torch.Tensor) -> ShardSpec | None:
+        """Return how a parameter is cut over the ranks; None: it is not."""
+        return self._of(parameter).spec
+
+    def digest_of(self, parameter: torch.Tensor) -> str:
+        """Return text that differs where ranks have different values of a cut parameter, as far as
+        this rank has seen them.
+        """
+        return self._of(parameter).digest
+
+    def agree(self) -> None:
+        """Check that all ranks have built the same model; one rank has nothing to check."""
+
+    def allocate(self, nbytes: int, name: str) -> Place:
+        """Return room on the drives; the swap file grows where it has none.
+
+        Raises:
+            CapacityError: the budget's nvme, or a drive, has no more.
+        """
+        if align_up(nbytes, PAGE) > self._swap.free_bytes:
+            self._prune()
+        missing = align_up(nbytes, PAGE) - self._swap.free_bytes
+        if missing > 0:
+            left = {
+                directory: align_down(self._ledger.free(Tier.NVME, directory=directory), PAGE)
+                for directory in self._budget
+            }
+            if missing > sum(left.values()):
+                raise CapacityError(
+                    tier=Tier.NVME.name,
+                    directory=", ".join(self._budget),
+                    asked=nbytes,
+                    free=self._swap.free_bytes + sum(left.values()),
+                    limit=sum(self._budget.values()),
+                    change=(
+                        "raise the budget's nvme, or name more directories in it: there is no "
+                        f"room for the parameter {name}"
+                    ),
+                )
+            self._swap.grow(_shares(max(missing, _STEP, self._swap.capacity // 4), left))
+        return self._swap.allocate(nbytes, holder=name)
+
+    def close(self) -> None:
+        """Give the host's budget back. Values in memory stay with their parameters; those on the
+        drives are lost.
+        """
+        self._records.clear()
+        self._here.clear()
+        self._shown.clear()
+        self._host.release(self._host.held)
+        self._host.close()
+
+    # --- one parameter ----------------------------------------------------------------------------
+
+    def _add(self, parameter: torch.Tensor, record: BuiltParameter) -> BuiltParameter:
+        self._new += 1
+        self._records[id(parameter)] = record
+        # The finalizer runs anywhere, so it only appends; _bury gives back what the parameter had.
+        weakref.finalize(parameter, self._gone.append, (id(parameter), record))
+        return record
+
+    def _of(self, parameter: torch.Tensor) -> BuiltParameter:
+        if parameter not in self:
+            raise ConfigError(
+                field="parameter",
+                value=f"one of shape {tuple(parameter.shape)}",
+                expected="a parameter that was built in this init_context and not released",
+            )
+        return self._records[id(parameter)]
+
+    @contextmanager
+    def _using(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        before = self._in_use
+        self._in_use = before | {id(parameter) for parameter in parameters}
+        try:
+            yield
+        finally:
+            self._in_use = before
+
+    def _fill(self, record: BuiltParameter, parameter: torch.Tensor) -> None:
+        """Give a parameter that is absent memory with its values."""
+        record.fill(parameter, self._swap)
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        """Count the host memory that a parameter has now, and make it the one used most
+        recently.
+        """
+        record = self._of(parameter)
+        nbytes = parameter.untyped_storage().nbytes()
+        if nbytes > record.held:
+            self._make_room(nbytes - record.held)
+            self._host.hold(nbytes - record.held)
+        else:
+            self._host.release(record.held - nbytes)
+        record.count(nbytes)
+        # Moved to the end of the dict: it is the one used most recently.
+        self._here.pop(id(parameter), None)
+        if nbytes:
+            self._here[id(parameter)] = None
+        else:
+            self._drop_place(record)  # it has become empty
+
+    def _leave(self, parameter: torch.Tensor) -> bool:
+        """Try to evict a parameter; tell whether its memory is free."""
+        record = self._of(parameter)
+        nbytes, held = record.bytes_to_store(parameter), record.held
+        if record.place is not None and record.place.nbytes != nbytes:
+            self._drop_place(record)
+        if record.place is None and nbytes:
+            record.replace_place(self.allocate(nbytes, record.name))
+        with self._copying(parameter):
+            record.store(parameter, self._swap)
+        self._written(nbytes)
+        if not record.evict(parameter):
+            return False
+        self._remember_shown(record)
+        del self._here[id(parameter)]
+        self._host.release(held)
+        self._has_freed(held)
+        return True
+
+    def _has_freed(self, nbytes: int) -> None:
+        """Return freed memory to the system, where it is worth the call."""
+        self._freed += nbytes
+        if self._freed >= _RETURNED:
+            return_freed_memory()
+            self._freed = 0
+
+    @contextmanager
+    def _copying(self, parameter: torch.Tensor) -> Iterator[None]:
+        """Count the copy that is made of a parameter with elements that are not contiguous."""
+        nbytes = 0 if parameter.is_contiguous() else nbytes_of(parameter)
+        self._host.hold(nbytes)
+        try:
+            yield
+        finally:
+            self._host.release(nbytes)
+
+    def _remember_shown(self, record: BuiltParameter) -> None:
+        storage = record.shown()
+        if storage is not None:
+            self._shown[storage.data_ptr()] = record.shown, record
+
+    def _read_part(self, record: BuiltParameter, part: Place, into: torch.Tensor) -> None:
+        self._swap.read(part, memory_of(into, writable=True), what=record.name).wait()
+
+    # --- room -------------------------------------------------------------------------------------
+
+    def _make_room(self, nbytes: int) -> None:
+        """Make room for `nbytes` in the cache, as far as parameters can be evicted.
+
+        Raises:
+            CapacityError: not even the whole host budget has room for them.
+        """
+        self._shrink(self._cache - nbytes)
+        if self._host.held > self._cache - nbytes and self._new >= _MANY:
+            self._prune()
+            self._shrink(self._cache - nbytes)
+        if self._host.held + nbytes > self._host.nbytes:
+            self._prune()
+            self.evict(
+                [
+                    parameter
+                    for number in self._here
+                    if (parameter := self._idle(number)) is not None
+                ]
+            )
+        if self._host.held + nbytes > self._host.nbytes:
+            raise CapacityError(
+                tier=Tier.HOST.name,
+                asked=nbytes,
+                free=self._host.nbytes - self._host.held,
+                limit=self._host.nbytes,
+                holders=tuple(
+                    (self._records[number].name, self._records[number].held)
+                    for number in self._here
+                ),
+                change=(
+                    "raise the budget's host, or let init_context's body use less at once. The "
+                    "parameters that one call uses stay in memory together, and so does one with "
+                    "a view elsewhere, such as `weight.data` in a variable"
+                ),
+            )
+
+    def _shrink(self, nbytes: int) -> None:
+        """Evict what was used longest ago until `nbytes` are held, as far as it can be evicted."""
+        for number in list(self._here):
+            if self._host.held <= nbytes:
+                return
+            parameter = self._idle(number)
+            if parameter is not None:
+                record = self._of(parameter)
+                if record.is_due_for_retry() and record.may_leave(parameter):
+                    self._leave(parameter)
+
+    def _idle(self, number: int) -> torch.Tensor | None:
+        """Return a parameter that is in memory and that no call is using."""
+        record = self._records.get(number)  # it may have gone meanwhile
+        return None if record is None or number in self._in_use else record.parameter
+
+    def _prune(self) -> None:
+        """Drop parameters that are not referenced any more and that no other parameter was made
+        of.
+        """
+        self._new = 0
+        for record in self._records.values():
+            parameter = record.parameter
+            if record.is_kept and record.is_absent and parameter is not None:
+                record.show_nan(
+                    parameter
+                )  # a new stand-in: only tensors made of this one still show the old
+                self._remember_shown(record)
+        self._shown = {at: entry for at, entry in self._shown.items() if entry[0]() is not None}
+        shown = Counter(id(record) for _, record in self._shown.values())
+        for number, record in self._records.items():
+            own = 1 if record.is_absent else 0
+            if record.is_kept and number not in self._in_use and shown[id(record)] == own:
+                record.let_go()
+                record.keep()
+        self._bury()
+
+    def _bury(self) -> None:
+        """Give back the memory and room of parameters that are not alive any more."""
+        while self._gone:
+            number, record = self._gone.popleft()
+            if self._records.get(number) is record:
+                self._drop(number, record)
+
+    def _drop(self, number: int, record: BuiltParameter) -> None:
+        del self._records[number]
+        self._here.pop(number, None)
+        self._host.release(record.held)
+        self._drop_place(record)
+
+    def _drop_place(self, record: BuiltParameter) -> None:
+        """Give its room on the drives back."""
+        place = record.replace_place(None)
+        if place is not None:
+            self._swap.release(place)
+
+
+def _copy_of(parameter: torch.Tensor, first_element: int, values: torch.Tensor) -> None:
+    """Fill a flat tensor with elements of a parameter that is in memory."""
+    with plainly():
+        values.copy_(parameter.detach().reshape(-1)[first_element : first_element + values.numel()])
+
+
+def first_sizes(budget: Mapping[str, int]) -> dict[str, int]:
+    """Return the first size of a swap file in each directory, before anything is known of the
+    model.
+    """
+    shares = _shares(_STEP, budget)
+    return {name: min(nbytes, max(2 * PAGE, shares[name])) for name, nbytes in budget.items()}
+
+
+def _shares(nbytes: int, left: Mapping[str, int]) -> dict[str, int]:
+    """Return at least `nbytes`, or all that is left, in whole pages: of each directory in
+    proportion to what is left.
+    """
+    total = sum(left.values())
+    if nbytes >= total:
+        return dict(left)
+    return {
+        name: min(free, align_up(-(-nbytes * free // total), PAGE)) for name, free in left.items()
+    }

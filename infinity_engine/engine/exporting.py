@@ -1,0 +1,151 @@
+"""`Exports`: writes the weights of one engine's run for other programs, wherever they lie.
+
+Called between steps, with nothing under way. All ranks write what they own; rank 0 makes the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from deepnvme import IOQueue, Pool
+from infinity_engine.checkpoint import SavedFile, SavedTensor, Slice
+from infinity_engine.checkpoint.export import Dtype
+from infinity_engine.checkpoint.exporting import WeightDraft
+from infinity_engine.engine.checkpointing import CheckpointMemory, Run, RunRanks
+from infinity_engine.errors import ConfigError
+from infinity_engine.update.captured import CapturedPiece, CapturedStates, bytes_of
+
+__all__ = ["Exports", "export_dtype"]
+
+
+def export_dtype(given: torch.dtype | str | None) -> Dtype:
+    """Return what weights are exported in; None is what modules compute with.
+
+    Raises:
+        ConfigError: it is no dtype that they can be exported in.
+    """
+    name = "model" if given is None else str(given).removeprefix("torch.")
+    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    try:
+        return Dtype(names.get(name, name))
+    except ValueError:
+        expected = "torch.float32, torch.bfloat16, torch.float16 or None"
+        raise ConfigError(field="dtype", value=given, expected=expected) from None
+
+
+class Exports:
+    """The exports of one engine."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._ranks = RunRanks(run.whole)
+
+    def export(
+        self, path: Path, dtype: Dtype, *, trainable_only: bool, shard_bytes: int
+    ) -> tuple[Path, ...]:
+        """Write the weights; return the files. See `Engine.export`."""
+        run, ranks = self._run, self._ranks
+        said = [str(path.resolve()), dtype.value, trainable_only, shard_bytes]
+        ranks.agree("what is exported", {"path, dtype, trainable_only, shard_bytes": said})
+        with ExitStack() as ends:
+            memory = ends.enter_context(CheckpointMemory(run.ledger, run.io_bytes))
+            queue = run.queue or ends.enter_context(IOQueue())
+            draft = WeightDraft(
+                path=path,
+                tensors=tuple(run.saved_tensors()),
+                dtype=dtype,
+                trainable_only=trainable_only,
+            )
+            ranks.on_rank_0("beginning the export", draft.begin)
+            if ranks.rank == 0:
+                ends.callback(draft.abandon)
+
+            def write() -> list[list[object]]:
+                count, nbytes = memory.rooms()
+                pool = Pool(count * nbytes)
+                rooms = [memoryview(pool.buffer(nbytes)) for _ in range(count)]
+                source = _RunStreams(run, ranks, draft.tensors, rooms)
+                files = draft.write(ranks.rank, source, queue, memory.small)
+                return [[file.name, file.nbytes, list(file.checksums)] for file in files]
+
+            written = ranks.on_all("writing the weights", write)
+            files = [
+                SavedFile(name=name, nbytes=nbytes, checksums=tuple(checksums))
+                for rank in written
+                for name, nbytes, checksums in rank
+            ]
+
+            def finish() -> list[str]:
+                made = draft.finish(
+                    files,
+                    queue,
+                    shard_bytes=shard_bytes,
+                    read_bytes=memory.large,
+                    write_bytes=memory.small,
+                )
+                return [str(file) for file in made]
+
+            return tuple(map(Path, ranks.on_rank_0("making the files", finish)))
+
+
+class _RunStreams:
+    """The streams of this rank; what is not trained is rank 0's. Read through `rooms`."""
+
+    def __init__(
+        self,
+        run: Run,
+        ranks: RunRanks,
+        tensors: Sequence[SavedTensor],
+        rooms: Sequence[memoryview],
+    ) -> None:
+        self._run = run
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        self._rooms = rooms
+        self._is_first = ranks.rank == 0
+        self._captured = run.states.capture() if ranks.has_states else CapturedStates.nothing()
+
+    def slices(self) -> list[Slice]:
+        """Return what there is."""
+        found = [self._slice_of(piece) for piece in self._captured.pieces]
+        return [*found, *(self._whole(name) for name in self._others())]
+
+    def hand_out(self, take: Callable[[Slice, memoryview], None]) -> None:
+        """Hand out the bytes of all slices; all ranks take part."""
+
+        def take_piece(piece: CapturedPiece, values: memoryview) -> None:
+            take(self._slice_of(piece), values)
+
+        self._captured.hand_out(take_piece, self._rooms)
+        for parameter in self._run.frozen:
+            with self._run.shown(parameter):
+                self._hand_out(parameter.name, parameter.parameter.data, take)
+        for name, buffer in self._run.model.named_buffers():
+            self._hand_out(name, buffer, take)
+
+    def _hand_out(
+        self, name: str, tensor: torch.Tensor, take: Callable[[Slice, memoryview], None]
+    ) -> None:
+        if self._is_first and tensor.numel():
+            for part in bytes_of(tensor.detach().contiguous().view(-1), self._rooms[0]):
+                take(self._whole(name), part)
+
+    def _others(self) -> Iterator[str]:
+        """Yield the names of what is not trained, where this rank writes it."""
+        tensors = [(known.name, known.parameter) for known in self._run.frozen]
+        for name, tensor in (*tensors, *self._run.model.named_buffers()):
+            if self._is_first and tensor.numel():
+                yield name
+
+    def _whole(self, name: str) -> Slice:
+        tensor = self._tensors[name]
+        return Slice(tensor.stream("value"), 0, tensor.numel)
+
+    def _slice_of(self, piece: CapturedPiece) -> Slice:
+        known = self._run.trained[piece.segment.parameter]
+        first = self._run.first_element(known.number) + piece.segment.first_element
+        stream = self._tensors[known.name].stream(piece.stream)
+        return Slice(stream, first, piece.segment.numel)

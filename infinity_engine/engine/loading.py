@@ -1,0 +1,307 @@
+"""`Loads`: brings a saved run back into an engine, wherever its states lie now.
+
+What can be refused is refused before anything changes. Each rank reads the slices that it owns.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from deepnvme import IOQueue, Pool
+from deepnvme.memory.arrays import ITEMSIZES, Returns, code_of, empty
+from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, Kind, SavedTensor
+from infinity_engine.checkpoint.objects import objects_file, read_objects
+from infinity_engine.engine.checkpointing import CheckpointMemory, Run, RunRanks, Stateful
+from infinity_engine.errors import ManifestMismatch
+from infinity_engine.optim import Segment
+
+__all__ = ["Loaded", "Loads"]
+
+_ALIGNED = 16  # bytes of the largest element
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """What `Engine.load` found: the checkpoint, and where it differs from the run if not strict."""
+
+    tag: str
+    step: int
+    missing: tuple[str, ...] = ()
+    """Tensors of the model that the checkpoint does not have. They are as they were."""
+    unexpected: tuple[str, ...] = ()
+    """Tensors of the checkpoint that the model does not have."""
+    mismatched: tuple[str, ...] = ()
+    """Tensors that both have, of other shapes or states, and other state that does not fit the
+    run: the name, what was expected and what was found. They are as they were."""
+
+
+class Loads:
+    """Loads checkpoints into one engine. Called between steps, with nothing under way."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._ranks = RunRanks(run.whole)
+
+    def load(
+        self,
+        path: Path,
+        tag: str,
+        extra: Mapping[str, Stateful],
+        *,
+        strict: bool,
+        weights_only: bool,
+        begin: Callable[[], None],
+    ) -> Loaded:
+        """Bring a run back; see `Engine.load`. What is refused is refused before `begin`."""
+        run, ranks = self._run, self._ranks
+        found = CheckpointDirectory(path).resolve(tag)
+        ranks.agree("which checkpoint is loaded", {"checkpoint": str(found.resolve())})
+        with ExitStack() as ends:
+            memory = ends.enter_context(CheckpointMemory(run.ledger, run.io_bytes))
+            queue = run.queue or ends.enter_context(IOQueue())
+            pool = Pool(memory.small)
+            room = pool.buffer(memory.small // _ALIGNED * _ALIGNED)
+            opened: list[_Load] = []
+
+            def check() -> None:
+                reader = ends.enter_context(
+                    CheckpointReader(found, queue=queue, staging_bytes=memory.large)
+                )
+                load = _Load(run, reader, room, weights_only=weights_only)
+                load.check(extra, ranks.rank, strict=strict)
+                opened.append(load)
+
+            ranks.on_all("checking the checkpoint", check)
+            [load] = opened
+            if run.provider is not None:
+                run.provider.give_up()
+            begin()
+            ranks.on_all("reading the checkpoint", load.read_trained)
+            if run.provider is not None:
+                run.provider.changed(known.number for known in run.trained)
+            load.read_others()
+            load.restore(extra, ranks.rank)
+            return load.loaded
+
+
+class _Load:
+    """One load: compares first, then reads."""
+
+    def __init__(
+        self, run: Run, reader: CheckpointReader, room: memoryview, *, weights_only: bool
+    ) -> None:
+        self._run = run
+        self._reader = reader
+        self._room = room
+        self._weights_only = weights_only
+        self._wanted: dict[str, SavedTensor] = {}  # by the model's own name
+        self._objects: Mapping[str, Any] = {}
+        self._restores: list[str] = []  # of "optimizer_groups" and names of extra
+        self.loaded = Loaded(tag=reader.manifest.tag, step=reader.manifest.step)
+
+    # --- comparing --------------------------------------------------------------------------------
+
+    def check(self, extra: Mapping[str, Stateful], rank: int, *, strict: bool) -> None:
+        """Compare run and checkpoint.
+
+        Raises:
+            ManifestMismatch: they differ, and `strict` does not allow that.
+        """
+        manifest = self._reader.manifest
+        saved = {
+            name: tensor for tensor in manifest.tensors for name in (tensor.name, *tensor.aliases)
+        }
+        mine = {tensor.name: tensor for tensor in self._run.saved_tensors()}
+        missing: list[str] = []
+        mismatched: list[_Difference] = []
+        for name, tensor in mine.items():
+            found = saved.get(name)
+            flaw = None if found is None else self._flaw(tensor, found)
+            if found is None and tensor.kind is Kind.TRANSIENT:
+                continue  # other libraries do not save what a state dict leaves out
+            if found is None:
+                missing.append(name)
+            elif flaw is not None:
+                mismatched.append(flaw)
+            else:
+                self._wanted[name] = found
+        known = {name for tensor in mine.values() for name in (tensor.name, *tensor.aliases)}
+        unexpected = [
+            tensor.name
+            for tensor in manifest.tensors
+            if known.isdisjoint((tensor.name, *tensor.aliases))
+        ]
+        self._reader.check_slices()
+        if not self._weights_only:
+            self._objects = read_objects(self._reader, rank)
+            mismatched += self._unlike_objects(extra)
+        differences = [
+            *mismatched,
+            *(_Difference(name, "a tensor of that name", "none") for name in missing),
+            *(_Difference(name, "no tensor of that name", "one") for name in unexpected),
+        ]
+        if strict and differences:
+            name, expected, seen = differences[0]
+            raise ManifestMismatch(
+                path=str(self._reader.path), entry=name, expected=expected, found=seen
+            )
+        self.loaded = Loaded(
+            tag=manifest.tag,
+            step=manifest.step,
+            missing=tuple(missing),
+            unexpected=tuple(unexpected),
+            mismatched=tuple(str(difference) for difference in mismatched),
+        )
+
+    def _flaw(self, mine: SavedTensor, saved: SavedTensor) -> _Difference | None:
+        """Return why a saved tensor cannot be loaded into one of the model, None where it can."""
+        if saved.shape != mine.shape:
+            return _Difference(mine.name, f"shape {mine.shape}", f"shape {saved.shape}")
+        trained = not self._weights_only and mine.kind is Kind.TRAINED
+        if trained and dict(saved.streams) != dict(mine.streams):
+            return _Difference(mine.name, ", ".join(mine.streams), ", ".join(saved.streams))
+        return None
+
+    def _unlike_objects(self, extra: Mapping[str, Stateful]) -> Iterator[_Difference]:
+        """Yield how the optimizer and `extra` differ; note what can be restored."""
+        optimizer, run = self._run.optimizer, self._reader.manifest.run
+        kind = type(optimizer).__name__
+        groups, members = self._objects["optimizer_groups"], self._run.group_members()
+        unlike = [
+            _Difference("the number of the optimizer's groups", len(members), len(groups)),
+            _Difference("the optimizer", kind, run.get("optimizer", kind)),
+            _Difference(
+                "the optimizer's groups of parameters",
+                members,
+                run.get("optimizer_parameters", members),
+            ),
+        ]
+        differences = [each for each in unlike if each.expected != each.found]
+        if not differences:
+            self._restores.append("optimizer_groups")
+        yield from differences[:1]
+        there = self._objects["extra"]
+        for name in sorted(set(extra) ^ set(there)):
+            expected, found = ("a state", "none") if name in extra else ("none", "a state")
+            yield _Difference(f"extra {name!r}", expected, found)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def read_trained(self) -> None:
+        """Overwrite masters, moments and values of this rank's slices, subgroup by subgroup."""
+        run, states = self._run, self._run.states
+
+        def fill(
+            segment: Segment, pieces: Mapping[str, torch.Tensor], values: torch.Tensor | None
+        ) -> None:
+            parameter = run.trained[segment.parameter]
+            saved = self._wanted.get(parameter.name)
+            if saved is None:
+                return
+            first = run.first_element(parameter.number) + segment.first_element
+            for name, piece in pieces.items():
+                if name == "master":
+                    self._read_weight(saved, first, piece)
+                elif not self._weights_only:
+                    self._read(saved, name, first, piece)
+            if values is not None:
+                values.copy_(pieces["master"])
+
+        states.overwrite_segments(fill)
+        for parameter in run.trained:
+            saved = self._wanted.get(parameter.name)
+            if saved is not None and not self._weights_only:
+                states.set_steps(parameter.number, saved.steps)
+
+    def read_others(self) -> None:
+        """Read frozen parameters and buffers."""
+        provider = self._run.provider
+        for parameter in self._run.frozen:
+            saved = self._wanted.get(parameter.name)
+            if saved is None or not parameter.parameter.numel():
+                continue
+            with self._run.shown(parameter):
+                self._read_weight(saved, 0, parameter.parameter.data.reshape(-1))
+                if provider is not None:
+                    provider.write_home(parameter.number)
+                parameter.note_values()
+        for name, buffer in self._run.model.named_buffers():
+            saved = self._wanted.get(name)
+            if saved is None or not buffer.numel():
+                continue
+            with torch.no_grad():
+                if buffer.is_contiguous():
+                    self._read_weight(saved, 0, buffer.detach().view(-1))
+                else:
+                    flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
+                    self._read_weight(saved, 0, flat)
+                    buffer.copy_(flat.view(buffer.shape))
+
+    def restore(self, extra: Mapping[str, Stateful], rank: int) -> None:
+        """Let small state be as it was saved."""
+        if self._weights_only:
+            return
+        objects = self._objects
+        for name, thing in extra.items():
+            if name in objects["extra"]:
+                thing.load_state_dict(objects["extra"][name])
+        if "optimizer_groups" in self._restores:
+            groups = zip(self._run.optimizer.param_groups, objects["optimizer_groups"], strict=True)
+            for group, saved in groups:
+                group.update(saved)
+        self._run.scale.load_state_dict(objects["loss_scale"])
+        # A new rank has the objects of rank 0, whose random numbers are not its own. A checkpoint
+        # that was imported has none.
+        if objects_file(rank) in self._reader.manifest.objects and "random" in objects:
+            _set_random_state(objects["random"])
+
+    def _read_weight(self, saved: SavedTensor, first: int, into: torch.Tensor) -> None:
+        """Fill a flat tensor with weights, rounded if need be: masters of what was trained."""
+        name = "master" if "master" in saved.streams else "value"
+        self._read(saved, name, first, into)
+
+    def _read(self, saved: SavedTensor, name: str, first: int, into: torch.Tensor) -> None:
+        """Fill a flat tensor from a stream; through the room, if dtype or device is another."""
+        stream = saved.stream(name)
+        on_host = into.device.type == "cpu" and into.is_contiguous()
+        if on_host and code_of(into) == stream.dtype:
+            self._reader.read(stream, first, into)
+            return
+        kind = empty(stream.dtype, (0,), Returns.TORCH).dtype
+        step = len(self._room) // ITEMSIZES[stream.dtype]
+        room = torch.frombuffer(self._room, dtype=kind)
+        for at in range(0, into.numel(), step):
+            piece = room[: min(step, into.numel() - at)]
+            self._reader.read(stream, first + at, piece)
+            into[at : at + piece.numel()].copy_(piece)
+
+
+class _Difference(NamedTuple):
+    """Something in which run and checkpoint differ."""
+
+    name: str
+    expected: object
+    found: object
+
+    def __str__(self) -> str:
+        """Say what it is."""
+        return f"{self.name}: expected {self.expected}, found {self.found}"
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if "cuda" in state and len(state["cuda"]) == devices:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if "numpy" in state:
+        import numpy as np
+
+        np.random.set_state(tuple(state["numpy"]))

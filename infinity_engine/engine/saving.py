@@ -1,0 +1,717 @@
+"""`Saves`: writes checkpoints of one engine's run, beside training or while the caller waits.
+
+What is small is taken at once; states are written by a thread from where they lie, and an update
+waits until what it changes is written (decision 0030). Ranks meet in the checkpoint's directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepnvme import IOQueue, Pool
+from infinity_engine.checkpoint import (
+    CheckpointDirectory,
+    CheckpointReader,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    Slice,
+)
+from infinity_engine.checkpoint.directory import tag_of_step
+from infinity_engine.checkpoint.objects import objects_file, write_objects
+from infinity_engine.checkpoint.streams import SHARD
+from infinity_engine.checkpoint.writer import write_shard
+from infinity_engine.engine.checkpointing import (
+    CheckpointMemory,
+    Run,
+    RunRanks,
+    Stateful,
+    random_state,
+)
+from infinity_engine.errors import (
+    CollectiveError,
+    ConfigError,
+    DamagedCheckpoint,
+    InfinityError,
+    TransferError,
+)
+from infinity_engine.kept_errors import again, kept
+from infinity_engine.lanes.meter import Wait
+from infinity_engine.parameters.parameters import ModelParameter
+from infinity_engine.update.captured import CapturedPiece, CapturedStates, bytes_of
+
+__all__ = ["OnError", "SaveReport", "SaveRequest", "SaveState", "Saves"]
+
+_FAILED = ".failed"
+_POLL_S = 0.02
+_ORPHAN_S = 30.0  # for which rank 0 waits for other ranks after its own main thread has ended
+
+
+class OnError(Enum):
+    """What becomes of an error of the drive in a save."""
+
+    RAISE = "raise"  # It is raised: by save, or the next step, save, load or close.
+    WARN = "warn"  # It is a warning, and training goes on.
+
+
+class SaveState(Enum):
+    """How far a save has come."""
+
+    NONE = "none"  # There was none.
+    WRITING = "writing"
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveReport:
+    """The newest save of an engine, as far as it has come.
+
+    `seconds` are from its begin to its commit. For `stall_seconds` of them, training waited for it.
+    """
+
+    tag: str = ""
+    step: int = -1
+    state: SaveState = SaveState.NONE
+    nbytes: int = 0
+    seconds: float = 0.0
+    stall_seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveRequest:
+    """What a call of `Engine.save` asks for."""
+
+    path: Path
+    tag: str | None
+    extra: Mapping[str, Stateful]
+    keep: int | None
+    wait: bool
+    on_error: OnError
+    steps: int
+    """How many updates the run has made."""
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and self.keep < 1:
+            expected = "how many checkpoints to keep, 1 or more; None: all"
+            raise ConfigError(field="keep", value=self.keep, expected=expected)
+
+
+class Saves:
+    """The saves of one engine, one after another. The engine calls it from one thread."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._ranks = RunRanks(run.whole)
+        self._captured = CapturedStates.nothing()
+        self._save: _Save | None = None  # which no call has waited for
+        self._report = SaveReport()
+        self._stall_s = 0.0
+        run.states.before_changes(self._wait_for_subgroup)
+
+    @property
+    def report(self) -> SaveReport:
+        """Return how the newest save stands."""
+        save = self._save
+        return self._report if save is None else save.report(self._stall_s)
+
+    def save(self, request: SaveRequest) -> str:
+        """Save the run as it is; return the tag. See `Engine.save`."""
+        self.finish()
+        self._stall_s = 0.0
+        with self._stalling():
+            path = str(request.path.resolve())
+            told = {"path": path, "tag": request.tag, "keep": request.keep}
+            self._ranks.agree("where the checkpoint is saved", told)
+            tag = request.tag or tag_of_step(request.steps)
+            try:
+                save = self._save = self._begin(request)
+            except (TransferError, CollectiveError) as error:
+                self._report = SaveReport(
+                    tag=tag, step=request.steps, state=SaveState.FAILED, error=str(error)
+                )
+                if request.on_error is OnError.RAISE:
+                    raise
+                _warn(tag, error)
+                return tag
+            self._captured = save.captured
+            save.start()
+        if request.wait or save.has_lent_memory:
+            self.finish()
+        return save.tag
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, on all ranks; show its error as it was asked for.
+
+        Raises:
+            TransferError: the drive is full or failed.
+            CollectiveError: another rank failed.
+        """
+        save = self._save
+        if save is None:
+            return
+        with self._stalling():
+            error = self._end(save)
+        self._leave(save)
+        if error is not None:
+            self._show(save, error)
+
+    def finish_alone(self) -> None:
+        """Wait for the save that is under way without other ranks, which may be gone."""
+        save = self._save
+        if save is not None:
+            if self._ranks.size > 1:
+                save.written.wait()
+                save.give_up("the run was closed before all ranks had written their parts")
+            save.join()
+            self._leave(save)
+
+    def look(self) -> None:
+        """Show the error of a save that has failed in the background.
+
+        Raises:
+            TransferError: the drive is full or failed, and errors are to be raised.
+        """
+        save = self._save
+        if save is not None and save.ended and save.error is not None:
+            self._show(save, save.error)
+        if save is not None and save.ended and self._ranks.size == 1:
+            save.join()
+            self._leave(save)
+
+    def wait_for_states(self) -> None:
+        """Return when all states may change: the user is about to write to parameters."""
+        if self._captured.any_left:
+            with self._stalling():
+                self._captured.wait_for_all()
+
+    def _wait_for_subgroup(self, index: int) -> None:
+        if self._captured.is_left(index):
+            with self._stalling():
+                self._captured.wait_for(index)
+
+    @contextmanager
+    def _stalling(self) -> Iterator[None]:
+        """Count the time of the body as one in which training waits."""
+        began = time.perf_counter()
+        try:
+            with self._run.telemetry.timed(Wait.CHECKPOINT.value):
+                yield
+        finally:
+            self._stall_s += time.perf_counter() - began
+
+    def _end(self, save: _Save) -> Exception | None:
+        """Wait for a save on all ranks; return what failed: an error on all of them, or on none."""
+        if self._ranks.size == 1:
+            save.join()
+            return save.error
+        save.written.wait()
+        error = save.error
+        try:
+            told = self._ranks.tell("writing the checkpoint", error and str(error))
+            try:
+                self._ranks.check("writing the checkpoint", told)
+            except Exception as failure:
+                save.give_up(str(failure))
+                error = error or kept(failure)
+            save.join()
+            told = self._ranks.tell("committing the checkpoint", save.error and str(save.error))
+            if error is None:
+                error = save.error
+            if error is None:
+                self._ranks.check("committing the checkpoint", told)
+        except Exception as failure:
+            save.give_up(str(failure))
+            save.join()
+            return error or kept(failure)
+        return error
+
+    def _leave(self, save: _Save) -> None:
+        self._report = save.report(self._stall_s)
+        self._save, self._captured = None, CapturedStates.nothing()
+
+    def _show(self, save: _Save, error: Exception) -> None:
+        if save.show():
+            if save.on_error is OnError.RAISE:
+                raise again(error)
+            _warn(save.tag, error)
+
+    # --- what is done before training goes on -----------------------------------------------------
+
+    def _begin(self, request: SaveRequest) -> _Save:
+        """Begin a checkpoint on all ranks, and take what changes before the next update."""
+        run, ranks, directory = self._run, self._ranks, CheckpointDirectory(request.path)
+        began = time.perf_counter()
+        with ExitStack() as ends:
+            memory = ends.enter_context(CheckpointMemory(run.ledger, run.io_bytes))
+            queue = run.queue or ends.enter_context(IOQueue())
+
+            def begin() -> str:
+                tag = request.tag or directory.free_tag(tag_of_step(request.steps))
+                with _as_transfer(request.path):
+                    directory.begin(tag)
+                return tag
+
+            tag = str(ranks.on_rank_0("beginning the checkpoint", begin))
+            try:
+                save = _Save(
+                    directory,
+                    *self._take(request, tag, queue, memory),
+                    request=request,
+                    ranks=(ranks.rank, ranks.size),
+                    memory=memory,
+                    queue=queue,
+                    began=began,
+                )
+            except BaseException:
+                if ranks.rank == 0:
+                    directory.abandon(tag)
+                raise
+            save.owns(ends.pop_all())
+        return save
+
+    def _take(
+        self,
+        request: SaveRequest,
+        tag: str,
+        queue: IOQueue,
+        memory: CheckpointMemory,
+    ) -> tuple[Manifest, list[SavedFile], CapturedStates, _BackgroundStreams]:
+        """Write what is small; return what else there is to write."""
+        run, ranks = self._run, self._ranks
+        draft = CheckpointDirectory(request.path).draft_of(tag)
+        tensors = {tensor.name: tensor for tensor in run.saved_tensors()}
+
+        def write() -> dict[str, Any]:
+            objects = self._objects(request.extra)
+            with _as_transfer(request.path):
+                return self._write_small(draft, objects, tensors, queue=queue, memory=memory)
+
+        written = ranks.on_all("writing the checkpoint", write)
+        captured = run.states.capture() if ranks.has_states else CapturedStates.nothing()
+        manifest = Manifest(
+            tag=tag,
+            step=request.steps,
+            created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+            ranks=ranks.size,
+            tensors=tuple(run.saved_tensors(self._steps_of())),
+            files=(),
+            run=self._facts(),
+            objects={objects_file(rank): said["objects"] for rank, said in enumerate(written)},
+        )
+        files = [_saved_file(entry) for entry in written[ranks.rank]["files"]]
+        source = _BackgroundStreams(run, captured, tensors, self._frozen_in_memory())
+        return manifest, files, captured, source
+
+    def _write_small(
+        self,
+        draft: Path,
+        objects: Mapping[str, Any],
+        tensors: Mapping[str, SavedTensor],
+        *,
+        queue: IOQueue,
+        memory: CheckpointMemory,
+    ) -> dict[str, Any]:
+        """Write what this rank has of small things, and what a thread cannot read."""
+        if not draft.is_dir():
+            raise ConfigError(
+                field="path",
+                value=str(draft.parent),
+                expected="a directory that all ranks share: rank 0 has begun a checkpoint there, "
+                "this rank sees none",
+            )
+        in_memory = {id(known) for known in self._frozen_in_memory()}
+        frozen = [known for known in self._run.frozen if id(known) not in in_memory]
+        with _rooms(memory) as rooms:
+            others = _OtherStreams(self._run, tensors, frozen, rooms[0], self._ranks.rank == 0)
+            files = list(
+                write_shard(
+                    draft, self._ranks.rank, others, queue=queue, staging_bytes=memory.small
+                )
+            )
+        structure, file = write_objects(
+            draft, self._ranks.rank, objects, queue=queue, staging_bytes=memory.small
+        )
+        return {
+            "files": [
+                [saved.name, saved.nbytes, list(saved.checksums)] for saved in (*files, file)
+            ],
+            "objects": structure,
+        }
+
+    def _frozen_in_memory(self) -> list[ModelParameter]:
+        """Return the frozen parameters that a thread can read: this process has them whole."""
+        if self._run.whole is not None:
+            return []
+        return [known for known in self._run.frozen if not known.on_drives and known.numel]
+
+    def _steps_of(self) -> Callable[[int], int]:
+        """Return how often each parameter was updated; a rank that owns none of it cannot know."""
+        mine = [self._run.states.steps_of(known.number) for known in self._run.trained]
+        said = self._ranks.tell("updates of each parameter", mine)
+        return [max(steps) for steps in zip(*said, strict=True)].__getitem__
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "infinity_engine": _version("infinity-engine"),
+            "torch": torch.__version__,
+            "optimizer": type(self._run.optimizer).__name__,
+            "optimizer_parameters": self._run.group_members(),
+            "loss_scale": self._run.scale.value,
+        }
+
+    def _objects(self, extra: Mapping[str, Stateful]) -> dict[str, Any]:
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._run.optimizer.param_groups
+        ]
+        return {
+            "loss_scale": self._run.scale.state_dict(),
+            "optimizer_groups": groups,
+            "random": random_state(),
+            "extra": {name: thing.state_dict() for name, thing in extra.items()},
+        }
+
+
+class _Save:
+    """One save: its thread writes this rank's states; that of rank 0 commits when all have."""
+
+    def __init__(
+        self,
+        directory: CheckpointDirectory,
+        manifest: Manifest,
+        files: list[SavedFile],
+        captured: CapturedStates,
+        source: _BackgroundStreams,
+        *,
+        request: SaveRequest,
+        ranks: tuple[int, int],
+        memory: CheckpointMemory,
+        queue: IOQueue,
+        began: float,
+    ) -> None:
+        self.tag = manifest.tag
+        self.on_error = request.on_error
+        self.captured = captured
+        self.written = threading.Event()  # this rank's part is, or has failed
+        self.error: Exception | None = None
+        self._shown = False  # the error was
+        self._directory = directory
+        self._manifest = manifest
+        self._keep = request.keep
+        self._rank, self._size = ranks
+        self._source = source
+        self._files = files
+        self._memory = memory
+        self._queue = queue
+        self._began = began
+        self._ended_s: float | None = None
+        self._given_up = ""
+        self._ends = ExitStack()
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint {self.tag}")
+
+    def owns(self, ends: ExitStack) -> None:
+        """Give its memory back at its end."""
+        self._ends = ends
+
+    def start(self) -> None:
+        """Let it go on beside the caller."""
+        self._thread.start()
+
+    @property
+    def has_lent_memory(self) -> bool:
+        """Whether the engine cannot go on before it has ended."""
+        return self._memory.lent
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it is left to do."""
+        return self._ended_s is not None
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self._thread.join()
+
+    def give_up(self, why: str) -> None:
+        """Wait for no other rank."""
+        self._given_up = why
+
+    def show(self) -> bool:
+        """Tell whether its error has not been shown before, and is from now on."""
+        first, self._shown = not self._shown, True
+        return first
+
+    def report(self, stall_s: float) -> SaveReport:
+        """Return how it stands."""
+        end, state, error = time.perf_counter(), SaveState.WRITING, ""
+        if self._ended_s is not None:
+            end, state = self._ended_s, SaveState.COMMITTED
+            if self.error is not None:
+                state, error = SaveState.FAILED, str(self.error)
+        return SaveReport(
+            tag=self.tag,
+            step=self._manifest.step,
+            state=state,
+            nbytes=sum(file.nbytes for file in self._files),
+            seconds=end - self._began,
+            stall_seconds=stall_s,
+            error=error,
+        )
+
+    def _run(self) -> None:
+        try:
+            with _as_transfer(self._directory.path):
+                self._write()
+                self.written.set()
+                if self._rank == 0:
+                    self._commit()
+        except Exception as error:
+            self.error = kept(error)
+            self._fail(error)
+        finally:
+            self.captured.let_go()
+            self.written.set()
+            self._ends.close()
+            self._ended_s = time.perf_counter()
+
+    def _write(self) -> None:
+        """Write this rank's states; tell rank 0 what it wrote."""
+        draft = self._directory.draft_of(self.tag)
+        source, memory = self._source, self._memory
+        self._source = _NoStreams()  # whose views of states end with this call
+        with _rooms(memory) as rooms:
+            source.use(rooms)
+            self._files += write_shard(
+                draft,
+                self._rank,
+                source,
+                queue=self._queue,
+                staging_bytes=memory.small,
+                first_file=sum(file.name.startswith(SHARD) for file in self._files),
+            )
+        self.captured.let_go()
+        if self._rank:
+            files = [[file.name, file.nbytes, list(file.checksums)] for file in self._files]
+            path = draft / f"{_part(self._rank)}.tmp"
+            path.write_text(json.dumps(files))
+            path.replace(draft / _part(self._rank))
+
+    def _commit(self) -> None:
+        """Wait for the parts of all ranks, and let the checkpoint be there."""
+        files, draft = list(self._files), self._directory.draft_of(self.tag)
+        for rank in range(1, self._size):
+            part = draft / _part(rank)
+            self._wait_for_part(rank, part)
+            files += [_saved_file(entry) for entry in json.loads(part.read_text())]
+            part.unlink()
+        self._files = files
+        self._directory.commit(self.tag, replace(self._manifest, files=tuple(files)))
+        if self._keep is not None:
+            self._retire(self._keep)
+
+    def _wait_for_part(self, rank: int, part: Path) -> None:
+        main, orphaned_s = threading.main_thread(), 0.0
+        while not part.exists():
+            if part.with_suffix(_FAILED).exists():
+                raise RuntimeError(f"rank {rank} could not write its part")
+            if self._given_up:
+                raise RuntimeError(self._given_up)
+            orphaned_s += 0.0 if main.is_alive() else _POLL_S
+            if orphaned_s > _ORPHAN_S:
+                raise RuntimeError(f"rank {rank} has not written its part, and training has ended")
+            time.sleep(_POLL_S)
+
+    def _retire(self, keep: int) -> None:
+        """Remove old checkpoints, after the new one was read back."""
+        path = self._directory.resolve(self.tag)
+        nbytes = self._memory.large
+        with CheckpointReader(path, queue=self._queue, staging_bytes=nbytes) as reader:
+            reader.check_slices()
+            damage = next(reader.verify(), None)
+        if damage is not None:
+            flaw = (
+                f"a block at byte {damage.offset} differs from what was written. No older "
+                "checkpoint was removed. Check the drive and the memory"
+            )
+            raise DamagedCheckpoint(path=str(path), entry=damage.file, flaw=flaw)
+        self._directory.retire(keep)
+
+    def _fail(self, error: Exception) -> None:
+        """Remove what was written, on rank 0; on others, tell rank 0."""
+        if self._rank == 0:
+            self._directory.abandon(self.tag)
+        else:
+            with suppress(OSError):
+                failed = self._directory.draft_of(self.tag) / _part(self._rank)
+                failed.with_suffix(_FAILED).write_text(str(error))
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+class _BackgroundStreams:
+    """What a thread writes: this rank's states, then frozen parameters that are in memory."""
+
+    def __init__(
+        self,
+        run: Run,
+        captured: CapturedStates,
+        tensors: Mapping[str, SavedTensor],
+        frozen: Sequence[ModelParameter],
+    ) -> None:
+        self._captured = captured
+        self._streams = {
+            known.number: (tensors[known.name], run.first_element(known.number))
+            for known in run.trained
+        }
+        self._frozen = [
+            (_whole_of(tensors[known.name]), known.home.detach().view(-1)) for known in frozen
+        ]
+        self._rooms: Sequence[memoryview] = ()
+
+    def use(self, rooms: Sequence[memoryview]) -> None:
+        """Copy and read through this memory."""
+        self._rooms = rooms
+
+    def slices(self) -> list[Slice]:
+        """Return what is written."""
+        states = [self._slice_of(piece) for piece in self._captured.pieces]
+        return [*states, *(part for part, _ in self._frozen)]
+
+    def hand_out(self, take: Callable[[Slice, memoryview], None]) -> None:
+        """Hand out the bytes of all slices."""
+
+        def take_piece(piece: CapturedPiece, values: memoryview) -> None:
+            take(self._slice_of(piece), values)
+
+        self._captured.hand_out(take_piece, self._rooms)
+        for part, values in self._frozen:
+            for piece in bytes_of(values, self._rooms[0]):
+                take(part, piece)
+
+    def _slice_of(self, piece: CapturedPiece) -> Slice:
+        tensor, first = self._streams[piece.segment.parameter]
+        stream = tensor.stream(piece.stream)
+        return Slice(stream, first + piece.segment.first_element, piece.segment.numel)
+
+
+class _NoStreams(_BackgroundStreams):
+    """Nothing to write."""
+
+    def __init__(self) -> None:
+        self._captured = CapturedStates.nothing()
+        self._streams, self._frozen = {}, []
+        self._rooms = ()
+
+
+class _OtherStreams:
+    """What changes before the next update, or what a thread cannot read: written by rank 0."""
+
+    def __init__(
+        self,
+        run: Run,
+        tensors: Mapping[str, SavedTensor],
+        frozen: Sequence[ModelParameter],
+        room: memoryview,
+        is_first: bool,
+    ) -> None:
+        self._run = run
+        self._tensors = tensors
+        self._frozen = [known for known in frozen if tensors[known.name].numel]
+        self._buffers = [
+            (name, buffer) for name, buffer in run.model.named_buffers() if buffer.numel()
+        ]
+        self._room = room
+        self._is_first = is_first
+
+    def slices(self) -> list[Slice]:
+        """Return what is written."""
+        names = [known.name for known in self._frozen] + [name for name, _ in self._buffers]
+        return [_whole_of(self._tensors[name]) for name in names] if self._is_first else []
+
+    def hand_out(self, take: Callable[[Slice, memoryview], None]) -> None:
+        """Hand out the bytes of all slices; all ranks take part."""
+        for known in self._frozen:
+            with self._run.shown(known):
+                self._hand_out(known.name, known.parameter.data, take)
+        for name, buffer in self._buffers:
+            self._hand_out(name, buffer, take)
+
+    def _hand_out(
+        self, name: str, tensor: torch.Tensor, take: Callable[[Slice, memoryview], None]
+    ) -> None:
+        if self._is_first:
+            for part in bytes_of(tensor.detach().contiguous().view(-1), self._room):
+                take(_whole_of(self._tensors[name]), part)
+
+
+def _whole_of(tensor: SavedTensor) -> Slice:
+    """Return all of a tensor that nothing trains."""
+    return Slice(tensor.stream("value"), 0, tensor.numel)
+
+
+def _saved_file(entry: Sequence[Any]) -> SavedFile:
+    """Return what the manifest says of a file, from what JSON had of it."""
+    name, nbytes, checksums = entry
+    return SavedFile(name=name, nbytes=nbytes, checksums=tuple(checksums))
+
+
+def _warn(tag: str, error: Exception) -> None:
+    warnings.warn(
+        f"the checkpoint {tag} was not saved: {error}. Earlier checkpoints are as they were, and "
+        "training goes on",
+        RuntimeWarning,
+        stacklevel=6,
+    )
+
+
+@contextmanager
+def _rooms(memory: CheckpointMemory) -> Iterator[list[memoryview]]:
+    """Have the large part of the memory as rooms, page-aligned."""
+    count, nbytes = memory.rooms()
+    pool = Pool(count * nbytes)
+    yield [memoryview(pool.buffer(nbytes)) for _ in range(count)]
+
+
+def _part(rank: int) -> str:
+    return f"rank-{rank:05d}.part"
+
+
+@contextmanager
+def _as_transfer(path: Path) -> Iterator[None]:
+    """Raise what the file system refuses as the engine's own error."""
+    try:
+        yield
+    except InfinityError:
+        raise
+    except OSError as error:
+        raise TransferError(
+            errno=error.errno or errno.EIO,
+            path=str(error.filename or path),
+            offset=0,
+            asked=0,
+            done=0,
+            what=f"checkpoint {path}",
+        ) from kept(error)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,199 @@
+"""`Choice`, `Candidate` and `Evaluator`: settings of the engine, placed and simulated.
+
+Pure. A choice is placed as the engine would place it, by the same policies and the same bytes, and
+its StepPlan is simulated; nothing is taken from a formula alone. Called by search.py, planner.py
+and remedies.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TypeVar
+
+from deepnvme.sizes import PAGE
+from infinity_engine.errors import CapacityError
+from infinity_engine.placement.placing import Plan, Wish, place
+from infinity_engine.placement.sizing import Sizing
+from infinity_engine.placement.training import Means, Training
+from infinity_engine.plan import ResolvedBudget, Strategy, Tier
+from infinity_engine.sim.timeline import StepTimeline, rates_of_update, time_quickest_step
+
+__all__ = ["Candidate", "Choice", "Evaluator"]
+
+_FP32 = 4
+_HEADER_BYTES = 3 * PAGE  # of each drive, for the swap file's own and for whole pages
+_GATHERED = 2  # modules at once
+_Maker = TypeVar("_Maker", bound="Evaluator")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What can be chosen, as settings of the engine."""
+
+    strategy: Strategy
+    parameters: Tier
+    subgroup_numel: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A choice that fits: where every byte is, and when everything happens, of one rank."""
+
+    choice: Choice
+    sizing: Sizing
+    plan: Plan
+    budget: ResolvedBudget
+    """What it was placed with."""
+    beside: int
+    """Bytes of the budget that PyTorch holds where modules compute: gradients, activations and
+    gathered modules."""
+    timeline: StepTimeline
+    overlap: bool = True
+    """Whether the end of an update goes on beside the next forward, where that is possible."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.timeline.ns / 1e9
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Places and simulates choices, for one training with certain means."""
+
+    training: Training
+    means: Means
+    strategy: Strategy | None = field(default=None, kw_only=True)
+    parameters: Tier | None = field(default=None, kw_only=True)
+    subgroup_numel: int | None = field(default=None, kw_only=True)
+    _sizings: dict[int, Sizing] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def with_budget(self: _Maker, budget: ResolvedBudget) -> _Maker:
+        """Return the same with other memory."""
+        other = replace(self, means=replace(self.means, budget=budget))
+        if bool(budget.nvme) == bool(self.means.budget.nvme):  # else subgroups are cut otherwise
+            other._sizings.update(self._sizings)
+        return other
+
+    @cached_property
+    def trained_numel(self) -> int:
+        """How many parameters one rank trains."""
+        return sum(
+            -(-each.numel // self.means.ranks) for each in self.training.ordered() if each.trained
+        )
+
+    def candidate(self, choice: Choice) -> Candidate:
+        """Return what becomes of one choice.
+
+        Raises:
+            CapacityError: it does not fit.
+            ConfigError: the choice cannot be carried out, or a rate is missing.
+        """
+        sizing, plan, budget = self.placed(choice)
+        timeline, overlap = time_quickest_step(plan, sizing, self.training, self.means)
+        beside = sizing.of_backward(plan.demand.staying) + self.making(sizing)
+        return Candidate(
+            choice=choice,
+            sizing=sizing,
+            plan=plan,
+            budget=budget,
+            beside=beside,
+            timeline=timeline,
+            overlap=overlap,
+        )
+
+    def check_all(self) -> None:
+        """Refuse at once what all tiers together cannot hold: masters, states, parameters and
+        gradients.
+
+        Raises:
+            CapacityError: that is so.
+        """
+        width, budget = self.training.width, self.means.of_one_rank()
+        each = 4 * len(self.training.state_names) + width
+        each += 0 if self.training.in_memory else 4 + (width if width < _FP32 else 0)
+        numel = self.trained_numel
+        there = (
+            (0 if self.means.unified else budget.device) + budget.host + sum(budget.nvme.values())
+        )
+        if each * numel > there:
+            tier = Tier.NVME if budget.nvme else Tier.HOST
+            raise _short(
+                tier, each * numel, there, "give a tier more: all of them together are too small"
+            )
+
+    # --- one choice -------------------------------------------------------------------------------
+
+    def sizing(self, subgroup_numel: int) -> Sizing:
+        """Return what one rank has to hold, with states in subgroups of up to so many
+        parameters.
+        """
+        if subgroup_numel not in self._sizings:
+            self._sizings[subgroup_numel] = self.means.sizing(self.training, subgroup_numel)
+        return self._sizings[subgroup_numel]
+
+    def placed(self, choice: Choice) -> tuple[Sizing, Plan, ResolvedBudget]:
+        """Return the plan, and the budget that it was made with.
+
+        Raises:
+            CapacityError: it does not fit.
+        """
+        sizing = self.sizing(choice.subgroup_numel)
+        wish = Wish(
+            strategy=choice.strategy,
+            tiers=(choice.parameters,),
+            accumulation_steps=self.training.accumulation_steps,
+            small_bytes=self.training.small_bytes,
+            rates=rates_of_update(self.means.rates),
+        )
+        budget = self.left(sizing)
+        plan = place(sizing, wish, budget, io_bytes=self.means.io_bytes)
+        _check(plan, sizing, budget)
+        return sizing, plan, budget
+
+    def left(self, sizing: Sizing) -> ResolvedBudget:
+        """Return one rank's budget without what PyTorch holds in the making.
+
+        Raises:
+            CapacityError: that, with activations, is all of it.
+        """
+        budget, making = self.means.of_one_rank(), self.making(sizing)
+        tier = Tier.HOST if self.means.unified else Tier.DEVICE
+        there = getattr(budget, tier.value)
+        if making and making + sizing.activations >= there:
+            change = "take smaller batches or shorter sequences, or checkpoint"
+            raise _short(tier, making + sizing.activations, there, change)
+        return replace(budget, **{tier.value: there - making})
+
+    def making(self, sizing: Sizing) -> int:
+        """Return what PyTorch holds in the making where modules compute, where that is of the
+        budget: a gradient.
+
+        And where parameters are divided among ranks, modules that are gathered.
+        """
+        if not self.means.for_all:
+            return 0
+        largest = max((each.numel for each in self.training.ordered() if each.trained), default=0)
+        return sizing.width * largest + self.gathered(sizing)
+
+    def gathered(self, sizing: Sizing) -> int:
+        """Return what modules take whose parameters are gathered of all ranks: one that computes,
+        and the next.
+        """
+        return _GATHERED * sizing.deepest if self.means.ranks > 1 else 0
+
+
+def _check(plan: Plan, sizing: Sizing, budget: ResolvedBudget) -> None:
+    """Refuse what the host or the drives cannot hold."""
+    change = "raise the budget's host, or let more rest on drives"
+    held = sizing.held_on_host(plan.demand)
+    if held > budget.host:
+        raise _short(Tier.HOST, held, budget.host, change)
+    drives = sum(max(limit - _HEADER_BYTES, 0) for limit in budget.nvme.values())
+    if plan.demand.nvme > drives:
+        raise _short(Tier.NVME, plan.demand.nvme, drives, "raise the budget's nvme, or its host")
+
+
+def _short(tier: Tier, asked: int, free: int, change: str) -> CapacityError:
+    return CapacityError(tier=tier.name, asked=asked, free=free, limit=free, change=change)

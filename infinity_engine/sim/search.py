@@ -1,0 +1,505 @@
+"""The search for the shortest step: estimates rank the choices, simulations decide.
+
+Tiers, parts of the states that are resident or visit, and sizes of subgroups are estimated from
+totals. What looks best is placed and simulated; from the best of these the search goes on to parts
+nearby, and to other sizes. Its work is counted in simulated subgroups and ends at a limit, so that
+an answer takes about a second on any machine. Called by planner.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf, isinf
+from typing import NamedTuple
+
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.optim import NORM_BLOCK
+from infinity_engine.plan import (
+    Auto,
+    DeviceOnly,
+    HostOnly,
+    Interleaved,
+    NvmeStreamed,
+    ResolvedBudget,
+    StaticSplit,
+    Strategy,
+    Tier,
+)
+from infinity_engine.plan.step import Home
+from infinity_engine.sim.candidate import Candidate, Choice, Evaluator
+from infinity_engine.sim.estimate import StepEstimate
+from infinity_engine.sim.room import MemoryEdges, Parts
+
+__all__ = ["Search"]
+
+_COUNTS = (64, 256, 1024)  # subgroups; below 46, filling and draining cost more than 5%
+_FEW = 300  # subgroups: with more, the policy alone takes seconds to find its share
+_ENOUGH = 46  # that are not resident
+_LEAST_NUMEL = 2**20  # a subgroup's transfers below this cost more to start than they take
+_GRID = (0.0, 0.05, 0.1, 0.175, 0.25, 0.35, 0.5, 0.625, 0.75, 0.875, 1.0)
+_OFF = 2.0  # subgroups that rounding may be off by, where a corner does not fit
+_MOST_WORK = 9000  # simulated subgroups: about a second and a half of one core
+_EACH_KIND = 2  # of the best estimates of each tier and size, with visitors and without
+_COARSE = 1.08  # times the best estimate: subgroups that large are good enough to explore with
+_APART = 0.05  # of all: parts nearer than that are alike
+_HOPEFUL = 1.1  # times the best step: what is estimated to take longer is not simulated
+_SLACK = (1.005, 1.01, 1.02)  # times the memory: estimates of it are off by that much
+_ROOMY = 0.985  # times the memory: what seems to fit in that fits in all of it
+_NEAREST = 3  # forms that are placed though they seem not to fit
+_NEAR = 1.12  # times the best: what is slower is not gone on from
+_FIRST_STEPS = (1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of all, to parts nearby
+_LAST_STEPS = (1 / 32, 1 / 128)
+_WAYS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))  # of what is resident, and what visits
+_WORTH_IT = 0.998  # of a step: parts nearby that save less are not gone on from
+
+
+class _Family(NamedTuple):
+    """Where parameters stay, and whether states may rest on drives."""
+
+    tier: Tier
+    drives: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What makes candidates of different sizes alike."""
+
+    family: _Family
+    parts: Parts
+
+    @property
+    def kind(self) -> _Kind:
+        """What its family is, and whether some visit."""
+        return self.family, self.parts.visiting > 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all is updated in one place."""
+        return self.strategy in {DeviceOnly(), HostOnly(), NvmeStreamed()}
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that has these parts."""
+        resident = _rounded(self.parts.resident)
+        others = 1 - resident
+        share = _rounded(self.parts.visiting / others) if others else 0.0
+        if self.family.drives and not (resident or share):
+            return NvmeStreamed()
+        if self.family.drives or share:
+            update = Interleaved(share=share, resident=resident)
+            return NvmeStreamed(update=update) if self.family.drives else update
+        if 0 < resident < 1:
+            return StaticSplit(ratio=resident)
+        return DeviceOnly() if resident else HostOnly()
+
+
+_Kind = tuple[_Family, bool]
+"""A family, with visitors or without."""
+
+
+class _Entry(NamedTuple):
+    """A form with subgroups of one size; `inside` is for where it does not fit."""
+
+    estimate_ns: float
+    form: _Form
+    numel: int
+    inside: _Form
+
+
+class Search:
+    """What has been tried for one planner: candidates by choice, None where they do not fit."""
+
+    def __init__(self, planner: Evaluator) -> None:
+        self._planner = planner
+        self._means = planner.means
+        given = planner.strategy
+        self._given = None if isinstance(given, Auto) else given
+        self._known: dict[Choice, Candidate | None] = {}
+        self._forms: dict[Choice, tuple[_Form, int]] = {}
+        self._alike: dict[
+            tuple[_Family, int, int, int], Choice
+        ] = {}  # as many subgroups everywhere
+        self._rooms: dict[tuple[_Family, int], MemoryEdges | None] = {}
+        self._estimates: dict[tuple[_Family, int, float], StepEstimate | None] = {}
+        self._work = 0
+        self._least_ns = inf
+        self._times: dict[
+            _Kind, float
+        ] = {}  # its estimate, what a simulated step took at the least
+
+    def run(self) -> list[Candidate]:
+        """Return what fits of all that looks best.
+
+        Raises:
+            CapacityError: nothing fits.
+        """
+        self._planner.check_all()
+        numels = self._numels(_COUNTS)
+        entries = list(self._entries(numels))
+        explored = _coarsest_near_the_best(entries)
+        for entry in _best_of_each_kind(entry for entry in entries if entry.numel == explored):
+            self._simulate(entry)
+        if self._best is None and not self._first_that_fits():
+            self._planner.placed(self._choice(self._frugal, numels[-1]))  # raises what is missing
+            raise ConfigError(
+                field="strategy", value=self._given, expected="one that can be carried out"
+            )
+        self._go_on(_FIRST_STEPS, starts=2, most_work=_MOST_WORK // 2)
+        self._other_sizes(entries)
+        self._left_to_rates()
+        return [candidate for candidate in self._known.values() if candidate is not None]
+
+    def fits(self) -> bool:
+        """Tell whether `run` would find anything; plans are placed, and nothing is simulated."""
+        try:
+            self._planner.check_all()
+        except CapacityError:
+            return False
+        return any(self._is_placed(form, numel) for form, numel in self._in_doubt())
+
+    def seems_to_fit(self) -> bool:
+        """Tell the same by estimates alone, which are off by a hundredth or two."""
+        entries = self._entries(self._numels(_COUNTS)[-1:])
+        return any(not isinf(entry.estimate_ns) for entry in entries)
+
+    # --- what there is ----------------------------------------------------------------------------
+
+    def _entries(self, numels: Iterable[int]) -> Iterator[_Entry]:
+        """Yield every form that may fit, with its estimate."""
+        for numel, family in product(numels, list(self._families())):
+            for form, inside in self._all_forms(family, numel):
+                estimate_ns = self._estimate_ns(form, numel)
+                yield _Entry(estimate_ns, form, numel, inside)
+
+    def _all_forms(self, family: _Family, numel: int) -> Iterator[tuple[_Form, _Form]]:
+        """Yield the forms of a family, each with one further from the edges, if it does not fit."""
+        nothing = _Form(family, Parts())
+        room = None
+        if self._given is None and not self._means.unified:
+            room = self._room(family, numel)
+        if room is None:
+            yield nothing, nothing
+            return
+        points = list(room.corners().values())
+        if not family.drives and room.most_resident >= 1:
+            points.append(self._split())
+        held = [parts for parts in points if room.holds(parts)] or points
+        middle = Parts(
+            sum(parts.resident for parts in held) / len(held),
+            sum(parts.visiting for parts in held) / len(held),
+        )
+        points.append(middle)
+        if room.may_visit:
+            grid = (Parts(resident, visiting) for resident, visiting in product(_GRID, _GRID))
+            points += [parts for parts in grid if room.holds(parts)]
+        seen: set[tuple[int, int]] = set()
+        for parts in points:
+            key = round(parts.resident / room.whole), round(parts.visiting / room.whole)
+            if key not in seen:
+                seen.add(key)
+                yield _Form(family, parts), _Form(family, parts.towards(middle, _OFF * room.whole))
+
+    def _room(self, family: _Family, numel: int) -> MemoryEdges | None:
+        if (family, numel) not in self._rooms:
+            self._rooms[family, numel] = None
+            planner = self._planner
+            sizing = planner.sizing(numel)
+            with suppress(CapacityError):
+                self._rooms[family, numel] = MemoryEdges.of(
+                    sizing,
+                    self._means,
+                    planner.left(sizing),
+                    tier=family.tier,
+                    drives=family.drives,
+                )
+        return self._rooms[family, numel]
+
+    def _estimate_ns(self, form: _Form, numel: int, *, times: float = 1.0) -> float:
+        """Return a form's estimate; inf where it does not fit in so many times the memory."""
+        known = form.family, numel, times
+        if known not in self._estimates:
+            self._estimates[known] = self._estimate(form.family, numel, times)
+        estimate = self._estimates[known]
+        if estimate is None:
+            return inf
+        return estimate.ns(form.parts) if self._given is None else 0.0
+
+    def _estimate(self, family: _Family, numel: int, times: float) -> StepEstimate | None:
+        planner = self._planner
+        sizing = planner.sizing(numel)
+        try:
+            left = planner.left(sizing)
+        except CapacityError:
+            return None
+        larger = ResolvedBudget(
+            device=int(left.device * times),
+            host=int(left.host * times),
+            nvme={name: int(limit * times) for name, limit in left.nvme.items()},
+        )
+        return StepEstimate(
+            sizing, planner.training, self._means, larger, tier=family.tier, drives=family.drives
+        )
+
+    def _split(self) -> Parts:
+        """Return the split with which neither device nor host waits, where all has room."""
+        rates = self._means.rates
+        host, device = rates.host_update_params_per_s, rates.device_update_params_per_s
+        return Parts(1.0 if host is None or device is None else device / (device + host))
+
+    def _families(self) -> Iterator[_Family]:
+        has_drives = bool(self._means.budget.nvme)
+        for tier in self._tiers():
+            if self._given is not None:
+                yield _Family(tier, isinstance(self._given, NvmeStreamed))
+                continue
+            yield _Family(tier, False)
+            if has_drives:
+                yield _Family(tier, True)
+
+    def _tiers(self) -> Iterator[Tier]:
+        asked, means = self._planner.parameters, self._means
+        if asked is not None:
+            yield Tier.DEVICE if means.unified and asked is Tier.HOST else asked
+            return
+        yield Tier.DEVICE
+        if not means.unified:
+            yield Tier.HOST
+        if means.budget.nvme:
+            yield Tier.NVME
+
+    @property
+    def _frugal(self) -> _Form:
+        """The form that needs least of the device and the host."""
+        return _Form(list(self._families())[-1], Parts())
+
+    def _numels(self, counts: Iterable[int]) -> tuple[int, ...]:
+        """Return the sizes of subgroups to try, those first of which there are few."""
+        planner = self._planner
+        if planner.subgroup_numel is not None:
+            return (planner.subgroup_numel,)
+        every = planner.trained_numel
+        wanted = (max(every // count, min(_LEAST_NUMEL, every // _COUNTS[0])) for count in counts)
+        return tuple(dict.fromkeys(max(numel - numel % NORM_BLOCK, NORM_BLOCK) for numel in wanted))
+
+    # --- what is simulated ------------------------------------------------------------------------
+
+    @property
+    def _best(self) -> Candidate | None:
+        found = [candidate for candidate in self._known.values() if candidate is not None]
+        return min(found, key=lambda candidate: candidate.timeline.ns, default=None)
+
+    def _simulate(self, entry: _Entry) -> None:
+        """Simulate a form if it may beat the best so far; if it does not fit, the one inside."""
+        expected_ns = entry.estimate_ns * self._times.get(entry.form.kind, 1.0)
+        if expected_ns > _HOPEFUL * self._least_ns or self._work > _MOST_WORK:
+            return
+        if self._try(entry.form, entry.numel) is None and entry.inside != entry.form:
+            self._try(entry.inside, entry.numel)
+
+    def _first_that_fits(self) -> bool:
+        for form, numel in self._in_doubt():
+            if self._known_of(self._choice(form, numel), form) is not None:
+                return True
+        return False
+
+    def _in_doubt(self) -> Iterator[tuple[_Form, int]]:
+        """Yield what fits by its estimate, best first, then what would with 2% more memory.
+
+        With the smallest subgroups, which need least of it.
+        """
+        numels = self._numels(_COUNTS)[-1:]
+        entries = list(self._entries(numels))
+        best = _best_of_each_kind(entries)
+        roomy = [entry for entry in best if self._shortfall(entry, (_ROOMY,)) < inf]
+        for entry in dict.fromkeys([*roomy, *best]):
+            yield from dict.fromkeys([(entry.form, entry.numel), (entry.inside, entry.numel)])
+        refused = [entry for entry in entries if isinf(entry.estimate_ns)]
+        short = [(self._shortfall(entry), at) for at, entry in enumerate(refused)]
+        for times, at in sorted(short)[:_NEAREST]:
+            if times < inf:
+                yield refused[at].inside, refused[at].numel
+        if not entries or isinf(min(entry.estimate_ns for entry in entries)):
+            yield self._frugal, numels[-1]
+
+    def _shortfall(self, entry: _Entry, tried: tuple[float, ...] = _SLACK) -> float:
+        """Return in how many times the memory an entry seems to fit; inf: in none of these."""
+        for times in tried:
+            if not isinf(self._estimate_ns(entry.form, entry.numel, times=times)):
+                return times
+        return inf
+
+    def _is_placed(self, form: _Form, numel: int) -> bool:
+        try:
+            self._planner.placed(self._choice(form, numel))
+        except (CapacityError, ConfigError):
+            return False
+        return True
+
+    def _go_on(self, steps: Iterable[float], *, starts: int, most_work: int) -> None:
+        """Walk downhill from the best, and from the best of another kind."""
+        if self._given is not None or self._means.unified:
+            return
+        best: dict[_Kind, Choice] = {}
+        for choice in self._ranked():
+            form, _ = self._forms[choice]
+            if self._ns_of(choice) <= _NEAR * self._least_ns:
+                best.setdefault(form.kind, choice)
+        for choice in list(best.values())[:starts]:
+            self._downhill(*self._forms[choice], steps, most_work)
+
+    def _ranked(self) -> list[Choice]:
+        found = [choice for choice, candidate in self._known.items() if candidate is not None]
+        return sorted(found, key=self._ns_of)
+
+    def _ns_of(self, choice: Choice) -> int:
+        candidate = self._known[choice]
+        assert candidate is not None, "it fits"
+        return candidate.timeline.ns
+
+    def _downhill(self, form: _Form, numel: int, steps: Iterable[float], most_work: int) -> None:
+        room = self._room(form.family, numel)
+        here = self._try(form, numel)
+        if room is None or not room.may_visit or here is None:
+            return
+        for step in steps:
+            if step < room.whole / 2:
+                break
+            onwards = list(_WAYS)
+            while onwards and self._work <= most_work:
+                way = onwards.pop(0)
+                there = replace(form, parts=room.nearby(form.parts, step * way[0], step * way[1]))
+                hopeful = self._estimate_ns(there, numel) <= 1.02 * self._estimate_ns(form, numel)
+                candidate = self._try(there, numel) if hopeful and room.holds(there.parts) else None
+                if candidate is not None and candidate.timeline.ns < _WORTH_IT * here.timeline.ns:
+                    form, here = there, candidate
+                    onwards = [way, *(it for it in _WAYS if it not in (way, (-way[0], -way[1])))]
+
+    def _other_sizes(self, entries: list[_Entry]) -> None:
+        """Try other sizes: smaller subgroups have smaller buffers, larger ones fewer starts."""
+        if self._planner.subgroup_numel is not None:
+            return
+        best = self._best
+        assert best is not None, "something fits"
+        homes = [*best.plan.steps.homes().values()]
+        others = len(homes) - homes.count(Home.RESIDENT)
+        more = [len(homes) * _ENOUGH // others] if 0 < others < _ENOUGH else []
+        numels = dict.fromkeys([*(entry.numel for entry in entries), *self._numels(more)])
+        times = self._times_the_estimate()
+        tried: list[_Entry] = []
+        for choice in self._of_each_kind():
+            form, known = self._forms[choice]
+            for numel in numels:
+                if numel != known:
+                    inside = self._within(form, numel)
+                    tried.append(_Entry(self._estimate_ns(inside, numel), inside, numel, inside))
+        tried += _best_of_each_kind(entries)
+        for entry in sorted(tried, key=lambda entry: entry.estimate_ns):
+            expected_ns = entry.estimate_ns * times.get(entry.form.kind, 1.0)
+            if expected_ns < self._least_ns:
+                self._simulate(entry)
+        self._go_on(_LAST_STEPS, starts=1, most_work=_MOST_WORK)
+
+    def _of_each_kind(self) -> list[Choice]:
+        """Return the best choice of each kind that is near the best of all."""
+        best: dict[_Kind, Choice] = {}
+        for choice in self._ranked():
+            if self._ns_of(choice) <= _NEAR * self._least_ns:
+                best.setdefault(self._forms[choice][0].kind, choice)
+        return list(best.values())
+
+    def _times_the_estimate(self) -> dict[_Kind, float]:
+        """Return how many times its estimate the best of each kind took."""
+        found: dict[_Kind, float] = {}
+        for choice in self._ranked():
+            form, numel = self._forms[choice]
+            estimate_ns = self._estimate_ns(form, numel)
+            if 0 < estimate_ns < inf:
+                found.setdefault(form.kind, self._ns_of(choice) / estimate_ns)
+        return found
+
+    def _within(self, form: _Form, numel: int) -> _Form:
+        """Return the form with parts for which there is room with subgroups of another size."""
+        room = self._room(form.family, numel)
+        if room is None or room.holds(form.parts) or not room.may_visit:
+            return form
+        return replace(form, parts=room.nearby(Parts(), form.parts.resident, form.parts.visiting))
+
+    def _left_to_rates(self) -> None:
+        """Try the best with the share left to the policy, which knows the update alone."""
+        best = self._best
+        assert best is not None, "something fits"
+        choice = best.choice
+        count = len(best.plan.steps.subgroups)
+        if self._given is None and isinstance(choice.strategy, Interleaved) and count <= _FEW:
+            form, _ = self._forms[choice]
+            self._known_of(replace(choice, strategy=replace(choice.strategy, share=None)), form)
+
+    # --- one of them ------------------------------------------------------------------------------
+
+    def _try(self, form: _Form, numel: int) -> Candidate | None:
+        key = (form.family, numel, *self._wholes(form, numel))
+        choice = self._alike.setdefault(key, self._choice(form, numel))
+        if form.family.drives and self._given is None:
+            in_memory = replace(form, family=form.family._replace(drives=False))
+            if not isinf(self._estimate_ns(in_memory, numel)) and self._is_placed(in_memory, numel):
+                return None  # what fits there would not rest on drives
+        return self._known_of(choice, form)
+
+    def _wholes(self, form: _Form, numel: int) -> tuple[int, int]:
+        """Return how many subgroups are resident, and how many visit."""
+        count = self._planner.trained_numel / numel
+        return int(count * form.parts.resident + 1e-6), round(count * form.parts.visiting)
+
+    def _known_of(self, choice: Choice, form: _Form) -> Candidate | None:
+        if choice not in self._known:
+            self._known[choice] = None
+            self._forms[choice] = form, choice.subgroup_numel
+            self._work += self._planner.trained_numel // choice.subgroup_numel + 20
+            with suppress(CapacityError):
+                candidate = self._planner.candidate(choice)
+                self._known[choice] = candidate
+                self._least_ns = min(self._least_ns, candidate.timeline.ns)
+                estimate_ns = self._estimate_ns(form, choice.subgroup_numel)
+                if 0 < estimate_ns < inf:
+                    times = candidate.timeline.ns / estimate_ns
+                    self._times[form.kind] = min(times, self._times.get(form.kind, inf))
+        return self._known[choice]
+
+    def _choice(self, form: _Form, numel: int) -> Choice:
+        strategy = form.strategy if self._given is None else self._given
+        return Choice(strategy=strategy, parameters=form.family.tier, subgroup_numel=numel)
+
+
+def _coarsest_near_the_best(entries: list[_Entry]) -> int:
+    """Return the largest size of subgroups whose best estimate is near the best of all."""
+    least: dict[int, float] = {}
+    for entry in entries:
+        least[entry.numel] = min(entry.estimate_ns, least.get(entry.numel, inf))
+    near = [numel for numel, ns in least.items() if ns <= _COARSE * min(least.values())]
+    return max(near)
+
+
+def _best_of_each_kind(entries: Iterable[_Entry]) -> list[_Entry]:
+    """Return the few best estimates of each kind and size, the fastest first."""
+    kept: list[_Entry] = []
+    counts: dict[tuple[_Kind, int], int] = {}
+    for entry in sorted(entries, key=lambda entry: entry.estimate_ns):
+        kind = entry.form.kind, entry.numel
+        alike = (
+            it.form.parts.distance(entry.form.parts) < _APART and not entry.form.is_plain
+            for it in kept
+            if (it.form.kind, it.numel) == kind
+        )
+        is_one_more = entry.form.is_plain or counts.get(kind, 0) < _EACH_KIND
+        if is_one_more and not isinf(entry.estimate_ns) and not any(alike):
+            counts[kind] = counts.get(kind, 0) + 1
+            kept.append(entry)
+    return kept
+
+
+def _rounded(part: float) -> float:
+    """Return a part of all, a little less, that prints well."""
+    return min(max(int(part * 10_000 + 1e-2), 0) / 10_000, 1.0)

@@ -1,0 +1,213 @@
+"""`CapturedStates`: the optimizer's states between two steps, handed out while training goes on.
+
+Copies nothing: it knows where each subgroup's states lie. Who changes a subgroup waits until it was
+handed out. One thread hands out, and the engine's own thread waits. Made by `StateKeeper.capture`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from infinity_engine.errors import TransferError
+from infinity_engine.optim import Segment
+from infinity_engine.storage import Hop, Place
+
+__all__ = [
+    "CapturedPiece",
+    "CapturedRun",
+    "CapturedStates",
+    "CapturedSubgroup",
+    "RunInMemory",
+    "RunOnDrives",
+    "TakePart",
+    "bytes_of",
+]
+
+_BYTES = 4  # of an element: masters and moments are fp32
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedPiece:
+    """One stream of one segment: its master or one of its moments."""
+
+    segment: Segment
+    stream: str
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return _BYTES * self.segment.numel
+
+
+TakePart = Callable[[CapturedPiece, memoryview], None]
+"""Is called with a piece and its next bytes, which are valid until it returns."""
+
+
+class CapturedRun(Protocol):
+    """Pieces whose bytes follow one another where they lie."""
+
+    @property
+    def pieces(self) -> Sequence[CapturedPiece]:
+        """The pieces, in the order of their bytes."""
+        ...
+
+    def hand_out(self, take: TakePart, rooms: Sequence[memoryview]) -> None:
+        """Call `take` with all bytes in order; `rooms` are for what has to be copied or read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunInMemory:
+    """One piece, in the memory of the host or of the device."""
+
+    piece: CapturedPiece
+    values: torch.Tensor
+
+    @property
+    def pieces(self) -> Sequence[CapturedPiece]:
+        """The piece."""
+        return (self.piece,)
+
+    def hand_out(self, take: TakePart, rooms: Sequence[memoryview]) -> None:
+        """Hand out the host's memory as it lies, that of a device through a room."""
+        for part in bytes_of(self.values, rooms[0]):
+            take(self.piece, part)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOnDrives:
+    """Pieces at one place on the drives."""
+
+    pieces: tuple[CapturedPiece, ...]
+    place: Place
+    read: Callable[[Place, memoryview], Hop]
+
+    def hand_out(self, take: TakePart, rooms: Sequence[memoryview]) -> None:
+        """Read through the rooms in turn, so that the next part is read while one is handed out."""
+        pieces = _Cursor(self.pieces)
+        for part in self._parts(rooms):
+            done = 0
+            while done < len(part):
+                piece, nbytes = pieces.take(len(part) - done)
+                take(piece, part[done : done + nbytes])
+                done += nbytes
+
+    def _parts(self, rooms: Sequence[memoryview]) -> Iterator[memoryview]:
+        step = min(map(len, rooms))  # whole MiB, and so whole blocks of checksums
+        starts, free = deque(range(0, self.place.nbytes, step)), deque(rooms)
+        reading: deque[tuple[Hop, memoryview, int]] = deque()
+        try:
+            while starts or reading:
+                while starts and free:
+                    start, room = starts.popleft(), free.popleft()
+                    nbytes = min(step, self.place.nbytes - start)
+                    hop = self.read(self.place.part(start, nbytes), room[:nbytes])
+                    reading.append((hop, room, nbytes))
+                hop, room, nbytes = reading.popleft()
+                hop.wait()
+                yield room[:nbytes]
+                free.append(room)
+        finally:
+            for hop, _, _ in reading:  # the rooms are free for others after this
+                with suppress(TransferError):
+                    hop.wait()
+
+
+def bytes_of(values: torch.Tensor, room: memoryview) -> Iterator[memoryview]:
+    """Yield the bytes of a flat tensor: as they lie on the host, else copied to `room` in parts."""
+    flat = values.detach().view(torch.uint8)
+    if flat.device.type == "cpu":
+        yield flat.numpy().data
+        return
+    copy = torch.frombuffer(room, dtype=torch.uint8)
+    for first in range(0, len(flat), len(copy)):
+        part = flat[first : first + len(copy)]
+        copy[: len(part)].copy_(part)
+        yield room[: len(part)]
+
+
+class _Cursor:
+    """Walks along pieces by bytes."""
+
+    def __init__(self, pieces: Sequence[CapturedPiece]) -> None:
+        self._pieces = deque(pieces)
+        self._left = pieces[0].nbytes
+
+    def take(self, most: int) -> tuple[CapturedPiece, int]:
+        """Return the piece whose turn it is, and how many bytes of it are next: `most` or fewer."""
+        piece, nbytes = self._pieces[0], min(most, self._left)
+        self._left -= nbytes
+        if not self._left:
+            self._pieces.popleft()
+            self._left = self._pieces[0].nbytes if self._pieces else 0
+        return piece, nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedSubgroup:
+    """All states of one subgroup."""
+
+    index: int
+    runs: tuple[CapturedRun, ...]
+
+
+class CapturedStates:
+    """The states of all subgroups, in the order in which they are handed out."""
+
+    def __init__(self, subgroups: Sequence[CapturedSubgroup]) -> None:
+        self.pieces = [
+            piece for subgroup in subgroups for run in subgroup.runs for piece in run.pieces
+        ]
+        """What is handed out, in its order."""
+        self._subgroups = deque(subgroups)
+        self._left = {subgroup.index for subgroup in subgroups}
+        self._changed = threading.Condition()
+
+    @classmethod
+    def nothing(cls) -> CapturedStates:
+        """Return those of no subgroup, for which nothing waits."""
+        return cls(())
+
+    def hand_out(self, take: TakePart, rooms: Sequence[memoryview]) -> None:
+        """Call `take` with the bytes of each piece, in the order of `pieces`. Once."""
+        while self._subgroups:
+            subgroup = self._subgroups.popleft()
+            for run in subgroup.runs:
+                run.hand_out(take, rooms)
+            self._let_go([subgroup.index])
+
+    def let_go(self) -> None:
+        """Let all subgroups change: what was not handed out by now never is."""
+        self._subgroups.clear()
+        self._let_go(list(self._left))
+
+    def is_left(self, index: int) -> bool:
+        """Tell whether a subgroup has to stay as it is."""
+        return index in self._left
+
+    @property
+    def any_left(self) -> bool:
+        """Whether any subgroup has."""
+        return bool(self._left)
+
+    def wait_for(self, index: int) -> None:
+        """Return when a subgroup may change."""
+        with self._changed:
+            self._changed.wait_for(lambda: index not in self._left)
+
+    def wait_for_all(self) -> None:
+        """Return when all may."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left)
+
+    def _let_go(self, indices: Sequence[int]) -> None:
+        with self._changed:
+            self._left.difference_update(indices)
+            self._changed.notify_all()

@@ -1,0 +1,225 @@
+"""A run saves by itself when it is time, and when its process is told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity_engine.checkpoint import CheckpointDirectory
+from infinity_engine.engine.autosave import PREEMPTED_EXIT_CODE, Autosave, Due
+from infinity_engine.errors import ConfigError
+from support.saved_engines import PLACES, engine_at, one_step, small, steps
+
+PROGRAM = """
+import sys
+from pathlib import Path
+
+import torch
+
+import infinity_engine
+from support.nvme_training import digest_of
+from support.saved_engines import one_step, small
+
+path, bits = Path(sys.argv[1]), Path(sys.argv[2])
+_, optimizer, engine = small()
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+with engine:
+    if (path / "latest").exists():
+        engine.load(path, extra={"scheduler": scheduler})
+    while engine.steps < 12:
+        one_step(engine)
+        scheduler.step()
+        print(engine.steps, flush=True)
+        if sys.argv[3:] and engine.steps == 5:
+            sys.stdin.readline()  # until the signal was sent
+        engine.autosave(path, every=1000, extra={"scheduler": scheduler})
+    found = engine.state_dict()
+    bits.write_text(f"{digest_of(found)} {scheduler.last_epoch}")
+"""
+
+
+def started(*arguments: object) -> subprocess.Popen[str]:
+    tests = Path(__file__).resolve().parents[1]
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{tests}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+    )
+
+
+def test_a_run_that_is_told_to_stop_saves_and_ends_with_its_own_code(tmp_path: Path) -> None:
+    path, bits, whole = tmp_path / "c", tmp_path / "bits", tmp_path / "whole"
+    run = started(path, bits, "wait")
+    assert run.stdin is not None
+    assert run.stdout is not None
+    while run.stdout.readline() != "5\n":
+        pass
+    run.send_signal(signal.SIGTERM)
+    run.stdin.write("\n")
+    run.stdin.flush()
+    assert run.communicate(timeout=300)[0] == ""
+    assert run.returncode == PREEMPTED_EXIT_CODE == 75
+    assert CheckpointDirectory(path).tags() == ["step-00000005"]
+    assert not bits.exists()
+    for arguments in ((path, bits), (tmp_path / "none", whole)):
+        run = started(*arguments)
+        run.communicate(timeout=300)
+        assert run.returncode == 0
+    assert bits.read_text() == whole.read_text()
+
+
+def test_steps_are_counted_from_the_beginning_of_the_run() -> None:
+    due = Due(3, 7)
+    found = []
+    for step in range(7, 16):
+        is_due = due.is_due(step)
+        due.note(step, saved=is_due)
+        found += [step] if is_due else []
+    assert found == [9, 12, 15]
+
+
+@pytest.mark.parametrize(("every", "seconds"), [("30s", 30), ("2 min", 120), ("0.5h", 1800)])
+def test_a_time_is_counted_from_the_save_before(
+    every: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("infinity_engine.engine.autosave.time.monotonic", lambda: now)
+    due = Due(every, 1)
+    found = []
+    for step in range(1, 40):
+        now += seconds / 10
+        is_due = due.is_due(step)
+        due.note(step, saved=is_due)
+        found += [step] if is_due else []
+    assert found in ([10, 20, 30], [10, 21, 31], [11, 21, 31], [10, 20, 31])
+
+
+@pytest.mark.parametrize("every", [0, -1, True, 1.5, "", "soon", "0min", "5 days", None])
+def test_what_is_neither_a_number_of_steps_nor_a_time_is_refused(
+    tmp_path: Path, every: Any
+) -> None:
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        with pytest.raises(ConfigError, match=r"every.*30min"):
+            engine.autosave(tmp_path, every=every)
+
+
+def test_a_run_saves_every_so_many_steps_and_keeps_the_newest(tmp_path: Path) -> None:
+    _, _, engine = small()
+    with engine:
+        assert engine.autosave(tmp_path, every=2) is None  # before the first step
+        tags = []
+        for _ in range(7):
+            one_step(engine)
+            tags.append(engine.autosave(tmp_path, every=2, keep=2))
+    expected = [f"step-{step:08}" if step % 2 == 0 else None for step in range(1, 8)]
+    assert tags == expected
+    assert CheckpointDirectory(tmp_path).tags() == ["step-00000004", "step-00000006"]
+
+
+@pytest.mark.parametrize("name", ["drives", "drives, early updates", "drives and device"])
+def test_a_run_whose_update_goes_on_in_the_forward_saves_too(tmp_path: Path, name: str) -> None:
+    with engine_at(PLACES[name], tmp_path) as (engine, run):
+        for step in range(4):
+            steps(engine, run, step, 1)
+            assert (engine.autosave(tmp_path / "c", every=2) is None) == (step % 2 == 0)
+    assert CheckpointDirectory(tmp_path / "c").tags() == ["step-00000002", "step-00000004"]
+
+
+def test_an_autosave_between_micro_batches_waits_for_the_step(tmp_path: Path) -> None:
+    _, _, engine = small(accumulation_steps=2)
+    with engine:
+        engine.preempt()
+        for _ in range(3):
+            one_step(engine)
+            if engine.steps == 1 and not engine._accumulation.count:
+                break
+            assert engine.autosave(tmp_path, every=1) is None
+        with pytest.raises(SystemExit) as ended:
+            engine.autosave(tmp_path, every=1)
+    assert ended.value.code == PREEMPTED_EXIT_CODE
+    assert CheckpointDirectory(tmp_path).tags() == ["step-00000001"]
+
+
+def test_a_step_that_was_just_saved_is_not_saved_again_to_stop(tmp_path: Path) -> None:
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        engine.autosave(tmp_path, every=1)
+        engine.preempt()
+        with pytest.raises(SystemExit):
+            engine.autosave(tmp_path, every=1)
+    assert CheckpointDirectory(tmp_path).tags() == ["step-00000001"]
+
+
+def test_sigterm_does_what_it_did_before_once_the_engine_is_closed(tmp_path: Path) -> None:
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        engine.autosave(tmp_path, every=100)
+        assert callable(signal.getsignal(signal.SIGTERM))
+        one_step(engine)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            engine.autosave(tmp_path, every=100)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_of_the_program_is_left_in_place_and_can_preempt(tmp_path: Path) -> None:
+    _, _, engine = small()
+    before = signal.signal(signal.SIGTERM, lambda *_: engine.preempt())
+    try:
+        with engine:
+            mine = signal.getsignal(signal.SIGTERM)
+            one_step(engine)
+            engine.autosave(tmp_path, every=100)
+            assert signal.getsignal(signal.SIGTERM) is mine
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(SystemExit):
+                engine.autosave(tmp_path, every=100)
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_autosave_that_fails_is_a_warning_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from infinity_engine.update.captured import RunInMemory
+
+    def fails(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(RunInMemory, "hand_out", fails)
+            engine.autosave(tmp_path, every=1)
+            deadline = time.monotonic() + 60
+            while not engine.last_save().error and time.monotonic() < deadline:
+                time.sleep(0.01)
+            with pytest.warns(RuntimeWarning, match="was not saved"):
+                one_step(engine)
+        assert engine.autosave(tmp_path, every=1) == "step-00000002"
+
+
+def test_a_schedule_without_a_main_thread_watches_no_signal() -> None:
+    import threading
+
+    schedule = Autosave(None)
+    thread = threading.Thread(target=schedule.begin, args=(1, 1))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

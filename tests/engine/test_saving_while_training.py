@@ -1,0 +1,279 @@
+"""Saves beside training: what is saved is one step, whatever the updates do meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infinity_engine.checkpoint import CheckpointDirectory
+from infinity_engine.engine.checkpointing import CheckpointMemory
+from infinity_engine.engine.engine import Engine
+from infinity_engine.engine.saving import SaveState, _Save
+from infinity_engine.errors import TransferError
+from infinity_engine.update.captured import CapturedPiece, CapturedStates, RunInMemory, RunOnDrives
+from support.engine_bits import bits_of, differing
+from support.saved_engines import PLACES, engine_at, one_step, small, steps
+
+pytestmark = pytest.mark.usefixtures("deterministic")
+
+Take = Callable[[CapturedPiece, memoryview], None]
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let saves go on beside training with memory for copies, which these runs do not make.
+
+    The runs on drives have the least budget with which there is something on drives. Their saves
+    would be waited for. Rooms are smaller than a subgroup's states.
+    """
+    monkeypatch.setattr(_Save, "has_lent_memory", False)
+    monkeypatch.setattr(CheckpointMemory, "rooms", lambda _: (2, 8192))
+
+
+@contextmanager
+def slow_writer(
+    monkeypatch: pytest.MonkeyPatch, pieces: int = 0
+) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Let the thread of a save stop after so many pieces, and say so, until it is let go on."""
+    stopped, go_on = threading.Event(), threading.Event()
+    handed = iter(range(1 << 30))
+
+    def stopping(hand_out: Any) -> Any:
+        def stops(self: Any, take: Take, rooms: Sequence[memoryview]) -> None:
+            if next(handed) == pieces:
+                stopped.set()
+                assert go_on.wait(60)
+            hand_out(self, take, rooms)
+
+        return stops
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunInMemory, "hand_out", stopping(RunInMemory.hand_out))
+        patch.setattr(RunOnDrives, "hand_out", stopping(RunOnDrives.hand_out))
+        try:
+            yield stopped, go_on
+        finally:
+            go_on.set()
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_save_beside_training_has_the_content_of_one_step(
+    tmp_path: Path, precision: str, name: str
+) -> None:
+    with engine_at(PLACES[name], tmp_path, precision=precision) as (engine, run):
+        steps(engine, run, 0, 2)
+        before = bits_of(engine)
+        captured = engine._parts.states.capture()._subgroups
+        runs = [found for subgroup in captured for found in subgroup.runs]
+        assert any(isinstance(found, RunOnDrives) for found in runs) == PLACES[name].drives
+        tag = engine.save(tmp_path / "saved", wait=False)
+        losses = steps(engine, run, 2, 3)
+        ended = bits_of(engine)
+        engine.close()
+        assert engine.last_save().state is SaveState.COMMITTED
+    with engine_at(PLACES["host"], tmp_path, precision=precision) as (engine, run):
+        assert engine.load(tmp_path / "saved").tag == tag
+        assert differing(before, bits_of(engine)) == []
+        assert steps(engine, run, 2, 3) == losses
+        assert differing(ended, bits_of(engine)) == []
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize("name", ["host", "interleaved device", "drives", "drives, early updates"])
+def test_an_update_waits_for_what_is_not_written_yet(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_at(PLACES[name], tmp_path) as (engine, run):
+        steps(engine, run, 0, 2)
+        before = bits_of(engine)
+        with slow_writer(monkeypatch, pieces=2) as (stopped, go_on):
+            engine.save(tmp_path / "saved", wait=False)
+            assert stopped.wait(60)
+            assert engine.last_save().state is SaveState.WRITING
+            waited, wait_for = [], CapturedStates.wait_for
+
+            def noting(self: CapturedStates, index: int) -> None:
+                waited.append(index)
+                go_on.set()
+                wait_for(self, index)
+
+            monkeypatch.setattr(CapturedStates, "wait_for", noting)
+            steps(engine, run, 2, 1)
+            engine.state_dict()  # ends the update
+            assert waited
+        assert engine.report().waits
+        engine.save(tmp_path / "later")
+    with engine_at(PLACES["host"], tmp_path) as (engine, _):
+        engine.load(tmp_path / "saved")
+        assert differing(before, bits_of(engine)) == []
+
+
+def test_what_training_waited_is_in_the_report_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, engine = small()
+    with engine:
+        assert engine.last_save().state is SaveState.NONE
+        one_step(engine)
+        with slow_writer(monkeypatch) as (stopped, go_on):
+            tag = engine.save(tmp_path, wait=False)
+            assert stopped.wait(60)
+            threading.Timer(0.2, go_on.set).start()
+            one_step(engine)
+        engine.save(tmp_path, "another")
+        report = engine.last_save()
+        assert (report.tag, report.step, report.state) == ("another", 2, SaveState.COMMITTED)
+        assert report.nbytes == sum(
+            path.stat().st_size for path in (tmp_path / "another").glob("*.safetensors")
+        )
+        assert 0 < report.stall_seconds <= report.seconds + 1
+        assert CheckpointDirectory(tmp_path).tags() == [tag, "another"]
+
+
+def test_a_save_is_waited_for_by_the_next_one_by_load_and_by_close(tmp_path: Path) -> None:
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        first = engine.save(tmp_path, wait=False)
+        second = engine.save(tmp_path, wait=False)
+        assert (first, second) == ("step-00000001", "step-00000001.2")
+        assert engine.load(tmp_path).tag == second
+        one_step(engine)
+        engine.save(tmp_path, wait=False, keep=2)
+    assert CheckpointDirectory(tmp_path).tags() == [second, "step-00000002"]
+    assert engine.last_save().state is SaveState.COMMITTED
+
+
+def test_parameters_that_the_user_changes_wait_for_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _, engine = small()
+    with engine:
+        one_step(engine)
+        before = engine.state_dict()
+        with slow_writer(monkeypatch) as (stopped, go_on):
+            engine.save(tmp_path, wait=False)
+            assert stopped.wait(60)
+            threading.Timer(0.1, go_on.set).start()
+            with engine.gathered(model.parameters(), modify=True), torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+        one_step(engine)
+        engine.load(tmp_path)
+        assert all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
+
+
+def many_steps(engine: Engine) -> None:
+    for _ in range(1000):
+        one_step(engine)
+
+
+class Failing:
+    """Lets the thread of a save fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fails(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(RunInMemory, "hand_out", fails)
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        kept = engine.save(tmp_path)
+        with monkeypatch.context() as patch:
+            Failing(patch)
+            engine.save(tmp_path, "broken", wait=False)
+            with pytest.raises(TransferError, match="No space left"):
+                many_steps(engine)
+        one_step(engine)  # it was raised once
+        assert engine.last_save().state is SaveState.FAILED
+        assert "No space left" in engine.last_save().error
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", kept]
+        engine.load(tmp_path)
+        engine.save(tmp_path, "whole")
+
+
+def test_an_error_in_the_background_is_a_warning_where_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        with monkeypatch.context() as patch:
+            Failing(patch)
+            engine.save(tmp_path, "broken", wait=False, on_error="warn")
+            with pytest.warns(RuntimeWarning, match=r"broken was not saved: .*No space left"):
+                engine.close()
+
+
+def test_an_error_in_the_background_is_raised_by_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, engine = small()
+    one_step(engine)
+    Failing(monkeypatch)
+    engine.save(tmp_path, "broken", wait=False)
+    with pytest.raises(TransferError, match="No space left"):
+        engine.close()
+    engine.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_that_is_closed_for_an_error_still_ends_its_save(tmp_path: Path) -> None:
+    _, _, engine = small()
+    one_step(engine)
+    tag = engine.save(tmp_path, wait=False)
+    engine.__exit__(KeyError, KeyError("of the loop's own"), None)
+    assert CheckpointDirectory(tmp_path).latest() == tag
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize("name", ["host", "drives", "drives, early updates", "drives and device"])
+def test_saves_beside_training_stay_within_all_budgets(tmp_path: Path, name: str) -> None:
+    with engine_at(PLACES[name], tmp_path) as (engine, run):
+        for first in range(4):
+            steps(engine, run, first, 1)
+            engine.save(tmp_path / "saved", wait=False, keep=1)
+        engine.save(tmp_path / "saved", wait=False, keep=1)
+        steps(engine, run, 4, 1)
+        for usage in engine.usage():
+            assert usage.peak_reserved <= usage.limit
+
+
+def test_a_save_without_free_memory_is_waited_for(tmp_path: Path) -> None:
+    with engine_at(PLACES["drives"], tmp_path) as (engine, run):
+        steps(engine, run, 0, 1)
+        engine.save(tmp_path / "saved", wait=False)
+        assert engine.last_save().state is SaveState.COMMITTED
+        for usage in engine.usage():
+            assert usage.peak_reserved <= usage.limit
+
+
+def test_batch_statistics_are_those_of_the_saved_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with engine_at(PLACES["host"], tmp_path, model="conv net") as (engine, run):
+        steps(engine, run, 0, 2)
+        before = engine.state_dict()
+        engine.save(tmp_path / "saved", wait=False)
+        steps(engine, run, 2, 2)
+        engine.load(tmp_path / "saved")
+        assert all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
+
+
+def test_what_errors_may_become_is_checked(tmp_path: Path) -> None:
+    _, _, engine = small()
+    with engine, pytest.raises(ValueError, match=r"on_error.*'raise'.*'warn'.*got 'ignore'"):
+        engine.save(tmp_path, on_error="ignore")

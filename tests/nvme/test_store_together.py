@@ -1,0 +1,261 @@
+"""Puts and gets of a store that wait for a thread are carried out together, each with its own end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepnvme import Returns, StoreFuture, TensorStore
+from deepnvme.errors import ChecksumError
+from deepnvme.store.lane import Lane, Request, Together, each_alone
+from deepnvme.store.tensor_io import TensorIO
+from support.nvme_io import TIMEOUT_S
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TensorStore]:
+    with TensorStore.create([tmp_path / "store"], 32 * MIB, returns=Returns.NUMPY) as store:
+        yield store
+        store.commit()
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return how many tensors each write to the drives had."""
+    counts: list[int] = []
+    write = TensorIO.write
+
+    def counted(self: TensorIO, tensors: Any) -> Any:
+        given = list(tensors)
+        counts.append(len(given))
+        return write(self, given)
+
+    monkeypatch.setattr(TensorIO, "write", counted)
+    return counts
+
+
+def held_writer(store: TensorStore) -> threading.Event:
+    """Keep the thread that writes busy until the event is set."""
+    go = threading.Event()
+    store._threads.write(lambda: go.wait(TIMEOUT_S))
+    return go
+
+
+def filled(value: int) -> np.ndarray[Any, Any]:
+    return np.full(1000, value, np.int32)
+
+
+# --- puts --------------------------------------------------------------------------------------
+
+
+def test_puts_that_wait_for_the_writer_are_written_together(
+    store: TensorStore, written: list[int]
+) -> None:
+    go = held_writer(store)
+    futures = [store.put_async(f"t{index}", filled(index)) for index in range(50)]
+    go.set()
+    for future in futures:
+        future.result(TIMEOUT_S)
+
+    assert written == [50]
+    assert [int(store.get(f"t{index}")[0]) for index in range(50)] == list(range(50))
+
+
+def test_a_put_that_is_refused_fails_alone(store: TensorStore) -> None:
+    go = held_writer(store)
+    good = store.put_async("good", filled(1))
+    bad = store.put_async("bad", filled(2)[::2])
+    also_good = store.put_async("also good", filled(3))
+    go.set()
+
+    with pytest.raises(ValueError, match="contiguous"):
+        bad.result(TIMEOUT_S)
+    good.result(TIMEOUT_S)
+    also_good.result(TIMEOUT_S)
+    assert sorted(store) == ["also good", "good"]
+
+
+def test_of_two_puts_of_a_name_the_later_one_wins(store: TensorStore, written: list[int]) -> None:
+    go = held_writer(store)
+    futures = [store.put_async("same", filled(value)) for value in range(4)]
+    go.set()
+    for future in futures:
+        future.result(TIMEOUT_S)
+
+    assert written == [1, 1, 1, 1]
+    assert store.get("same")[0] == 3
+
+
+def test_a_cancelled_put_is_not_written(store: TensorStore, written: list[int]) -> None:
+    go = held_writer(store)
+    kept, cancelled = store.put_async("kept", filled(1)), store.put_async("gone", filled(2))
+    assert cancelled.cancel()
+    go.set()
+    kept.result(TIMEOUT_S)
+
+    with pytest.raises(CancelledError):
+        cancelled.result(TIMEOUT_S)
+    assert written == [1]
+    assert list(store) == ["kept"]
+
+
+def test_a_commit_between_puts_stays_between_them(store: TensorStore, written: list[int]) -> None:
+    go = held_writer(store)
+    store.put_async("before", filled(1))
+    commit = store.commit_async()
+    after = store.put_async("after", filled(2))
+    go.set()
+    generation = commit.result(TIMEOUT_S)
+    after.result(TIMEOUT_S)
+    written_apart = list(written)
+
+    assert written_apart == [1, 1]
+    assert generation == store.generation
+
+
+def test_a_delete_between_puts_of_a_name_leaves_the_later_put(store: TensorStore) -> None:
+    go = held_writer(store)
+    store.put_async("t", filled(1))
+    store.delete_async("t")
+    last = store.put_async("t", filled(2))
+    go.set()
+    last.result(TIMEOUT_S)
+
+    assert store.get("t")[0] == 2
+
+
+# --- gets --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return how many tensors each read from the drives had."""
+    counts: list[int] = []
+    original = TensorIO.read
+
+    def counted(self: TensorIO, wanted: Any, *arguments: Any) -> None:
+        counts.append(len(wanted))
+        original(self, wanted, *arguments)
+
+    monkeypatch.setattr(TensorIO, "read", counted)
+    return counts
+
+
+def held_readers(store: TensorStore) -> threading.Event:
+    """Keep all threads that read busy until the event is set."""
+    go = threading.Event()
+    for _ in range(4):
+        store._threads.read(lambda: go.wait(TIMEOUT_S))
+    return go
+
+
+def test_gets_that_wait_for_a_thread_are_read_together(store: TensorStore, read: list[int]) -> None:
+    store.put_many({f"t{index}": filled(index) for index in range(40)})
+    go = held_readers(store)
+    futures = [store.get_async(f"t{index}") for index in range(40)]
+    go.set()
+
+    assert [int(future.result(TIMEOUT_S)[0]) for future in futures] == list(range(40))
+    assert sum(read) == 40
+    assert len(read) <= 4
+
+
+def test_a_get_of_what_is_not_there_fails_alone(store: TensorStore) -> None:
+    store.put_many({"a": filled(1), "b": filled(2)})
+    go = held_readers(store)
+    futures = [store.get_async(name) for name in ("a", "gone", "b")]
+    go.set()
+
+    with pytest.raises(KeyError, match="gone"):
+        futures[1].result(TIMEOUT_S)
+    assert [futures[index].result(TIMEOUT_S)[0] for index in (0, 2)] == [1, 2]
+
+
+def test_a_damaged_tensor_fails_alone(store: TensorStore, tmp_path: Path) -> None:
+    store.put_many({"a": filled(1), "b": filled(2)})
+    (extent,) = store.record("b").extents
+    with store.volume.paths[0].open("r+b") as file:
+        file.seek(extent.offset)
+        file.write(b"damaged")
+    go = held_readers(store)
+    futures = [store.get_async(name) for name in ("a", "b")]
+    go.set()
+
+    assert futures[0].result(TIMEOUT_S)[0] == 1
+    with pytest.raises(ChecksumError):
+        futures[1].result(TIMEOUT_S)
+
+
+def test_each_get_is_read_into_its_own_memory(store: TensorStore) -> None:
+    store.put_many({"a": filled(1), "b": filled(2)})
+    go = held_readers(store)
+    out = np.empty(1000, np.int32)
+    into, again, new = store.get_async("a", out), store.get_async("a"), store.get_async("b")
+    go.set()
+
+    assert into.result(TIMEOUT_S) is out
+    assert (out == 1).all()
+    assert again.result(TIMEOUT_S) is not out
+    assert new.result(TIMEOUT_S)[0] == 2
+
+
+# --- lanes -------------------------------------------------------------------------------------
+
+
+def requests(*sizes: int, together: Together = each_alone) -> list[Request]:
+    return [
+        Request(StoreFuture(), lambda: None, together, f"t{index}", nbytes=nbytes)
+        for index, nbytes in enumerate(sizes)
+    ]
+
+
+def groups_of(*sizes: int) -> list[int]:
+    """Return how many requests of these sizes a lane takes each time, where all have to wait."""
+    groups: list[int] = []
+
+    def together(group: Sequence[Request]) -> Sequence[None]:
+        groups.append(len(group))
+        return (None,) * len(group)
+
+    go = threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        lane = Lane(executor, 1)
+        lane.add(Request(StoreFuture(), lambda: go.wait(TIMEOUT_S)))
+        for request in requests(*sizes, together=together):
+            lane.add(request)
+        go.set()
+    return groups
+
+
+def test_a_group_ends_before_it_has_more_than_64_mib() -> None:
+    assert groups_of(*([16 * MIB] * 10)) == [4, 4, 2]
+
+
+def test_a_request_larger_than_a_group_is_carried_out_alone() -> None:
+    assert groups_of(1, 1, 100 * MIB, 1, 1) == [2, 2]
+
+
+def test_a_lane_whose_thread_cannot_start_keeps_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor = ThreadPoolExecutor(1)
+    lane = Lane(executor, 1)
+    (lost,) = requests(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "submit", lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
+        with pytest.raises(RuntimeError, match="no"):
+            lane.add(lost)
+    ended = Request(StoreFuture(), lambda: "ended")
+    lane.add(ended)
+
+    assert ended.future.result(TIMEOUT_S) == "ended"
+    assert not lost.future.done()
+    executor.shutdown()

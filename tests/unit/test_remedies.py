@@ -1,0 +1,124 @@
+"""What a refusal offers: each remedy is enough, and a few hundredths less is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from infinity_engine.errors import CapacityError
+from infinity_engine.placement.training import Means, Training
+from infinity_engine.plan import DriveRates, ResolvedBudget
+from infinity_engine.sim.planner import Planner, decide
+from infinity_engine.sim.presets import preset
+from infinity_engine.sim.remedies import Needs, Remedy, explain_refusal
+from infinity_engine.units import GB, GiB
+from support.plannings import random_case, training_of
+
+_DRIVE = DriveRates(read_bytes_per_s=7e9, write_bytes_per_s=5e9)
+
+
+def random_refusal(seed: int) -> tuple[Training, Means]:
+    """Return a training on a machine with about half of the memory that it would need."""
+    training, means = random_case(seed)
+    budget = means.budget
+    for shrink in (1.0, 0.6, 0.35, 0.2, 0.1, 0.05):
+        drives = {name: int(limit * shrink) for name, limit in budget.nvme.items()}
+        less = ResolvedBudget(
+            device=int(budget.device * shrink**0.5), host=int(budget.host * shrink), nvme=drives
+        )
+        there = replace(means, budget=less, rates=replace(means.rates, nvme={"a": _DRIVE}))
+        if not Planner(training, there).fits():
+            return training, there
+    raise AssertionError("a twentieth of it is too little for any training")
+
+
+def larger(means: Means, more: Needs, *, times: float = 1.0, of: str = "") -> Means:
+    """Return means with so much more memory, and of one tier only a part of all that makes."""
+    budget = means.budget
+    sizes = {
+        "device": budget.device + more.device,
+        "host": budget.host + more.host,
+        "nvme": sum(budget.nvme.values()) + more.nvme,
+    }
+    if of:
+        sizes[of] = int(sizes[of] * times)
+    nvme = {"a": sizes["nvme"]} if sizes["nvme"] else {}
+    return replace(
+        means, budget=ResolvedBudget(device=sizes["device"], host=sizes["host"], nvme=nvme)
+    )
+
+
+def wrong_remedies(seed: int) -> list[str]:
+    """Return the remedies of a random refusal that are too little, or more than it takes."""
+    training, means = random_refusal(seed)
+    found = explain_refusal(training, means).remedies
+    wrong = [] if any(is_memory(remedy) for remedy in found) else ["no memory is enough"]
+    for remedy in filter(is_memory, found):
+        given = training
+        if remedy.change.startswith("checkpoint"):
+            given = replace(training, checkpointing=True)
+        if not is_planned(given, larger(means, remedy.more)):
+            wrong.append(f"{seed}: too little: {remedy.change}")
+        for tier in ("device", "host", "nvme"):
+            less = larger(means, remedy.more, times=0.97, of=tier)
+            if getattr(remedy.more, tier) and is_planned(given, less):
+                wrong.append(f"{seed}: 3% less of {tier} is enough: {remedy.change}")
+    return wrong
+
+
+def is_memory(remedy: Remedy) -> bool:
+    return "more of" in remedy.change
+
+
+def is_planned(training: Training, means: Means) -> bool:
+    try:
+        decide(training, means)
+    except CapacityError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("seed", [*range(6), 17, 23, 31, 40])
+def test_each_remedy_is_enough_and_a_little_less_is_not(seed: int) -> None:
+    assert wrong_remedies(seed) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_each_of_two_hundred_refusals_is_answered_with_the_least(first: int) -> None:
+    assert [wrong for seed in range(first, first + 20) for wrong in wrong_remedies(seed)] == []
+
+
+def test_a_mix_of_host_and_device_is_less_than_either_alone_would_take() -> None:
+    """Llama-3-8B on 24 GiB and 64 GiB: parameters and gradients in one, states in both."""
+    budget = ResolvedBudget(device=int(22.8 * GiB), host=int(57.6 * GiB))
+    means = Means(budget=budget, rates=random_case(0)[1].rates, flops_per_s=66e12)
+
+    refusal = explain_refusal(training_of(preset("llama-3-8b")), means)
+
+    more = {
+        name: max(getattr(it.more, name) for it in refusal.remedies) for name in Needs.__slots__
+    }
+    assert more["host"] < 44 * GiB
+    assert more["device"] < 44 * GiB
+    assert more["nvme"] < 45 * GiB
+
+
+def test_the_longest_sequence_that_fits_is_offered_with_what_its_logits_take() -> None:
+    training = replace(training_of(preset("qwen2.5-1.5b")), sequence=32768)
+    means = Means(
+        budget=ResolvedBudget(device=22 * GB, host=200 * GB), rates=random_case(0)[1].rates
+    )
+
+    [change] = [
+        remedy.change
+        for remedy in explain_refusal(training, means).remedies
+        if "--sequence" in remedy.change
+    ]
+
+    length = int(change.split("--sequence ")[1].split(")")[0])
+    assert "are logits" in change
+    assert 256 < length < 32768
+    assert is_planned(replace(training, sequence=length), means)
+    assert not is_planned(replace(training, sequence=length + 128), means)
