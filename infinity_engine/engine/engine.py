@@ -30,18 +30,15 @@ from infinity_engine.engine.exporting import Exports, export_dtype
 from infinity_engine.engine.gradient_window import GradientWindow
 from infinity_engine.engine.guards import Guards
 from infinity_engine.engine.loading import Loaded, Loads
-from infinity_engine.engine.nan_checks import NaNChecks
 from infinity_engine.engine.parts import EngineParts
 from infinity_engine.engine.saving import OnError, SaveReport, SaveRequest, Saves, SaveState
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.gradients.placeholders import GradientPlaceholders
 from infinity_engine.kept_errors import again, kept
 from infinity_engine.machine.capacity import free_for_copies
 from infinity_engine.machine.memory import probe_memory
 from infinity_engine.memory import Usage
 from infinity_engine.optim import gradient_factor, rules_of
 from infinity_engine.outcome import Outcome, StepResult
-from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
 from infinity_engine.parameters.pending import PendingParameters
 from infinity_engine.plan import Tier
@@ -119,9 +116,7 @@ class Engine:
         )
         self._known = {id(known.parameter): known for known in (*parts.trained, *parts.frozen)}
         self._recording = False
-        self._nan_checks = NaNChecks(parts.modules, parts.scale)
-        self._placeholders = GradientPlaceholders(Hooks(self._signals))
-        self._window = GradientWindow(parts, self._nan_checks, self._placeholders)
+        self._window = GradientWindow(parts)
         for known in self._known.values():
             known.note_values()
         parts.ranks.on_wait(self._safe_point)
@@ -146,7 +141,6 @@ class Engine:
         )
         self._saves, self._loads, self._exports = Saves(run), Loads(run), Exports(run)
         self._autosave = Autosave(whole)
-        self._half_loaded = False
         self._guards = Guards(
             parts.model,
             parts.optimizer,
@@ -161,7 +155,7 @@ class Engine:
             states=parts.states,
             early=parts.early,
             gradients=parts.gradients,
-            placeholders=self._placeholders,
+            placeholders=self._window.placeholders,
             hooks=parts.hooks,
             fetcher=parts.fetcher,
             modules=parts.modules,
@@ -219,7 +213,7 @@ class Engine:
                         torch.autocast(kind, dtype=parts.autocast, cache_enabled=False)
                     )
             output = call(*args, **kwargs)
-        self._nan_checks.check_output(output)
+        self._window.nan_checks.check_output(output)
         return output
 
     def backward(self, loss: torch.Tensor, *, scale: bool = True, **kwargs: Any) -> None:
@@ -238,7 +232,7 @@ class Engine:
                 updates have begun early. Nothing has changed.
         """
         self._ending.check_open()
-        self._nan_checks.check_loss(loss, self.steps)
+        self._window.nan_checks.check_loss(loss, self.steps)
         retains_graph = kwargs.get("retain_graph")
         end = HeldEnd(self._signals)
         with self._explaining_out_of_memory(), end as around, end:
@@ -341,7 +335,7 @@ class Engine:
     def zero_grad(self) -> None:
         """Drop all gradients since the last step. step() clears those that it used without this."""
         self._check_whole(deferred_too=False)
-        self._placeholders.hide()
+        self._window.placeholders.hide()
         # A deferred update still uses the gradients of its step, and none has come since.
         if self._updates.under_way:
             return
@@ -776,20 +770,12 @@ class Engine:
             extra or {},
             strict=strict,
             weights_only=weights_only,
-            begin=self._begin_loading,
         )
-        self._half_loaded = False
         if not weights_only:
             self._updates.continue_from(loaded.step)
         for parameter in self._parts.trained:
             parameter.note_values()
         return loaded
-
-    def _begin_loading(self) -> None:
-        """Note that the load begins to overwrite the model: until it ends, the model is a
-        mixture.
-        """
-        self._half_loaded = True
 
     def _check_between_steps(self, what: str, *, loads: bool = False) -> None:
         """Finish what is in flight. With `loads`, an earlier load may have failed half-way.
@@ -946,7 +932,9 @@ class Engine:
         self._ending.check_process()
         self._ending.check_open()
         self._window.accumulation.note_call()
-        if self._placeholders.hide():  # optimizer.zero_grad() or model.zero_grad() was called
+        if (
+            self._window.placeholders.hide()
+        ):  # optimizer.zero_grad() or model.zero_grad() was called
             self._window.check_may_drop()
             self.zero_grad()
         if not self._recording:
@@ -962,7 +950,7 @@ class Engine:
 
     def _leave_no_half(self, *, deferred_too: bool = True, half_loaded_too: bool = False) -> None:
         self._ending.check_open()
-        if self._half_loaded and not half_loaded_too:
+        if self._loads.half_loaded and not half_loaded_too:
             raise RuntimeError(
                 "A load failed half-way, so some values are the checkpoint's and the rest are "
                 "older. Call load() again until it succeeds"

@@ -18,6 +18,7 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.gradients.accumulation import Accumulation
 from infinity_engine.gradients.placeholders import GradientPlaceholders, set_to_none_message
 from infinity_engine.optim import GradientNorm, rules_of
+from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.update.states import StepInputs
 
 __all__ = ["GradientWindow"]
@@ -26,15 +27,13 @@ __all__ = ["GradientWindow"]
 class GradientWindow:
     """The window of one engine, one step after the other."""
 
-    def __init__(
-        self, parts: EngineParts, nan_checks: NaNChecks, placeholders: GradientPlaceholders
-    ) -> None:
+    def __init__(self, parts: EngineParts) -> None:
+        self.nan_checks = NaNChecks(parts.modules, parts.scale)
+        self.placeholders = GradientPlaceholders(Hooks(parts.hooks.signals))
         self.accumulation = Accumulation(parts.accumulation_steps, parts.meter.micro_batch)
         self.clip_to = parts.max_grad_norm
         """What the norm of the gradients is clipped to in the next update, or None."""
         self._parts = parts
-        self._nan_checks = nan_checks
-        self._placeholders = placeholders
         # The norm of the update that was begun last: a step that goes on after an interruption
         # uses it again, as some of its gradients may be used up by then.
         self._norm: GradientNorm | None = None
@@ -97,7 +96,7 @@ class GradientWindow:
                     "it are 0. Call engine.backward(loss), which scales it, not loss.backward()"
                 )
         parts.modules.check_asked(number)
-        if self._nan_checks.is_suspect(gradient):
+        if self.nan_checks.is_suspect(gradient):
             parts.gradients.note_refused(number)
             raise RuntimeError(
                 f"The gradient of {parts.trained[number].name} is NaN. If it is finite in plain "
@@ -108,7 +107,7 @@ class GradientWindow:
             )
         self.accumulation.note_gradient()
         parts.ranks.accumulate(number, gradient)
-        self._placeholders.show(parts.trained[number])
+        self.placeholders.show(parts.trained[number])
 
     def end_backward(self, *, retains_graph: bool) -> None:
         """End a backward of `Engine.backward`; with `retains_graph`, its micro-batch goes on."""

@@ -6,7 +6,7 @@ What can be refused is refused before anything changes. Each rank reads the slic
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,8 @@ class Loads:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._ranks = RunRanks(run.whole)
+        self.half_loaded = False
+        """Whether the newest load failed after it had begun to overwrite the model."""
 
     def load(
         self,
@@ -57,9 +59,8 @@ class Loads:
         *,
         strict: bool,
         weights_only: bool,
-        begin: Callable[[], None],
     ) -> Loaded:
-        """Bring a run back; see `Engine.load`. What is refused is refused before `begin`."""
+        """Bring a run back; see `Engine.load`. A refusal leaves the model as it was."""
         run, ranks = self._run, self._ranks
         found = CheckpointDirectory(path).resolve(tag)
         ranks.agree("which checkpoint is loaded", {"checkpoint": str(found.resolve())})
@@ -82,12 +83,13 @@ class Loads:
             [load] = opened
             if run.provider is not None:
                 run.provider.give_up()
-            begin()
+            self.half_loaded = True
             ranks.on_all("reading the checkpoint", load.read_trained)
             if run.provider is not None:
                 run.provider.changed(known.number for known in run.trained)
             load.read_others()
             load.restore(extra, ranks.rank)
+            self.half_loaded = False
             return load.loaded
 
 
