@@ -166,6 +166,78 @@ class _Progress:
         return cls(started, dict(waiting))
 
 
+class _Backward:
+    """One backward: which bucket all ranks reduce at which turn, and which gradients wait."""
+
+    def __init__(self, every: Sequence[tuple[int, ...]], expected: Collection[int]) -> None:
+        self._every = every
+        buckets = [tuple(number for number in bucket if number in expected) for bucket in every]
+        self._first = [bucket for bucket in buckets if bucket]
+        self.started = 0
+        # Gradients that are in no reduce yet, by the number of their parameter.
+        self.waiting: dict[int, deque[torch.Tensor]] = {}
+        self.reduced: set[int] = set()
+        self.open = False
+
+    def bucket(self, turn: int) -> tuple[int, ...]:
+        """Return the bucket of a turn: first those of what is expected, then all of them again."""
+        after = turn - len(self._first)
+        return self._first[turn] if after < 0 else self._every[after % len(self._every)]
+
+    @property
+    def expected(self) -> tuple[int, ...]:
+        """The next bucket of expected gradients, empty after the last one."""
+        return self._first[self.started] if self.started < len(self._first) else ()
+
+    def start(self) -> tuple[int, ...]:
+        """Count the next turn as started; return its bucket."""
+        bucket = self.bucket(self.started)
+        self.started += 1
+        return bucket
+
+
+class _ReduceMemory:
+    """What reduces hold of the device: whole gradients, sums, and buffers (`wires`)."""
+
+    def __init__(self, room: Room, held: Reservation, wires: Sequence[Lease]) -> None:
+        self.wires = list(wires)
+        self._room = room
+        self._held = held
+        self._gradients = 0  # bytes of whole gradients
+        self._freed = FreedMemory(room.freed) if room.freed else None
+
+    def has_room_for(self, nbytes: int) -> bool:
+        """Tell whether another whole gradient fits."""
+        return self._gradients + nbytes <= self._room.gradients
+
+    def hold_gradient(self, nbytes: int) -> None:
+        """Count a whole gradient."""
+        self._held.hold(nbytes)
+        self._gradients += nbytes
+
+    def release_gradient(self, nbytes: int) -> None:
+        """Count it no more."""
+        self._held.release(nbytes)
+        self._gradients -= nbytes
+
+    def hold_sums(self, nbytes: int) -> None:
+        """Count sums in flight."""
+        self._held.hold(nbytes)
+
+    def release_sums(self, nbytes: int) -> None:
+        """Count them no more."""
+        self._held.release(nbytes)
+
+    def note_freed(self, nbytes: int) -> None:
+        """Return memory that was freed to the system, once there is enough of it."""
+        if self._freed is not None:
+            self._freed.freed(nbytes)
+
+    def close(self) -> None:
+        """Count nothing any more."""
+        self._held.release(self._held.held)
+
+
 class GradientReducer:
     """Reduces the gradients of `members`, one for each trained parameter; `deliver` gets the sums
     of this rank's shards.
@@ -193,45 +265,26 @@ class GradientReducer:
         self._sums: dict[int, torch.Tensor] = {}  # of whole gradients
         self._members = tuple(members)
         self._ranks = ranks
-        self._meter = lanes.meter
+        self._lanes = lanes
         self._adder = KernelAdder(lanes.kernels)
         self._replicas = None if ranks.replicas is None else ReplicaSums(ranks.replicas)
-        self._room = room
-        self._free_wires = list(wires)
-        self._held = held
-        self._holds = 0  # bytes of gradients
-        self._freed = FreedMemory(room.freed) if room.freed else None
-        self._device = lanes.accelerator.torch_device
+        self._memory = _ReduceMemory(room, held, wires)
         self._deliver = deliver
         self._groups: dict[tuple[int, ...], ShardGroup] = {}
         self._all_buckets = buckets_of(members, ranks.config.bucket_bytes)
         self._under_way: deque[_Reduce] = deque()
         self._not_summed: deque[HybridReduce] = deque()
-        self._expect(frozenset(range(len(members))))
+        self._begin(range(len(members)))
         ranks.gradients.on_stall(self._join)
 
-    def _expect(self, numbers: Collection[int]) -> None:
+    def _begin(self, expected: Collection[int]) -> None:
         """Begin a backward in which these gradients are expected."""
-        buckets = [
-            tuple(number for number in bucket if number in numbers) for bucket in self._all_buckets
-        ]
-        self._buckets = [bucket for bucket in buckets if bucket]
-        self._next = 0  # how many were started, which `_bucket` counts
-        self._waiting: dict[int, deque[torch.Tensor]] = {}  # what is in no reduce yet, by number
-        self._reduced: set[int] = set()
-        self._open = False
-
-    def _bucket(self, turn: int) -> tuple[int, ...]:
-        """Return the bucket that all ranks reduce at this turn of a backward."""
-        after = turn - len(self._buckets)
-        return (
-            self._buckets[turn] if after < 0 else self._all_buckets[after % len(self._all_buckets)]
-        )
+        self._backward = _Backward(self._all_buckets, frozenset(expected))
 
     @property
     def open(self) -> bool:
         """Whether a gradient has come since the last `finish`."""
-        return self._open
+        return self._backward.open
 
     def accumulate(self, number: int, gradient: torch.Tensor) -> None:
         """Add a whole gradient, which the reducer owns from here on.
@@ -239,18 +292,18 @@ class GradientReducer:
         Raises:
             CollectiveError: there was no room before another reduce, and that failed.
         """
-        self._open = True
+        self._backward.open = True
         flat = gradient.detach().contiguous().view(-1)
         del gradient  # a copy that is contiguous already must not keep the original alive
         if not self.adds_up:
             self._make_room(flat.nbytes)
-            self._hold(flat.nbytes)
-            self._waiting.setdefault(number, deque()).append(flat)
+            self._memory.hold_gradient(flat.nbytes)
+            self._backward.waiting.setdefault(number, deque()).append(flat)
             self.go_on()
         elif number in self._sums:
             self._adder.add(flat, self._sums[number])
         else:
-            self._hold(_nbytes(self._members[number]))
+            self._memory.hold_gradient(_nbytes(self._members[number]))
             self._sums[number] = flat.float()
 
     def go_on(self) -> None:
@@ -262,18 +315,18 @@ class GradientReducer:
         """
         while self._under_way and self._under_way[0].event.done():
             self._end()
-        while self._next < len(self._buckets) and self._free_wires:
-            if any(number not in self._waiting for number in self._buckets[self._next]):
+        while self._memory.wires and (bucket := self._backward.expected):
+            if any(number not in self._backward.waiting for number in bucket):
                 return
-            self._start_next()
+            self._start(self._backward.start())
 
     def drop(self) -> None:
         """Drop all gradients, on all ranks. Gradients that are being reduced are reduced first."""
-        self._release(sum(total.nbytes for total in self._sums.values()))
+        self._memory.release_gradient(sum(total.nbytes for total in self._sums.values()))
         self._sums.clear()
-        if self._open and not self.adds_up:
+        if self._backward.open and not self.adds_up:
             self.finish()
-        self._open = False
+        self._backward.open = False
 
     def finish(self) -> None:
         """Reduce all gradients that have come to any rank. Every rank calls this at the end of its
@@ -284,17 +337,20 @@ class GradientReducer:
         """
         while self._sums:
             number, values = self._sums.popitem()
-            self._waiting[number] = deque([values])
-        own = _Progress(self._next, {number: len(some) for number, some in self._waiting.items()})
-        with self._meter.waits(Wait.GRADIENTS):
+            self._backward.waiting[number] = deque([values])
+        own = _Progress(
+            self._backward.started,
+            {number: len(some) for number, some in self._backward.waiting.items()},
+        )
+        with self._lanes.meter.waits(Wait.GRADIENTS):
             all_progress = [
                 _Progress.unpack(answer)
                 for answer in self._ranks.collectives.share("what has a gradient", own.pack())
             ]
             # The others start what the furthest rank has started, so that all are at one turn.
             most = max(progress.started for progress in all_progress)
-            while self._next < most:
-                self._start_next()
+            while self._backward.started < most:
+                self._start(self._backward.start())
             left = [self._left(progress, most) for progress in all_progress]
             for turn in range(
                 max((count for counts in left for count in counts.values()), default=0)
@@ -306,22 +362,21 @@ class GradientReducer:
                     self._start([number for number in bucket if number in came])
             while self._under_way:
                 self._end()
-        self._expect(self._reduced or range(len(self._members)))
+        self._begin(self._backward.reduced or range(len(self._members)))
 
     def close(self) -> None:
         """Forget all gradients. No reduce is in flight."""
         self._sums.clear()
-        self._waiting.clear()
+        self._backward.waiting.clear()
         self._under_way.clear()
-        self._held.release(self._held.held)
+        self._memory.close()
 
     def _left(self, progress: _Progress, most: int) -> Counter[int]:
         """Return how many gradients of each parameter a rank has left after so many reduces."""
         left = Counter(progress.waiting)
         for turn in range(progress.started, most):
-            left -= Counter(
-                self._bucket(turn)
-            )  # subtraction of Counters drops what is not positive
+            # Subtraction of Counters drops what is not positive.
+            left -= Counter(self._backward.bucket(turn))
         return left
 
     # --- room -------------------------------------------------------------------------------------
@@ -335,22 +390,14 @@ class GradientReducer:
         # Otherwise another rank could wait for this one in its own backward, and both for ever.
         if not self._ranks.gradients.can_stall:
             return
-        while self._holds + nbytes > self._room.gradients:
-            with self._meter.waits(Wait.GRADIENTS):
+        while not self._memory.has_room_for(nbytes):
+            with self._lanes.meter.waits(Wait.GRADIENTS):
                 self.go_on()
                 if self._under_way:
                     self._end()
-                elif self._holds + nbytes > self._room.gradients:
+                elif not self._memory.has_room_for(nbytes):
                     # go_on() may just have freed enough; if not, reduce a bucket that is not full.
-                    self._start_next()
-
-    def _hold(self, nbytes: int) -> None:
-        self._held.hold(nbytes)
-        self._holds += nbytes
-
-    def _release(self, nbytes: int) -> None:
-        self._held.release(nbytes)
-        self._holds -= nbytes
+                    self._start(self._backward.start())
 
     # --- buckets ----------------------------------------------------------------------------------
 
@@ -359,26 +406,26 @@ class GradientReducer:
         waits for whom].
         """
         while self._ranks.gradients.started < number:
-            self._start_next()
-
-    def _start_next(self) -> None:
-        turn, self._next = self._next, self._next + 1
-        self._start(self._bucket(turn))
+            self._start(self._backward.start())
 
     def _start(self, numbers: Sequence[int]) -> None:
         """Reduce the oldest gradient of each of these."""
         if not numbers:
             return
-        while not self._free_wires:
+        while not self._memory.wires:
             self._end()
-        wire = self._free_wires.pop()
+        wire = self._memory.wires.pop()
         gradients = [self._next_of(number) for number in numbers]
         group = self._group(tuple(numbers))
         sums = [
-            torch.empty(group.shard(place).numel, dtype=torch.float32, device=self._device)
+            torch.empty(
+                group.shard(place).numel,
+                dtype=torch.float32,
+                device=self._lanes.accelerator.torch_device,
+            )
             for place in range(len(numbers))
         ]
-        self._held.hold(sum(total.nbytes for total in sums))
+        self._memory.hold_sums(sum(total.nbytes for total in sums))
         nbytes = sum(gradient.nbytes for gradient in gradients if gradient is not None)
         event = self._reduce(group, gradients, sums, wire.flat())
         self._under_way.append(_Reduce(numbers, sums, event, wire, nbytes))
@@ -403,34 +450,33 @@ class GradientReducer:
         )
 
     def _next_of(self, number: int) -> torch.Tensor | None:
-        some = self._waiting.get(number)
+        some = self._backward.waiting.get(number)
         if some is None:
             return None
         first = some.popleft()
         if not some:
-            del self._waiting[number]
+            del self._backward.waiting[number]
         return first
 
     def _end(self) -> None:
         """Wait for the oldest reduce in flight, and deliver its sums."""
-        nbytes = self._finish(self._under_way.popleft())
-        if self._freed is not None:
-            self._freed.freed(nbytes)
+        # A function of its own: its frame has the last references to the sums.
+        self._memory.note_freed(self._finish(self._under_way.popleft()))
 
     def _finish(self, ended: _Reduce) -> int:
         """Wait for a reduce, deliver its sums, and return how many bytes it frees."""
         ended.event.wait()
-        self._free_wires.append(ended.wire)
-        self._release(ended.gradient_bytes)
+        self._memory.wires.append(ended.wire)
+        self._memory.release_gradient(ended.gradient_bytes)
         sums_bytes = sum(total.nbytes for total in ended.sums)
-        self._held.release(sums_bytes)
+        self._memory.release_sums(sums_bytes)
         # A bit for each member that any rank had a gradient of: sums of zeros are not delivered.
         had = 0
         for bits in ended.event.announced:
             had |= bits
         for place, (number, total) in enumerate(zip(ended.numbers, ended.sums, strict=True)):
             if had >> place & 1:
-                self._reduced.add(number)
+                self._backward.reduced.add(number)
                 self._deliver(number, total)
         return ended.gradient_bytes + sums_bytes
 
