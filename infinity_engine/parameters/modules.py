@@ -133,6 +133,19 @@ class _SavedTensor(NamedTuple):
     version: int
 
 
+@dataclass(slots=True)
+class _Leaves:
+    """The modules that use all parameters inside them as one."""
+
+    frame: _Frame = field(default_factory=lambda: _Frame(None))
+    """Of the leaf whose backward began last."""
+    uses: dict[int, Use] = field(default_factory=dict)
+    """What the backward of each needs, by its id."""
+    parameters: set[int] = field(default_factory=set)
+    around: dict[int, torch.nn.Module] = field(default_factory=dict)
+    """The leaf around each module, by the module's id; a leaf is around itself."""
+
+
 class ModuleParameters:
     """Which of `parameters` the modules of one model use, and when.
 
@@ -165,12 +178,9 @@ class ModuleParameters:
         # The caller's own reads, outside of any module, at the bottom of the stack.
         self._outside = _Frame(None)
         self._frames = [self._outside]
-        self._leaf = _Frame(None)  # of the leaf whose backward began last
-        self._uses: dict[int, Use] = {}  # by modules' ids: what each needs when it is about to run
-        self._leaf_uses: dict[int, Use] = {}  # likewise
-        self._in_leaves: set[int] = set()
-        self._leaf_of: dict[int, torch.nn.Module] = {}  # by ids of modules within one, and its own
-        self._called: set[int] = set()  # modules, of which it is seen when they run
+        self._uses: dict[int, Use] = {}  # what each module needs when it runs, by its id
+        self._leaves = _Leaves()
+        self._called: set[int] = set()  # ids of the modules that have hooks around their calls
         self._asked: set[int] = set()  # what a module or the caller has asked for so far
         self._closed = False
         for name, module in model.named_modules():
@@ -181,13 +191,13 @@ class ModuleParameters:
                 if id(parameter) in self._numbers
             )
             if is_leaf:
-                self._leaf_of.update((id(inner), module) for inner in module.modules())
+                self._leaves.around.update((id(inner), module) for inner in module.modules())
             self._uses[id(module)] = Use(name or "the model", own)
             if own or any(id(parameter) in self._numbers for parameter in module.parameters()):
                 hooks.on_read(module, self._read)
                 if is_leaf:
-                    self._leaf_uses[id(module)] = Use(f"backward of {name or 'the model'}", own)
-                    self._in_leaves.update(own)
+                    self._leaves.uses[id(module)] = Use(f"backward of {name or 'the model'}", own)
+                    self._leaves.parameters.update(own)
                 if not _within(name, leaves):
                     hooks.on_call(module, self._before, self._after)
                     self._called.add(id(module))
@@ -199,7 +209,7 @@ class ModuleParameters:
         Raises:
             ConfigError: the module was added after the engine was made.
         """
-        module = self._leaf_of.get(id(module), module)
+        module = self._leaves.around.get(id(module), module)
         use, number = self._uses.get(id(module)), self._numbers.get(id(parameter))
         if use is None:
             expected = "one that was the model's when the engine was initialized"
@@ -207,10 +217,10 @@ class ModuleParameters:
         if number is None or number in use.parameters:
             return
         self._uses[id(module)] = replace(use, parameters=(*use.parameters, number))
-        if id(module) in self._leaf_uses:
-            leaf = self._leaf_uses[id(module)]
-            self._leaf_uses[id(module)] = replace(leaf, parameters=(*leaf.parameters, number))
-            self._in_leaves.add(number)
+        if id(module) in self._leaves.uses:
+            leaf = self._leaves.uses[id(module)]
+            self._leaves.uses[id(module)] = replace(leaf, parameters=(*leaf.parameters, number))
+            self._leaves.parameters.add(number)
         if id(module) not in self._called:
             self._hooks.on_call(module, self._before, self._after)
             self._called.add(id(module))
@@ -277,7 +287,7 @@ class ModuleParameters:
 
     def end_backward(self) -> None:
         """Let go of what the backward of a leaf holds. No backward is running."""
-        self._end(self._leaf)
+        self._end(self._leaves.frame)
 
     # --- modules ----------------------------------------------------------------------------------
 
@@ -302,7 +312,7 @@ class ModuleParameters:
             for number in self._returned(output):
                 self._hold(number, frames[at - 1])
             self._end_frames(at)
-        use = self._leaf_uses.get(id(module))
+        use = self._leaves.uses.get(id(module))
         if use is not None:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
@@ -312,9 +322,9 @@ class ModuleParameters:
         """Hold all parameters of a leaf on every rank, until the backward of another leaf
         begins.
         """
-        if not self._leaf.held.keys() >= set(use.parameters):
-            self._end(self._leaf)
-            self._ask(use, self._leaf)
+        if not self._leaves.frame.held.keys() >= set(use.parameters):
+            self._end(self._leaves.frame)
+            self._ask(use, self._leaves.frame)
 
     def _end_frames(self, at: int) -> None:
         """End the frames from `at` on, the innermost first."""
@@ -432,7 +442,7 @@ class ModuleParameters:
             )
         # Ranks gather a leaf together when its backward begins. One that is shown must not be asked
         # for by one rank alone.
-        if number not in self._in_leaves or number not in self._fetcher.shown:
+        if number not in self._leaves.parameters or number not in self._fetcher.shown:
             self._fetcher.need(self._saved_uses[number])
         values = self._fetcher.shown.values(number)
         if values.dtype is not saved.dtype:
