@@ -348,22 +348,22 @@ class StorageConfig(_Settings):
         default=Checksum.CRC32C,
         metadata=_about(
             _member(Checksum),
-            "how swapped bytes are checked when read back; off: a drive's wrong bytes are trained "
-            "on",
+            "how bytes read back from drives are checked; off: training goes on with a drive's "
+            "wrong bytes",
         ),
     )
     small_bytes: int = field(
         default=65536,
         metadata=_about(
             _whole(0),
-            "parameters of fewer bytes stay in memory, as a page and an I/O cost more than they",
+            "parameters of fewer bytes stay in memory: a page and an I/O would cost more",
         ),
     )
     early_updates: bool = field(
         default=False,
         metadata=_about(
             _flag(),
-            "update what rests on drives in the backward already, to places of its own "
+            "update subgroups on drives during the backward already, into places of their own "
             "(larger-than-ram.md)",
         ),
     )
@@ -371,8 +371,7 @@ class StorageConfig(_Settings):
         default=None,
         metadata=_about(
             _or_none(_bytes_of_drives()),
-            "what may be written to each drive in its life (its TBW); reports and warnings compare "
-            "with it",
+            "the rated endurance of each drive (its TBW), which reports and warnings compare with",
         ),
     )
 
@@ -386,45 +385,44 @@ class RanksConfig(_Settings):
     stage: ShardingStage = field(
         default=ShardingStage.PARAMETERS,
         metadata=_about(
-            _member(ShardingStage), "what is cut over the ranks, beside the optimizer's states"
+            _member(ShardingStage), "what the ranks shard, beside the optimizer's states"
         ),
     )
     partitioning: Partitioning = field(
         default=Partitioning.BANDWIDTH_CENTRIC,
         metadata=_about(
             _member(Partitioning),
-            "whether each rank owns a part of every parameter, or one all of it",
+            "whether each rank owns a part of every parameter, or one rank all of it",
         ),
     )
     shard_ranks: int | None = field(
         default=None,
         metadata=_about(
             _or_none(_whole(1)),
-            "neighbouring ranks that share one copy of the model, as those of a machine; the "
-            "others have replicas of "
-            "it; None: all",
+            "neighbouring ranks, such as those of a machine, that share one copy of the model; "
+            "other ranks have replicas; None: all ranks share one copy",
         ),
     )
     leaf_modules: Sequence[str] = field(
         default=(),
         metadata=_about(
             _names(),
-            "modules, or their classes, that are gathered as a whole: of which ranks run different "
-            "parts",
+            "modules, or their classes, that are gathered as a whole, because ranks run "
+            "different parts of them",
         ),
     )
     bucket_bytes: int = field(
         default=2**25,
         metadata=_about(
             _whole(4096),
-            "gradients that are summed over the ranks together; a gather goes in such rounds",
+            "bytes of gradients that one collective reduces; a gather goes in rounds of this size",
         ),
     )
     timeout_s: float = field(
         default=600.0,
         metadata=_about(
             _positive(),
-            "seconds that a rank waits for another before it gives up and says whom it missed",
+            "seconds that a rank waits for another before it fails and names the missing rank",
         ),
     )
 
@@ -465,7 +463,7 @@ class EngineConfig(_Settings):
         default=None,
         metadata=_about(
             _or_none(_budget()),
-            "what may be taken of each tier; None: device and host as the machine allows, no NVMe",
+            "the limit of each tier; None: device and host as the machine allows, no NVMe",
         ),
     )
     strategy: Strategy = field(
@@ -506,7 +504,7 @@ class EngineConfig(_Settings):
         default=Replanning.AUTO,
         metadata=_about(
             _member(Replanning),
-            "whether what strategy auto chose from rates changes with those that are measured "
+            "whether a plan that strategy auto made from rates changes with measured rates "
             "(planner.md); off: never",
         ),
     )
@@ -514,8 +512,8 @@ class EngineConfig(_Settings):
         default=0,
         metadata=_about(
             _bytes(),
-            "what the plan leaves of the device's budget to activations and whatever else modules "
-            "make there",
+            "bytes of the device's budget that the plan leaves to activations and all else that "
+            "modules allocate",
         ),
     )
     accumulation_steps: int = field(
@@ -539,23 +537,23 @@ class EngineConfig(_Settings):
         default=None,
         metadata=_about(
             _or_none(_rates()),
-            "what this machine can do, where a strategy asks; None: as `calibration` says",
+            "the machine's rates, for strategies that need them; None: from `calibration`",
         ),
     )
     calibration: str = field(
         default="auto",
         metadata=_about(
             _calibration(),
-            "where rates are from that are not given; auto: kept from before, or measured now, "
-            "once; off: nowhere",
+            "where missing rates come from; auto: an earlier measurement, or one made now; off: "
+            "nowhere",
         ),
     )
     update_threads: int | None = field(
         default=None,
         metadata=_about(
             _or_none(_whole(1, 1024)),
-            "threads that update on the host; None: as many as this process has cores, which ranks "
-            "divide",
+            "threads that update on the host; None: one for each core of this process, divided "
+            "among ranks",
         ),
     )
     storage: StorageConfig = field(

@@ -124,7 +124,7 @@ class Operation(Event):
     def action(self) -> Action:
         """What it does, until it has ended."""
         if self._action is None:
-            raise RuntimeError(f"{self.name} has ended: what it did is forgotten")
+            raise RuntimeError(f"{self.name} has ended and keeps no record of its action")
         return self._action
 
     def inherited(self) -> Failure | None:

@@ -200,10 +200,9 @@ class BuiltModel:
             or values.dim() != 1
         ):
             raise ValueError(
-                f"elements {first_element} to {last} as a tensor of shape {tuple(values.shape)} "
-                f"and {values.dtype}: "
-                f"expected a flat one of {parameter.dtype}, within the {numel} elements of the "
-                "parameter"
+                f"cannot read elements {first_element} to {last} into a tensor of shape "
+                f"{tuple(values.shape)} and {values.dtype}: expected a flat one of "
+                f"{parameter.dtype}, within the {numel} elements of the parameter"
             )
 
     def _check_room(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -154,7 +154,7 @@ class Reservation:
             self._books.count_late()
             if self._closed:
                 raise RuntimeError(
-                    f"the reservation of {self.holder} is closed: nothing can be held within it"
+                    f"the reservation of {self.holder} is closed. Hold bytes only before close()"
                 )
             if self._held + nbytes > self.nbytes:
                 raise CapacityError(
@@ -181,7 +181,9 @@ class Reservation:
         with self._books.lock:
             self._books.count_late()
             if self._closed:
-                raise RuntimeError(f"the reservation of {self.holder} is closed: it cannot grow")
+                raise RuntimeError(
+                    f"the reservation of {self.holder} is closed and cannot grow. Reserve again"
+                )
             self._account.check(nbytes, self.holder)
             self.nbytes += nbytes
             self._account.promise_more(nbytes)

@@ -104,7 +104,7 @@ class Limits:
                 subgroup has.
         """
         if plan.parameters is not self.parameters:
-            expected = f"{self.parameters.name}, as the limits say"
+            expected = f"{self.parameters.name}, the tier that the limits name"
             raise ConfigError(
                 field="StepPlan.parameters", value=plan.parameters.name, expected=expected
             )
@@ -334,7 +334,9 @@ class PlanDraft:
                 self._set_bytes, self._limits.staging_bytes, holder="a staging set", change=change
             )
             raise ConfigError(
-                field="Limits.staging_sets", value=0, expected="1 or more where subgroups visit"
+                field="Limits.staging_sets",
+                value=0,
+                expected=("1 or more where subgroups visit the device"),
             )
         loaded = self._load(subgroup)
         staging = self._visits % len(self._left)

@@ -645,7 +645,7 @@ class Collectives:
         if self._under_way and self._failure is None:
             pending = self._under_way[0]
             self._end_all(
-                self._error(pending.op, "it was under way when this rank closed the group")
+                self._error(pending.op, "this rank closed the group while it was under way")
             )
         self._channel.close()
 

@@ -320,6 +320,7 @@ def _present(record: ShardRecord, tier: Tier) -> Lease | Place:
     where = record.where(tier)
     if where is None:
         raise RuntimeError(
-            f"{record!r} has nothing in {tier.name}, where its residency says that it is"
+            f"{record!r} has no copy in {tier.name}, although its residency says so: this is a "
+            "bug in the engine"
         )
     return where
