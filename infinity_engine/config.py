@@ -150,6 +150,7 @@ def _whole(at_least: int, at_most: int | None = None) -> _Kind:
     words = f"a whole number, {at_least} {'or more' if at_most is None else f'to {at_most}'}"
 
     def read(place: str, given: object) -> int:
+        # True and False are ints in Python.
         if (
             isinstance(given, bool)
             or not isinstance(given, int)

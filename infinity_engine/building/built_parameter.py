@@ -190,6 +190,7 @@ class BuiltParameter:
         """
         with plainly():
             storage = parameter.untyped_storage()
+            # As bytes, because NaN is not equal to itself.
             if self.shown() is storage and torch.equal(
                 _raw(storage), _raw(absent(parameter).untyped_storage())
             ):

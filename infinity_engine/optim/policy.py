@@ -195,6 +195,7 @@ class OffloadPolicy:
 
 
 def _ordered(subgroups: Sequence[SubgroupSpec]) -> tuple[SubgroupSpec, ...]:
+    # By index where several are first used together: plans must not depend on the caller's order.
     return tuple(sorted(subgroups, key=lambda subgroup: (subgroup.first_use, subgroup.index)))
 
 
@@ -392,6 +393,8 @@ class PlanDraft:
             )
         buffer = self._loads % len(self._stored)
         occupant = self._occupants.get(buffer)
+        # A subgroup is stored after its upload, which has to be in the plan before its buffer is
+        # reused.
         made_way = () if occupant is None else self.upload_parameters(occupant)
         before = self._stored[buffer]
         self._occupants[buffer] = subgroup

@@ -38,6 +38,7 @@ class ShardSpec:
 
     def __post_init__(self) -> None:
         block, at = _native.NORM_BLOCK, 0
+        # Without gaps and overlaps, cut at blocks, and to the last element.
         for shard in self.in_order():
             if shard.first_element != at or shard.numel < 0 or at % block:
                 self._refuse()

@@ -88,6 +88,7 @@ class DriveMeter:
             (Lane.NVME_WRITE, [rates_of_drive.write_bytes_per_s for rates_of_drive in known]),
         ):
             total = sum(rate for rate in rates if rate is not None)
+            # One drive with an unknown rate makes the sum unknown.
             if rates and len(rates) == len(self._counted) and None not in rates:
                 found[lane] = total
         return found

@@ -236,6 +236,7 @@ def _hits(cargo: Cargo, counted: Mapping[str, int]) -> Hits | None:
 def _link_use(lane: Lane, counted: Mapping[str, int], seconds: float) -> LinkUse:
     nbytes = _carried(lane, counted)
     over, moved = Over.STEP, sum(nbytes.values())
+    # Where the device knows when the link was busy, that time counts instead of the step's.
     if busy(lane, "ns") in counted:
         over, moved, seconds = (
             Over.BUSY,
@@ -249,6 +250,7 @@ def _link_use(lane: Lane, counted: Mapping[str, int], seconds: float) -> LinkUse
 
 def _update_use(op: type[UpdateOp], counted: Mapping[str, int]) -> UpdateUse:
     params, ns = counted.get(updated(op, "params"), 0), counted.get(updated(op, "ns"))
+    # No parameters take no time; parameters without a time have an unknown one.
     return UpdateUse(params=params, seconds=None if ns is None and params else (ns or 0) / 1e9)
 
 
@@ -262,6 +264,7 @@ def _update_phase(
     for lane in Lane:
         if of_update(lane, "ns") in counted:
             busy_ns[lane] = counted[of_update(lane, "ns")]
+        # Drives do not report when they were busy: their calibrated rates stand in.
         elif lane in drive_rates and of_update(lane, "bytes") in counted:
             busy_ns[lane] = counted[of_update(lane, "bytes")] / drive_rates[lane] * 1e9
     utilisation = {lane: ns / whole_ns for lane, ns in busy_ns.items() if ns}

@@ -90,6 +90,7 @@ class SwapFile:
                 field="sizes of the swap file", value=dict(sizes), expected="at least one directory"
             )
         for directory, nbytes in sizes.items():
+            # One page for the header, one for data.
             if nbytes < 2 * PAGE:
                 raise ConfigError(
                     field=f"bytes of the swap file in {directory}",
@@ -233,6 +234,7 @@ class SwapFile:
                 holders=tuple(held.items()),
                 change=f"give the swap file more bytes of the drives, or store less for {holder}",
             ) from full
+        # Places of no bytes are all equal, and hold nothing that an error would have to name.
         if place.extents:
             self._holders[place] = holder
         return place
@@ -269,6 +271,7 @@ class SwapFile:
         """Wait for reads and writes, and give the drives' space back. Again: does nothing, or the
         rest.
         """
+        # The volume first: I/O that is still under way uses what is given back.
         self._volume.close()
         self._give_back()
 
@@ -294,6 +297,7 @@ class SwapFile:
         damage = sums.damage(place.start, memory)
         if damage is None:
             return None
+        # The block may lie on several drives: the error names the first and lists the others.
         lies = slices(place.extents, damage.start - place.start, damage.nbytes)
         (path, offset), *others = [
             (str(self._volume.paths[extent.member]), extent.offset) for extent in lies

@@ -132,6 +132,7 @@ class CopyHop:
         """Wait for its event."""
         try:
             self.event.wait()
+        # Says everything already; other errors get the name and the size of the copy.
         except InfinityError:
             raise
         except Exception as error:
