@@ -89,12 +89,12 @@ class BuiltModel:
         With several ranks, this rank reads its own shard; element 0 is the shard's first.
         """
         spec = self.spec_of(parameter)
-        mine = (
+        own_numel = (
             parameter.numel()
             if spec is None or self.ranks is None
             else spec.shards[self.ranks.shards.rank].numel
         )
-        self._check_within(parameter, mine, first_element, values)
+        self._check_within(parameter, own_numel, first_element, values)
         self._records.read_into(parameter, first_element, values)
 
     def spec_of(self, parameter: torch.Tensor) -> ShardSpec | None:

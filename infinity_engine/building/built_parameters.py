@@ -92,7 +92,7 @@ class BuiltParameters:
         if parameter in self or not is_plain(parameter):
             return
         self.revive(parameter)
-        self._add(parameter, BuiltParameter(parameter, name)).keep()
+        self._add(parameter, BuiltParameter(parameter, name)).keep_reference()
         with self._using([parameter]):
             self._note(parameter)
 
@@ -129,7 +129,7 @@ class BuiltParameters:
     def drop_unreferenced(self) -> None:
         """Drop the references that keep parameters alive: the model is built."""
         for record in self._records.values():
-            record.let_go()
+            record.drop_reference()
         self._bury()
 
     def forget(self, parameter: torch.Tensor) -> None:
@@ -486,8 +486,8 @@ class BuiltParameters:
         for number, record in self._records.items():
             own = 1 if record.is_absent else 0
             if record.is_kept and number not in self._in_use and shown[id(record)] == own:
-                record.let_go()
-                record.keep()
+                record.drop_reference()
+                record.keep_reference()
         self._bury()
 
     def _bury(self) -> None:

@@ -32,15 +32,15 @@ def no_room_for_modules(
     device = next((tier_usage for tier_usage in usage if tier_usage.tier is Tier.DEVICE), None)
     if taken is None or device is None:
         return None
-    ours = min(device.held, taken)
-    of_modules, asked = taken - ours, _asked(error)
+    of_engine = min(device.held, taken)
+    of_modules, asked = taken - of_engine, _asked(error)
     room = format_bytes(max(device.limit - device.reserved, 0))
     return CapacityError(
         tier=Tier.DEVICE.name,
         asked=asked,
         free=max(device.limit - taken, 0),
         limit=device.limit,
-        holders=(("the engine", ours), ("modules", of_modules)),
+        holders=(("the engine", of_engine), ("modules", of_modules)),
         change="compute less at once, with a smaller micro-batch (and accumulation_steps) or "
         "checkpointed modules: "
         f"this plan leaves modules {room}. Or let the plan leave more: set activation_bytes to "

@@ -135,7 +135,7 @@ class SwapFile:
                 queue=self.queue,
             )
         except BaseException as error:
-            self._give_back()
+            self._release_reservations()
             if isinstance(error, OSError) and error.errno in _FORBIDDEN:
                 expected = (
                     f"directories that this user may write to ({error.strerror}: {error.filename})"
@@ -200,7 +200,7 @@ class SwapFile:
                 self._drives[directory].hold(nbytes)
             self._volume.grow_members([more.get(directory, 0) for directory in self._directories])
         except BaseException as error:
-            self._give_back_of_drives(taken)
+            self._shrink_drives(taken)
             if isinstance(error, VolumeError) and error.errno in _FULL:
                 raise self._drive_is_full(error, more) from error
             raise
@@ -209,7 +209,7 @@ class SwapFile:
         """Give the drives the free space behind the last place in use; a directory keeps one
         page.
         """
-        self._give_back_of_drives(dict(zip(self._directories, self._volume.trim(), strict=True)))
+        self._shrink_drives(dict(zip(self._directories, self._volume.trim(), strict=True)))
 
     def allocate(self, nbytes: int, *, holder: str, block_bytes: int = CHECKSUM_BYTES) -> Place:
         """Allocate a place for `nbytes`, which are written and read as a whole, or in parts of
@@ -273,7 +273,7 @@ class SwapFile:
         """
         # The volume first: I/O that is still under way uses what is given back.
         self._volume.close()
-        self._give_back()
+        self._release_reservations()
 
     def __enter__(self) -> SwapFile:
         """Return itself."""
@@ -330,12 +330,12 @@ class SwapFile:
             f"({error.strerror})",
         )
 
-    def _give_back_of_drives(self, sizes: Mapping[str, int]) -> None:
+    def _shrink_drives(self, sizes: Mapping[str, int]) -> None:
         for directory, nbytes in sizes.items():
             self._drives[directory].release(nbytes)
             self._drives[directory].shrink(nbytes)
 
-    def _give_back(self) -> None:
+    def _release_reservations(self) -> None:
         for reservation in (self._host, *self._drives.values()):
             if reservation is not None:
                 reservation.release(reservation.held)
