@@ -123,7 +123,7 @@ class ShardedParameters(BuiltParameters):
                 finally:
                     self._host.release(taken)
                 self._note(parameter)
-                self._has_freed(beside)
+                self._freed.freed(beside)
             yield
             for parameter in parameters:
                 self._note(parameter)

@@ -33,7 +33,11 @@ def no_room_for_modules(
     if taken is None or device is None:
         return None
     of_engine = min(device.held, taken)
-    of_modules, asked = taken - of_engine, _asked(error)
+    of_modules = taken - of_engine
+    # torch may word its error in another way one day: then at least one byte was asked for.
+    found = _ASKED.search(str(error))
+    words = "1 B" if found is None else found[1].replace("bytes", "B")
+    asked = parse_bytes(words, field="torch's words")
     room = format_bytes(max(device.limit - device.reserved, 0))
     return CapacityError(
         tier=Tier.DEVICE.name,
@@ -46,10 +50,3 @@ def no_room_for_modules(
         f"this plan leaves modules {room}. Or let the plan leave more: set activation_bytes to "
         f"{format_bytes(of_modules + asked)} at least, or raise the budget's device",
     )
-
-
-def _asked(error: torch.OutOfMemoryError) -> int:
-    found = _ASKED.search(str(error))
-    if found is None:
-        return 1  # torch words its error in another way: at least one byte was asked for
-    return parse_bytes(found[1].replace("bytes", "B"), field="torch's words")

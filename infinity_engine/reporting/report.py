@@ -192,6 +192,11 @@ def report_of(
     assert step.end_ns is not None, "the step has ended"
     seconds = (step.end_ns - step.start_ns) / 1e9
     notes, counted = step.notes, step.counters
+    hits = {}
+    for cargo in Cargo:
+        found, missing = (counted.get(needed(cargo, where), 0) for where in (FOUND, MISSING))
+        if found + missing:
+            hits[cargo] = Hits(found=found, missing=missing)
     return StepReport(
         index=step.index,
         device=str(notes["device"]),
@@ -210,7 +215,7 @@ def report_of(
         planned_again=cast("str | None", notes.get("planned_again")),
         parameters_in_time=counted.get(IN_TIME, 0),
         parameters_late=counted.get(LATE, 0),
-        hits={cargo: hits for cargo in Cargo if (hits := _hits(cargo, counted)) is not None},
+        hits=hits,
         drives=drives,
         peaks=tuple(
             Peak(
@@ -226,11 +231,6 @@ def report_of(
 def _carried(lane: Lane, counted: Mapping[str, int]) -> dict[Cargo, int]:
     names = {cargo: carried(lane, cargo) for cargo in Cargo}
     return {cargo: counted[name] for cargo, name in names.items() if name in counted}
-
-
-def _hits(cargo: Cargo, counted: Mapping[str, int]) -> Hits | None:
-    found, missing = (counted.get(needed(cargo, where), 0) for where in (FOUND, MISSING))
-    return Hits(found=found, missing=missing) if found + missing else None
 
 
 def _link_use(lane: Lane, counted: Mapping[str, int], seconds: float) -> LinkUse:
