@@ -7,7 +7,10 @@ A name is imported when it is first used. So what needs no native module, such a
 """
 
 import importlib as _importlib
+import sys as _sys
 import typing as _typing
+
+from deepnvme.version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
     from deepnvme.checkpoint import load, save
@@ -121,6 +124,11 @@ if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name in __all__:
+            if _sys.platform != "linux":
+                raise ImportError(
+                    f"deepnvme.{name} needs Linux, for io_uring, Linux AIO and direct I/O. "
+                    f"This is {_sys.platform}: use a Linux machine, container or virtual machine."
+                )
             for part in _PARTS:
                 module = _importlib.import_module(f"{__name__}.{part}")
                 if name in module.__all__:
