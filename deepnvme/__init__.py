@@ -30,6 +30,8 @@ if _typing.TYPE_CHECKING:
         VolumeFullError,
         VolumeLockedError,
     )
+    from deepnvme.formats.file_object import FileObject, open
+    from deepnvme.formats.mapped import map_safetensors
     from deepnvme.formats.safetensors import (
         SafetensorsError,
         read_safetensors,
@@ -47,6 +49,7 @@ if _typing.TYPE_CHECKING:
     from deepnvme.queue.queue import Direct, File, IOQueue, Sync, WhenFull
     from deepnvme.store.store import Checksum, Durability, TensorStore, UncommittedWarning
     from deepnvme.store.store_future import StoreFuture
+    from deepnvme.store.stored_tensor import StoredTensor
     from deepnvme.store.tensor_io import Damage
     from deepnvme.volume.member import Access
     from deepnvme.volume.volume import Member, Volume
@@ -65,6 +68,7 @@ __all__ = [
     "Durability",
     "FaultPlan",
     "File",
+    "FileObject",
     "ForkedError",
     "IOFuture",
     "IOQueue",
@@ -82,6 +86,7 @@ __all__ = [
     "ShortReadError",
     "StoreError",
     "StoreFuture",
+    "StoredTensor",
     "Sync",
     "TensorStore",
     "UncommittedWarning",
@@ -92,6 +97,8 @@ __all__ = [
     "VolumeLockedError",
     "WhenFull",
     "load",
+    "map_safetensors",
+    "open",
     "probe",
     "read_safetensors",
     "safetensors_header",
@@ -114,8 +121,11 @@ _PARTS = (
     "volume.volume",
     "store.tensor_io",
     "store.store_future",
+    "store.stored_tensor",
     "store.store",
     "formats.safetensors",
+    "formats.mapped",
+    "formats.file_object",
     "checkpoint",
 )
 

@@ -46,6 +46,7 @@ __all__ = [
     "nbytes_of",
     "numpy_dtype",
     "storable",
+    "view_of",
 ]
 
 MAX_DIMENSIONS = 64
@@ -322,7 +323,7 @@ def empty(code: str, shape: tuple[int, ...], returns: Returns, *, pool: Pool | N
         return pool.empty(shape, dtype)
     if nbytes == 0:
         return np.empty(shape, dtype)
-    return np.frombuffer(_pages(nbytes), dtype).reshape(shape)
+    return view_of(_pages(nbytes), code, shape, returns)
 
 
 def _empty_tensor(code: str, shape: tuple[int, ...], pool: Pool | None) -> Any:
@@ -333,7 +334,24 @@ def _empty_tensor(code: str, shape: tuple[int, ...], pool: Pool | None) -> Any:
         return torch.empty(shape, dtype=kind)
     if pool is not None:
         return pool.empty_tensor(shape, kind)
-    return torch.frombuffer(_pages(nbytes_of(code, shape)), dtype=kind).reshape(shape)
+    return view_of(_pages(nbytes_of(code, shape)), code, shape, Returns.TORCH)
+
+
+def view_of(memory: memoryview, code: str, shape: tuple[int, ...], returns: Returns) -> Any:
+    """Return memory, of at least one byte, as a tensor, an array or bytes.
+
+    Raises:
+        TypeError: what was asked to be returned has no such dtype; the message says what to do.
+    """
+    if returns is Returns.BYTES:
+        return memory
+    if returns is Returns.TORCH:
+        import torch
+
+        return torch.frombuffer(memory, dtype=_torch_dtype(code, torch)).reshape(shape)
+    import numpy as np
+
+    return np.frombuffer(memory, numpy_dtype(code)).reshape(shape)
 
 
 def numpy_dtype(code: str) -> np.dtype[Any]:
