@@ -1,8 +1,8 @@
 """A KV cache that is larger than memory: pages of it go to a drive and come back, with asyncio.
 
 An attention cache is one bf16 tensor: layers, keys and values, tokens, heads, size of a head. A
-page is some tokens of it through all layers, so its bytes lie in strides. Each page is one tensor of a
-swap store, which has no commits, and whose space is free again however the program ends.
+page is some tokens of it through all layers, so its bytes lie in strides. Each page is one tensor
+of a swap store, which has no commits, and whose space is free again however the program ends.
 
     python scripts/examples/kv_cache.py [DIRECTORY]
 """

@@ -31,7 +31,7 @@ def pattern(nbytes: int) -> bytes:
 
 
 def test_torch_saves_and_loads(tmp_path: Path) -> None:
-    state = {"weight": torch.randn(300, 400), "bias": torch.randn(7), "step": 3}
+    state: dict[str, Any] = {"weight": torch.randn(300, 400), "bias": torch.randn(7), "step": 3}
     with opened(tmp_path / "state.pt", "wb") as file:
         torch.save(state, file)
     with opened(tmp_path / "state.pt", "rb") as file:
