@@ -7,7 +7,10 @@ A name is imported when it is first used. So what needs no native module, such a
 """
 
 import importlib as _importlib
+import sys as _sys
 import typing as _typing
+
+from deepnvme.version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
     from deepnvme.checkpoint import load, save
@@ -27,6 +30,8 @@ if _typing.TYPE_CHECKING:
         VolumeFullError,
         VolumeLockedError,
     )
+    from deepnvme.formats.file_object import FileObject, open
+    from deepnvme.formats.mapped import map_safetensors
     from deepnvme.formats.safetensors import (
         SafetensorsError,
         read_safetensors,
@@ -44,6 +49,7 @@ if _typing.TYPE_CHECKING:
     from deepnvme.queue.queue import Direct, File, IOQueue, Sync, WhenFull
     from deepnvme.store.store import Checksum, Durability, TensorStore, UncommittedWarning
     from deepnvme.store.store_future import StoreFuture
+    from deepnvme.store.stored_tensor import StoredTensor
     from deepnvme.store.tensor_io import Damage
     from deepnvme.volume.member import Access
     from deepnvme.volume.volume import Member, Volume
@@ -62,6 +68,7 @@ __all__ = [
     "Durability",
     "FaultPlan",
     "File",
+    "FileObject",
     "ForkedError",
     "IOFuture",
     "IOQueue",
@@ -79,6 +86,7 @@ __all__ = [
     "ShortReadError",
     "StoreError",
     "StoreFuture",
+    "StoredTensor",
     "Sync",
     "TensorStore",
     "UncommittedWarning",
@@ -89,6 +97,8 @@ __all__ = [
     "VolumeLockedError",
     "WhenFull",
     "load",
+    "map_safetensors",
+    "open",
     "probe",
     "read_safetensors",
     "safetensors_header",
@@ -111,8 +121,11 @@ _PARTS = (
     "volume.volume",
     "store.tensor_io",
     "store.store_future",
+    "store.stored_tensor",
     "store.store",
     "formats.safetensors",
+    "formats.mapped",
+    "formats.file_object",
     "checkpoint",
 )
 
@@ -121,6 +134,11 @@ if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name in __all__:
+            if _sys.platform != "linux":
+                raise ImportError(
+                    f"deepnvme.{name} needs Linux, for io_uring, Linux AIO and direct I/O. "
+                    f"This is {_sys.platform}: use a Linux machine, container or virtual machine."
+                )
             for part in _PARTS:
                 module = _importlib.import_module(f"{__name__}.{part}")
                 if name in module.__all__:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from deepnvme.choices import as_bytes
 from deepnvme.formats.safetensors import METADATA
 from deepnvme.memory.arrays import storable
 from deepnvme.queue.queue import IOQueue
@@ -36,7 +37,7 @@ def save(
     directories: _Directory | Sequence[_Directory],
     *,
     name: str = STATE,
-    capacity: int | None = None,
+    capacity: int | str | None = None,
     durability: Durability = Durability.COMMIT,
     checksum: Checksum = Checksum.CRC32C,
     queue: IOQueue | None = None,
@@ -60,25 +61,22 @@ def save(
         OSError: a directory holds something else, or cannot be written.
     """
     members = _members(directories)
+    reserved = None if capacity is None else as_bytes(capacity)
     _, leaves = flatten(state)
     needed = capacity_for(storable(leaf).nbytes for leaf in leaves.values())
     if any(os.path.lexists(_path(member) / DATA) for member in members):
         settled = [_as_it_is(member) for member in members]
-        least = capacity or sum(
-            member.capacity or 0 for member in members if isinstance(member, Member)
-        )
+        least = reserved or sum(map(_capacity_of, members))
         with TensorStore.open(
             settled, durability=durability, checksum=checksum, queue=queue
         ) as store:
             _make_room(store.volume, needed, least)
             store.put_state(name, state)
             return store.commit()
-    if capacity is None and not any(
-        isinstance(member, Member) and member.capacity for member in members
-    ):
-        capacity = needed
+    if reserved is None and not any(map(_capacity_of, members)):
+        reserved = needed
     with new_store(
-        members, capacity, durability=durability, checksum=checksum, queue=queue
+        members, reserved, durability=durability, checksum=checksum, queue=queue
     ) as store:
         _make_room(store.volume, needed, 0)
         store.put_state(name, state)
@@ -157,6 +155,11 @@ def _members(directories: _Directory | Sequence[_Directory]) -> list[_Directory]
 def _as_it_is(member: _Directory) -> _Directory:
     """Return how to open what was made of it."""
     return replace(member, rate=None, capacity=None) if isinstance(member, Member) else member
+
+
+def _capacity_of(member: _Directory) -> int:
+    """Return the bytes that a directory was given of its own."""
+    return as_bytes(member.capacity or 0) if isinstance(member, Member) else 0
 
 
 def _path(member: _Directory) -> Path:

@@ -9,7 +9,9 @@ import operator
 from enum import Enum
 from typing import Any, TypeVar
 
-__all__ = ["chosen", "whole_number"]
+from deepnvme.sizes import parse_size
+
+__all__ = ["as_bytes", "byte_count", "chosen", "whole_number"]
 
 _Choice = TypeVar("_Choice", bound=Enum)
 
@@ -48,6 +50,30 @@ def whole_number(what: str, value: Any, least: int = 0) -> int:
             f"{what} must {f'be {least} or more' if least else 'not be negative'}, got {number}"
         )
     return number
+
+
+def as_bytes(value: int | str) -> int:
+    """Return a number of bytes that was given as such or as text, such as "64MiB".
+
+    Raises:
+        ValueError: the text is not a whole number and a unit.
+    """
+    return parse_size(value) if isinstance(value, str) else value
+
+
+def byte_count(what: str, value: int | str, least: int = 0) -> int:
+    """Return a number of bytes that is large enough, given as such or as text, such as "64MiB".
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is less than `least`, or a text that names no size.
+    """
+    try:
+        return whole_number(what, as_bytes(value), least)
+    except ValueError as problem:
+        if isinstance(value, str):
+            raise ValueError(f"{what}: {problem}") from None
+        raise
 
 
 def _text_of(member: Enum) -> str:

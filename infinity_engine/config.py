@@ -59,7 +59,7 @@ class ParametersAt(Enum):
     AUTO = "auto"  # On the device where they fit there, otherwise on the host.
     DEVICE = "device"  # Where modules compute.
     HOST = "host"  # Fetched to the device around the modules that need them.
-    NVME = "nvme"  # Likewise, but for small ones, from the drives of the budget.
+    NVME = "nvme"  # Fetched from the budget's drives; small parameters stay on the host.
 
 
 class Overlap(Enum):
@@ -67,22 +67,22 @@ class Overlap(Enum):
     that it needs.
     """
 
-    AUTO = "auto"  # Where the device has memory of its own, or states rest on drives.
+    AUTO = "auto"  # Yes where the device has memory of its own, or states are on drives.
     OFF = "off"  # No: step() ends the update.
 
 
 class Replanning(Enum):
-    """Whether a plan that `auto` chose changes while training, where measured rates are others than
-    those given.
+    """Whether a plan that `auto` chose changes while training, where measured rates differ from the
+    given ones.
     """
 
-    # On one rank, with states in the memories of host and device, while telemetry is recorded.
+    # Yes on one rank, with states in host and device memory, while telemetry is recorded.
     AUTO = "auto"
-    OFF = "off"  # No: the first plan is that of every step.
+    OFF = "off"  # No: every step has the first plan.
 
 
 class AcceleratorChoice(Enum):
-    """What DEVICE is."""
+    """The device that DEVICE stands for."""
 
     AUTO = "auto"  # cuda where there is a usable GPU, otherwise cpu.
     CUDA = "cuda"  # A GPU.
@@ -92,8 +92,8 @@ class AcceleratorChoice(Enum):
 
 
 class Backend(Enum):
-    """Which way deepnvme asks the kernel for I/O: its names, said again so that settings need no
-    native code.
+    """deepnvme's way to ask the kernel for I/O; the names are repeated here so that settings need
+    no native code.
     """
 
     AUTO = "auto"  # The first of the others that this machine allows.
@@ -107,28 +107,28 @@ class Checksum(Enum):
     """How swapped bytes are checked when they are read back."""
 
     CRC32C = "crc32c"  # A crc32c for each block, kept in host memory: a damaged one is an error.
-    OFF = "off"  # Not at all.
+    OFF = "off"  # No check: a drive's wrong bytes are trained on.
 
 
 class ShardingStage(Enum):
-    """What is cut over the ranks; what is not, each rank has whole."""
+    """What the ranks shard; each rank has all of the rest."""
 
     ALONE = "alone"  # Nothing: each process trains a model of its own, also under torchrun.
-    # Its states; each rank has whole parameters, and whole gradients until the step.
+    # Optimizer states; each rank has whole parameters, and whole gradients until the step.
     OPTIMIZER = "optimizer"
     GRADIENTS = "gradients"  # Gradients as well, as soon as they are made.
     PARAMETERS = "parameters"  # Parameters as well, which are whole only while modules need them.
 
 
 class Recording(Enum):
-    """What telemetry keeps."""
+    """What telemetry records."""
 
     TIMELINE = "timeline"  # Spans and counters of the newest steps.
     OFF = "off"  # Nothing.
 
 
 class Setting(NamedTuple):
-    """One row of the settings' documentation."""
+    """One row of the table of settings."""
 
     name: str
     kind: str
@@ -138,8 +138,8 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a setting can be: in words, and as the function that makes it of what was given at a
-    dotted path.
+    """A kind of setting: its values in words, and the function that reads a value at a dotted
+    path.
     """
 
     words: str
@@ -150,6 +150,7 @@ def _whole(at_least: int, at_most: int | None = None) -> _Kind:
     words = f"a whole number, {at_least} {'or more' if at_most is None else f'to {at_most}'}"
 
     def read(place: str, given: object) -> int:
+        # True and False are ints in Python.
         if (
             isinstance(given, bool)
             or not isinstance(given, int)
@@ -336,7 +337,7 @@ _Section = TypeVar("_Section", bound=_Settings)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageConfig(_Settings):
-    """How deepnvme is used; what is None here is deepnvme's to choose."""
+    """How deepnvme is used; deepnvme chooses what is None here."""
 
     backend: Backend = field(
         default=Backend.AUTO,
@@ -348,22 +349,22 @@ class StorageConfig(_Settings):
         default=Checksum.CRC32C,
         metadata=_about(
             _member(Checksum),
-            "how swapped bytes are checked when read back; off: a drive's wrong bytes are trained "
-            "on",
+            "how bytes read back from drives are checked; off: training goes on with a drive's "
+            "wrong bytes",
         ),
     )
     small_bytes: int = field(
         default=65536,
         metadata=_about(
             _whole(0),
-            "parameters of fewer bytes stay in memory, as a page and an I/O cost more than they",
+            "parameters of fewer bytes stay in memory: a page and an I/O would cost more",
         ),
     )
     early_updates: bool = field(
         default=False,
         metadata=_about(
             _flag(),
-            "update what rests on drives in the backward already, to places of its own "
+            "update subgroups on drives during the backward already, into places of their own "
             "(larger-than-ram.md)",
         ),
     )
@@ -371,60 +372,58 @@ class StorageConfig(_Settings):
         default=None,
         metadata=_about(
             _or_none(_bytes_of_drives()),
-            "what may be written to each drive in its life (its TBW); reports and warnings compare "
-            "with it",
+            "the rated endurance of each drive (its TBW), which reports and warnings compare with",
         ),
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanksConfig(_Settings):
-    """How the processes of one run, which torchrun has started, train one model together; one alone
-    needs none.
+    """How the processes of one run, started by torchrun, train one model together; one process
+    needs none of it.
     """
 
     stage: ShardingStage = field(
         default=ShardingStage.PARAMETERS,
         metadata=_about(
-            _member(ShardingStage), "what is cut over the ranks, beside the optimizer's states"
+            _member(ShardingStage), "what the ranks shard, beside the optimizer's states"
         ),
     )
     partitioning: Partitioning = field(
         default=Partitioning.BANDWIDTH_CENTRIC,
         metadata=_about(
             _member(Partitioning),
-            "whether each rank owns a part of every parameter, or one all of it",
+            "whether each rank owns a part of every parameter, or one rank all of it",
         ),
     )
     shard_ranks: int | None = field(
         default=None,
         metadata=_about(
             _or_none(_whole(1)),
-            "neighbouring ranks that share one copy of the model, as those of a machine; the "
-            "others have replicas of "
-            "it; None: all",
+            "neighbouring ranks, such as those of a machine, that share one copy of the model; "
+            "other ranks have replicas; None: all ranks share one copy",
         ),
     )
     leaf_modules: Sequence[str] = field(
         default=(),
         metadata=_about(
             _names(),
-            "modules, or their classes, that are gathered as a whole: of which ranks run different "
-            "parts",
+            "modules, or their classes, that are gathered as a whole, because ranks run "
+            "different parts of them",
         ),
     )
     bucket_bytes: int = field(
         default=2**25,
         metadata=_about(
             _whole(4096),
-            "gradients that are summed over the ranks together; a gather goes in such rounds",
+            "bytes of gradients that one collective reduces; a gather goes in rounds of this size",
         ),
     )
     timeout_s: float = field(
         default=600.0,
         metadata=_about(
             _positive(),
-            "seconds that a rank waits for another before it gives up and says whom it missed",
+            "seconds that a rank waits for another before it fails and names the missing rank",
         ),
     )
 
@@ -456,16 +455,16 @@ class EngineConfig(_Settings):
 
     `subgroup_numel` is a compromise. Small subgroups fit small budgets: at the default, one of fp32
     parameters with both moments is 192 MiB, and the three that interleaving stages take 576 MiB of
-    the device. Large ones hide what each costs to start: at the default, its transfers take
-    milliseconds on any link. And interleaving comes close to its bound only from some 46 subgroups
-    up, which at the default is a model of 0.8 billion parameters.
+    the device. Large subgroups hide the cost of starting each: at the default, a transfer takes
+    milliseconds on any link. And interleaving comes close to its bound only with 46 subgroups or
+    more, which at the default is a model of 0.8 billion parameters.
     """
 
     budget: Budget | None = field(
         default=None,
         metadata=_about(
             _or_none(_budget()),
-            "what may be taken of each tier; None: device and host as the machine allows, no NVMe",
+            "the limit of each tier; None: device and host as the machine allows, no NVMe",
         ),
     )
     strategy: Strategy = field(
@@ -506,7 +505,7 @@ class EngineConfig(_Settings):
         default=Replanning.AUTO,
         metadata=_about(
             _member(Replanning),
-            "whether what strategy auto chose from rates changes with those that are measured "
+            "whether a plan that strategy auto made from rates changes with measured rates "
             "(planner.md); off: never",
         ),
     )
@@ -514,8 +513,8 @@ class EngineConfig(_Settings):
         default=0,
         metadata=_about(
             _bytes(),
-            "what the plan leaves of the device's budget to activations and whatever else modules "
-            "make there",
+            "bytes of the device's budget that the plan leaves to activations and all else that "
+            "modules allocate",
         ),
     )
     accumulation_steps: int = field(
@@ -539,23 +538,23 @@ class EngineConfig(_Settings):
         default=None,
         metadata=_about(
             _or_none(_rates()),
-            "what this machine can do, where a strategy asks; None: as `calibration` says",
+            "the machine's rates, for strategies that need them; None: from `calibration`",
         ),
     )
     calibration: str = field(
         default="auto",
         metadata=_about(
             _calibration(),
-            "where rates are from that are not given; auto: kept from before, or measured now, "
-            "once; off: nowhere",
+            "where missing rates come from; auto: an earlier measurement, or one made now; off: "
+            "nowhere",
         ),
     )
     update_threads: int | None = field(
         default=None,
         metadata=_about(
             _or_none(_whole(1, 1024)),
-            "threads that update on the host; None: as many as this process has cores, which ranks "
-            "divide",
+            "threads that update on the host; None: one for each core of this process, divided "
+            "among ranks",
         ),
     )
     storage: StorageConfig = field(
@@ -573,10 +572,11 @@ class EngineConfig(_Settings):
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object]) -> EngineConfig:
-        """Return the settings that a JSON-like `mapping` says; what it leaves out has its default.
+        """Return the settings in a JSON-like `mapping`; a setting that it leaves out has its
+        default.
 
         Enums may be given by value ("bf16"), sizes as text ("12 GiB"), the strategy by name, and
-        what has parts (it, the budget, sections) as a mapping of them.
+        settings with parts (the strategy, the budget, sections) as a mapping of them.
 
         Raises:
             ConfigError: an unknown name at any level or a value that cannot be right; names its
@@ -586,11 +586,11 @@ class EngineConfig(_Settings):
 
     @classmethod
     def from_keywords(cls, **settings: object) -> EngineConfig:
-        """Return the settings given as keywords, which may be what from_mapping takes.
+        """Return the settings given as keywords, with the values that from_mapping takes.
 
         Raises:
-            ConfigError: an unknown name, with the nearest known one, where `EngineConfig(...)` has
-                but a TypeError; or a value that cannot be right.
+            ConfigError: an unknown name, with the nearest known one (`EngineConfig(...)` only
+                raises a TypeError); or a value that cannot be right.
         """
         return cls.from_mapping(settings)
 

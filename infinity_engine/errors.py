@@ -275,9 +275,9 @@ class CollectiveError(InfinityError):
     def _message(self) -> str:
         known = f": {self.reason}" if self.reason else ""
         return (
-            f"{self.op} failed on rank {self.rank} of group {self.group}{known}. "
-            "Look for the first error in the logs of all ranks: one that fails makes the others "
-            "fail or hang"
+            f"{self.op} failed on rank {self.rank} of group {self.group}{known}. Look for the "
+            "first error in the logs of all ranks: a rank that fails makes the others fail or "
+            "hang"
         )
 
 
@@ -338,8 +338,8 @@ class ChecksumError(CheckpointError):
     def _message(self) -> str:
         return (
             f"checkpoint {self.path}: {self.entry} is damaged at or after offset {self.offset}: "
-            f"its checksum is {self.found:#010x}, written was {self.expected:#010x}. "
-            "Load an earlier committed checkpoint and check the drive"
+            f"its checksum is {self.found:#010x}, but the bytes that were written had "
+            f"{self.expected:#010x}. Load an earlier committed checkpoint and check the drive"
         )
 
 

@@ -83,7 +83,7 @@ class HeldSignals:
             try:
                 self._users -= 1
                 if not self._users:
-                    self._give_back(list(self._handlers.items()))
+                    self._restore(list(self._handlers.items()))
             finally:
                 self._holds -= 1
                 if not self._holds:
@@ -142,10 +142,10 @@ class HeldSignals:
                     self._handlers[number] = handler
                     signal.signal(number, self._note)
         except BaseException:
-            self._give_back(list(self._handlers.items()))
+            self._restore(list(self._handlers.items()))
             raise
 
-    def _give_back(self, handlers: list[tuple[int, _Handler]]) -> None:
+    def _restore(self, handlers: list[tuple[int, _Handler]]) -> None:
         if handlers:
             try:
                 number, handler = handlers[0]
@@ -153,7 +153,7 @@ class HeldSignals:
                     signal.signal(number, handler)
             finally:  # a handler may raise as soon as it is back
                 # Recursive, so that a handler that raises leaves none of the others replaced.
-                self._give_back(handlers[1:])
+                self._restore(handlers[1:])
 
     def _act(self) -> None:
         """Run the handlers of all signals that came, also of those behind one that raises."""

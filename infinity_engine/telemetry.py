@@ -288,8 +288,8 @@ class Telemetry:
         with self._lock:
             if self._open is not None:
                 raise RuntimeError(
-                    f"step {index} cannot begin: step {self._open.index} has not ended; end it "
-                    "first"
+                    f"step {index} cannot begin, because step {self._open.index} has not ended. "
+                    "Call end_step first"
                 )
             if len(self._steps) == self._steps.maxlen:
                 self._dropped_steps += 1
@@ -334,7 +334,9 @@ class Telemetry:
 
     def _running(self, what: str) -> _Step:
         if self._open is None:
-            raise RuntimeError(f"no step can be {what}: none has begun; call begin_step first")
+            raise RuntimeError(
+                f"no step can be {what}, because none has begun. Call begin_step first"
+            )
         return self._open
 
     def _keep(self, span: SpanRecord, spans: deque[SpanRecord]) -> None:

@@ -151,9 +151,13 @@ def _scale(unit: str, *, number: str, per: str, field: str, given: object) -> in
     low = unit.lower()
     near = [known for known in _NAMES if known.lower() in (low, f"{low}b", f"{low}ib")]
     if not near:
-        raise ConfigError(field=field, value=given, expected=f"a unit out of {', '.join(_NAMES)}")
+        raise ConfigError(
+            field=field, value=given, expected=(f"one of the units {', '.join(_NAMES)}")
+        )
     forms = " or ".join(f"'{number} {known}{per}'" for known in near)
-    raise ConfigError(field=field, value=given, expected=f"an unmistakable unit: write {forms}")
+    raise ConfigError(
+        field=field, value=given, expected=(f"a unit with one meaning: write {forms}")
+    )
 
 
 def _format(amount: Fraction, units: tuple[tuple[str, int], ...]) -> str:

@@ -2,7 +2,7 @@
 
 import sys
 
-from deepnvme.cli.main import main
+from deepnvme.cli.start import main
 
 __all__: list[str] = []
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import metadata
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from rich.text import Text
 
 from deepnvme.machine.diagnosis import Finding, Severity
 from deepnvme.sizes import format_bytes
+from deepnvme.version import __version__
 
 if TYPE_CHECKING:
     from deepnvme.machine.probing import DirectoryProbe, LiburingProbe, Memlock, SystemProbe
@@ -47,11 +47,8 @@ class Output(Console):
 
 
 def installed_version() -> str:
-    """Return the version of the distribution that holds `deepnvme` and `infinity_engine`."""
-    try:
-        return metadata.version("infinity-engine")
-    except metadata.PackageNotFoundError:
-        return "unknown (not installed)"
+    """Return the version of deepnvme, which is also that of the engine beside it."""
+    return __version__
 
 
 def show(

@@ -46,6 +46,7 @@ __all__ = [
     "nbytes_of",
     "numpy_dtype",
     "storable",
+    "view_of",
 ]
 
 MAX_DIMENSIONS = 64
@@ -81,11 +82,20 @@ ITEMSIZES: Mapping[str, int] = MappingProxyType(
 """Bytes of one element, by code."""
 
 
+_PLAIN_BUFFERS = frozenset({bytes, bytearray, memoryview})
+# What the struct module calls them, and what they are.
+_BUFFER_CODES = MappingProxyType(
+    {"?": "BOOL", "B": "U8", "c": "U8", "b": "I8", "H": "U16", "h": "I16", "I": "U32", "i": "I32"}
+    | {"L": "U64", "l": "I64", "Q": "U64", "q": "I64", "e": "F16", "f": "F32", "d": "F64"}
+)
+
+
 class Returns(Enum):
     """What new memory is wrapped in."""
 
     TORCH = "torch"  # a torch.Tensor on the CPU
     NUMPY = "numpy"  # a numpy.ndarray
+    BYTES = "bytes"  # a writable memoryview of the bytes, for programs that have neither
 
 
 class Description(NamedTuple):
@@ -145,11 +155,19 @@ _Stored = TypeVar("_Stored", bound=Storable)
 
 
 def default_returns() -> Returns:
-    """Return TORCH where torch is installed, whether or not it has been imported, else NUMPY."""
+    """Return TORCH where torch is installed, whether or not it was imported; else NUMPY, else
+    BYTES.
+    """
+    if _is_installed("torch"):
+        return Returns.TORCH
+    return Returns.NUMPY if _is_installed("numpy") else Returns.BYTES
+
+
+def _is_installed(package: str) -> bool:
     try:
-        return Returns.NUMPY if find_spec("torch") is None else Returns.TORCH
+        return find_spec(package) is not None
     except (ImportError, ValueError):  # an import hook refuses it, or a stub stands in for it
-        return Returns.NUMPY
+        return False
 
 
 @lru_cache(1024)  # many tensors, few kinds
@@ -193,8 +211,20 @@ def kind_of(thing: Any) -> tuple[str, tuple[int, ...]]:
     torch = torch_of(thing)
     if torch is not None:
         return _tensor_code(thing, torch), tuple(thing.shape)
+    found = _kind_of_buffer(thing)
+    if found is not None:
+        return found
     array = _as_array(thing)
     return _array_code(array.dtype), array.shape
+
+
+def _kind_of_buffer(thing: Any) -> tuple[str, tuple[int, ...]] | None:
+    """Return code and shape of a plain buffer, without numpy; None of anything else."""
+    if type(thing) not in _PLAIN_BUFFERS:
+        return None
+    with memoryview(thing) as view:
+        code = _BUFFER_CODES.get(view.format)
+        return None if code is None else (code, view.shape or ())
 
 
 def nbytes_at_sight(thing: Any) -> int:
@@ -221,6 +251,8 @@ def describe(thing: Any) -> Description:
         found = Description(
             _tensor_code(thing, torch), tuple(thing.shape), memory_of(thing, writable=False)
         )
+    elif plain := _kind_of_buffer(thing):
+        found = Description(*plain, memory_of(thing, writable=False))
     else:
         interface = hasattr(thing, "__array_interface__")
         # last: what is looked at may be made anew each time, in other memory
@@ -281,18 +313,45 @@ def empty(code: str, shape: tuple[int, ...], returns: Returns, *, pool: Pool | N
     """
     nbytes = nbytes_of(code, shape)
     if returns is Returns.TORCH:
-        import torch
+        return _empty_tensor(code, shape, pool)
+    if returns is Returns.BYTES:
+        return _pages(nbytes) if pool is None or nbytes == 0 else pool.buffer(nbytes)
+    import numpy as np
 
-        kind = _torch_dtype(code, torch)
-        if nbytes == 0:
-            return torch.empty(shape, dtype=kind)
-        if pool is not None:
-            return pool.empty_tensor(shape, kind)
-        return torch.frombuffer(_pages(nbytes), dtype=kind).reshape(shape)
     dtype = numpy_dtype(code)
     if pool is not None:
         return pool.empty(shape, dtype)
-    return _pages(nbytes).view(dtype).reshape(shape)
+    if nbytes == 0:
+        return np.empty(shape, dtype)
+    return view_of(_pages(nbytes), code, shape, returns)
+
+
+def _empty_tensor(code: str, shape: tuple[int, ...], pool: Pool | None) -> Any:
+    import torch
+
+    kind = _torch_dtype(code, torch)
+    if nbytes_of(code, shape) == 0:
+        return torch.empty(shape, dtype=kind)
+    if pool is not None:
+        return pool.empty_tensor(shape, kind)
+    return view_of(_pages(nbytes_of(code, shape)), code, shape, Returns.TORCH)
+
+
+def view_of(memory: memoryview, code: str, shape: tuple[int, ...], returns: Returns) -> Any:
+    """Return memory, of at least one byte, as a tensor, an array or bytes.
+
+    Raises:
+        TypeError: what was asked to be returned has no such dtype; the message says what to do.
+    """
+    if returns is Returns.BYTES:
+        return memory
+    if returns is Returns.TORCH:
+        import torch
+
+        return torch.frombuffer(memory, dtype=_torch_dtype(code, torch)).reshape(shape)
+    import numpy as np
+
+    return np.frombuffer(memory, numpy_dtype(code)).reshape(shape)
 
 
 def numpy_dtype(code: str) -> np.dtype[Any]:
@@ -325,7 +384,7 @@ def _torch_dtype(code: str, torch: Any) -> Any:
     return getattr(torch, name)
 
 
-def _pages(nbytes: int) -> np.ndarray[Any, Any]:
+def _pages(nbytes: int) -> memoryview:
     """Return new bytes that begin with a page, if they fill one.
 
     Small ones are cut out of the heap: a mapping for each would use up those that a process may
@@ -333,15 +392,13 @@ def _pages(nbytes: int) -> np.ndarray[Any, Any]:
     np.empty asks for huge ones: a virtual machine that gives free memory back to its host pays for
     each of these anew. Measured on one: 0.2 to 0.4 GiB/s to touch them, 1.3 with ordinary pages.
     """
-    import numpy as np
-
     if nbytes < PAGE:
-        return np.empty(nbytes, np.uint8)
+        return memoryview(bytearray(nbytes))
     if nbytes <= SMALL_BYTES:
-        around = np.empty(nbytes + PAGE - 1, np.uint8)
-        start = -around.ctypes.data % PAGE
+        around = memoryview(bytearray(nbytes + PAGE - 1))
+        start = -memory_of(around, writable=True).address % PAGE
         return around[start : start + nbytes]
-    pages = np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    pages = memoryview(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     # The kernel makes them now, all in one call, and not in the thread that drives the ring.
     _native.populate(memory_of(pages, writable=True).address, nbytes)
     return pages

@@ -9,7 +9,7 @@ pages up in each transfer.
 from __future__ import annotations
 
 from deepnvme import _native
-from deepnvme.choices import whole_number
+from deepnvme.choices import byte_count
 
 __all__ = ["PageStock"]
 
@@ -22,7 +22,7 @@ class PageStock:
     def __init__(self) -> None:
         self._native = _native.PageStock()
 
-    def take(self, nbytes: int, *, keep: int = 0) -> memoryview:
+    def take(self, nbytes: int | str, *, keep: int | str = 0) -> memoryview:
         """Return `nbytes` of memory as a writable memoryview, with whatever somebody left in it.
 
         At most `keep` bytes of what was given back are idle when it returns, and were before new
@@ -31,18 +31,18 @@ class PageStock:
         Raises:
             MemoryError: the system has no memory for it.
         """
-        asked = whole_number("the bytes of a buffer", nbytes, 1)
-        kept = whole_number("the bytes to keep", keep)
+        asked = byte_count("the bytes of a buffer", nbytes, 1)
+        kept = byte_count("the bytes to keep", keep)
         try:
             return memoryview(self._native.take(asked, kept))
         except MemoryError:
             raise MemoryError(f"no memory for a buffer of {nbytes} B") from None
 
-    def keep_at_most(self, nbytes: int) -> None:
+    def keep_at_most(self, nbytes: int | str) -> None:
         """Give idle memory back to the system, what has been idle longest first, until at most so
         much is left.
         """
-        self._native.keep_at_most(whole_number("the bytes to keep", nbytes))
+        self._native.keep_at_most(byte_count("the bytes to keep", nbytes))
 
     @property
     def idle_bytes(self) -> int:

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from deepnvme import _native
-from deepnvme.choices import chosen, whole_number
+from deepnvme.choices import byte_count, chosen, whole_number
 from deepnvme.errors import NVMeError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Pool:
     """
 
     def __init__(
-        self, nbytes: int, *, cuda: Cuda = Cuda.IN_USE, numa_node: int | None = None
+        self, nbytes: int | str, *, cuda: Cuda = Cuda.IN_USE, numa_node: int | None = None
     ) -> None:
         if numa_node is not None and numa_node < 0:
             raise ValueError(f"numa_node must be 0 or more, got {numa_node}")
@@ -57,7 +57,7 @@ class Pool:
                 f"{_MOST_NODES - 1}"
             )
         cuda = chosen(Cuda, cuda, "cuda")
-        asked = whole_number("the bytes of a pool", nbytes, 1)
+        asked = byte_count("the bytes of a pool", nbytes, 1)
         try:
             self._native = _native.Pool(asked, numa_node)
         except MemoryError:
@@ -68,7 +68,7 @@ class Pool:
             self._native.pin_with_cuda(demanded=cuda is Cuda.REQUIRED)
         except RuntimeError as refusal:
             if cuda is Cuda.REQUIRED:
-                raise NVMeError(errno.ENODEV, str(refusal), op="page-lock", asked=nbytes) from None
+                raise NVMeError(errno.ENODEV, str(refusal), op="page-lock", asked=asked) from None
             warnings.warn(
                 f"pool memory is not page-locked: {refusal}", RuntimeWarning, stacklevel=2
             )
@@ -98,13 +98,13 @@ class Pool:
         """Most bytes ever handed out at once, rounding to pages included."""
         return self._native.peak_bytes
 
-    def buffer(self, nbytes: int) -> memoryview:
+    def buffer(self, nbytes: int | str) -> memoryview:
         """Return `nbytes` of pool memory as a writable memoryview.
 
         Raises:
             PoolExhaustedError: no free piece is that large.
         """
-        return memoryview(self._native.take(whole_number("the bytes of a buffer", nbytes, 1)))
+        return memoryview(self._native.take(byte_count("the bytes of a buffer", nbytes, 1)))
 
     def buffer_at(self, offset: int, nbytes: int) -> memoryview:
         """Return the `nbytes` at `offset`, a multiple of 4096, for whoever planned where each

@@ -23,7 +23,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Literal
 
 from deepnvme import _native
-from deepnvme.choices import chosen, whole_number
+from deepnvme.choices import as_bytes, byte_count, chosen, whole_number
 from deepnvme.errors import BatchError, ClosedError, NVMeError
 from deepnvme.machine.backends import (
     BackendFallbackWarning,
@@ -32,6 +32,7 @@ from deepnvme.machine.backends import (
     start_on,
 )
 from deepnvme.machine.profile import Profile, Settings, UserMemory, load_profile, settle
+from deepnvme.memory.arrays import Returns, empty
 from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.memory.device_arrays import device_array_of
 from deepnvme.memory.pool import Pool
@@ -42,7 +43,7 @@ from deepnvme.queue.staging import Staging
 
 __all__ = ["Batch", "Direct", "DriveStats", "File", "IOQueue", "QueueStats", "Sync", "WhenFull"]
 
-_Mode = Literal["r", "r+", "w", "x"]
+_Mode = Literal["r", "r+", "w", "x", "rb", "r+b", "rb+", "wb", "xb"]
 _MODES = MappingProxyType(
     {
         "r": _native.OpenMode.READ,
@@ -129,14 +130,16 @@ class IOQueue:
         backend: str = "auto",
         *,
         require: str | Collection[str] | None = None,
-        chunk_bytes: int | None = None,
-        inflight_bytes: int | None = None,
+        chunk_bytes: int | str | None = None,
+        inflight_bytes: int | str | None = None,
         max_pending: int = 1024,
         when_full: WhenFull = WhenFull.BLOCK,
         user_memory: UserMemory | None = None,
         pool: Pool | None = None,
         faults: FaultPlan | None = None,
     ) -> None:
+        chunk_bytes = None if chunk_bytes is None else as_bytes(chunk_bytes)
+        inflight_bytes = None if inflight_bytes is None else as_bytes(inflight_bytes)
         self.max_pending = max_pending = whole_number("max_pending", max_pending, 1)
         self.when_full = chosen(WhenFull, when_full, "when_full")
         if user_memory is not None:
@@ -192,7 +195,7 @@ class IOQueue:
         path: str | os.PathLike[str],
         mode: _Mode = "r",
         *,
-        size: int | None = None,
+        size: int | str | None = None,
         direct: Direct = Direct.AUTO,
         permissions: int = 0o666,
     ) -> File:
@@ -206,10 +209,11 @@ class IOQueue:
             BackendUnavailableError: only a backend that `require` does not name serves that file
                 system.
         """
-        if mode not in _MODES:
+        plain = mode.replace("b", "", 1)  # all files are binary
+        if plain not in _MODES:
             raise ValueError(f"mode must be one of {', '.join(_MODES)}; got {mode!r}")
         if size is not None:
-            size = whole_number("size", size)
+            size = byte_count("size", size)
             _check_range("size", size)
         direct = chosen(Direct, direct, "direct")
         permissions = whole_number("permissions", permissions)
@@ -219,7 +223,7 @@ class IOQueue:
         absolute = str(Path(path).absolute())
         refuse_where_threads_must(self.backend, self._require, absolute)
         file = File(
-            self, self._native.open(absolute, _MODES[mode], direct.value, permissions, drive)
+            self, self._native.open(absolute, _MODES[plain], direct.value, permissions, drive)
         )
         self._tell_of_fallback(file)
         if size is not None:
@@ -227,7 +231,7 @@ class IOQueue:
                 file.preallocate(size)
             except BaseException:
                 file.close()
-                if mode == "x":
+                if plain == "x":
                     Path(absolute).unlink(missing_ok=True)
                 raise
         return file
@@ -428,6 +432,17 @@ class File:
             _native.Verb.READ, self._open(), buffer, offset, _native.AtEndOfFile.STOPS
         )
 
+    def read(self, nbytes: int | str, offset: int = 0) -> memoryview:
+        """Read `nbytes` from `offset` into new memory, wait, and return it.
+
+        Fewer bytes come back where the file ends before. `readinto` does the same without waiting.
+        """
+        asked = byte_count("nbytes", nbytes)
+        _check_range("offset", offset, asked)
+        room = empty("U8", (min(asked, max(0, self.size - offset)),), Returns.BYTES)
+        done: memoryview = room[: self.readinto(room, offset).result()]
+        return done
+
     def pwrite(self, buffer: Any, offset: int = 0) -> IOFuture[int]:
         """Write all of `buffer` at `offset`. Ends in its size in bytes."""
         return self._queue._move(_native.Verb.WRITE, self._open(), buffer, offset)
@@ -439,15 +454,15 @@ class File:
             return self._queue._staging.submit(verb, self._open(), None, 0)
         return self._queue._submit(verb, self._open(), None, 0)
 
-    def preallocate(self, nbytes: int) -> None:
+    def preallocate(self, nbytes: int | str) -> None:
         """Reserve the first `nbytes` of the file on the drive; a full disk is told now."""
-        nbytes = whole_number("size", nbytes)
+        nbytes = byte_count("size", nbytes)
         _check_range("size", nbytes)
         self._open().preallocate(nbytes)
 
-    def truncate(self, nbytes: int) -> None:
+    def truncate(self, nbytes: int | str) -> None:
         """Cut or extend the file to `nbytes`."""
-        nbytes = whole_number("size", nbytes)
+        nbytes = byte_count("size", nbytes)
         _check_range("size", nbytes)
         self._open().truncate(nbytes)
 

@@ -207,6 +207,19 @@ class Holdings:
         del self._tensors[name]
         self._need_no_more((record,))
 
+    # --- parts of tensors that change -
+
+    def is_only_named(self, record: Record) -> bool:
+        """Return whether nothing but its name needs the space of a record: no reader, no commit."""
+        return self._needs[record.places] == 1
+
+    def revise(self, name: str, before: Record, after: Record) -> None:
+        """Let a tensor have other checksums, where its bytes are still those of `before`."""
+        current = self._tensors.get(name)
+        if current is not None and current.places == before.places:
+            self._tensors[name] = after
+            self.changed = True
+
     # --- readers ----------------------------------------------------------------------------------
 
     def hold(self, names: Iterable[str]) -> dict[str, Record]:

@@ -77,6 +77,10 @@ class Record:
         keep(self, "places", tuple(chain.from_iterable(map(_PLACE_OF, extents))))
         keep(self, "checksums", checksums)
 
+    def without_checksums(self) -> Record:
+        """Return the same tensor in the same place, of which no checksums are known."""
+        return Record(self.dtype, self.shape, self.extents, None)
+
     @property
     def extents(self) -> tuple[Extent, ...]:
         """Where the bytes are, in this order."""

@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepnvme.errors import ClosedError, NVMeError, StoreError
-from deepnvme.memory.arrays import Storable, described
+from deepnvme.memory.arrays import ITEMSIZES, Storable, described
 from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.store.commits import Commits
 from deepnvme.store.holdings import Holdings
 from deepnvme.store.manifest import Record, check_name
+from deepnvme.store.selection import Selection, select
+from deepnvme.store.slice_io import SliceIO
 from deepnvme.store.tensor_io import Damage, TensorIO
 from deepnvme.volume.member import Access
 from deepnvme.volume.volume import Volume
@@ -38,6 +40,8 @@ class NamedTensors:
 
     def __init__(self, volume: Volume, commits: Commits, *, summing: bool) -> None:
         self.io = TensorIO(volume, summing=summing)
+        self._slices = SliceIO(volume, self.io.staged, summing=summing)
+        self._summing = summing
         self.holdings = Holdings(volume.directories[0], self.io.release)
         self.lock = threading.Lock()
         self._volume = volume
@@ -143,6 +147,67 @@ class NamedTensors:
         with self._until_read(held):
             self.io.read(held, memory, new)
         return results
+
+    def read_part(self, name: str, key: Any, target: Callable[[str, tuple[int, ...]], Any]) -> Any:
+        """Read a part of a tensor into what `target` makes of its dtype and shape; return that."""
+        with self.opened() as holdings:
+            held = holdings.hold((name,))
+        record = held[name]
+        with self._until_read(held):
+            part = select(record.shape, ITEMSIZES[record.dtype], key)
+            result = target(record.dtype, part.shape)
+            self._slices.read(name, record, part.runs(), memory_of(result, writable=True))
+        return result
+
+    def write_part(
+        self, name: str, key: Any, tensor: Storable, *, has_commits: bool
+    ) -> Iterable[str]:
+        """Write a part of a tensor; return the names that have other content now.
+
+        The caller lets no commit begin meanwhile.
+        """
+        with self.changing() as holdings:
+            record = holdings.record(name)
+            part = select(record.shape, ITEMSIZES[record.dtype], key)
+            if (tensor.code, tensor.shape) != (record.dtype, part.shape):
+                raise ValueError(
+                    f"the part of {name!r} is {record.dtype} of shape {part.shape}; what is to be "
+                    f"put there is {tensor.code} of shape {tensor.shape}"
+                )
+            # Whatever else needs the space would find changed bytes: a commit, or a reader that
+            # compares them with checksums.
+            may_change = not (has_commits or self._summing)
+            in_place = may_change or holdings.is_only_named(record)
+            held = holdings.hold((name,))
+            if in_place and record.checksums is not None:
+                # Until the bytes are written, a reader must not compare them with old checksums.
+                holdings.revise(name, record, record.without_checksums())
+        with self._until_read(held):
+            memory = tensor.gathered().memory
+            if in_place:
+                after = self._slices.write_in_place(name, record, part.runs(), memory)
+                with self.lock:
+                    self.holdings.revise(name, record, after)
+            else:
+                self._write_copy(name, record, part, memory)
+        return (name,)
+
+    def _write_copy(self, name: str, record: Record, part: Selection, memory: Memory) -> None:
+        """Write the tensor with another part to other space, and let the name mean that."""
+        extents = self._volume.allocate(record.nbytes)
+        try:
+            after = self._slices.write_copy(name, record, extents, part.runs(), memory)
+            with self.changing() as holdings:
+                if holdings.record(name).places != record.places:
+                    raise StoreError(
+                        errno.EBUSY,
+                        f"{name!r} was replaced while a part of it was written: put the part again",
+                        path=str(self._volume.directories[0]),
+                    )
+                holdings.name({name: after})
+        except BaseException:
+            self._volume.release(extents)
+            raise
 
     def damage(self, names: Iterable[str], progress: Callable[[str, int], None]) -> list[Damage]:
         """Read the tensors of these names that are still there; tell `progress` of each, return

@@ -16,17 +16,18 @@ from contextlib import ExitStack, suppress
 from copy import deepcopy
 from enum import Enum
 from functools import partial
-from os import PathLike
 from types import TracebackType
 from typing import Any
 
-from deepnvme.choices import chosen
+from deepnvme.choices import byte_count, chosen
 from deepnvme.errors import NVMeError
 from deepnvme.memory.arrays import (
     Returns,
+    Scattered,
     Storable,
     default_returns,
     describe,
+    described,
     empty,
     kind_of,
     nbytes_at_sight,
@@ -40,14 +41,14 @@ from deepnvme.store.named_tensors import NamedTensors
 from deepnvme.store.read_ahead import ReadAhead, streamed
 from deepnvme.store.store_future import StoreFuture
 from deepnvme.store.store_threads import StoreThreads
+from deepnvme.store.stored_tensor import StoredTensor
 from deepnvme.store.tensor_io import Damage
 from deepnvme.store.tree import flatten, leaves, unflatten
 from deepnvme.volume.member import Access
-from deepnvme.volume.volume import Member, Volume
+from deepnvme.volume.volume import Members, Volume
 
 __all__ = ["Checksum", "Durability", "TensorStore", "UncommittedWarning"]
 
-_Directories = Sequence["str | PathLike[str] | Member"]
 _AHEAD_BYTES = 1 << 30
 
 
@@ -108,8 +109,8 @@ class TensorStore:
     @classmethod
     def create(
         cls,
-        directories: _Directories,
-        capacity: int | None = None,
+        directories: Members,
+        capacity: int | str | None = None,
         *,
         durability: Durability = Durability.COMMIT,
         checksum: Checksum = Checksum.CRC32C,
@@ -138,8 +139,8 @@ class TensorStore:
     @classmethod
     def swap(
         cls,
-        directories: _Directories,
-        capacity: int | None = None,
+        directories: Members,
+        capacity: int | str | None = None,
         *,
         checksum: Checksum = Checksum.NONE,
         returns: Returns | None = None,
@@ -157,7 +158,7 @@ class TensorStore:
     @classmethod
     def open(
         cls,
-        directories: _Directories,
+        directories: Members,
         *,
         access: Access = Access.WRITE,
         generation: int | None = None,
@@ -193,14 +194,13 @@ class TensorStore:
 
     # --- tensors ----------------------------------------------------------------------------------
 
-    def put(self, name: str, tensor: Any) -> None:
+    def put(self, name: str, tensor: Any, *, copy: bool = False) -> None:
         """Write a tensor, an array or bytes under `name`, in place of what had it.
 
         Returns when it is on the drive.
 
-        Its bytes are written from where they lie. A tensor that would have to be copied first (it
-        is on a GPU, or not contiguous) is refused, so that no memory is taken unseen; `put_state`
-        makes such copies.
+        Its bytes are written from where they lie. With `copy`, a tensor on a GPU or in strides is
+        copied first; without, it is refused, so that no memory is taken unseen.
 
         Raises:
             TypeError, ValueError: it would have to be copied, or has no dtype that can be stored;
@@ -208,11 +208,12 @@ class TensorStore:
             VolumeFullError: there is no room; nothing has changed.
             NVMeError: a drive failed; the name still has what it had.
         """
-        self.put_many({name: tensor})
+        self.put_many({name: tensor}, copy=copy)
 
-    def put_many(self, tensors: Mapping[str, Any]) -> None:
+    def put_many(self, tensors: Mapping[str, Any], *, copy: bool = False) -> None:
         """Write several tensors, small ones together; all of them or, where that fails, none."""
-        self._put(tensors, tensors, describe, self._tensors.holdings.name)
+        description = storable if copy else describe
+        self._put(tensors, tensors, description, self._tensors.holdings.name)
 
     def get(self, name: str, out: Any = None) -> Any:
         """Return the tensor of that name, read into `out` where given, which must have its type and
@@ -248,6 +249,40 @@ class TensorStore:
         given = out or {}
         return self._tensors.read(held, partial(self._target, given), held.keys() - given.keys())
 
+    def get_slice(self, name: str) -> StoredTensor:
+        """Return a tensor of which parts are read and written: `store.get_slice(name)[2:5]`.
+
+        Raises:
+            KeyError: there is none.
+        """
+        self.record(name)
+        return StoredTensor(self, name)
+
+    def _get_part(self, name: str, key: Any, out: Any) -> Any:
+        def target(code: str, shape: tuple[int, ...]) -> Any:
+            if out is None:
+                return empty(code, shape, self.returns)
+            if kind_of(out) != (code, shape):
+                kind = kind_of(out)
+                raise ValueError(
+                    f"the part of {name!r} is {code} of shape {shape}; `out` for it is {kind[0]} "
+                    f"of shape {kind[1]}"
+                )
+            return out
+
+        return self._tensors.read_part(name, key, target)
+
+    def _put_part(self, name: str, key: Any, tensor: Any, *, copy: bool) -> None:
+        given = described(name, tensor, storable if copy else describe)
+        has_commits = self.durability is not Durability.NONE
+        self._wait_for_queued((name,))
+        # One at a time: of two parts that share a page or a checksum, each would undo what the
+        # other one wrote. And a commit that began now would keep bytes that change.
+        with self._threads.writing(), self._committing:
+            changed = self._tensors.write_part(name, key, given, has_commits=has_commits)
+            with self._tensors.lock:
+                self._forget_ahead(changed)
+
     def delete(self, name: str) -> None:
         """Forget a tensor. Its space is used again when no commit holds it any more.
 
@@ -259,7 +294,7 @@ class TensorStore:
         with self._tensors.changing() as holdings:
             self._forget_ahead(holdings.unname(name))
 
-    def prefetch(self, names: Iterable[str], *, most_bytes: int = _AHEAD_BYTES) -> None:
+    def prefetch(self, names: Iterable[str], *, most_bytes: int | str = _AHEAD_BYTES) -> None:
         """Begin to read tensors; the next `get` of each, without `out`, finds it read or being
         read.
 
@@ -268,13 +303,12 @@ class TensorStore:
         never got is held until it is replaced or deleted, `forget_prefetched` is called or the
         store is closed.
         """
-        if most_bytes < 0:
-            raise ValueError(f"most_bytes must not be negative, got {most_bytes}")
+        most = byte_count("most_bytes", most_bytes)
         wanted = _named(names)
         self._reader()
         with self._tensors.opened() as holdings:
             self._threads.check_taking()
-            self._ahead.want({name: holdings.record(name).nbytes for name in wanted}, most_bytes)
+            self._ahead.want({name: holdings.record(name).nbytes for name in wanted}, most)
             self._read_on()
 
     def forget_prefetched(self, names: Iterable[str] | None = None) -> None:
@@ -304,12 +338,16 @@ class TensorStore:
 
     # --- without blocking -------------------------------------------------------------------------
 
-    def put_async(self, name: str, tensor: Any) -> StoreFuture[None]:
+    def put_async(self, name: str, tensor: Any, *, copy: bool = False) -> StoreFuture[None]:
         """Begin to put; `tensor` must not change until the future has ended."""
         request = Request(
-            StoreFuture(), partial(self.put, name, tensor), self._put_together, name, tensor
+            StoreFuture(),
+            partial(self.put, name, tensor, copy=copy),
+            self._put_together,
+            name,
+            tensor,
         )
-        request.nbytes = nbytes_at_sight(tensor)
+        request.nbytes, request.copy = nbytes_at_sight(tensor), copy
         return self._writer().put(request, (name,))
 
     def get_async(self, name: str, out: Any = None) -> StoreFuture[Any]:
@@ -639,7 +677,9 @@ class TensorStore:
 
     def _put_together(self, group: Sequence[Request]) -> Sequence[None]:
         """Carry out puts that were begun one after the other as one."""
-        self.put_many({request.name: request.tensor for request in group})
+        given = {request.name: request.tensor for request in group}
+        copied = {request.name: storable(request.tensor) for request in group if request.copy}
+        self._put({**given, **copied}, given, _as_described, self._tensors.holdings.name)
         return (None,) * len(group)
 
     def _get_together(self, group: Sequence[Request]) -> Sequence[Any]:
@@ -716,6 +756,11 @@ class TensorStore:
         self._tensors.check_access()
         self._tensors.io.refuse_if_forked()
         return self._threads
+
+
+def _as_described(tensor: Any) -> Storable:
+    """Return what is stored of a tensor, as `describe` does, or a Scattered as it is."""
+    return tensor if isinstance(tensor, Scattered) else describe(tensor)
 
 
 def _durable(durability: Durability) -> Durability:

@@ -37,7 +37,7 @@ from deepnvme.store.manifest import Record
 from deepnvme.volume.extents import Extent, slices
 from deepnvme.volume.volume import Volume
 
-__all__ = ["Damage", "TensorIO"]
+__all__ = ["Damage", "TensorIO", "check_sums", "fetch", "store"]
 
 _PIECE_BYTES = 8 << 20  # of a large tensor: one is summed while the drives are busy with others
 _LARGE_RUNS = 4  # of each drive
@@ -65,7 +65,7 @@ class TensorIO:
         self._summing = summing
         self._owner = os.getpid()
         queues = set(volume.queues)
-        self._staged = Staged(queues)
+        self.staged = Staged(queues)
         # Large ones neither wait for it nor let small ones wait.
         self._staged_large = Staged(
             queues, runs=_LARGE_RUNS * min(_STAGED_DRIVES, len(volume.queues))
@@ -121,7 +121,7 @@ class TensorIO:
 
         Whoever reads or writes has ended.
         """
-        self._staged.close()
+        self.staged.close()
         self._staged_large.close()
 
     def _write_alone(self, tensor: Storable, taken: list[Extent], pipeline: Pipeline) -> Record:
@@ -135,7 +135,7 @@ class TensorIO:
             )
         # A copy is one step, as all of it is held until its last byte is written, and the next one
         # waits for that.
-        self._store(extents, memory, pipeline.start(memory.nbytes))
+        store(self._volume, extents, memory, pipeline.start(memory.nbytes))
         return Record(
             tensor.code, tensor.shape, extents, checksums_of(memory) if self._summing else None
         )
@@ -153,7 +153,7 @@ class TensorIO:
 
         for start, length in _in_turns(extents, _PIECE_BYTES):
             piece = memory.part(start, length)
-            self._store(slices(extents, start, length), piece, pipeline.start(length))
+            store(self._volume, slices(extents, start, length), piece, pipeline.start(length))
             unsummed.append((start, piece))
             if len(unsummed) > _UNSUMMED:
                 sum_oldest()
@@ -174,14 +174,14 @@ class TensorIO:
         places = [0, *accumulate(extent.end - extent.offset for extent in extents[:-1])]
         stretches = list(_joined(extents, places))
         taken[untaken:] = [stretch for _, stretch in stretches]  # the same space in fewer objects
-        staging = self._staged.take(pipeline)
-        batch = pipeline.start(staging.nbytes, release=partial(self._staged.give, staging))
+        staging = self.staged.take(pipeline)
+        batch = pipeline.start(staging.nbytes, release=partial(self.staged.give, staging))
         described = [tensor.gathered() for _, tensor in group]
         sums = gather(
             staging, places, sizes, [each.memory for each in described], summing=self._summing
         )
         for start, stretch in stretches:
-            self._store((stretch,), staging.part(start, stretch.nbytes), batch)
+            store(self._volume, (stretch,), staging.part(start, stretch.nbytes), batch)
         checksums = [(crc,) for crc in sums] if self._summing else [None] * len(group)
         return {
             index: Record(tensor.code, tensor.shape, (extent,), each)
@@ -227,7 +227,7 @@ class TensorIO:
             batch = pipeline.start(
                 length, land=partial(self._check_piece, name, record, start, piece)
             )
-            self._fetch(slices(extents, start, length), piece, batch)
+            fetch(self._volume, slices(extents, start, length), piece, batch)
 
     def _read_staged(self, name: str, record: Record, memory: Memory, pipeline: Pipeline) -> None:
         extents = record.extents
@@ -242,14 +242,14 @@ class TensorIO:
                 batch = pipeline.start(
                     length, land=partial(self._check_piece, name, record, start, piece)
                 )
-                self._fetch(slices(extents, start, length), piece, batch)
+                fetch(self._volume, slices(extents, start, length), piece, batch)
                 continue
             batch = pipeline.start(
                 staging.nbytes,
                 land=partial(self._land_piece, name, record, start, staging, piece),
                 release=partial(Staged.give, staging),
             )
-            self._fetch(slices(extents, start, length), staging.part(0, length), batch)
+            fetch(self._volume, slices(extents, start, length), staging.part(0, length), batch)
 
     def _land_piece(
         self, name: str, record: Record, start: int, staging: Memory, piece: Memory
@@ -258,11 +258,11 @@ class TensorIO:
         sizes = [min(CHECKSUM_BYTES, piece.nbytes - place) for place in places]
         parts = [piece.part(place, nbytes) for place, nbytes in zip(places, sizes, strict=True)]
         summing = self._summing and record.checksums is not None
-        _check(name, record, start, scatter(staging, places, sizes, parts, summing=summing))
+        check_sums(name, record, start, scatter(staging, places, sizes, parts, summing=summing))
 
     def _check_piece(self, name: str, record: Record, start: int, piece: Memory) -> None:
         if self._summing and record.checksums is not None:
-            _check(name, record, start, checksums_of(piece))
+            check_sums(name, record, start, checksums_of(piece))
 
     def _read_together(
         self,
@@ -271,15 +271,15 @@ class TensorIO:
         target: Callable[[str], Memory],
         pipeline: Pipeline,
     ) -> None:
-        staging = self._staged.take(pipeline)
+        staging = self.staged.take(pipeline)
         memories: list[Memory] = []
         batch = pipeline.start(
             staging.nbytes,
             land=partial(self._land, stretch, wanted, staging, memories),
-            release=partial(self._staged.give, staging),
+            release=partial(self.staged.give, staging),
         )
         whole = Extent(stretch.file, stretch.start, stretch.nbytes)
-        self._fetch((whole,), staging.part(0, whole.nbytes), batch)
+        fetch(self._volume, (whole,), staging.part(0, whole.nbytes), batch)
         memories += [target(piece.what) for piece in stretch.pieces]
 
     def _land(
@@ -293,7 +293,7 @@ class TensorIO:
         sizes = [piece.nbytes for piece in stretch.pieces]
         sums = scatter(staging, places, sizes, memories, summing=self._summing)
         for piece, got in zip(stretch.pieces, sums, strict=False):  # none where none are taken
-            _check(piece.what, wanted[piece.what], 0, (got,))
+            check_sums(piece.what, wanted[piece.what], 0, (got,))
 
     def are_sound(self, wanted: Mapping[str, Record]) -> bool:
         """Read all of these at once; False where something is wrong with one, or nothing was
@@ -322,7 +322,7 @@ class TensorIO:
             for index, (start, length) in enumerate(_pieces(record.nbytes, _PIECE_BYTES)):
                 piece = buffers[index % 2].part(0, length)
                 under_way.append((start, piece, Batch()))
-                self._fetch(slices(record.extents, start, length), piece, under_way[-1][2])
+                fetch(self._volume, slices(record.extents, start, length), piece, under_way[-1][2])
                 if len(under_way) > 1:
                     yield from self._damage_of(name, record, *under_way.popleft())
             while under_way:
@@ -347,15 +347,20 @@ class TensorIO:
         for at, nbytes in _differing(record, start, checksums_of(piece)):
             yield Damage(name, at, nbytes, "these are not the bytes that were put")
 
-    # --- one extent at a time: a queue may have room for no more ----------------------------------
 
-    def _fetch(self, extents: Iterable[Extent], memory: Memory, batch: Batch) -> None:
-        for extent, part in _parts(extents, memory):
-            batch.futures += once_there_is_room(partial(self._volume.pread, (extent,), part))
+# One extent at a time: a queue may have room for no more.
 
-    def _store(self, extents: Iterable[Extent], memory: Memory, batch: Batch) -> None:
-        for extent, part in _parts(extents, memory):
-            batch.futures += once_there_is_room(partial(self._volume.pwrite, (extent,), part))
+
+def fetch(volume: Volume, extents: Iterable[Extent], memory: Memory, batch: Batch) -> None:
+    """Begin to fill memory from the extents, one after the other."""
+    for extent, part in _parts(extents, memory):
+        batch.futures += once_there_is_room(partial(volume.pread, (extent,), part))
+
+
+def store(volume: Volume, extents: Iterable[Extent], memory: Memory, batch: Batch) -> None:
+    """Begin to write memory to the extents, one after the other."""
+    for extent, part in _parts(extents, memory):
+        batch.futures += once_there_is_room(partial(volume.pwrite, (extent,), part))
 
 
 def _parts(extents: Iterable[Extent], memory: Memory) -> Iterator[tuple[Extent, Memory]]:
@@ -443,6 +448,11 @@ def _differing(record: Record, start: int, sums: Sequence[int]) -> Iterator[tupl
             yield at, min(CHECKSUM_BYTES, record.nbytes - at)
 
 
-def _check(name: str, record: Record, start: int, sums: Sequence[int]) -> None:
+def check_sums(name: str, record: Record, start: int, sums: Sequence[int]) -> None:
+    """Compare the checksums of the bytes from `start` on with those that were put.
+
+    Raises:
+        ChecksumError: they differ.
+    """
     for at, nbytes in _differing(record, start, sums):
         raise ChecksumError(name, at, nbytes)

@@ -19,13 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
-from deepnvme.choices import chosen
+from deepnvme.choices import as_bytes, byte_count, chosen
 from deepnvme.errors import ClosedError, ForkedError, VolumeError, VolumeFullError
 from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.queue.future import IOFuture
@@ -35,8 +35,9 @@ from deepnvme.sizes import PAGE, whole_pages
 from deepnvme.volume.extents import Extent, SpaceMap
 from deepnvme.volume.member import MEASURED_BYTES, Access, Header, MemberFile, measure_rates
 
-__all__ = ["Member", "MemberStats", "Volume"]
+__all__ = ["Member", "MemberStats", "Members", "Volume"]
 
+_Directory: TypeAlias = "Member | str | os.PathLike[str]"
 _Verb = Callable[[MemberFile, Memory, int], IOFuture[int]]
 
 _LARGEST = (1 << 63) - 2 * PAGE  # what a file can hold beside the header
@@ -56,7 +57,11 @@ class Member:
     path: str | os.PathLike[str]
     queue: IOQueue | None = None
     rate: float | None = None
-    capacity: int | None = None
+    capacity: int | str | None = None
+
+
+Members: TypeAlias = "_Directory | Iterable[_Directory]"
+"""One directory, or several, one per drive."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +122,8 @@ class Volume:
     @classmethod
     def create(
         cls,
-        members: Iterable[Member | str | os.PathLike[str]],
-        capacity: int | None = None,
+        members: Members,
+        capacity: int | str | None = None,
         *,
         queue: IOQueue | None = None,
     ) -> Volume:
@@ -135,8 +140,8 @@ class Volume:
     @classmethod
     def temporary(
         cls,
-        members: Iterable[Member | str | os.PathLike[str]],
-        capacity: int | None = None,
+        members: Members,
+        capacity: int | str | None = None,
         *,
         queue: IOQueue | None = None,
     ) -> Volume:
@@ -154,7 +159,7 @@ class Volume:
     @classmethod
     def open(
         cls,
-        members: Iterable[Member | str | os.PathLike[str]],
+        members: Members,
         *,
         access: Access = Access.WRITE,
         queue: IOQueue | None = None,
@@ -335,7 +340,7 @@ class Volume:
             for part in self._parts:
                 batch.futures.append(once_there_is_room(part.member.file.sync))
 
-    def grow(self, nbytes: int) -> None:
+    def grow(self, nbytes: int | str) -> None:
         """Reserve so many bytes more on the drives, split in the ratio of the members' speeds.
 
         Durable at once.
@@ -345,9 +350,8 @@ class Volume:
         Raises:
             VolumeError: a drive has no such room; nothing has changed.
         """
-        if nbytes < 1:
-            raise ValueError(f"a volume grows by at least one byte; got {nbytes}")
-        self.grow_members(_shared_out(nbytes, self.rates))
+        more = byte_count("the bytes that a volume grows by", nbytes, 1)
+        self.grow_members(_shared_out(more, self.rates))
 
     def grow_members(self, sizes: Sequence[int]) -> None:
         """Reserve so many bytes more on the drive of each member, in order, in whole pages; of some
@@ -591,12 +595,13 @@ class Volume:
 
 
 def _made(
-    members: Iterable[Member | str | os.PathLike[str]],
-    capacity: int | None,
+    members: Members,
+    capacity: int | str | None,
     queue: IOQueue | None,
     make: Callable[[Path], MemberFile],
 ) -> Volume:
     specs = _specs(members)
+    capacity = None if capacity is None else as_bytes(capacity)
     _check_asked(specs, capacity)
     with ExitStack() as undo:
         own = _own_queue(specs, queue, undo)
@@ -623,13 +628,21 @@ def _made(
     return volume
 
 
-def _specs(members: Iterable[Member | str | os.PathLike[str]]) -> list[Member]:
-    if isinstance(members, (str, os.PathLike)):
-        raise TypeError(f"members is a list of directories; got {members!r}")
-    specs = [member if isinstance(member, Member) else Member(member) for member in members]
+def _specs(members: Members) -> list[Member]:
+    if isinstance(members, (str, os.PathLike, Member)):
+        members = [members]
+    specs = [_spec(member) for member in members]
     if not specs:
         raise ValueError("a volume has at least one member; got none")
     return specs
+
+
+def _spec(member: _Directory) -> Member:
+    if not isinstance(member, Member):
+        return Member(member)
+    if isinstance(member.capacity, str):
+        return replace(member, capacity=as_bytes(member.capacity))
+    return member
 
 
 def _check_apart(specs: Sequence[Member]) -> None:
@@ -679,7 +692,7 @@ def _rates(
     if given or len(specs) == 1:
         return given or (1.0,)
     smallest = (
-        min(spec.capacity for spec in specs if spec.capacity)
+        min(as_bytes(spec.capacity) for spec in specs if spec.capacity)
         if capacity is None
         else capacity // len(specs)
     )
@@ -692,7 +705,7 @@ def _rates(
 def _capacities(specs: Sequence[Member], rates: Sequence[float], capacity: int | None) -> list[int]:
     """Return the bytes for use of each member, in whole pages."""
     if capacity is None:
-        return [whole_pages(spec.capacity or 0) for spec in specs]
+        return [whole_pages(as_bytes(spec.capacity or 0)) for spec in specs]
     return _shared_out(capacity, rates)
 
 

@@ -72,7 +72,7 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
                 asked=nbytes,
                 free=free,
                 limit=total,
-                change="let the host budget fit this machine",
+                change="lower the budget's host to what this machine has",
             ) from error
 
     def free(self, buffer: Buffer) -> None:

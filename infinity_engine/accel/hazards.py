@@ -47,11 +47,11 @@ class Footprint:
 def carry_out_copy(copy: Copy, unordered: Sequence[Footprint]) -> None:
     """Copy the bytes; those that an unordered copy writes, here or at the source, arrive as NaN."""
     copy.target.copy_(copy.source)
-    for mine in (_addresses(copy.source), _addresses(copy.target)):
+    for own in (_addresses(copy.source), _addresses(copy.target)):
         for other in unordered:
-            start, stop = max(mine.start, other.writes.start), min(mine.stop, other.writes.stop)
+            start, stop = max(own.start, other.writes.start), min(own.stop, other.writes.stop)
             if start < stop:
-                copy.target[start - mine.start : stop - mine.start].fill_(NAN_BYTE)
+                copy.target[start - own.start : stop - own.start].fill_(NAN_BYTE)
 
 
 # [Note: why no host memory is filled in passing] While a work is carried out, the targets of

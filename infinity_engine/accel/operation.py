@@ -124,7 +124,7 @@ class Operation(Event):
     def action(self) -> Action:
         """What it does, until it has ended."""
         if self._action is None:
-            raise RuntimeError(f"{self.name} has ended: what it did is forgotten")
+            raise RuntimeError(f"{self.name} has ended and keeps no record of its action")
         return self._action
 
     def inherited(self) -> Failure | None:
@@ -142,8 +142,8 @@ class Operation(Event):
             return previous.failure
         for other in self._after:
             if other.failure is not None:
-                # Named although the host knew: to be told once more, and what follows in the stream
-                # fails until then.
+                # Named in `after` although the host knew: reported once more, and operations behind
+                # this one in its stream fail until then.
                 known = other.failure.was_reported_before(self.number)
                 return Failure(other.failure.error) if known else other.failure
         return None

@@ -75,7 +75,7 @@ def building(
     """
     if _open() is not None:
         raise RuntimeError(
-            "an init_context is open in this thread already: build the whole model in one `with "
+            "An init_context is open in this thread already: build the whole model in one `with "
             "init_context(...)`"
         )
     with ExitStack() as failed:

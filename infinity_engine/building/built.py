@@ -89,12 +89,12 @@ class BuiltModel:
         With several ranks, this rank reads its own shard; element 0 is the shard's first.
         """
         spec = self.spec_of(parameter)
-        mine = (
+        own_numel = (
             parameter.numel()
             if spec is None or self.ranks is None
             else spec.shards[self.ranks.shards.rank].numel
         )
-        self._check_within(parameter, mine, first_element, values)
+        self._check_within(parameter, own_numel, first_element, values)
         self._records.read_into(parameter, first_element, values)
 
     def spec_of(self, parameter: torch.Tensor) -> ShardSpec | None:
@@ -200,10 +200,9 @@ class BuiltModel:
             or values.dim() != 1
         ):
             raise ValueError(
-                f"elements {first_element} to {last} as a tensor of shape {tuple(values.shape)} "
-                f"and {values.dtype}: "
-                f"expected a flat one of {parameter.dtype}, within the {numel} elements of the "
-                "parameter"
+                f"cannot read elements {first_element} to {last} into a tensor of shape "
+                f"{tuple(values.shape)} and {values.dtype}: expected a flat one of "
+                f"{parameter.dtype}, within the {numel} elements of the parameter"
             )
 
     def _check_room(self, parameters: Iterable[torch.Tensor]) -> None:

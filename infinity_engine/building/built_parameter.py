@@ -64,11 +64,11 @@ class BuiltParameter:
         """Whether a reference here keeps it alive."""
         return self._kept is not None
 
-    def keep(self) -> None:
+    def keep_reference(self) -> None:
         """Keep the parameter alive by a reference, if it still is."""
         self._kept = self.parameter
 
-    def let_go(self) -> None:
+    def drop_reference(self) -> None:
         """Drop that reference: the parameter lives only as long as other code has it."""
         self._kept = None
 
@@ -190,6 +190,7 @@ class BuiltParameter:
         """
         with plainly():
             storage = parameter.untyped_storage()
+            # As bytes, because NaN is not equal to itself.
             if self.shown() is storage and torch.equal(
                 _raw(storage), _raw(absent(parameter).untyped_storage())
             ):
@@ -207,9 +208,9 @@ class BuiltParameter:
         with plainly():
             values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
             swap.read(self.place, memory_of(values, writable=True), what=self.name).wait()
-            self.give(parameter, values)
+            self.set_values(parameter, values)
 
-    def give(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+    def set_values(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """Let the parameter show `values`, which are in the order of its dimensions, with its own
         strides.
         """

@@ -20,7 +20,7 @@ from deepnvme.memory.buffers import memory_of
 from deepnvme.sizes import PAGE
 from infinity_engine.building.built_parameter import BuiltParameter, is_plain, nbytes_of, plainly
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.memory import Ledger, return_freed_memory
+from infinity_engine.memory import FreedMemory, Ledger, return_freed_memory
 from infinity_engine.partition import ShardSpec
 from infinity_engine.plan import Tier
 from infinity_engine.storage import Place, SwapFile
@@ -66,7 +66,7 @@ class BuiltParameters:
         self._gone: deque[tuple[int, BuiltParameter]] = deque()
         # by address
         self._shown: dict[int, tuple[weakref.ref[torch.UntypedStorage], BuiltParameter]] = {}
-        self._freed = 0  # bytes since freed memory last went back to the system
+        self._freed = FreedMemory(_RETURNED)
         self._new = 0  # parameters added since unreferenced ones were last looked for
         free = ledger.free(Tier.HOST)
         self._cache = free // CACHE_PART if cache is None else cache
@@ -92,7 +92,7 @@ class BuiltParameters:
         if parameter in self or not is_plain(parameter):
             return
         self.revive(parameter)
-        self._add(parameter, BuiltParameter(parameter, name)).keep()
+        self._add(parameter, BuiltParameter(parameter, name)).keep_reference()
         with self._using([parameter]):
             self._note(parameter)
 
@@ -129,7 +129,7 @@ class BuiltParameters:
     def drop_unreferenced(self) -> None:
         """Drop the references that keep parameters alive: the model is built."""
         for record in self._records.values():
-            record.let_go()
+            record.drop_reference()
         self._bury()
 
     def forget(self, parameter: torch.Tensor) -> None:
@@ -387,15 +387,8 @@ class BuiltParameters:
         self._remember_shown(record)
         del self._here[id(parameter)]
         self._host.release(held)
-        self._has_freed(held)
+        self._freed.freed(held)
         return True
-
-    def _has_freed(self, nbytes: int) -> None:
-        """Return freed memory to the system, where it is worth the call."""
-        self._freed += nbytes
-        if self._freed >= _RETURNED:
-            return_freed_memory()
-            self._freed = 0
 
     @contextmanager
     def _copying(self, parameter: torch.Tensor) -> Iterator[None]:
@@ -486,8 +479,8 @@ class BuiltParameters:
         for number, record in self._records.items():
             own = 1 if record.is_absent else 0
             if record.is_kept and number not in self._in_use and shown[id(record)] == own:
-                record.let_go()
-                record.keep()
+                record.drop_reference()
+                record.keep_reference()
         self._bury()
 
     def _bury(self) -> None:

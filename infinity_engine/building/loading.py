@@ -143,7 +143,7 @@ def load(
             ranks.collectives.agree("the end of loading")
         # An interrupt in the midst would leave half of the model without values.
         with HeldSignals():
-            _give(targets, values, failed)
+            _install(targets, values, failed)
             for target, place in zip(targets, places, strict=True):
                 if target.spec is not None:
                     assert isinstance(records, ShardedParameters), "there are several ranks"
@@ -155,7 +155,7 @@ def load(
             built.guard(
                 module
                 for module in model.modules()
-                if any(mine in records for mine in module.parameters())
+                if any(parameter in records for parameter in module.parameters())
             )
             failed.pop_all()
     return built
@@ -184,7 +184,7 @@ def _targets(model: torch.nn.Module, found: Mapping[str, _Source], where: str) -
     ]
     unexpected = [name for name in found if name not in named]
     if missing or unexpected:
-        said = [
+        differences = [
             f"{len(those)} {what}: {_listed(those)}"
             for what, those in (
                 ("missing", missing),
@@ -194,7 +194,7 @@ def _targets(model: torch.nn.Module, found: Mapping[str, _Source], where: str) -
         ]
         raise ConfigError(
             field=f"tensors in {where}",
-            value="; ".join(said),
+            value="; ".join(differences),
             expected="exactly the tensors of the model",
         )
     targets = []
@@ -315,8 +315,8 @@ def _agree(ranks: Ranks, targets: Sequence[_Target]) -> None:
     for target in targets:
         entries.setdefault(target.source.path, {})[target.source.name] = str(target.source.entry)
     headers = {
-        path.name: crc32c(json.dumps(said, sort_keys=True).encode())
-        for path, said in entries.items()
+        path.name: crc32c(json.dumps(tensors, sort_keys=True).encode())
+        for path, tensors in entries.items()
     }
     ranks.agree_on(
         "the files of values",
@@ -503,7 +503,7 @@ def _read(target: _Target, file: File) -> torch.Tensor:
 # --- the model ------------------------------------------------------------------------------------
 
 
-def _give(targets: Sequence[_Target], values: Sequence[torch.Tensor], failed: ExitStack) -> None:
+def _install(targets: Sequence[_Target], values: Sequence[torch.Tensor], failed: ExitStack) -> None:
     """Give the model's tensors, which stay the same objects, these values; `failed` takes them
     back.
     """

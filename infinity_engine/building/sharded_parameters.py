@@ -123,7 +123,7 @@ class ShardedParameters(BuiltParameters):
                 finally:
                     self._host.release(taken)
                 self._note(parameter)
-                self._has_freed(beside)
+                self._freed.freed(beside)
             yield
             for parameter in parameters:
                 self._note(parameter)
@@ -217,13 +217,13 @@ class ShardedParameters(BuiltParameters):
             record.check_untouched(parameter)
         values = self._gathered(record, parameter)
         if record.is_absent:
-            record.give(parameter, values.view(parameter.shape))
+            record.set_values(parameter, values.view(parameter.shape))
 
     def _gathered(self, record: BuiltParameter, parameter: torch.Tensor) -> torch.Tensor:
         """Return the whole values, flat, in new memory."""
         assert record.part is not None, "what is away was cut"
-        # The device is said for those who make buffers within: the body may have another one as
-        # torch's default.
+        # The context's body may have set another default device, on which the gather would make
+        # its own buffers.
         with plainly(), torch.device("cpu"):
             shard = torch.empty(record.part.numel, dtype=parameter.dtype)
             self.read_into(parameter, 0, shard)

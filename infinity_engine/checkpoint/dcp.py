@@ -50,14 +50,13 @@ def open_dcp(
         UnsupportedCheckpoint: it has no state dict of a model, or parts are compressed.
         DamagedCheckpoint: a file is not what torch.distributed.checkpoint writes.
     """
-    reading = _Reading(path, files)
     try:
-        nested = reading.nested()
+        nested = _Reading(path, files).nested()
+        return checkpoint_of(path, "torch.distributed.checkpoint", nested, names=names)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as flaw:
         raise DamagedCheckpoint(
             path=str(path), entry=METADATA, flaw=f"it misses what torch writes: {flaw!r:.200}"
         ) from None
-    return checkpoint_of(path, "torch.distributed.checkpoint", nested, names=names)
 
 
 class _Reading:
@@ -95,6 +94,8 @@ class _Reading:
             raise self._unsupported(name, f"it is of the dtype {dtype}")
         shape = tuple(fields["size"])
         blocks = tuple(self._blocks(name, fields["chunks"]))
+        if len(blocks) == 1 and blocks[0].array.shape == shape:
+            return blocks[0].array
         return WholeTensor(code, shape, blocks)
 
     def _blocks(self, name: str, chunks: Sequence[Any]) -> Iterator[Block]:

@@ -112,6 +112,11 @@ class SavedArray:
         """How many elements it has."""
         return math.prod(self.shape)
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file on the drive, and the byte of it where the first element is."""
+        return str(self.file.path), self.file.start + self.offset
+
     def values(self) -> bytes:
         """Return the bytes of a small tensor that is one run."""
         return self.file.read(self.offset, self.numel * ITEMSIZES[self.dtype])
@@ -186,7 +191,7 @@ class TorchFile:
     ) -> None:
         self.path = path
         self._files = files
-        self._start = start
+        self.start = start
         try:
             found = os.fstat(files.descriptor(path)).st_size
         except FileNotFoundError:
@@ -233,7 +238,7 @@ class TorchFile:
         while done < len(into):
             try:
                 descriptor = self._files.descriptor(self.path)
-                count = os.preadv(descriptor, [into[done:]], self._start + offset + done)
+                count = os.preadv(descriptor, [into[done:]], self.start + offset + done)
             except OSError as problem:
                 raise self.flaw(str(problem)) from None
             if not count:

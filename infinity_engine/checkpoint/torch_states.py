@@ -55,8 +55,12 @@ def open_torch(
             whose.
         DamagedCheckpoint: it is no file of torch.save.
     """
-    content = TorchFile(files, path).content()
-    return checkpoint_of(path, "torch.save", content, names=names)
+    file = TorchFile(files, path)
+    content = file.content()
+    try:
+        return checkpoint_of(path, "torch.save", content, names=names)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as flaw:
+        raise file.flaw(f"its state dicts are not as torch makes them: {flaw!r:.200}") from None
 
 
 def checkpoint_of(
@@ -218,6 +222,9 @@ class _Reading:
                 f"its optimizer has a parameter {shown(missing[0])} that its model does not have",
                 "check the names that you passed",
             )
+        fresh = [name for number, name in zip(ids, names, strict=True) if not state.get(number)]
+        if state and fresh:
+            self._left.append(f"states of {', '.join(fresh[:5])}: they have none, and begin anew")
         whose = {
             name: self._with_step(state.get(number, {}), groups)
             for number, name in zip(ids, names, strict=True)
@@ -346,10 +353,8 @@ def _identity(tensor: WholeTensor) -> object:
     """Return what is the same for two names of one tensor."""
     if not math.prod(tensor.shape):
         return id(tensor)
-    return tuple(
-        (str(block.array.file.path), block.array.offset, block.array.strides, block.offsets)
-        for block in tensor.blocks
-    ), tensor.shape
+    places = [(block.array.place, block.array.strides, block.offsets) for block in tensor.blocks]
+    return tuple(places), tensor.shape
 
 
 def _in_order(

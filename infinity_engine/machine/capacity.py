@@ -119,7 +119,7 @@ def _free_bytes(directory: str) -> int:
             return shutil.disk_usage(directory).free
     except OSError as error:
         expected = (
-            f"a directory to use ({error.strerror}): make it, or mount the drive that it should be "
-            "on"
+            f"a directory that can be used ({error.strerror}): make it, or mount the drive that "
+            "it should be on"
         )
         raise ConfigError(field="Budget.nvme", value=directory, expected=expected) from error

@@ -47,6 +47,7 @@ def divide_cores(
     for rank, cores in enumerate(allowed):
         for core in cores:
             users[core] = (*users.get(core, ()), rank)
+    # Cores that the same ranks may use are one run, dealt out together.
     runs: dict[tuple[int, ...], list[int]] = {}
     for core in sorted(users, key=lambda core: (place.get(core, len(place)), core)):
         runs.setdefault(users[core], []).append(core)
@@ -92,6 +93,8 @@ def _shares(
     """
     sharing: set[int] = set()
     crowded: set[int] = set()
+    # Ranks that share may crowd all cores of another rank, which then shares as well: until none is
+    # left.
     while more := {
         rank for rank, cores in enumerate(own) if rank not in sharing and crowded.issuperset(cores)
     }:

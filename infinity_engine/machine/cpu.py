@@ -89,6 +89,7 @@ def _cgroup_quotas(roots: SystemRoots) -> Iterator[float]:
         if quota is None:  # version 2 writes both into one file
             both = re.match(r"(\d+) (\d+)", read_kernel_file(directory / "cpu.max"))
             quota, period = (int(both[1]), int(both[2])) if both else (None, None)
+        # Version 1 writes -1 where there is no quota.
         if quota is not None and period and quota > 0:
             yield quota / period
 

@@ -126,6 +126,7 @@ def _about_gpus(machine: Machine) -> Iterator[Finding]:
             "https://pytorch.org/get-started/locally",
         )
     if machine.packages.cupy is None:
+        # The wheel of cupy has to be of torch's CUDA version.
         extra = "cuda12" if build is not None and (build.cuda or "").startswith("12.") else "cuda"
         yield weak(
             "cupy-missing",

@@ -144,6 +144,7 @@ class _MemoryInfo(ctypes.Structure):
     )
 
 
+# The layout of nvmlPciInfo_t, version 3.
 class _PciInfo(ctypes.Structure):
     _fields_ = (
         ("bus_id_legacy", ctypes.c_char * 16),
@@ -168,6 +169,7 @@ class _Nvml:
         """Call `function`, raising _NvmlError for any status but success."""
         try:
             entry = getattr(self._library, function)
+        # A driver that is older than the function.
         except AttributeError:
             raise _NvmlError(f"it has no {function}") from None
         status = entry(*arguments)
@@ -207,6 +209,7 @@ def _load(libraries: Sequence[str]) -> ctypes.CDLL | None:
 @contextmanager
 def _session(library: ctypes.CDLL) -> Iterator[_Nvml]:
     nvml = _Nvml(library)
+    # NVML counts its users: each init needs one shutdown.
     nvml.call("nvmlInit_v2")
     try:
         yield nvml

@@ -80,6 +80,7 @@ def _torch_build(torch: metadata.Distribution) -> TorchBuild | None:
         tree = ast.parse(Path(str(torch.locate_file("torch/version.py"))).read_text())
     except (OSError, SyntaxError, ValueError):
         return None
+    # version.py assigns `cuda` with or without an annotation, depending on torch's version.
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         names = [target.id for target in targets if isinstance(target, ast.Name)]

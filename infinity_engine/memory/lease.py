@@ -143,7 +143,8 @@ class Lease:
         view = getattr(self.backing, "view", None)
         if not isinstance(view, memoryview):
             raise TypeError(
-                f"the lease of {self.holder} is of {self.tier.name} memory: I/O needs HOST"
+                f"the lease of {self.holder} is {self.tier.name} memory, which no I/O can reach. "
+                "Lease from a pool of HOST"
             )
         return view
 
@@ -184,7 +185,8 @@ class Lease:
             # [Note: what the collector may do]
             self._lessor._dropped.append((backing, self._events))
             warnings.warn(
-                f"the lease of {self.holder} ({self.nbytes} B) was dropped without being closed",
+                f"the lease of {self.holder} ({self.nbytes} B) was dropped without close(). Close "
+                "each lease, or use it as a context manager",
                 ResourceWarning,
                 stacklevel=2,
                 source=self,
@@ -260,8 +262,8 @@ class Lessor(ABC):
             with self._lock:
                 if self._ending:
                     raise RuntimeError(
-                        f"{self.reservation.holder} is closed: {holder} cannot have {nbytes} B of "
-                        "it"
+                        f"{self.reservation.holder} is closed and cannot lease {nbytes} B to "
+                        f"{holder}. Lease from a pool before close()"
                     )
                 self._catch_up()
                 # The others are looked at when there is no room: there may be thousands.

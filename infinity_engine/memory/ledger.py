@@ -105,7 +105,7 @@ class _Books:
         """
         while self.late:
             reservation, nbytes = self.late.popleft()
-            reservation._take_off(nbytes)
+            reservation._subtract(nbytes)
 
 
 class Reservation:
@@ -154,7 +154,7 @@ class Reservation:
             self._books.count_late()
             if self._closed:
                 raise RuntimeError(
-                    f"the reservation of {self.holder} is closed: nothing can be held within it"
+                    f"the reservation of {self.holder} is closed. Hold bytes only before close()"
                 )
             if self._held + nbytes > self.nbytes:
                 raise CapacityError(
@@ -181,7 +181,9 @@ class Reservation:
         with self._books.lock:
             self._books.count_late()
             if self._closed:
-                raise RuntimeError(f"the reservation of {self.holder} is closed: it cannot grow")
+                raise RuntimeError(
+                    f"the reservation of {self.holder} is closed and cannot grow. Reserve again"
+                )
             self._account.check(nbytes, self.holder)
             self.nbytes += nbytes
             self._account.promise_more(nbytes)
@@ -214,7 +216,7 @@ class Reservation:
                 raise ValueError(
                     f"{self.holder} holds {self._held} B and cannot release {nbytes} B"
                 )
-            self._take_off(nbytes)
+            self._subtract(nbytes)
 
     def release_soon(self, nbytes: int) -> None:
         """Count `nbytes`, which must be held, as no longer in use when an account is read next.
@@ -223,12 +225,12 @@ class Reservation:
         # Appending is one step, so the collector may run this in the midst of any other method.
         self._books.late.append((self, nbytes))
 
-    def _take_off(self, nbytes: int) -> None:
+    def _subtract(self, nbytes: int) -> None:
         self._held -= nbytes
         self._account.hold(-nbytes)
         # A closed reservation ends its promise byte by byte, as what is in use is released.
         if self._closed:
-            self._give_back(nbytes)
+            self._end_promise(nbytes)
 
     def _check(self, nbytes: int, what: str) -> None:
         if nbytes < 0:
@@ -242,9 +244,9 @@ class Reservation:
             self._books.count_late()
             if not self._closed:
                 self._closed = True
-                self._give_back(self.nbytes - self._held)
+                self._end_promise(self.nbytes - self._held)
 
-    def _give_back(self, nbytes: int) -> None:
+    def _end_promise(self, nbytes: int) -> None:
         self.nbytes -= nbytes
         self._account.promise_more(-nbytes)
         if not self.nbytes:

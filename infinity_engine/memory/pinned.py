@@ -292,7 +292,9 @@ class _PoolBytes:
     @property
     def view(self) -> memoryview:
         if self._view is None:
-            raise RuntimeError("this memory went back to its pool")
+            raise RuntimeError(
+                "this memory has gone back to its pool: use it only while its lease is open"
+            )
         return self._view
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:

@@ -99,6 +99,7 @@ class CudaKernels:
         return sums
 
     def _grid(self, threads: int) -> int:
+        # The kernels loop over what one grid does not cover.
         return max(1, min(-(-threads // _THREADS), self._most_blocks))
 
 

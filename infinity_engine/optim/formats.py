@@ -95,6 +95,7 @@ class Formats:
         return (2 if self.master is Master.SPLIT else 4) + state_count * self.state_format.nbytes
 
 
+# By name, so that torch need not be imported.
 _DTYPES = MappingProxyType(
     {
         "float32": FloatFormat.FP32,
@@ -131,6 +132,7 @@ class Values:
         Raises:
             ConfigError: its dtype is none of the formats, or it is not contiguous.
         """
+        # numpy's arrays have no data_ptr.
         is_tensor = hasattr(values, "data_ptr")
         found = _format_of(values.dtype) if format is None else format
         if found is None or values.dtype.itemsize != found.nbytes:

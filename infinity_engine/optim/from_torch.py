@@ -49,6 +49,7 @@ def _rule(rule: type[Rule], options: tuple[str, ...], group: Mapping[str, Any]) 
             value=True,
             expected="False: the engine's updates are not part of an autograd graph",
         )
+    # Newer versions of torch make AdamW of Adam with this option.
     if rule is Adam and group.get("decoupled_weight_decay"):
         rule = AdamW
     return rule(**{name: _plain(group[name]) for name in options if name in group})

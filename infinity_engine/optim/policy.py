@@ -104,7 +104,7 @@ class Limits:
                 subgroup has.
         """
         if plan.parameters is not self.parameters:
-            expected = f"{self.parameters.name}, as the limits say"
+            expected = f"{self.parameters.name}, the tier that the limits name"
             raise ConfigError(
                 field="StepPlan.parameters", value=plan.parameters.name, expected=expected
             )
@@ -195,6 +195,7 @@ class OffloadPolicy:
 
 
 def _ordered(subgroups: Sequence[SubgroupSpec]) -> tuple[SubgroupSpec, ...]:
+    # By index where several are first used together: plans must not depend on the caller's order.
     return tuple(sorted(subgroups, key=lambda subgroup: (subgroup.first_use, subgroup.index)))
 
 
@@ -334,7 +335,9 @@ class PlanDraft:
                 self._set_bytes, self._limits.staging_bytes, holder="a staging set", change=change
             )
             raise ConfigError(
-                field="Limits.staging_sets", value=0, expected="1 or more where subgroups visit"
+                field="Limits.staging_sets",
+                value=0,
+                expected=("1 or more where subgroups visit the device"),
             )
         loaded = self._load(subgroup)
         staging = self._visits % len(self._left)
@@ -390,6 +393,8 @@ class PlanDraft:
             )
         buffer = self._loads % len(self._stored)
         occupant = self._occupants.get(buffer)
+        # A subgroup is stored after its upload, which has to be in the plan before its buffer is
+        # reused.
         made_way = () if occupant is None else self.upload_parameters(occupant)
         before = self._stored[buffer]
         self._occupants[buffer] = subgroup

@@ -76,6 +76,7 @@ def power(base: float, exponent: int) -> float:
     """Return `base` to the power of a whole number, by squaring and multiplying: the same bits on
     every machine.
     """
+    # math.pow may differ between C libraries; multiplications do not.
     result = 1.0
     while exponent:
         if exponent & 1:

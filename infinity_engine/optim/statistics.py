@@ -57,8 +57,8 @@ class GradientSums:
         blocks = self._blocks[parameter]
         if inside or first + len(sums) > len(blocks):
             expected = (
-                f"pieces of whole blocks of {_native.NORM_BLOCK}, of {self._numels[parameter]} "
-                "elements"
+                f"pieces that begin at a multiple of {_native.NORM_BLOCK} and end within the "
+                f"{self._numels[parameter]} elements"
             )
             raise ConfigError(
                 field=f"gradient {parameter}", value=(first_element, len(sums)), expected=expected

@@ -287,6 +287,7 @@ def rounding_key(seed: int, parameter: int, step: int) -> int:
     the three).
     """
     key = 0
+    # The constants are SplitMix64's.
     for part in (seed, parameter, step):
         key = (key + part + 0x9E3779B97F4A7C15) % 2**64
         key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9 % 2**64

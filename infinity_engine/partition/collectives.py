@@ -219,6 +219,7 @@ class _Groups:
                     wire.into, wire.mine, received, sent, group=group, async_op=True
                 )
             )
+        # torch numbers the sender in the world, not in the group.
         owner = dist.get_global_rank(group, wire.owner)
         return _Torch(dist.broadcast(wire.buffer, owner, group=group, async_op=True))
 
@@ -586,6 +587,7 @@ class Collectives:
             if not width:
                 payloads.extend(b"" for _ in nbytes)
                 return ()
+            # Padded to the longest: an all-gather takes as many bytes from each rank.
             mine = torch.zeros(width, dtype=torch.uint8)
             if len(payload):
                 mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
@@ -645,7 +647,7 @@ class Collectives:
         if self._under_way and self._failure is None:
             pending = self._under_way[0]
             self._end_all(
-                self._error(pending.op, "it was under way when this rank closed the group")
+                self._error(pending.op, "this rank closed the group while it was under way")
             )
         self._channel.close()
 
@@ -667,6 +669,7 @@ class Collectives:
     def _wait_until(self, reached: Callable[[], bool], pending: Pending) -> None:
         since = time.monotonic()
         while True:
+            # All sequences: another rank may need one of them before it comes to this collective.
             for sequence in self._related.sequences:
                 sequence.poll()
             if reached():
@@ -882,6 +885,7 @@ class Collectives:
 def _brief(error: BaseException) -> str:
     """Return the first line of an error's text, without the place in torch's sources."""
     lines = str(error).strip().splitlines()
+    # torch begins its texts with the source line: [file.cpp:123].
     return re.sub(r"^\[\S+:\d+\] ", "", lines[0])[:200] if lines else type(error).__name__
 
 

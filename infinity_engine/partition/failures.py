@@ -206,7 +206,8 @@ def _in_words(
             else f"ranks {', '.join(map(str, missing))} have"
         )
         parts.append(
-            f"{ranks} not answered for {patience_s:g} s: dead, or busy with something else"
+            f"{ranks} not answered for {patience_s:g} s: it has died, or its program is busy "
+            "elsewhere"
         )
     return [*parts, *(f"rank {rank} {text}" for rank, text in reports.items())]
 

@@ -65,4 +65,4 @@ def disagreement(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
         f"{headers[places[0]].key.hex()[:8]})"
         for places in groups.values()
     ]
-    return f"the ranks do not do the same; {'; '.join(actions)}"
+    return f"the ranks have started different collectives; {'; '.join(actions)}"

@@ -38,6 +38,7 @@ class ShardSpec:
 
     def __post_init__(self) -> None:
         block, at = _native.NORM_BLOCK, 0
+        # Without gaps and overlaps, cut at blocks, and to the last element.
         for shard in self.in_order():
             if shard.first_element != at or shard.numel < 0 or at % block:
                 self._refuse()
@@ -106,17 +107,13 @@ class Partitioner:
             raise ConfigError(field="numel", value=numel, expected="0 or more")
         poorest_first = sorted(range(len(self._owned)), key=lambda rank: self._owned[rank])
         if self._partitioning is Partitioning.BROADCAST:
-            shards = self._whole(numel, poorest_first[0])
+            shards = [Shard(0, 0)] * len(self._owned)
+            shards[poorest_first[0]] = Shard(0, numel)
         else:
             shards = self._pieces(numel, poorest_first)
         for rank, shard in enumerate(shards):
             self._owned[rank] += shard.numel
         return ShardSpec(numel, tuple(shards))
-
-    def _whole(self, numel: int, owner: int) -> list[Shard]:
-        return [
-            Shard(0, numel) if rank == owner else Shard(0, 0) for rank in range(len(self._owned))
-        ]
 
     # [Note: where parameters are cut] Only at multiples of NORM_BLOCK elements from the parameter's
     # first one. So no block of the gradient norm has two owners, and its sum is the same bits on

@@ -90,6 +90,7 @@ class WireLayout:
         """
         for piece in self.segments[rank]:
             size = self._itemsizes[piece.member]
+            # Windows and pieces begin at multiples of the alignment, so this cuts no element.
             start = max(piece.offset, window.start)
             end = min(piece.offset + piece.numel * size, window.end)
             if start < end:

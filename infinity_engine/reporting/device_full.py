@@ -32,24 +32,21 @@ def no_room_for_modules(
     device = next((tier_usage for tier_usage in usage if tier_usage.tier is Tier.DEVICE), None)
     if taken is None or device is None:
         return None
-    ours = min(device.held, taken)
-    of_modules, asked = taken - ours, _asked(error)
+    of_engine = min(device.held, taken)
+    of_modules = taken - of_engine
+    # torch may word its error in another way one day: then at least one byte was asked for.
+    found = _ASKED.search(str(error))
+    words = "1 B" if found is None else found[1].replace("bytes", "B")
+    asked = parse_bytes(words, field="torch's words")
     room = format_bytes(max(device.limit - device.reserved, 0))
     return CapacityError(
         tier=Tier.DEVICE.name,
         asked=asked,
         free=max(device.limit - taken, 0),
         limit=device.limit,
-        holders=(("the engine", ours), ("modules", of_modules)),
+        holders=(("the engine", of_engine), ("modules", of_modules)),
         change="compute less at once, with a smaller micro-batch (and accumulation_steps) or "
         "checkpointed modules: "
         f"this plan leaves modules {room}. Or let the plan leave more: set activation_bytes to "
         f"{format_bytes(of_modules + asked)} at least, or raise the budget's device",
     )
-
-
-def _asked(error: torch.OutOfMemoryError) -> int:
-    found = _ASKED.search(str(error))
-    if found is None:
-        return 1  # torch words its error in another way: at least one byte was asked for
-    return parse_bytes(found[1].replace("bytes", "B"), field="torch's words")

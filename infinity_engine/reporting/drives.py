@@ -58,7 +58,8 @@ class DriveMeter:
 
     def count(self) -> None:
         """Count the bytes read and written since the last call, in the step that is recorded."""
-        for directory, now in self._traffic().items():
+        traffic = {} if self._swap is None else self._swap.traffic()
+        for directory, now in traffic.items():
             before = self._counted.get(directory, Traffic(0, 0))
             self._telemetry.counter(_read_from(directory)).add(now.read_bytes - before.read_bytes)
             self._telemetry.counter(_written_to(directory)).add(
@@ -88,6 +89,7 @@ class DriveMeter:
             (Lane.NVME_WRITE, [rates_of_drive.write_bytes_per_s for rates_of_drive in known]),
         ):
             total = sum(rate for rate in rates if rate is not None)
+            # One drive with an unknown rate makes the sum unknown.
             if rates and len(rates) == len(self._counted) and None not in rates:
                 found[lane] = total
         return found
@@ -108,9 +110,6 @@ class DriveMeter:
 
     def _written(self) -> dict[str, int]:
         return {directory: traffic.written_bytes for directory, traffic in self._counted.items()}
-
-    def _traffic(self) -> Mapping[str, Traffic]:
-        return {} if self._swap is None else self._swap.traffic()
 
 
 def _read_from(directory: str) -> str:

@@ -192,6 +192,11 @@ def report_of(
     assert step.end_ns is not None, "the step has ended"
     seconds = (step.end_ns - step.start_ns) / 1e9
     notes, counted = step.notes, step.counters
+    hits = {}
+    for cargo in Cargo:
+        found, missing = (counted.get(needed(cargo, where), 0) for where in (FOUND, MISSING))
+        if found + missing:
+            hits[cargo] = Hits(found=found, missing=missing)
     return StepReport(
         index=step.index,
         device=str(notes["device"]),
@@ -210,7 +215,7 @@ def report_of(
         planned_again=cast("str | None", notes.get("planned_again")),
         parameters_in_time=counted.get(IN_TIME, 0),
         parameters_late=counted.get(LATE, 0),
-        hits={cargo: hits for cargo in Cargo if (hits := _hits(cargo, counted)) is not None},
+        hits=hits,
         drives=drives,
         peaks=tuple(
             Peak(
@@ -228,14 +233,10 @@ def _carried(lane: Lane, counted: Mapping[str, int]) -> dict[Cargo, int]:
     return {cargo: counted[name] for cargo, name in names.items() if name in counted}
 
 
-def _hits(cargo: Cargo, counted: Mapping[str, int]) -> Hits | None:
-    found, missing = (counted.get(needed(cargo, where), 0) for where in (FOUND, MISSING))
-    return Hits(found=found, missing=missing) if found + missing else None
-
-
 def _link_use(lane: Lane, counted: Mapping[str, int], seconds: float) -> LinkUse:
     nbytes = _carried(lane, counted)
     over, moved = Over.STEP, sum(nbytes.values())
+    # Where the device knows when the link was busy, that time counts instead of the step's.
     if busy(lane, "ns") in counted:
         over, moved, seconds = (
             Over.BUSY,
@@ -249,6 +250,7 @@ def _link_use(lane: Lane, counted: Mapping[str, int], seconds: float) -> LinkUse
 
 def _update_use(op: type[UpdateOp], counted: Mapping[str, int]) -> UpdateUse:
     params, ns = counted.get(updated(op, "params"), 0), counted.get(updated(op, "ns"))
+    # No parameters take no time; parameters without a time have an unknown one.
     return UpdateUse(params=params, seconds=None if ns is None and params else (ns or 0) / 1e9)
 
 
@@ -262,6 +264,7 @@ def _update_phase(
     for lane in Lane:
         if of_update(lane, "ns") in counted:
             busy_ns[lane] = counted[of_update(lane, "ns")]
+        # Drives do not report when they were busy: their calibrated rates stand in.
         elif lane in drive_rates and of_update(lane, "bytes") in counted:
             busy_ns[lane] = counted[of_update(lane, "bytes")] / drive_rates[lane] * 1e9
     utilisation = {lane: ns / whole_ns for lane, ns in busy_ns.items() if ns}

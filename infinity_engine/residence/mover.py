@@ -128,7 +128,7 @@ class Mover:
         """
         where = record.drop(tier)
         if where is not None:
-            self._give_back(where)
+            self._release_copy(where)
 
     def read_from_drives(self, record: ShardRecord, into: memoryview) -> None:
         """Read the shard from its place on the drives into the caller's memory, and wait. The
@@ -159,7 +159,7 @@ class Mover:
     def forget(self, record: ShardRecord) -> None:
         """Give back all that the shard has: its bytes are not needed any more."""
         for where in record.abandon():
-            self._give_back(where)
+            self._release_copy(where)
 
     # --- what is under way ------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class Mover:
             if begun and record.residency is moving:
                 record.advance(HOME_OF[leaves])
             for target in new:
-                self._give_back(target)
+                self._release_copy(target)
 
         return PlannedHop(start, finish, undo)
 
@@ -295,7 +295,7 @@ class Mover:
         pool = self._host if tier is Tier.HOST else self._device
         return pool.lease(record.nbytes, holder=record.name)
 
-    def _give_back(self, where: Lease | Place) -> None:
+    def _release_copy(self, where: Lease | Place) -> None:
         if isinstance(where, Lease):
             where.close()
         elif self._swap is not None:
@@ -320,6 +320,7 @@ def _present(record: ShardRecord, tier: Tier) -> Lease | Place:
     where = record.where(tier)
     if where is None:
         raise RuntimeError(
-            f"{record!r} has nothing in {tier.name}, where its residency says that it is"
+            f"{record!r} has no copy in {tier.name}, although its residency says so: this is a "
+            "bug in the engine"
         )
     return where

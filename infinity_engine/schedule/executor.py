@@ -210,18 +210,18 @@ class Walk:
         else:
             return
         op = self._plan.ops[number]
-        said = (
+        message = (
             f"op {number} of the plan, {op.name} of subgroup {op.subgroup}, failed: "
             f"{type(cause).__name__}: {cause}"
         )
-        self._failure = said, cause
+        self._failure = message, cause
         self._check()
 
     def _check(self) -> None:
         """Refuse to go on after a failure."""
         if self._failure is not None:
-            said, cause = self._failure
-            raise RuntimeError(said) from cause
+            message, cause = self._failure
+            raise RuntimeError(message) from cause
 
     def _end(self) -> list[tuple[int, Exception]]:
         """Wait until all submitted ops have ended; return which failed, and why."""

@@ -90,6 +90,7 @@ class SwapFile:
                 field="sizes of the swap file", value=dict(sizes), expected="at least one directory"
             )
         for directory, nbytes in sizes.items():
+            # One page for the header, one for data.
             if nbytes < 2 * PAGE:
                 raise ConfigError(
                     field=f"bytes of the swap file in {directory}",
@@ -134,7 +135,7 @@ class SwapFile:
                 queue=self.queue,
             )
         except BaseException as error:
-            self._give_back()
+            self._release_reservations()
             if isinstance(error, OSError) and error.errno in _FORBIDDEN:
                 expected = (
                     f"directories that this user may write to ({error.strerror}: {error.filename})"
@@ -199,7 +200,7 @@ class SwapFile:
                 self._drives[directory].hold(nbytes)
             self._volume.grow_members([more.get(directory, 0) for directory in self._directories])
         except BaseException as error:
-            self._give_back_of_drives(taken)
+            self._shrink_drives(taken)
             if isinstance(error, VolumeError) and error.errno in _FULL:
                 raise self._drive_is_full(error, more) from error
             raise
@@ -208,7 +209,7 @@ class SwapFile:
         """Give the drives the free space behind the last place in use; a directory keeps one
         page.
         """
-        self._give_back_of_drives(dict(zip(self._directories, self._volume.trim(), strict=True)))
+        self._shrink_drives(dict(zip(self._directories, self._volume.trim(), strict=True)))
 
     def allocate(self, nbytes: int, *, holder: str, block_bytes: int = CHECKSUM_BYTES) -> Place:
         """Allocate a place for `nbytes`, which are written and read as a whole, or in parts of
@@ -233,6 +234,7 @@ class SwapFile:
                 holders=tuple(held.items()),
                 change=f"give the swap file more bytes of the drives, or store less for {holder}",
             ) from full
+        # Places of no bytes are all equal, and hold nothing that an error would have to name.
         if place.extents:
             self._holders[place] = holder
         return place
@@ -269,8 +271,9 @@ class SwapFile:
         """Wait for reads and writes, and give the drives' space back. Again: does nothing, or the
         rest.
         """
+        # The volume first: I/O that is still under way uses what is given back.
         self._volume.close()
-        self._give_back()
+        self._release_reservations()
 
     def __enter__(self) -> SwapFile:
         """Return itself."""
@@ -294,6 +297,7 @@ class SwapFile:
         damage = sums.damage(place.start, memory)
         if damage is None:
             return None
+        # The block may lie on several drives: the error names the first and lists the others.
         lies = slices(place.extents, damage.start - place.start, damage.nbytes)
         (path, offset), *others = [
             (str(self._volume.paths[extent.member]), extent.offset) for extent in lies
@@ -326,12 +330,12 @@ class SwapFile:
             f"({error.strerror})",
         )
 
-    def _give_back_of_drives(self, sizes: Mapping[str, int]) -> None:
+    def _shrink_drives(self, sizes: Mapping[str, int]) -> None:
         for directory, nbytes in sizes.items():
             self._drives[directory].release(nbytes)
             self._drives[directory].shrink(nbytes)
 
-    def _give_back(self) -> None:
+    def _release_reservations(self) -> None:
         for reservation in (self._host, *self._drives.values()):
             if reservation is not None:
                 reservation.release(reservation.held)

@@ -132,6 +132,7 @@ class CopyHop:
         """Wait for its event."""
         try:
             self.event.wait()
+        # Says everything already; other errors get the name and the size of the copy.
         except InfinityError:
             raise
         except Exception as error:
@@ -239,7 +240,7 @@ class Transfer:
 
     def _end(self) -> None:
         """Wait for the hop under way, and note its end."""
-        assert self._stage is not None, "only a stage that began can end"
+        assert self._stage is not None, "only a hop that began can end"
         try:
             moved = self._hop.wait() if self._hop is not None else 0
         except Exception as error:

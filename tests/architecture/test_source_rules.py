@@ -45,6 +45,7 @@ ROWS = (
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 # The same for the storage library: `deepnvme` is its root.
 STORAGE_ROWS = (
+    {"__main__"},
     {"cli"},
     {"deepnvme"},
     {"checkpoint", "compat"},
@@ -54,7 +55,8 @@ STORAGE_ROWS = (
     {"measuring"},
     {"queue"},
     {"machine", "memory"},
-    {"choices", "errors", "sizes", "_native"},
+    {"choices"},
+    {"errors", "sizes", "version", "_native"},
 )
 STORAGE_ROW = {part: number for number, row in enumerate(STORAGE_ROWS) for part in row}
 MOST_FILES = 15  # in one room, its door not counted

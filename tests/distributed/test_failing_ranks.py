@@ -38,7 +38,7 @@ def test_ranks_that_go_another_way_are_named_with_what_they_do() -> None:
     [told] = set(reasons("other_order"))
 
     assert told == (
-        "the ranks do not do the same; ranks 0, 2: gather of layer c (collective 3); "
+        "the ranks have started different collectives; ranks 0, 2: gather of layer c (collective 3); "
         "rank 1: gather of layer d (collective 3)"
     )
 
@@ -119,7 +119,10 @@ def test_those_who_wait_for_a_stuck_rank_are_told_after_the_timeout() -> None:
 
     ranks.pop(1)
     for error in told_in_time(ranks):
-        assert "rank 1 has not answered for 2 s: dead, or busy with something else" in error.reason
+        assert (
+            "rank 1 has not answered for 2 s: it has died, or its program is busy elsewhere"
+            in error.reason
+        )
 
 
 def told_in_time(ranks: list[Rank]) -> list[CollectiveError]:

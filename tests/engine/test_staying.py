@@ -303,7 +303,8 @@ def test_a_sum_that_no_plan_has_takes_what_the_budget_has_left_or_is_refused(uni
     with opened(unified=unified, strategy=strategy, precision="bf16", budget=room) as made:
         made.backward(loss_of(made))
         with pytest.raises(
-            CapacityError, match="no parameter more gradients in a step than accumulation_steps says"
+            CapacityError,
+            match="no parameter more gradients in a step than accumulation_steps says",
         ):
             made.backward(loss_of(made))
         with pytest.raises(RuntimeError, match=r"a gradient of \d\.weight was refused.*zero_grad"):

@@ -486,7 +486,9 @@ def test_a_parameter_that_is_unfrozen_later_is_told() -> None:
         net[0].weight.requires_grad_(True)
         made.backward(made(torch.randn(4, 20)).sum())
 
-        with pytest.raises(RuntimeError, match="frozen or not in the optimizer when the engine was initialized"):
+        with pytest.raises(
+            RuntimeError, match="frozen or not in the optimizer when the engine was initialized"
+        ):
             made.step()
 
 

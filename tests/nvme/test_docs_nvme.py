@@ -190,7 +190,7 @@ def test_the_command_is_installed() -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
 
-    assert done.stdout.strip() == "['deepnvme.cli.main:main']"
+    assert done.stdout.strip() == "['deepnvme.cli.start:main']"
 
 
 # --- the tables -----------------------------------------------------------------------------------

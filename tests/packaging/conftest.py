@@ -28,8 +28,9 @@ class WheelBuild:
     all.
     """
 
-    def __init__(self, shared: Path) -> None:
-        self._folder = shared / "wheel-build"
+    def __init__(self, shared: Path, source: str) -> None:
+        self._source = source
+        self._folder = shared / f"wheel-build-{Path(source).name or 'both'}"
         self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(FileExistsError):
             self._folder.mkdir()
@@ -72,7 +73,7 @@ class WheelBuild:
             "pip",
             "--disable-pip-version-check",
             "wheel",
-            ".",
+            self._source,
             "--no-deps",
         ]
         line = shlex.join(
@@ -91,36 +92,51 @@ class WheelBuild:
             )
 
 
-BUILD = pytest.StashKey[WheelBuild]()
+# What is built for each fixture: the wheel of both packages, and that of deepnvme alone.
+SOURCES = {"wheel": ".", "deepnvme_wheel": "./distributions/deepnvme"}
+BUILDS = pytest.StashKey[dict[str, WheelBuild]]()
+
+
+def wheels_of(item: pytest.Item) -> set[str]:
+    return SOURCES.keys() & getattr(item, "fixturenames", ())
 
 
 def needs_wheel(item: pytest.Item) -> bool:
-    return "wheel" in getattr(item, "fixturenames", ())
+    return bool(wheels_of(item))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let what needs the wheel run last."""
+    """Let what needs a wheel run last."""
     items.sort(key=needs_wheel)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the build if a test that was selected needs it."""
-    if not any(map(needs_wheel, session.items)) or session.config.option.collectonly:
+    """Start the builds that selected tests need."""
+    needed = set().union(*map(wheels_of, session.items))
+    if session.config.option.collectonly:
         return
-    session.config.stash[BUILD] = WheelBuild(session.config.stash[SHARED])
+    shared = session.config.stash[SHARED]
+    session.config.stash[BUILDS] = {
+        name: WheelBuild(shared, SOURCES[name]) for name in sorted(needed)
+    }
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Leave nothing running, whichever way the session ends."""
-    if BUILD in session.config.stash:
-        ended = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}
-        session.config.stash[BUILD].end(
-            early=not ended or bool(session.shouldfail or session.shouldstop)
-        )
+    ended = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}
+    early = not ended or bool(session.shouldfail or session.shouldstop)
+    for build in session.config.stash.get(BUILDS, {}).values():
+        build.end(early=early)
 
 
 @pytest.fixture(scope="session")
 def wheel(request: pytest.FixtureRequest) -> Path:
-    """Return the wheel, built by pip from this checkout."""
-    return request.config.stash[BUILD].result()
+    """Return the wheel of both packages, built by pip from this checkout."""
+    return request.config.stash[BUILDS]["wheel"].result()
+
+
+@pytest.fixture(scope="session")
+def deepnvme_wheel(request: pytest.FixtureRequest) -> Path:
+    """Return the wheel of deepnvme alone, built by pip from the same sources."""
+    return request.config.stash[BUILDS]["deepnvme_wheel"].result()

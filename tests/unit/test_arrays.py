@@ -23,6 +23,7 @@ from deepnvme.memory.arrays import (
     default_returns,
     describe,
     empty,
+    kind_of,
     nbytes_of,
     numpy_dtype,
 )
@@ -346,11 +347,42 @@ def test_the_default_follows_what_is_installed() -> None:
 def test_without_torch_the_default_is_numpy(
     refusal: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    absent = Mock(side_effect=refusal, return_value=None)
     monkeypatch.setattr(
-        "deepnvme.memory.arrays.find_spec", Mock(side_effect=refusal, return_value=None)
+        "deepnvme.memory.arrays.find_spec",
+        lambda name: absent(name) if name == "torch" else Mock(),
     )
 
     assert default_returns() is Returns.NUMPY
+
+
+def test_without_torch_and_numpy_the_default_is_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepnvme.memory.arrays.find_spec", lambda name: None)
+
+    assert default_returns() is Returns.BYTES
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 5000, 1 << 20])
+def test_bytes_are_returned_as_a_writable_view(nbytes: int) -> None:
+    made = empty("U8", (nbytes,), Returns.BYTES)
+
+    assert (type(made), made.nbytes, made.readonly) == (memoryview, nbytes, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        (b"four", ("U8", (4,))),
+        (bytearray(3), ("U8", (3,))),
+        (memoryview(bytes(16)).cast("d", (2, 1)), ("F64", (2, 1))),
+        (memoryview(bytes(8)).cast("q"), ("I64", (1,))),
+    ],
+)
+def test_a_plain_buffer_is_described_without_numpy(
+    given: object, kind: tuple[str, tuple[int, ...]]
+) -> None:
+    assert kind_of(given) == kind
+    assert describe(given)[:2] == kind
 
 
 def test_describing_and_making_numpy_arrays_imports_no_torch() -> None:

@@ -356,7 +356,7 @@ def test_an_incomplete_checkpoint_names_all_files_where_they_are_few() -> None:
 
 def test_a_checksum_error_names_the_bad_place_and_both_sums() -> None:
     assert "wte.weight is damaged at or after offset 4096" in str(EXAMPLES[10])
-    assert "0x0000dead, written was 0x0000beef" in str(EXAMPLES[10])
+    assert "0x0000dead, but the bytes that were written had 0x0000beef" in str(EXAMPLES[10])
 
 
 def test_a_damage_error_is_a_transfer_error_that_names_the_place_both_sums_and_where_it_goes_on() -> (

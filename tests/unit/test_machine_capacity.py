@@ -229,7 +229,7 @@ def test_a_directory_that_is_not_there_is_refused_with_what_to_do(tmp_path: Path
 
     with pytest.raises(
         ConfigError,
-        match=r"Budget\.nvme: expected a directory to use \(No such file.*make it, or mou",
+        match=r"Budget\.nvme: expected a directory that can be used \(No such file.*make it, or mou",
     ):
         probe_capacity([missing])
 
@@ -237,5 +237,5 @@ def test_a_directory_that_is_not_there_is_refused_with_what_to_do(tmp_path: Path
 def test_a_file_is_no_directory_to_use(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
-    with pytest.raises(ConfigError, match=r"a directory to use \(Not a directory\)"):
+    with pytest.raises(ConfigError, match=r"a directory that can be used \(Not a directory\)"):
         probe_capacity([str(tmp_path / "file")])

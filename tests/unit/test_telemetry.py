@@ -252,7 +252,7 @@ def test_a_step_cannot_begin_within_another() -> None:
     telemetry = recorder()
     telemetry.begin_step(3)
 
-    with pytest.raises(RuntimeError, match="step 4 cannot begin: step 3 has not ended"):
+    with pytest.raises(RuntimeError, match="step 4 cannot begin, because step 3 has not ended"):
         telemetry.begin_step(4)
 
 

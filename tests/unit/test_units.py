@@ -162,7 +162,7 @@ def test_a_unit_that_is_nearly_right_is_refused_with_the_right_form(text: str, r
 @pytest.mark.parametrize("text", ["1 XB", "1 EB", "1 GBit", "1 E"])
 def test_an_unknown_unit_is_refused_with_the_known_ones(text: str) -> None:
     with pytest.raises(
-        ConfigError, match="a unit out of PiB, TiB, GiB, MiB, KiB, PB, TB, GB, MB, KB, B"
+        ConfigError, match="one of the units PiB, TiB, GiB, MiB, KiB, PB, TB, GB, MB, KB, B"
     ):
         parse_bytes(text)
 

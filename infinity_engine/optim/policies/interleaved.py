@@ -108,6 +108,8 @@ class UpdateLayout:
 
     def _finish(self) -> None:
         while self._host or self._updated:
+            # Up it goes where nothing is left to update, or where it was ready before the host is
+            # free again.
             if self._updated and (
                 not self._host or self._updated[0][1] <= self._clocks.free_ns(Lane.HOST)
             ):
@@ -167,6 +169,7 @@ def interleaved(
         if share is not None:
             return spread_over(share).plan()
         most = len(others) if limits.can_stage(subgroups) else 0
+        # At most 2^8 layouts: few enough to make all of them.
         if 0 < most <= _FEW:
             choices = (
                 _assigned(others, visits, residents)

@@ -57,8 +57,8 @@ def eq1_ratio(rates: Rates, *, downscale_params_per_s: float | None = None) -> F
     cpu = 1 / host + downscale - 1 / (2 * link)
     if cpu <= 0:
         expected = (
-            "a CPU that takes longer for a parameter than the link for its 16-bit copy: else Eq. 1 "
-            "has no solution"
+            "a CPU that takes longer for a parameter than the link takes for its 16-bit copy: "
+            "otherwise Eq. 1 has no solution"
         )
         raise ConfigError(
             field="Rates.host_update_params_per_s",
@@ -94,7 +94,7 @@ def algorithm1(stride: int, *, resident: float = 0.0, name: str = "algorithm1") 
     """
     if stride < 2:
         expected = (
-            "2 or more: the listing fetches states only while the CPU is at a subgroup before"
+            "2 or more: the listing fetches states only while the CPU updates an earlier subgroup"
         )
         raise ConfigError(field="algorithm1 stride", value=stride, expected=expected)
 

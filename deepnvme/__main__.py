@@ -1,0 +1,10 @@
+"""`python -m deepnvme`: the command line."""
+
+import sys
+
+from deepnvme.cli.start import main
+
+__all__ = ()
+
+if __name__ == "__main__":
+    sys.exit(main())

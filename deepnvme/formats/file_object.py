@@ -1,0 +1,330 @@
+"""`open`: a file object over direct I/O, for libraries that work with Python's file objects.
+
+torch, numpy, zipfile, tarfile and pyarrow take one. Small reads are served from blocks that are
+read ahead while the caller works. Small writes are collected in blocks that are written meanwhile.
+Large reads and writes go straight between the caller's memory and the drive.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import deque
+from contextlib import ExitStack
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from deepnvme.choices import byte_count
+from deepnvme.memory.pool import Pool
+from deepnvme.queue.future import IOFuture
+from deepnvme.queue.queue import File, IOQueue, Sync
+from deepnvme.sizes import PAGE, whole_pages
+
+__all__ = ["FileObject", "open"]
+
+_BLOCKS = 3
+_JUMP_BYTES = 64 << 10  # read at once where the caller jumped: it may want little there
+_MODES = MappingProxyType({"rb": "r", "r+b": "r+", "rb+": "r+", "wb": "w", "xb": "x"})
+
+
+def open(  # the name that gzip, bz2 and numpy's friends give it
+    path: str | os.PathLike[str],
+    mode: Literal["rb", "r+b", "rb+", "wb", "xb"] = "rb",
+    *,
+    block_bytes: int | str = "1MiB",
+    queue: IOQueue | None = None,
+) -> FileObject:
+    """Open a file as a binary file object whose bytes go past the page cache.
+
+    `block_bytes` is how much is read ahead or collected at a time, a multiple of 4096; three such
+    blocks of memory are taken. "wb" and "xb" write only, unlike "r+b".
+    """
+    nbytes = byte_count("block_bytes", block_bytes, PAGE)
+    if mode not in _MODES:
+        raise ValueError(f"mode must be one of {', '.join(_MODES)}; got {mode!r}")
+    if nbytes != whole_pages(nbytes):
+        raise ValueError(f"block_bytes must be a multiple of {PAGE}, got {nbytes}")
+    with ExitStack() as ends:
+        through = queue or ends.enter_context(IOQueue())
+        file = ends.enter_context(through.open(path, _MODES[mode]))  # type: ignore[arg-type]
+        pool = Pool(_BLOCKS * nbytes)
+        through.use_pool(pool)
+        ends.callback(through.forget_pool, pool)
+        buffers = [pool.buffer(nbytes) for _ in range(_BLOCKS)]
+        return FileObject(file, mode, buffers, ends.pop_all())
+
+
+class FileObject(io.BufferedIOBase):
+    """A binary file object over a `File`. Made by `open`; used by one thread at a time.
+
+    It has no file descriptor: a library that got one would read and write past this object.
+    """
+
+    def __init__(self, file: File, mode: str, buffers: list[memoryview], ends: ExitStack) -> None:
+        self.name = file.path
+        self.mode = mode
+        self._file = file
+        self._ends = ends
+        self._block_bytes = buffers[0].nbytes
+        self._reader = _BlockReader(file, buffers)
+        self._writer = _BlockWriter(file, buffers)
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Return whether it was opened for reading."""
+        self._check_open()
+        return self.mode[0] == "r"
+
+    def writable(self) -> bool:
+        """Return whether it was opened for writing."""
+        self._check_open()
+        return self.mode != "rb"
+
+    def seekable(self) -> bool:
+        """Return True."""
+        self._check_open()
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill `buffer` from the position on.
+
+        Return the bytes read, fewer at the end of the file.
+        """
+        self._begin_reading()
+        left = memoryview(buffer).cast("B")
+        start = self._position
+        while left.nbytes:
+            if left.nbytes >= self._block_bytes and not self._reader.has(self._position):
+                self._position += self._file.readinto(left, self._position).result()
+                break
+            part = self._reader.part_from(self._position)
+            done = min(part.nbytes, left.nbytes)
+            if done == 0:
+                break
+            left[:done] = part[:done]
+            left = left[done:]
+            self._position += done
+        return self._position - start
+
+    def readinto1(self, buffer: Any, /) -> int:
+        """Do as `readinto` does."""
+        return self.readinto(buffer)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Return `size` bytes from the position on; without a size, all up to the end."""
+        self._begin_reading()
+        left = max(0, self._file.size - self._position)
+        room = bytearray(left if size is None or size < 0 else min(size, left))
+        done = self.readinto(room)
+        return bytes(room) if done == len(room) else bytes(room[:done])
+
+    def read1(self, size: int = -1, /) -> bytes:
+        """Do as `read` does."""
+        return self.read(size)
+
+    def peek(self, size: int = 0, /) -> bytes:
+        """Return some of the bytes at the position without moving it. `readline` looks at them."""
+        self._begin_reading()
+        return bytes(self._reader.part_from(self._position)[: max(size, PAGE)])
+
+    def write(self, data: Any, /) -> int:
+        """Write `data` at the position. It may change as soon as this returns."""
+        if not self.writable():
+            raise io.UnsupportedOperation(f"{self.name} was opened with mode {self.mode!r}")
+        self._reader.forget()
+        memory = memoryview(data).cast("B")
+        if memory.nbytes >= self._block_bytes:
+            self._writer.flush()
+            self._file.pwrite(memory, self._position).result()
+        else:
+            self._writer.collect(memory, self._position)
+        self._position += memory.nbytes
+        return memory.nbytes
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Move the position: from the start, from where it is, or from the end. Return it."""
+        self._check_open()
+        if whence == io.SEEK_END:
+            self._writer.flush()
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}
+        if whence not in base:
+            raise ValueError(f"whence is 0, 1 or 2, got {whence}")
+        if base[whence] + offset < 0:
+            raise ValueError(f"no position is negative, got {base[whence] + offset}")
+        self._position = base[whence] + offset
+        return self._position
+
+    def tell(self) -> int:
+        """Return the position."""
+        self._check_open()
+        return self._position
+
+    def truncate(self, size: int | None = None, /) -> int:
+        """Cut or extend the file to `size` bytes, the position without it. Return that size."""
+        if not self.writable():
+            raise io.UnsupportedOperation(f"{self.name} was opened with mode {self.mode!r}")
+        self._writer.flush()
+        self._reader.forget()
+        nbytes = self._position if size is None else size
+        self._file.truncate(nbytes)
+        return nbytes
+
+    def flush(self) -> None:
+        """Wait until everything that was written is in the file.
+
+        A power failure may still lose it.
+        """
+        if not self.closed:
+            self._writer.flush()
+
+    def sync(self, what: Sync = Sync.DATA) -> None:
+        """Make everything that was written durable."""
+        self._check_open()
+        self._writer.flush()
+        self._file.sync(what).result()
+
+    def close(self) -> None:
+        """Write what was collected, and close the file."""
+        if self.closed:
+            return
+        with self._ends:
+            try:
+                self._writer.flush()
+            finally:
+                self._reader.forget()
+                super().close()
+
+    def __repr__(self) -> str:
+        """Show path, mode and position."""
+        state = "closed" if self.closed else f"at {self._position}"
+        return f"FileObject({self.name!r}, {self.mode!r}, {state})"
+
+    def _begin_reading(self) -> None:
+        if not self.readable():
+            raise io.UnsupportedOperation(f"{self.name} was opened with mode {self.mode!r}")
+        self._writer.flush()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"{self.name} is closed")
+
+
+class _ReadBlock(NamedTuple):
+    """`nbytes` of the file from `start` on, in one of the object's buffers."""
+
+    start: int
+    nbytes: int
+    buffer: memoryview
+    read: IOFuture[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.nbytes
+
+    def part_from(self, offset: int) -> memoryview:
+        """Wait for the bytes, and return those from `offset` on."""
+        return self.buffer[offset - self.start : max(offset - self.start, self.read.result())]
+
+
+class _BlockReader:
+    """Blocks that were read or are being read, each right behind the one before."""
+
+    def __init__(self, file: File, buffers: list[memoryview]) -> None:
+        self._file = file
+        self._buffers = buffers  # those that no block has, shared with the writer
+        self._blocks: deque[_ReadBlock] = deque()
+        self._next = 0  # where a caller that reads on without a jump asks next
+
+    def has(self, offset: int) -> bool:
+        """Return whether the byte is in a block."""
+        return any(block.start <= offset < block.end for block in self._blocks)
+
+    def part_from(self, offset: int) -> memoryview:
+        """Wait for the bytes from `offset` on, and return some of them; none at the end of the
+        file.
+        """
+        reads_on = offset == self._next or self._blocks_follow(offset)
+        while self._blocks and not self._blocks[0].start <= offset < self._blocks[0].end:
+            self._drop_first()
+        if not self._blocks:
+            self._begin(offset // PAGE * PAGE, whole=reads_on)
+        first = self._blocks[0]
+        self._next = first.end
+        while reads_on and self._buffers and self._blocks[-1].end < self._file.size:
+            self._begin(self._blocks[-1].end, whole=True)
+        return first.part_from(offset)
+
+    def forget(self) -> None:
+        """Let go of all blocks, as the file changes."""
+        while self._blocks:
+            self._drop_first()
+
+    def _blocks_follow(self, offset: int) -> bool:
+        """Return whether reading on brought the caller here: only then are there several blocks."""
+        return len(self._blocks) > 1 and self.has(offset)
+
+    def _begin(self, start: int, *, whole: bool) -> None:
+        buffer = self._buffers.pop()
+        nbytes = buffer.nbytes if whole else min(_JUMP_BYTES, buffer.nbytes)
+        read = self._file.readinto(buffer[:nbytes], start)
+        self._blocks.append(_ReadBlock(start, nbytes, buffer, read))
+
+    def _drop_first(self) -> None:
+        block = self._blocks.popleft()
+        block.read.exception()  # waits: until then the drive may be at work on the buffer
+        self._buffers.append(block.buffer)
+
+
+class _BlockWriter:
+    """Bytes that the caller wrote in small pieces: collected in one block, which is written when
+    full.
+    """
+
+    def __init__(self, file: File, buffers: list[memoryview]) -> None:
+        self._file = file
+        self._buffers = buffers
+        self._block: memoryview | None = None
+        self._start = 0
+        self._nbytes = 0
+        self._under_way: deque[tuple[memoryview, IOFuture[int]]] = deque()
+
+    def collect(self, memory: memoryview, offset: int) -> None:
+        """Take a copy of `memory`, which belongs at `offset`."""
+        if offset != self._start + self._nbytes:
+            self.flush()
+        while memory.nbytes:
+            if self._block is None:
+                self._block, self._start, self._nbytes = self._free_buffer(), offset, 0
+            # A block ends where a block of the file ends, so that all but the first are whole
+            # pages.
+            room = self._block.nbytes - self._start % self._block.nbytes - self._nbytes
+            done = min(memory.nbytes, room)
+            self._block[self._nbytes : self._nbytes + done] = memory[:done]
+            self._nbytes += done
+            offset += done
+            memory = memory[done:]
+            if done == room:
+                self._write()
+
+    def flush(self) -> None:
+        """Write what was collected and wait for it."""
+        self._write()
+        while self._under_way:
+            self._finish_oldest()
+
+    def _write(self) -> None:
+        if self._block is not None:
+            block, self._block = self._block, None
+            self._under_way.append((block, self._file.pwrite(block[: self._nbytes], self._start)))
+
+    def _free_buffer(self) -> memoryview:
+        if not self._buffers:
+            self._finish_oldest()
+        return self._buffers.pop()
+
+    def _finish_oldest(self) -> None:
+        buffer, write = self._under_way.popleft()
+        try:
+            write.result()
+        finally:
+            self._buffers.append(buffer)

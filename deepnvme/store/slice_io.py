@@ -1,0 +1,221 @@
+"""`SliceIO`: parts of stored tensors to and from a volume, in windows of whole pages or whole
+checksums.
+
+A part seldom begins where a page or the bytes of one checksum do. So each window is read as a
+whole, compared with its checksums, and then copied from, or changed and written again. Knows no
+names and no commits. Called by `NamedTensors`, from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from deepnvme.memory.buffers import Memory
+from deepnvme.memory.checksum import CHECKSUM_BYTES, checksums_of
+from deepnvme.memory.copying import gather, scatter
+from deepnvme.queue.pipeline import RUN_BYTES, Pipeline, Staged
+from deepnvme.queue.queue import Batch
+from deepnvme.sizes import PAGE
+from deepnvme.store.manifest import Record
+from deepnvme.store.tensor_io import check_sums, fetch, store
+from deepnvme.volume.extents import Extent, slices
+from deepnvme.volume.volume import Volume
+
+__all__ = ["SliceIO", "Window", "whole_windows", "windows"]
+
+_GAP_BYTES = 128 << 10  # reading over so much is cheaper than another operation
+
+
+@dataclass(frozen=True)
+class Window:
+    """`nbytes` of a tensor from `start` on, and where in it and in the caller's memory the part
+    lies.
+    """
+
+    start: int
+    nbytes: int
+    places: Sequence[int]  # in the window
+    sizes: Sequence[int]
+    sources: Sequence[int]  # in the caller's memory
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the part has every byte of the window."""
+        return sum(self.sizes) == self.nbytes
+
+
+def windows(runs: Iterable[tuple[int, int]], nbytes: int, unit: int) -> Iterator[Window]:
+    """Yield windows of whole `unit`s of a tensor of `nbytes` bytes that together have all the runs.
+
+    A run is an offset and its bytes. The runs are in the order of their offsets. No two windows
+    have a byte in common, as both would be changed and written.
+    """
+    group: list[tuple[int, int, int]] = []
+    end = 0
+    for offset, length, source in _cut(runs):
+        other_cell = bool(group) and offset // RUN_BYTES != group[0][0] // RUN_BYTES
+        if other_cell or (offset - end > _GAP_BYTES and offset // unit >= -(-end // unit)):
+            yield from _window(group, nbytes, unit)
+            group = []
+        group.append((offset, length, source))
+        end = offset + length
+    yield from _window(group, nbytes, unit)
+
+
+def _cut(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield the runs with their place in the caller's memory, cut where windows must end."""
+    source = 0
+    for offset, length in runs:
+        done = 0
+        while done < length:
+            at = offset + done
+            piece = min(length - done, RUN_BYTES - at % RUN_BYTES)
+            yield at, piece, source
+            done += piece
+            source += piece
+
+
+def _window(group: Sequence[tuple[int, int, int]], nbytes: int, unit: int) -> Iterator[Window]:
+    if not group:
+        return
+    last_offset, last_length, _ = group[-1]
+    begin = group[0][0] // unit * unit
+    end = min(-(-(last_offset + last_length) // unit) * unit, nbytes)
+    yield Window(
+        begin,
+        end - begin,
+        [offset - begin for offset, _, _ in group],
+        [length for _, length, _ in group],
+        [source for _, _, source in group],
+    )
+
+
+def whole_windows(runs: Iterable[tuple[int, int]], nbytes: int) -> Iterator[Window]:
+    """Yield windows that have every byte of a tensor, as `windows` does, also where no run is."""
+    changed = {window.start // RUN_BYTES: window for window in windows(runs, nbytes, RUN_BYTES)}
+    for start in range(0, nbytes, RUN_BYTES):
+        untouched = Window(start, min(RUN_BYTES, nbytes - start), (), (), ())
+        yield changed.get(start // RUN_BYTES, untouched)
+
+
+class _Change:
+    """What is written over a tensor: the caller's memory, to the tensor's extents or to others."""
+
+    def __init__(
+        self, name: str, record: Record, extents: Sequence[Extent], memory: Memory
+    ) -> None:
+        self.name = name
+        self.record = record
+        self.extents = extents
+        self.memory = memory
+        self.sums = dict(enumerate(record.checksums or ()))  # by the number of their block
+
+
+class SliceIO:
+    """Reads and writes parts of the tensors on one volume, through staging memory."""
+
+    def __init__(self, volume: Volume, staged: Staged, *, summing: bool) -> None:
+        self._volume = volume
+        self._staged = staged
+        self._summing = summing
+
+    def read(
+        self, name: str, record: Record, runs: Iterable[tuple[int, int]], memory: Memory
+    ) -> None:
+        """Fill `memory` with these runs of a tensor's bytes.
+
+        Raises:
+            ChecksumError: the drive returned other bytes than were written.
+        """
+        unit = CHECKSUM_BYTES if self._sums(record) else PAGE
+        with Pipeline(drives=len(self._volume.queues)) as pipeline:
+            for window in windows(runs, record.nbytes, unit):
+                staging = self._staged.take(pipeline)
+                land = partial(self._land, name, record, window, staging, memory)
+                batch = pipeline.start(
+                    staging.nbytes, land=land, release=partial(Staged.give, staging)
+                )
+                self._fetch(record.extents, window, staging, batch)
+
+    def write_in_place(
+        self, name: str, record: Record, runs: Iterable[tuple[int, int]], memory: Memory
+    ) -> Record:
+        """Write `memory` to these runs of a tensor's bytes. Return its record with new checksums.
+
+        Raises:
+            ChecksumError: the drive returned other bytes than were written, beside those to change.
+        """
+        unit = CHECKSUM_BYTES if self._sums(record) else PAGE
+        changed = windows(runs, record.nbytes, unit)
+        return self._write(_Change(name, record, record.extents, memory), changed)
+
+    def write_copy(
+        self,
+        name: str,
+        record: Record,
+        extents: Sequence[Extent],
+        runs: Iterable[tuple[int, int]],
+        memory: Memory,
+    ) -> Record:
+        """Write the tensor to `extents`, with `memory` at these runs.
+
+        Return the record of that copy.
+        """
+        whole = whole_windows(runs, record.nbytes)
+        return self._write(_Change(name, record, extents, memory), whole)
+
+    def _write(self, change: _Change, changed: Iterable[Window]) -> Record:
+        with Pipeline(drives=len(self._volume.queues)) as pipeline:
+            for window in changed:
+                staging = self._staged.take(pipeline)
+                release = partial(Staged.give, staging)
+                if window.is_covered:  # nothing of what is there stays
+                    batch = pipeline.start(staging.nbytes, release=release)
+                    self._change(change, window, staging, batch)
+                else:
+                    land = partial(self._change_what_was_read, change, window, staging)
+                    batch = pipeline.start(staging.nbytes, land=land, release=release)
+                    self._fetch(change.record.extents, window, staging, batch)
+        record, sums = change.record, change.sums
+        checksums = tuple(sums[block] for block in sorted(sums)) if self._sums(record) else None
+        return Record(record.dtype, record.shape, change.extents, checksums)
+
+    def _change_what_was_read(self, change: _Change, window: Window, staging: Memory) -> None:
+        if self._sums(change.record):  # else a new checksum would hide that bytes are damaged
+            sums = checksums_of(staging.part(0, window.nbytes))
+            check_sums(change.name, change.record, window.start, sums)
+        with Batch() as writes:
+            self._change(change, window, staging, writes)
+
+    def _change(self, change: _Change, window: Window, staging: Memory, batch: Batch) -> None:
+        """Change the window, which is in staging memory, and begin to write it."""
+        whole = staging.part(0, window.nbytes)
+        gather(staging, window.places, window.sizes, _parts(change.memory, window), summing=False)
+        if self._sums(change.record):
+            change.sums.update(enumerate(checksums_of(whole), window.start // CHECKSUM_BYTES))
+        store(self._volume, slices(change.extents, window.start, window.nbytes), whole, batch)
+
+    def _land(
+        self, name: str, record: Record, window: Window, staging: Memory, memory: Memory
+    ) -> None:
+        if self._sums(record):
+            check_sums(name, record, window.start, checksums_of(staging.part(0, window.nbytes)))
+        scatter(staging, window.places, window.sizes, _parts(memory, window), summing=False)
+
+    def _fetch(
+        self, extents: Sequence[Extent], window: Window, staging: Memory, batch: Batch
+    ) -> None:
+        part = staging.part(0, window.nbytes)
+        fetch(self._volume, slices(extents, window.start, window.nbytes), part, batch)
+
+    def _sums(self, record: Record) -> bool:
+        return self._summing and record.checksums is not None
+
+
+def _parts(memory: Memory, window: Window) -> list[Memory]:
+    """Return the pieces of the caller's memory that belong to the window."""
+    return [
+        memory.part(source, size) for source, size in zip(window.sources, window.sizes, strict=True)
+    ]

@@ -1,0 +1,90 @@
+"""`StoredTensor`: one tensor of a store, of which parts are read and written as of an array.
+
+Knows no drives: the store that made it does the reading and writing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from deepnvme.store.manifest import Record
+
+__all__ = ["StoredTensor"]
+
+
+class _Parts(Protocol):
+    """What a store does for its tensors."""
+
+    def record(self, name: str) -> Record: ...
+
+    def _get_part(self, name: str, key: Any, out: Any) -> Any: ...
+
+    def _put_part(self, name: str, key: Any, tensor: Any, *, copy: bool) -> None: ...
+
+
+class StoredTensor:
+    """A tensor on the drives. `stored[2:5]` reads these rows; `stored[2:5] = rows` writes them.
+
+    A key is an integer, a slice without a step, an Ellipsis, or a tuple of these. Nothing else of
+    the tensor is read but what shares a page with the part, or a MiB where the store has checksums.
+    Made by `TensorStore.get_slice`. It stays valid while the name has a tensor.
+    """
+
+    def __init__(self, parts: _Parts, name: str) -> None:
+        self.name = name
+        self._parts = parts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self._parts.record(self.name).shape
+
+    @property
+    def dtype(self) -> str:
+        """The code of its dtype, as safetensors names them: "F32", "BF16"."""
+        return self._parts.record(self.name).dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self._parts.record(self.name).nbytes
+
+    def __len__(self) -> int:
+        """Return the size of the first dimension."""
+        if not self.shape:
+            raise TypeError(f"{self.name!r} has no dimension, so no length")
+        return self.shape[0]
+
+    def get(self, key: Any, out: Any = None) -> Any:
+        """Return a part, read into `out` where given, which must have its type and shape.
+
+        Raises:
+            IndexError, ValueError: the key names no part of this tensor.
+            ChecksumError: the drive returned other bytes than were put.
+        """
+        return self._parts._get_part(self.name, key, out)
+
+    def put(self, key: Any, tensor: Any, *, copy: bool = False) -> None:
+        """Write a tensor of the part's type and shape in place of the part.
+
+        The first such write after a commit copies the whole tensor, as the commit keeps the old
+        one. In a store without commits, and after that in any other, only the part is written.
+        Where that fails, or while another thread reads, the part may hold old and new bytes.
+
+        Raises:
+            VolumeFullError: there is no room for the copy. Nothing has changed.
+        """
+        self._parts._put_part(self.name, key, tensor, copy=copy)
+
+    def __getitem__(self, key: Any) -> Any:
+        """As `get`."""
+        return self.get(key)
+
+    def __setitem__(self, key: Any, tensor: Any) -> None:
+        """As `put`."""
+        self.put(key, tensor)
+
+    def __repr__(self) -> str:
+        """Show name, dtype and shape."""
+        return f"StoredTensor({self.name!r}, {self.dtype}, shape {self.shape})"

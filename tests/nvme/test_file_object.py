@@ -1,0 +1,171 @@
+"""`deepnvme.open`: a file object that libraries use as one of Python's own."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import zipfile
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import deepnvme
+from deepnvme import FaultPlan, IOQueue, NVMeError, Requests
+
+BLOCK = 64 << 10
+
+
+def opened(path: Path, mode: Any, **options: Any) -> Any:
+    return deepnvme.open(path, mode, block_bytes=BLOCK, **options)
+
+
+def pattern(nbytes: int) -> bytes:
+    return Random(nbytes).randbytes(nbytes)
+
+
+# --- libraries ---------------------------------------------------------------------------------
+
+
+def test_torch_saves_and_loads(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"weight": torch.randn(300, 400), "bias": torch.randn(7), "step": 3}
+    with opened(tmp_path / "state.pt", "wb") as file:
+        torch.save(state, file)
+    with opened(tmp_path / "state.pt", "rb") as file:
+        again = torch.load(file)
+
+    assert torch.equal(again["weight"], state["weight"])
+    assert torch.load(tmp_path / "state.pt")["step"] == 3
+
+
+def test_numpy_saves_and_loads(tmp_path: Path) -> None:
+    array = np.random.default_rng(1).random((300, 400))
+    with opened(tmp_path / "array.npz", "wb") as file:
+        np.savez(file, array=array)
+    with opened(tmp_path / "array.npz", "rb") as file, np.load(file) as found:
+        assert (found["array"] == array).all()
+
+
+def test_zip_files_are_written_and_read(tmp_path: Path) -> None:
+    with opened(tmp_path / "x.zip", "wb") as file, zipfile.ZipFile(file, "w") as archive:
+        for number in range(5):
+            archive.writestr(f"{number}", pattern(50_000 + number))
+    with opened(tmp_path / "x.zip", "rb") as file, zipfile.ZipFile(file) as archive:
+        assert archive.read("3") == pattern(50_003)
+        assert archive.testzip() is None
+
+
+def test_tar_files_are_written_and_read(tmp_path: Path) -> None:
+    (tmp_path / "one").write_bytes(pattern(300_000))
+    with opened(tmp_path / "x.tar", "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
+        archive.add(tmp_path / "one", "one")
+    with opened(tmp_path / "x.tar", "rb") as file, tarfile.open(fileobj=file) as archive:
+        member = archive.extractfile("one")
+        assert member is not None
+        assert member.read() == pattern(300_000)
+
+
+# --- as Python's own ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_use_does_what_a_file_of_python_does(seed: int, tmp_path: Path) -> None:
+    random = Random(seed)
+    start = random.randbytes(5 * BLOCK + 123)
+    for name in ("ours", "python"):
+        (tmp_path / name).write_bytes(start)
+    with opened(tmp_path / "ours", "r+b") as ours, (tmp_path / "python").open("r+b") as python:
+        for _ in range(120):
+            nbytes = random.choice((0, 1, 10, 4096, 5000, BLOCK - 1, BLOCK, 3 * BLOCK))
+            match random.randrange(6):
+                case 0 | 1:
+                    assert ours.read(nbytes) == python.read(nbytes)
+                case 2:
+                    assert ours.readline(nbytes) == python.readline(nbytes)
+                case 3:
+                    data = random.randbytes(nbytes)
+                    assert ours.write(data) == python.write(data)
+                case 4:
+                    at = random.randrange(6 * BLOCK)
+                    assert ours.seek(at) == python.seek(at)
+                case 5:
+                    assert ours.seek(0, io.SEEK_END) == python.seek(0, io.SEEK_END)
+                    assert ours.seek(-min(nbytes, ours.tell()), io.SEEK_CUR) == python.seek(
+                        -min(nbytes, python.tell()), io.SEEK_CUR
+                    )
+            assert ours.tell() == python.tell()
+        assert ours.truncate(BLOCK + 5) == python.truncate(BLOCK + 5)
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "python").read_bytes()
+
+
+def test_many_small_writes_become_whole_blocks(tmp_path: Path) -> None:
+    data = pattern(3 * BLOCK + 77)
+    with IOQueue("threads") as queue:
+        with opened(tmp_path / "f", "wb", queue=queue) as file:
+            for start in range(0, len(data), 1000):
+                file.write(data[start : start + 1000])
+        (drive,) = queue.stats().drives.values()
+        assert drive.operations == 4
+
+    assert (tmp_path / "f").read_bytes() == data
+
+
+def test_lines_are_iterated_over(tmp_path: Path) -> None:
+    lines = [b"%d\n" % number for number in range(30_000)]
+    (tmp_path / "f").write_bytes(b"".join(lines))
+    with opened(tmp_path / "f", "rb") as file:
+        assert list(file) == lines
+
+
+@pytest.mark.parametrize(
+    ("mode", "may_read", "may_write"), [("rb", 1, 0), ("wb", 0, 1), ("r+b", 1, 1)]
+)
+def test_a_mode_allows_what_it_says(
+    mode: str, may_read: int, may_write: int, tmp_path: Path
+) -> None:
+    (tmp_path / "f").write_bytes(b"x")
+    with opened(tmp_path / "f", mode) as file:
+        assert (file.readable(), file.writable()) == (bool(may_read), bool(may_write))
+        if not may_read:
+            with pytest.raises(io.UnsupportedOperation):
+                file.read(1)
+        if not may_write:
+            with pytest.raises(io.UnsupportedOperation):
+                file.write(b"y")
+
+
+def test_a_closed_file_object_says_so(tmp_path: Path) -> None:
+    file = opened(tmp_path / "f", "wb")
+    file.close()
+    file.close()
+
+    with pytest.raises(ValueError, match="is closed"):
+        file.tell()
+    assert "closed" in repr(file)
+
+
+def test_there_is_no_descriptor_to_write_past_the_object(tmp_path: Path) -> None:
+    with opened(tmp_path / "f", "wb") as file, pytest.raises(io.UnsupportedOperation):
+        file.fileno()
+
+
+@pytest.mark.parametrize("given", [{"mode": "r"}, {"mode": "ab"}, {"block_bytes": 5000}])
+def test_what_it_cannot_be_opened_with_is_refused(given: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=next(iter(given))):
+        deepnvme.open(tmp_path / "f", **{"mode": "wb", **given})
+
+
+def test_a_drive_that_fails_to_write_is_told_at_the_latest_when_it_is_closed(
+    tmp_path: Path,
+) -> None:
+    plan = FaultPlan()
+    plan.fail(every=1, errno=28, requests=Requests.WRITES)
+    with IOQueue("threads", faults=plan) as queue:
+        file = opened(tmp_path / "f", "wb", queue=queue)
+        file.write(b"small")
+        with pytest.raises(NVMeError):
+            file.close()
+        assert file.closed
