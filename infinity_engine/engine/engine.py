@@ -21,7 +21,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from deepnvme.choices import chosen
-from infinity_engine.checkpoint.directory import LATEST
+from infinity_engine.checkpoint.directory import LATEST, CheckpointDirectory
 from infinity_engine.checkpoint.export import SHARD_BYTES
 from infinity_engine.engine.autosave import PREEMPTED_EXIT_CODE, Autosave
 from infinity_engine.engine.checkpointing import Run, Stateful
@@ -32,6 +32,11 @@ from infinity_engine.engine.guards import Guards
 from infinity_engine.engine.loading import Loaded, Loads
 from infinity_engine.engine.parts import EngineParts
 from infinity_engine.engine.saving import OnError, SaveReport, SaveRequest, Saves, SaveState
+from infinity_engine.engine.torch_states import (
+    load_optimizer_state_dict,
+    nbytes_of_states,
+    optimizer_state_dict,
+)
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.kept_errors import again, kept
 from infinity_engine.machine.capacity import free_for_copies
@@ -125,7 +130,7 @@ class Engine:
             # Hooks go with the model: they must not keep the engine alive.
             parts.hooks.on_gradient(trained.parameter, partial(accept, trained.number))
         whole = parts.ranks if isinstance(parts.ranks, ManyRanks) else None
-        run = Run(
+        run = self._saved_run = Run(
             model=parts.model,
             optimizer=parts.optimizer,
             trained=parts.trained,
@@ -518,12 +523,30 @@ class Engine:
         Raises:
             CapacityError: the machine or its memory cgroup has too little memory for the copies.
         """
+        return self._copies_of(lambda _: True)
+
+    @_held
+    def trainable_state_dict(self) -> dict[str, Any]:
+        """Return what `state_dict` has of the parameters that are trained, such as adapters.
+
+        Raises:
+            CapacityError: the machine, or its memory group, has too little memory for the copies.
+        """
+        trained = {id(known.of_model) for known in self._parts.trained}
+        return self._copies_of(lambda value: id(value) in trained)
+
+    def _copies_of(self, is_wanted: Callable[[Any], bool]) -> dict[str, Any]:
+        """Return copies of those entries of the model's state dict."""
         self._check_whole()
         names = dict(self.model.named_parameters(remove_duplicate=False))
         with self._guards.listing():
-            listed = self.model.state_dict(keep_vars=True)
+            found = self.model.state_dict(keep_vars=True)
+        listed = {name: value for name, value in found.items() if is_wanted(value)}
         tensors = {id(value): value for value in listed.values() if isinstance(value, torch.Tensor)}
-        self._check_room_for_copies(tensors.values())
+        self._check_room_for_copies(
+            sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+            "copy parameter by parameter under engine.gathered(parameter) and write each to a file",
+        )
 
         def copy_of(name: str, value: Any) -> Any:
             self._safe_point()
@@ -540,11 +563,45 @@ class Engine:
                 copies[id(value)] = copy_of(name, value)
         return {name: copies[id(value)] for name, value in listed.items()}
 
-    def _check_room_for_copies(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Refuse copies that would not fit on the host, where the kernel kills the process
-        instead.
+    @_held
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return what the optimizer's own `state_dict()` would be, as copies on the host.
+
+        A plain PyTorch run goes on from it, and from `state_dict()`. Moments are fp32 whatever the
+        dtype of their parameters. All ranks call this. Checkpoints need no such copies: `save`.
+
+        Raises:
+            CapacityError: the machine, or its memory group, has too little memory for the copies.
         """
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self._check_whole()
+        self._parts.early.finish()
+        self._check_room_for_copies(
+            nbytes_of_states(self._saved_run), "write a checkpoint with engine.save(path)"
+        )
+        return optimizer_state_dict(self._saved_run, self.state_of)
+
+    @_held
+    def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the moments, step counts and groups of a plain PyTorch run, or of an engine.
+
+        `state_dict` is that of the same kind of optimizer over the same parameters. Parameters that
+        it has no state of begin anew. All ranks call this with the same.
+
+        Raises:
+            ConfigError: its groups or states are others. Nothing has changed.
+            RuntimeError: gradients have come since the last step: step() or zero_grad() first.
+            CollectiveError: the ranks were given other states.
+        """
+        self._check_between_steps("load_optimizer_state_dict")
+        self._saves.wait_for_states()
+        self._updates.continue_from(load_optimizer_state_dict(self._saved_run, state_dict))
+        for parameter in self._parts.trained:
+            parameter.note_values()
+
+    def _check_room_for_copies(self, nbytes: int, instead: str) -> None:
+        """Refuse copies on the host that would not fit: the kernel kills who takes more than its
+        group has.
+        """
         free = self._parts.ranks.memory_for_copies(free_for_copies())
         if nbytes > free:
             raise CapacityError(
@@ -552,8 +609,7 @@ class Engine:
                 asked=nbytes,
                 free=free,
                 limit=probe_memory().usable_bytes,
-                change="copy parameter by parameter under engine.gathered(parameter) and write "
-                "each to a file, or give the process more memory beside the budget's host",
+                change=f"{instead}, or give the process more memory beside the budget's host",
             )
 
     @_held
@@ -776,6 +832,15 @@ class Engine:
         for parameter in self._parts.trained:
             parameter.note_values()
         return loaded
+
+    def resume(
+        self, path: str | os.PathLike[str], *, extra: Mapping[str, Stateful] | None = None
+    ) -> bool:
+        """Load the newest checkpoint if there is any; return whether there is. See `load`."""
+        if CheckpointDirectory(path).latest() is None:
+            return False
+        self.load(path, extra=extra)
+        return True
 
     def _check_between_steps(self, what: str, *, loads: bool = False) -> None:
         """Finish what is in flight. With `loads`, an earlier load may have failed half-way.

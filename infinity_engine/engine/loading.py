@@ -200,9 +200,7 @@ class _Load:
         """Overwrite masters, moments and values of this rank's slices, subgroup by subgroup."""
         run, states = self._run, self._run.states
 
-        def fill(
-            segment: Segment, pieces: Mapping[str, torch.Tensor], values: torch.Tensor | None
-        ) -> None:
+        def fill(segment: Segment, pieces: Mapping[str, torch.Tensor]) -> None:
             parameter = run.trained[segment.parameter]
             saved = self._wanted.get(parameter.name)
             if saved is None:
@@ -213,8 +211,6 @@ class _Load:
                     self._read_weight(saved, first, piece)
                 elif not self._weights_only:
                     self._read(saved, name, first, piece)
-            if values is not None:
-                values.copy_(pieces["master"])
 
         states.overwrite_segments(fill)
         for parameter in run.trained:

@@ -407,30 +407,28 @@ class StateKeeper:
         return CapturedSubgroup(index, tuple(runs))
 
     def overwrite_segments(
-        self, fill: Callable[[Segment, Mapping[str, torch.Tensor], torch.Tensor | None], None]
+        self, fill: Callable[[Segment, Mapping[str, torch.Tensor]], None]
     ) -> None:
-        """Let `fill` overwrite each segment's master and moments, and the values that modules
-        compute with.
+        """Let `fill` overwrite each segment's master and moments.
 
-        The values are None where the master is the parameter itself. What is written is kept like
-        the results of an update: tell the provider of parameters. `fill` may keep no view.
+        What modules compute with follows from the masters. What is written is kept like the
+        results of an update: tell the provider of parameters. `fill` may keep no view.
         """
         for held in self._held.values():
             self._fill_segments(held, fill)
 
     def _fill_segments(
-        self,
-        held: _Held,
-        fill: Callable[[Segment, Mapping[str, torch.Tensor], torch.Tensor | None], None],
+        self, held: _Held, fill: Callable[[Segment, Mapping[str, torch.Tensor]], None]
     ) -> None:
         with self._in_memory(held, write_values=True) as (flat, buffered):
             for index, segment in enumerate(held.subgroup.segments):
-                values = None
+                pieces = dict(self._pieces(held, index, flat, buffered))
+                fill(segment, pieces)
                 if not self._in_place(held.subgroup, held.home):
-                    values = self._target_bytes(held, index, buffered).view(
-                        self._trained[segment.parameter].dtype
-                    )
-                fill(segment, dict(self._pieces(held, index, flat, buffered)), values)
+                    # Always: a buffer for the drives has no values yet.
+                    values = self._target_bytes(held, index, buffered)
+                    dtype = self._trained[segment.parameter].dtype
+                    values.view(dtype).copy_(pieces["master"])
 
     def set_steps(self, number: int, steps: int) -> None:
         """Set how many updates a parameter has had."""

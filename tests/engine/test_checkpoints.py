@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,10 @@ import pytest
 import torch
 
 import infinity_engine
+from deepnvme.memory.checksum import crc32c
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
+from infinity_engine.checkpoint.directory import read_manifest
+from infinity_engine.checkpoint.manifest import encode
 from infinity_engine.checkpoint.rewriting import reshard
 from infinity_engine.errors import (
     ConfigError,
@@ -299,3 +304,98 @@ def test_a_strict_load_needs_no_buffers_that_state_dicts_leave_out(tmp_path: Pat
     with engine:
         assert engine.load(tmp_path).missing == ()
         assert dict(model.named_buffers())["positions"].tolist() == [0, 1, 2]
+
+
+def test_a_tensor_that_a_checkpoint_does_not_have_keeps_its_values_on_drives(
+    tmp_path: Path,
+) -> None:
+    with engine_at(PLACES["host"], tmp_path) as (engine, _):
+        engine.save(tmp_path / "saved")
+    damaged = tmp_path / "saved" / "step-00000000"
+    manifest = read_manifest(damaged)
+    first, *others = manifest.tensors
+    other = replace(first, name="another", aliases=())
+    shard = damaged / "rank-00000-00000.safetensors"
+    renamed_in(shard, first.name, other.name)
+    data = shard.read_bytes()
+    sums = tuple(crc32c(data[at : at + (1 << 20)]) for at in range(0, len(data), 1 << 20))
+    files = tuple(
+        replace(file, checksums=sums) if file.name == shard.name else file
+        for file in manifest.files
+    )
+    changed = replace(manifest, tensors=(other, *others), files=files)
+    (damaged / "manifest").write_bytes(encode(changed))
+    with engine_at(PLACES["drives"], tmp_path) as (engine, run):
+        steps(engine, run, 0, 2)
+        before = engine.state_dict()
+        loaded = engine.load(tmp_path / "saved", strict=False)
+        assert (loaded.missing, loaded.unexpected) == ((first.name,), ("another",))
+        assert torch.equal(before[first.name], engine.state_dict()[first.name])
+        steps(engine, run, 2, 1)
+
+
+def renamed_in(shard: Path, name: str, other: str) -> None:
+    """Give a tensor another name in the header of a shard, which stays as long as it is."""
+    data = shard.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = data[8:end].rstrip().replace(f'"{name}#'.encode(), f'"{other}#'.encode())
+    assert len(header) <= end - 8
+    shard.write_bytes(data[:8] + header.ljust(end - 8) + data[end:])
+
+
+def test_a_run_resumes_only_where_there_is_a_checkpoint(tmp_path: Path) -> None:
+    _, _, engine = small()
+    with engine:
+        assert not engine.resume(tmp_path / "none")
+        one_step(engine)
+        engine.save(tmp_path)
+        (tmp_path / "latest").unlink()  # killed right after the commit
+        one_step(engine)
+        assert engine.resume(tmp_path)
+        assert engine.steps == 1
+
+
+def test_a_step_that_is_saved_again_after_going_back_gets_another_tag(tmp_path: Path) -> None:
+    _, _, engine = small()
+    with engine:
+        for _ in range(2):
+            one_step(engine)
+            engine.save(tmp_path)
+        engine.load(tmp_path, "step-00000001")
+        one_step(engine)
+        assert engine.save(tmp_path) == "step-00000002.2"
+        assert engine.load(tmp_path).tag == "step-00000002.2"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (lambda model: torch.optim.Adam(model.parameters()), "the optimizer should be"),
+        (
+            lambda model: torch.optim.AdamW([{"params": [each]} for each in model.parameters()]),
+            "the number of the optimizer's groups",
+        ),
+        (
+            lambda model: torch.optim.AdamW(reversed(list(model.parameters()))),
+            "the optimizer's groups of parameters",
+        ),
+    ],
+    ids=["another class", "other groups", "another order"],
+)
+def test_another_optimizer_is_refused_or_listed(
+    tmp_path: Path, optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer], said: str
+) -> None:
+    model, _, engine = small()
+    with engine:
+        one_step(engine)
+        engine.save(tmp_path)
+    other = optimizer(model)
+    before = [group["lr"] for group in other.param_groups]
+    budget = {"host": "64MiB"}
+    with infinity_engine.initialize(model, other, budget=budget, accelerator="cpu") as engine:
+        with pytest.raises(ManifestMismatch, match=said):
+            engine.load(tmp_path)
+        loaded = engine.load(tmp_path, strict=False)
+        assert [difference for difference in loaded.mismatched if said[:13] in difference]
+        assert [group["lr"] for group in other.param_groups] == before
+        one_step(engine)
