@@ -26,6 +26,7 @@ from support.far_programs import (
     gradients_seen,
     limits_of_modules,
     room_for_modules,
+    saved_beside_training,
     trained_far,
 )
 from support.nvme_training import Case, Trained, trained
@@ -73,6 +74,27 @@ def test_it_trains_as_the_cpu_does(model: str, reference: Reference) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
     for name, tensor in expected.bits.items():
         assert torch.allclose(found.bits[name], tensor, rtol=1e-3, atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("host only", "device"), ("interleaved", "host"), ("device only", "device"), ("nvme", "nvme")],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_is_saved_beside_training_and_loaded(
+    far: ProcessPoolExecutor, tmp_path: Path, precision: str, name: str, parameters: str
+) -> None:
+    strategy: Strategy = {
+        "host only": HostOnly(),
+        "interleaved": Interleaved(share=0.5, resident=0.3),
+        "device only": DeviceOnly(),
+        "nvme": NvmeStreamed(update=Interleaved(share=0.5)),
+    }[name]
+    case = Case(strategy=strategy, precision=precision, parameters=parameters, small_bytes=0)
+    drive = tmp_path / "drive" if name == "nvme" else None
+    if drive is not None:
+        drive.mkdir()
+    assert far.submit(saved_beside_training, case, tmp_path / "c", drive).result() == []
 
 
 @pytest.mark.parametrize("parameters", ["device", "host"])

@@ -9,6 +9,7 @@ import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from infinity_engine.errors import CapacityError
 from infinity_engine.plan import Strategy
 from support.determinism import deterministic_compute
 from support.device_training import wide_engine
+from support.engine_bits import bits_of, differing
 from support.far import (
     FAR,
     FarAccelerator,
@@ -30,7 +32,7 @@ from support.far import (
     far_device_is_missing,
     load_far_device,
 )
-from support.nvme_training import RATES, Case, Trained, trained
+from support.nvme_training import RATES, Case, Trained, opened, train, trained
 from support.scripts import load_script
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "gradients_seen",
     "limits_of_modules",
     "room_for_modules",
+    "saved_beside_training",
     "trained_far",
 ]
 
@@ -71,6 +74,27 @@ def trained_far(case: Case, drive: Path | None = None) -> Trained:
     """Train with the engine on the far device; see `trained`."""
     with deterministic_compute():
         return trained(case, _device(), drive)
+
+
+def saved_beside_training(case: Case, folder: Path, drive: Path | None) -> list[str]:
+    """Save beside training and go on; load, and go on again; return what differs."""
+    found = []
+    case = replace(case, steps=2)
+    with deterministic_compute():
+        for tag in ("first", "second"):
+            with _device() as device, opened(case, device, drive) as (engine, task):
+                if tag == "second":
+                    engine.load(folder)
+                else:
+                    train(engine, task, case)
+                saved = bits_of(engine)
+                if tag == "first":
+                    engine.save(folder, tag, wait=False)
+                losses = train(engine, task, case, first=2)
+                found.append((saved, losses, bits_of(engine)))
+    first, second = found
+    same = ["losses"] if first[1] != second[1] else []
+    return same + differing(first[0], second[0]) + differing(first[2], second[2])
 
 
 def limits_of_modules() -> dict[str, Any]:
