@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from deepnvme.memory.arrays import nbytes_of
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
 from support import rank_checkpoints
-from support.rank_training import Run
+from support.rank_training import RATES, Run
 from support.ranks import launch, launched
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -33,6 +34,20 @@ RUNS: dict[str, Run] = {
     "optimizer": Run(settings={**ONE_BY_ONE, "ranks": {"stage": "optimizer"}}),
     "drives": Run(settings=DRIVES),
     "odd": Run(model="odd", settings={"storage": {"small_bytes": 0}}),
+}
+
+
+WITH_DEVICE = {
+    **ONE_BY_ONE,
+    "rates": RATES,
+    "budget": {"host": "256MiB", "device": "32MiB"},
+}
+INTERLEAVED = {"name": "interleaved", "share": 0.5, "resident": 0.3}
+MIXED_RUNS: dict[str, Run] = {
+    **{name: run for name, run in RUNS.items() if name != "odd"},
+    "host only": Run(settings={**ONE_BY_ONE, "strategy": "host_only"}),
+    "interleaved": Run(settings={**WITH_DEVICE, "strategy": INTERLEAVED}, emulated=True),
+    "device only": Run(settings={**WITH_DEVICE, "strategy": "device_only"}, emulated=True),
 }
 
 
@@ -91,6 +106,47 @@ def test_another_number_of_ranks_finds_every_stream_the_same(
         assert differing(before[0]["saved"], found["saved"]) == []
         for key, value in found["ended"].items():
             torch.testing.assert_close(value, before[0]["ended"][key], rtol=2e-2, atol=2e-3)
+
+
+def streams_of(path: Path) -> dict[tuple[str, str], bytes]:
+    """Return the bytes of every stream of the newest checkpoint, and the steps of each tensor."""
+    found = {}
+    with CheckpointReader(CheckpointDirectory(path).resolve()) as reader:
+        for tensor in reader.manifest.tensors:
+            found[tensor.name, "steps"] = str(tensor.steps).encode()
+            for name, dtype in tensor.streams.items():
+                values = bytearray(nbytes_of(dtype, tensor.shape))
+                reader.read(tensor.stream(name), 0, values)
+                found[tensor.name, name] = bytes(values)
+    return found
+
+
+SHORT = [(1, "drives"), (3, "interleaved"), (2, "parameters")]
+MATRIX = [(size, name) for name in MIXED_RUNS for size in (3, 1, 4, 2)]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(SHORT, id="short"),
+        pytest.param(MATRIX, id="all", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_streams_stay_the_same_through_all_ranks_strategies_and_tiers(
+    tmp_path: Path, way: list[tuple[int, str]]
+) -> None:
+    launched(2, rank_checkpoints.saves, MIXED_RUNS["parameters"], tmp_path / "0", None)
+    expected = streams_of(tmp_path / "0")
+    for number, (size, name) in enumerate(way):
+        origin, to = tmp_path / str(number), tmp_path / str(number + 1)
+        run, drive = MIXED_RUNS[name], drive_of(name)
+        assert launched(size, rank_checkpoints.passes_on, run, origin, to, drive) == [2] * size
+        assert streams_of(to) == expected, (size, name)
+    last = tmp_path / str(len(way))
+    run = MIXED_RUNS["parameters"]
+    straight = launched(2, rank_checkpoints.goes_on, run, tmp_path / "0", None)
+    for mine, other in zip(straight, launched(2, rank_checkpoints.goes_on, run, last), strict=True):
+        assert differing(mine["ended"], other["ended"]) == []
 
 
 @pytest.mark.parametrize("name", ["parameters", "optimizer", "drives"])

@@ -30,6 +30,7 @@ __all__ = [
     "fails_beside_on_one_rank",
     "fails_on_one_rank",
     "goes_on",
+    "passes_on",
     "preempts",
     "resumes",
     "saves",
@@ -94,6 +95,17 @@ def goes_on(run: Run, path: Path, drive: Path | None = None) -> dict[str, Any]:
             "losses": losses,
             "ended": ended,
         }
+
+
+def passes_on(run: Run, path: Path, to: Path, drive: Path | None = None) -> int:
+    """Load and save without a step between; return how many steps were made."""
+    task, optimizer = made(run)
+    with deterministic_compute(), ExitStack() as around:
+        engine = engine_of(with_drive(run, drive), task, optimizer, around)
+        steps(engine, task, 5, 1)  # another run, until the load
+        engine.load(path)
+        engine.save(to, wait=False)
+        return engine.steps
 
 
 def resumes(
