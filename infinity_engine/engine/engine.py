@@ -451,7 +451,7 @@ class Engine:
         if changing:
             self._parts.early.check_not_begun()
         if modify:
-            self._saves.wait_for_states()
+            self._saves.wait_for_values()
         self._parts.early.finish()
         self._parts.gradients.start_writing()
         if changing:
@@ -593,7 +593,7 @@ class Engine:
             CollectiveError: the ranks were given other states.
         """
         self._check_between_steps("load_optimizer_state_dict")
-        self._saves.wait_for_states()
+        self._saves.wait_for_values()
         self._updates.continue_from(load_optimizer_state_dict(self._saved_run, state_dict))
         for parameter in self._parts.trained:
             parameter.note_values()

@@ -140,7 +140,7 @@ class Saves:
             self._ranks.agree("where the checkpoint is saved", told)
             tag = request.tag or tag_of_step(request.steps)
             try:
-                save = self._save = self._begin(request)
+                save = self._begin(request)
             except (TransferError, CollectiveError) as error:
                 self._report = SaveReport(
                     tag=tag, step=request.steps, state=SaveState.FAILED, error=str(error)
@@ -151,6 +151,7 @@ class Saves:
                 return tag
             self._captured = save.captured
             save.start()
+            self._save = save
         if request.wait or save.has_lent_memory:
             self.finish()
         return save.tag
@@ -194,11 +195,12 @@ class Saves:
             save.join()
             self._leave(save)
 
-    def wait_for_states(self) -> None:
-        """Return when all states may change: the user is about to write to parameters."""
-        if self._captured.any_left:
+    def wait_for_values(self) -> None:
+        """Return when all parameters may change: the user is about to write to some."""
+        save = self._save
+        if save is not None and not save.written.is_set():
             with self._stalling():
-                self._captured.wait_for_all()
+                save.written.wait()
 
     def _wait_for_subgroup(self, index: int) -> None:
         if self._captured.is_left(index):
@@ -431,7 +433,13 @@ class _Save:
 
     def start(self) -> None:
         """Let it go on beside the caller."""
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # the interpreter is about to end
+            self._fail(RuntimeError("no thread could be started"))
+            self.captured.let_go()
+            self._ends.close()
+            raise
 
     @property
     def has_lent_memory(self) -> bool:

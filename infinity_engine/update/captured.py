@@ -192,20 +192,10 @@ class CapturedStates:
         """Tell whether a subgroup has to stay as it is."""
         return index in self._left
 
-    @property
-    def any_left(self) -> bool:
-        """Whether any subgroup has."""
-        return bool(self._left)
-
     def wait_for(self, index: int) -> None:
         """Return when a subgroup may change."""
         with self._changed:
             self._changed.wait_for(lambda: index not in self._left)
-
-    def wait_for_all(self) -> None:
-        """Return when all may."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._left)
 
     def _let_go(self, indices: Sequence[int]) -> None:
         with self._changed:
