@@ -75,7 +75,7 @@ def load_optimizer_state_dict(run: Run, state_dict: Mapping[str, Any]) -> int:
         _set_groups(run.optimizer, before)
         raise
     if run.whole is not None:
-        previous.cut(run.whole.sharding.cut)
+        previous.cut(run.whole.cut)
 
     def fill(segment: Segment, pieces: Mapping[str, torch.Tensor]) -> None:
         rule = rules[run.trained[segment.parameter].group]
