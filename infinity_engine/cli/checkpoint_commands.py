@@ -26,6 +26,7 @@ from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.checkpoint.rewriting import import_foreign, reshard
 from infinity_engine.checkpoint.streams import Stream
 from infinity_engine.checkpoint.torch_files import OpenFiles
+from infinity_engine.errors import DamagedCheckpoint, IncompleteCheckpoint
 from infinity_engine.units import format_bytes
 
 __all__ = ["COMMANDS"]
@@ -129,24 +130,39 @@ def _as_json(path: Path, manifest: Manifest) -> dict[str, object]:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    with CheckpointReader(_resolved(options.path, options.tag)) as reader:
-        read: list[int] = []
-        damaged = 0
-        for damage in reader.verify(read.append):
-            damaged += 1
-            inside = ", ".join(damage.tensors) or "its header"
-            print(f"{damage.file}: damaged within the MiB at offset {damage.offset}: {inside}")
-        if damaged:
-            print(
-                f"{damaged} of the checkpoint's MiB are damaged: load an earlier one, and check "
-                "the drive"
-            )
-            return 1
-        reader.check_slices()
+    path = _resolved(options.path, options.tag)
+    try:
+        with CheckpointReader(path) as reader:
+            return _verified(reader)
+    except (DamagedCheckpoint, IncompleteCheckpoint) as damage:
+        print(damage)
+        return 1
+
+
+def _verified(reader: CheckpointReader) -> int:
+    read: list[int] = []
+    damaged = 0
+    for damage in reader.verify(read.append):
+        damaged += 1
+        inside = ", ".join(damage.tensors) or "its header"
         print(
-            f"{reader.path}: {format_bytes(sum(read))} in {len(reader.manifest.files)} files, all "
-            "as written"
+            f"{damage.file}: {damage.flaw}"
+            if damage.flaw
+            else f"{damage.file}: damaged within the MiB at offset {damage.offset}: {inside}"
         )
+    for name in reader.strange_files():
+        print(f"{name}: no file of this checkpoint")
+    if damaged:
+        print(
+            f"{damaged} of the checkpoint's MiB or files are damaged: load an earlier one, and "
+            "check the drive"
+        )
+        return 1
+    reader.check_slices()
+    print(
+        f"{reader.path}: {format_bytes(sum(read))} in {len(reader.manifest.files)} files, all "
+        "as written"
+    )
     return 0
 
 
