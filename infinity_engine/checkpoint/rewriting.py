@@ -86,11 +86,9 @@ def import_foreign(
         ConfigError: `ranks` is below 1, or `directory` has a checkpoint of that tag.
         CheckpointError: bytes are missing or damaged. Nothing was written.
     """
-    objects = {
-        "loss_scale": dict(foreign.loss_scale),
-        "optimizer_groups": [dict(group) for group in foreign.groups],
-        "extra": {},
-    }
+    objects: dict[str, Any] = {"loss_scale": dict(foreign.loss_scale), "extra": {}}
+    if foreign.groups:
+        objects["optimizer_groups"] = [dict(group) for group in foreign.groups]
     structures: dict[str, Any] = {}
 
     def write_state(draft: Path, queue: IOQueue) -> list[SavedFile]:

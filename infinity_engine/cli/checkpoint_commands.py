@@ -18,6 +18,7 @@ from rich.text import Text
 
 from deepnvme.cli.report import Output
 from deepnvme.memory.arrays import ITEMSIZES
+from infinity_engine.checkpoint.dcp_export import export_dcp
 from infinity_engine.checkpoint.directory import LATEST, CheckpointDirectory
 from infinity_engine.checkpoint.export import Dtype, export
 from infinity_engine.checkpoint.manifest import MANIFEST, Kind, Manifest, SavedTensor
@@ -228,14 +229,13 @@ def _stream_difference(
 
 
 def _export(options: argparse.Namespace) -> int:
+    is_dcp = options.format == "dcp"
+    dtype = Dtype(options.dtype or ("fp32" if is_dcp else "model"))
+    write = export_dcp if is_dcp else export
     with CheckpointReader(_resolved(options.path, options.tag)) as reader:
-        files = export(
-            reader, options.to, dtype=Dtype(options.dtype), trainable_only=options.trainable_only
-        )
-    print(
-        f"{options.to}: {len(files)} files, "
-        f"{format_bytes(sum(file.stat().st_size for file in files))}"
-    )
+        files = write(reader, options.to, dtype=dtype, trainable_only=options.trainable_only)
+    nbytes = format_bytes(sum(file.stat().st_size for file in files))
+    print(f"{options.to}: {len(files)} files, {nbytes}")
     return 0
 
 
