@@ -18,15 +18,15 @@ from rich.text import Text
 
 from deepnvme.cli.report import Output
 from deepnvme.memory.arrays import ITEMSIZES
-from infinity_engine.checkpoint.dcp_export import export_dcp
 from infinity_engine.checkpoint.directory import LATEST, CheckpointDirectory
 from infinity_engine.checkpoint.export import Dtype, export
+from infinity_engine.checkpoint.foreign.dcp_export import export_dcp
+from infinity_engine.checkpoint.foreign.origins import open_foreign
+from infinity_engine.checkpoint.foreign.torch_files import OpenFiles
 from infinity_engine.checkpoint.manifest import MANIFEST, Kind, Manifest, SavedTensor
-from infinity_engine.checkpoint.origins import open_foreign
 from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.checkpoint.rewriting import import_foreign, reshard
 from infinity_engine.checkpoint.streams import Stream
-from infinity_engine.checkpoint.torch_files import OpenFiles
 from infinity_engine.errors import DamagedCheckpoint, IncompleteCheckpoint
 from infinity_engine.units import format_bytes
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import infinity_engine
-from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, dcp_export
-from infinity_engine.checkpoint.dcp_export import export_dcp
-from infinity_engine.checkpoint.origins import open_foreign
+from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
+from infinity_engine.checkpoint.foreign import dcp_export
+from infinity_engine.checkpoint.foreign.dcp_export import export_dcp
+from infinity_engine.checkpoint.foreign.origins import open_foreign
+from infinity_engine.checkpoint.foreign.torch_files import OpenFiles
 from infinity_engine.checkpoint.rewriting import import_foreign
-from infinity_engine.checkpoint.torch_files import OpenFiles
 from infinity_engine.cli.main import main
 from infinity_engine.errors import CheckpointError, ConfigError
 
