@@ -326,18 +326,21 @@ class IncompleteCheckpoint(CheckpointError):  # noqa: N818 - the name says it wi
 
 @dataclass(kw_only=True, eq=False)
 class ChecksumError(CheckpointError):
-    """The bytes on disk are not the bytes that were written: a bad byte in `entry`, at or after
-    `offset`.
+    """The bytes on disk are not the bytes that were written.
+
+    A bad byte is in `entry`, at or after `offset`. `tensor` says what lies there, if known.
     """
 
     entry: str
     offset: int
     expected: int
     found: int
+    tensor: str = ""
 
     def _message(self) -> str:
         return (
-            f"checkpoint {self.path}: {self.entry} is damaged at or after offset {self.offset}: "
+            f"checkpoint {self.path}: {self.entry} is damaged at or after offset {self.offset}"
+            f"{f', where {self.tensor} lies' if self.tensor else ''}: "
             f"its checksum is {self.found:#010x}, but the bytes that were written had "
             f"{self.expected:#010x}. Load an earlier committed checkpoint and check the drive"
         )

@@ -33,7 +33,7 @@ LATEST = "latest"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _UNFINISHED = re.compile(rf"\.{_TAG.pattern}\.(writing|removing)")
 _MOST_TAG_BYTES = 256
-_MOST_MANIFEST_BYTES = 1 << 30
+_MOST_MANIFEST_BYTES = 256 << 20  # checksums of 32 TiB
 
 
 def tag_of_step(step: int) -> str:

@@ -39,6 +39,7 @@ _MOST = (1 << 63) - 1
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _STREAM = re.compile(r"[a-z0-9_]{1,64}")
 _CHECKSUM_DIGITS = 8
+_MOST_PARTS = 10_000_000
 
 
 class Kind(Enum):
@@ -167,6 +168,9 @@ def parse(data: bytes) -> Manifest:
     payload, rest = unframed(_KIND, _VERSION, data)
     if rest:
         raise ValueError(f"{len(rest)} B follow the manifest, expected none")
+    parts = sum(map(payload.count, (b",", b"[", b"{")))
+    if parts > _MOST_PARTS:  # each becomes an object: a few bytes here, some hundred in memory
+        raise ValueError(f"its JSON has {parts} parts, of which at most {_MOST_PARTS} are read")
     try:
         content = strict_json(payload)
     except RecursionError:

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -36,7 +36,7 @@ from deepnvme.queue.pipeline import once_there_is_room
 from deepnvme.queue.queue import File
 from deepnvme.volume.framing import shown
 from infinity_engine.checkpoint.directory import open_regular, read_manifest
-from infinity_engine.checkpoint.manifest import BLOCK_BYTES, SavedFile
+from infinity_engine.checkpoint.manifest import BLOCK_BYTES, MANIFEST, SavedFile
 from infinity_engine.checkpoint.streams import SHARD, Slice, Stream, parse_tensor
 from infinity_engine.errors import (
     ChecksumError,
@@ -56,17 +56,20 @@ The least is one block.
 
 _READ_BLOCKS = 8  # of one operation that reads to where the bytes belong
 _IN_FLIGHT = 4  # operations
+_SHOWN_TENSORS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A block of a file that is not as it was written, and the tensors that have bytes in it: none
-    in a header.
+    """A block of a file that is not as it was written, and the tensors that have bytes in it.
+
+    No tensor has where the header is. Of a file that cannot be read at all, `flaw` says why.
     """
 
     file: str
     offset: int
     tensors: tuple[str, ...]
+    flaw: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,10 @@ class CheckpointReader:
             upto = min(end, found.part.first + found.part.numel)
             target = memory.part((at - first) * itemsize, (upto - at) * itemsize)
             offset = found.offset + (at - found.part.first) * itemsize
-            self._files[found.file].read(offset, target)
+            try:
+                self._files[found.file].read(offset, target)
+            except ChecksumError as error:
+                raise replace(error, tensor=_named(stream)) from None
             at, number = upto, number + 1
 
     def slices(self, stream: Stream) -> tuple[Slice, ...]:
@@ -163,12 +169,20 @@ class CheckpointReader:
         _ = self._slices  # building the index checks it
 
     def verify(self, progress: Callable[[int], object] = lambda nbytes: None) -> Iterator[Damage]:
-        """Read every byte; yield each damaged block.
+        """Read every byte; yield each damaged block, and each file that cannot be read at all.
 
         `progress` is called with the bytes of each block.
         """
-        for file in self._files.values():
-            yield from file.verify(progress)
+        for name, file in self._files.items():
+            try:
+                yield from file.verify(progress)
+            except DamagedCheckpoint as damage:
+                yield Damage(name, 0, (), damage.flaw)
+
+    def strange_files(self) -> list[str]:
+        """Return the names of what is in its directory and not in its manifest."""
+        known = {MANIFEST, *self._files}
+        return sorted(entry.name for entry in self.path.iterdir() if entry.name not in known)
 
     # --- the index --------------------------------------------------------------------------------
 
@@ -282,6 +296,10 @@ class _CheckedFile:
                 self._header = header_of(self._bytes, self._saved.nbytes, str(self._path))
             except SafetensorsError as flaw:
                 raise self._flaw(str(flaw.strerror)) from None
+            except ChecksumError as damage:  # the block has tensors beside the header
+                found = self._tensors_in(0, self._tensors_unchecked())
+                named = ", ".join(("its header", *found[:_SHOWN_TENSORS]))
+                raise replace(damage, tensor=named) from None
         return self._header
 
     def read(self, offset: int, into: Memory) -> None:
@@ -334,10 +352,23 @@ class _CheckedFile:
         except DamagedCheckpoint:
             return {}
         except ChecksumError:
-            try:
-                return safetensors_header(self._path).tensors
-            except (OSError, ValueError):
-                return {}
+            return self._tensors_unchecked()
+
+    def _tensors_unchecked(self) -> Mapping[str, SafetensorsEntry]:
+        """Return what the header says, whether or not it is damaged."""
+        try:
+            return safetensors_header(self._path).tensors
+        except (OSError, ValueError):
+            return {}
+
+    def _tensors_in(self, block: int, tensors: Mapping[str, SafetensorsEntry]) -> tuple[str, ...]:
+        """Return the names of the tensors that have bytes in a block."""
+        start, end = block * BLOCK_BYTES, block * BLOCK_BYTES + self._block_bytes(block)
+        return tuple(
+            name
+            for name, entry in tensors.items()
+            if entry.offset < end and entry.offset + entry.nbytes > start
+        )
 
     def _damages(
         self,
@@ -349,13 +380,8 @@ class _CheckedFile:
         """Wait for the blocks from `block` on; yield the damaged ones among them."""
         for number, found in enumerate(self._sums(future, room), block):
             if found != self._saved.checksums[number]:
-                start, end = number * BLOCK_BYTES, number * BLOCK_BYTES + self._block_bytes(number)
-                touched = [
-                    name
-                    for name, entry in tensors.items()
-                    if entry.offset < end and entry.offset + entry.nbytes > start
-                ]
-                yield Damage(self._saved.name, start, tuple(touched))
+                touched = self._tensors_in(number, tensors)
+                yield Damage(self._saved.name, number * BLOCK_BYTES, touched)
 
     def _bytes(self, count: int, offset: int) -> bytes:
         count = max(0, min(count, self._saved.nbytes - offset))

@@ -20,7 +20,7 @@ from deepnvme import IOQueue
 from deepnvme.formats.safetensors import STAGING_BYTES
 from deepnvme.volume.syncing import sync_file
 from infinity_engine.checkpoint.directory import CheckpointDirectory, tag_of_step
-from infinity_engine.checkpoint.foreign import ForeignCheckpoint, ForeignReader
+from infinity_engine.checkpoint.foreign.found import ForeignCheckpoint, ForeignReader
 from infinity_engine.checkpoint.manifest import Kind, Manifest, SavedFile, SavedTensor
 from infinity_engine.checkpoint.objects import objects_file, write_objects
 from infinity_engine.checkpoint.reader import CheckpointReader
@@ -86,11 +86,9 @@ def import_foreign(
         ConfigError: `ranks` is below 1, or `directory` has a checkpoint of that tag.
         CheckpointError: bytes are missing or damaged. Nothing was written.
     """
-    objects = {
-        "loss_scale": dict(foreign.loss_scale),
-        "optimizer_groups": [dict(group) for group in foreign.groups],
-        "extra": {},
-    }
+    objects: dict[str, Any] = {"loss_scale": dict(foreign.loss_scale), "extra": {}}
+    if foreign.groups:
+        objects["optimizer_groups"] = [dict(group) for group in foreign.groups]
     structures: dict[str, Any] = {}
 
     def write_state(draft: Path, queue: IOQueue) -> list[SavedFile]:

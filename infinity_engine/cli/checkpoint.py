@@ -81,8 +81,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--dtype",
         choices=["model", "fp32", "bf16", "fp16"],
-        default="model",
-        help="model (what modules compute with, the default), fp32, bf16 or fp16",
+        help="model (what modules compute with), fp32, bf16 or fp16 "
+        "(default: model for safetensors, fp32 for dcp)",
+    )
+    export.add_argument(
+        "--format",
+        choices=["safetensors", "dcp"],
+        default="safetensors",
+        help="safetensors (default), or dcp: weights and moments for torch.distributed.checkpoint",
     )
     export.add_argument(
         "--trainable-only", action="store_true", help="only what was trained, such as adapters"

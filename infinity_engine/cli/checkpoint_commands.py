@@ -20,12 +20,14 @@ from deepnvme.cli.report import Output
 from deepnvme.memory.arrays import ITEMSIZES
 from infinity_engine.checkpoint.directory import LATEST, CheckpointDirectory
 from infinity_engine.checkpoint.export import Dtype, export
+from infinity_engine.checkpoint.foreign.dcp_export import export_dcp
+from infinity_engine.checkpoint.foreign.origins import open_foreign
+from infinity_engine.checkpoint.foreign.torch_files import OpenFiles
 from infinity_engine.checkpoint.manifest import MANIFEST, Kind, Manifest, SavedTensor
-from infinity_engine.checkpoint.origins import open_foreign
 from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.checkpoint.rewriting import import_foreign, reshard
 from infinity_engine.checkpoint.streams import Stream
-from infinity_engine.checkpoint.torch_files import OpenFiles
+from infinity_engine.errors import DamagedCheckpoint, IncompleteCheckpoint
 from infinity_engine.units import format_bytes
 
 __all__ = ["COMMANDS"]
@@ -129,24 +131,39 @@ def _as_json(path: Path, manifest: Manifest) -> dict[str, object]:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    with CheckpointReader(_resolved(options.path, options.tag)) as reader:
-        read: list[int] = []
-        damaged = 0
-        for damage in reader.verify(read.append):
-            damaged += 1
-            inside = ", ".join(damage.tensors) or "its header"
-            print(f"{damage.file}: damaged within the MiB at offset {damage.offset}: {inside}")
-        if damaged:
-            print(
-                f"{damaged} of the checkpoint's MiB are damaged: load an earlier one, and check "
-                "the drive"
-            )
-            return 1
-        reader.check_slices()
+    path = _resolved(options.path, options.tag)
+    try:
+        with CheckpointReader(path) as reader:
+            return _verified(reader)
+    except (DamagedCheckpoint, IncompleteCheckpoint) as damage:
+        print(damage)
+        return 1
+
+
+def _verified(reader: CheckpointReader) -> int:
+    read: list[int] = []
+    damaged = 0
+    for damage in reader.verify(read.append):
+        damaged += 1
+        inside = ", ".join(damage.tensors) or "its header"
         print(
-            f"{reader.path}: {format_bytes(sum(read))} in {len(reader.manifest.files)} files, all "
-            "as written"
+            f"{damage.file}: {damage.flaw}"
+            if damage.flaw
+            else f"{damage.file}: damaged within the MiB at offset {damage.offset}: {inside}"
         )
+    for name in reader.strange_files():
+        print(f"{name}: no file of this checkpoint")
+    if damaged:
+        print(
+            f"{damaged} of the checkpoint's MiB or files are damaged: load an earlier one, and "
+            "check the drive"
+        )
+        return 1
+    reader.check_slices()
+    print(
+        f"{reader.path}: {format_bytes(sum(read))} in {len(reader.manifest.files)} files, all "
+        "as written"
+    )
     return 0
 
 
@@ -212,14 +229,13 @@ def _stream_difference(
 
 
 def _export(options: argparse.Namespace) -> int:
+    is_dcp = options.format == "dcp"
+    dtype = Dtype(options.dtype or ("fp32" if is_dcp else "model"))
+    write = export_dcp if is_dcp else export
     with CheckpointReader(_resolved(options.path, options.tag)) as reader:
-        files = export(
-            reader, options.to, dtype=Dtype(options.dtype), trainable_only=options.trainable_only
-        )
-    print(
-        f"{options.to}: {len(files)} files, "
-        f"{format_bytes(sum(file.stat().st_size for file in files))}"
-    )
+        files = write(reader, options.to, dtype=dtype, trainable_only=options.trainable_only)
+    nbytes = format_bytes(sum(file.stat().st_size for file in files))
+    print(f"{options.to}: {len(files)} files, {nbytes}")
     return 0
 
 

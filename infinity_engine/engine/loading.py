@@ -174,10 +174,9 @@ class _Load:
     def _unlike_objects(self, extra: Mapping[str, Stateful]) -> Iterator[_Difference]:
         """Yield how the optimizer and `extra` differ; note what can be restored."""
         optimizer, run = self._run.optimizer, self._reader.manifest.run
-        kind = type(optimizer).__name__
-        groups, members = self._objects["optimizer_groups"], self._run.group_members()
+        kind, members = type(optimizer).__name__, self._run.group_members()
+        groups = self._objects.get("optimizer_groups")  # some imported checkpoints have none
         unlike = [
-            _Difference("the number of the optimizer's groups", len(members), len(groups)),
             _Difference("the optimizer", kind, run.get("optimizer", kind)),
             _Difference(
                 "the optimizer's groups of parameters",
@@ -185,8 +184,11 @@ class _Load:
                 run.get("optimizer_parameters", members),
             ),
         ]
+        if groups is not None:
+            number = "the number of the optimizer's groups"
+            unlike.insert(0, _Difference(number, len(members), len(groups)))
         differences = [each for each in unlike if each.expected != each.found]
-        if not differences:
+        if groups is not None and not differences:
             self._restores.append("optimizer_groups")
         yield from differences[:1]
         there = self._objects["extra"]

@@ -5,6 +5,7 @@ asked for.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,38 @@ def test_a_path_without_checkpoints_is_one_line_and_two(
 ) -> None:
     assert main(["checkpoint", "verify", str(tmp_path / "nowhere")]) == 2
     assert "any checkpoint" in capsys.readouterr().err
+
+
+def truncated(shard: Path) -> None:
+    with shard.open("r+b") as file:
+        file.truncate(100)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (lambda path: truncated(path / "rank-00000-00000.safetensors"), "it has 100 B"),
+        (lambda path: (path / "rank-00000-00000.safetensors").unlink(), "is incomplete"),
+        (lambda path: (path / "manifest").write_bytes(b"infinity-checkpoint 1 x"), "manifest"),
+    ],
+)
+def test_verify_reports_what_cannot_be_read_at_all(
+    saved: Path, capsys: pytest.CaptureFixture[str], break_it: Callable[[Path], None], said: str
+) -> None:
+    break_it(saved / "s2")
+    data = bytearray((saved / "s2" / "rank-00001-00000.safetensors").read_bytes())
+    data[-10] ^= 1
+    (saved / "s2" / "rank-00001-00000.safetensors").write_bytes(data)
+    assert main(["checkpoint", "verify", str(saved / "s2")]) == 1
+    text = capsys.readouterr().out
+    assert said in text
+    if "it has" in said:  # the other file is read all the same
+        assert "rank-00001-00000.safetensors: damaged within the MiB" in text
+
+
+def test_verify_names_files_that_are_not_of_the_checkpoint(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (saved / "s2" / "notes.txt").write_text("mine")
+    assert main(["checkpoint", "verify", str(saved / "s2")]) == 0
+    assert "notes.txt: no file of this checkpoint" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deepnvme.memory.checksum import crc32c
 from deepnvme.volume.framing import framed
 from infinity_engine.checkpoint import CheckpointReader
 from infinity_engine.checkpoint.manifest import (
@@ -24,7 +26,13 @@ from infinity_engine.checkpoint.manifest import (
     encode,
     parse,
 )
-from infinity_engine.errors import CheckpointError, DamagedCheckpoint, IncompleteCheckpoint
+from infinity_engine.cli.main import main
+from infinity_engine.errors import (
+    CheckpointError,
+    ChecksumError,
+    DamagedCheckpoint,
+    IncompleteCheckpoint,
+)
 from support.saved_streams import parameters_of, save, values_of
 
 PARAMETERS = parameters_of({"weight": (1100, 1000), "bias": (1000,)})
@@ -204,8 +212,6 @@ def test_a_hostile_manifest_is_refused_in_words(
 
 def test_json_that_is_nested_too_deeply_is_refused(saved: Path) -> None:
     deep = b'{"tag":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    from deepnvme.memory.checksum import crc32c
-
     (saved / "manifest").write_bytes(
         b"infinity-checkpoint 1 %d %08x\n" % (len(deep), crc32c(deep)) + deep
     )
@@ -222,8 +228,8 @@ def test_a_newer_version_is_told_from_damage(saved: Path) -> None:
         CheckpointReader(saved)
 
 
-def mutations(data: bytes, count: int) -> Iterator[bytes]:
-    chosen = random.Random(7)
+def mutations(data: bytes, count: int, chosen: random.Random | None = None) -> Iterator[bytes]:
+    chosen = chosen or random.Random(7)
     for _ in range(count):
         broken = bytearray(data)
         for _ in range(chosen.randint(1, 4)):
@@ -251,8 +257,6 @@ def test_mutated_manifests_are_refused_or_read_as_manifests(framing: str) -> Non
     manifest = Manifest(tag="tag", step=1, created="now", ranks=1, tensors=parameters, files=files)
     data = encode(manifest)
     assert parse(data) == manifest
-    from deepnvme.memory.checksum import crc32c
-
     line, _, payload = data.partition(b"\n")
     refused = 0
     for broken in mutations(data if framing == "as it is" else payload, 5000):
@@ -268,3 +272,122 @@ def test_mutated_manifests_are_refused_or_read_as_manifests(framing: str) -> Non
             assert all(isinstance(parameter, SavedTensor) for parameter in found.tensors)
     assert line.startswith(b"infinity-checkpoint 1 ")
     assert refused > 3000
+
+
+# --- whole checkpoints, mutated -------------------------------------------------------------------
+
+SMALL = parameters_of({"layer.weight": (60, 50), "layer.bias": (50,)})
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A checkpoint of two ranks, of some kilobytes."""
+    return save(tmp_path / "c", "tag", SMALL, values_of(SMALL), ranks=2, piece_numel=1000)
+
+
+def regions(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield offsets in each region of a file: of a shard, its length, header and each tensor."""
+    data = path.read_bytes()
+    if path.name == "manifest":
+        end = data.index(b"\n") + 1
+        yield from (("first line", at) for at in range(0, end, 7))
+        yield from (("JSON", at) for at in range(end, len(data), max(1, len(data) // 40)))
+        return
+    header = int.from_bytes(data[:8], "little")
+    yield from (("length", at) for at in range(8))
+    yield from (("header", at) for at in range(8, 8 + header, max(1, header // 20)))
+    for name, entry in json.loads(data[8 : 8 + header]).items():
+        start, end = (8 + header + at for at in entry["data_offsets"])
+        yield from ((name, at) for at in (start, (start + end) // 2, end - 1))
+
+
+def test_a_flipped_bit_in_any_region_of_any_file_is_found_by_load_and_by_verify(
+    small: Path,
+) -> None:
+    expected = {"first line", "JSON", "length", "header"}
+    seen: set[str] = set()
+    for path in sorted(small.iterdir()):
+        for region, offset in list(regions(path)):
+            seen.add(region.partition("#")[0])
+            flip(path, offset)
+            with pytest.raises(CheckpointError, match=path.name.replace(".", r"\.")) as refusal:
+                read_all(small)
+            if "#" in region:
+                assert region in str(refusal.value)
+            assert main(["checkpoint", "verify", str(small)]) == 1
+            flip(path, offset)
+    assert seen == expected | {"layer.weight", "layer.bias"}
+    read_all(small)
+
+
+def test_the_error_names_the_stream_that_was_read(saved: Path) -> None:
+    flip(saved / SHARD, 3 * BLOCK_BYTES + 5)
+    with pytest.raises(ChecksumError) as refusal:
+        read_all(saved)
+    assert (refusal.value.entry, refusal.value.tensor) == (SHARD, "master of weight")
+    assert (
+        f"{SHARD} is damaged at or after offset {3 * BLOCK_BYTES}, where master of weight lies"
+        in str(refusal.value)
+    )
+
+
+def hostile(small: Path, chosen: random.Random) -> None:
+    """Mutate one file, and let the manifest say of it what a malicious writer would."""
+    files = sorted(small.iterdir())
+    path = files[chosen.randrange(len(files))]
+    data = path.read_bytes()
+    if path.name == "manifest":
+        payload = data.partition(b"\n")[2]
+        [broken] = mutations(payload, 1, chosen)
+        line = b"infinity-checkpoint 1 %d %08x\n" % (len(broken), crc32c(broken))
+        path.write_bytes(line + broken)
+        return
+    header = int.from_bytes(data[:8], "little")
+    [text] = mutations(data[8 : 8 + header], 1, chosen)
+    length = len(text) if chosen.random() < 0.8 else chosen.randrange(1 << 63)
+    broken = length.to_bytes(8, "little") + text + data[8 + header :]
+    path.write_bytes(broken)
+    sums = [f"{crc32c(broken[at : at + BLOCK_BYTES]):08x}" for at in range(0, len(broken), 1 << 20)]
+
+    def lie(manifest: dict[str, Any]) -> None:
+        [entry] = [file for file in manifest["files"] if file["name"] == path.name]
+        entry.update(bytes=len(broken), checksums="".join(sums))
+
+    changed(small, lie)
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(300, id="300"), pytest.param(10_000, id="10000", marks=pytest.mark.slow)]
+)
+def test_checkpoints_with_right_checksums_and_wrong_content_are_refused_or_read(
+    small: Path, count: int
+) -> None:
+    whole = {path: path.read_bytes() for path in small.iterdir()}
+    around = sorted(path.name for path in small.parent.iterdir())
+    chosen, refused = random.Random(count), 0
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(count):
+        hostile(small, chosen)
+        try:
+            read_all(small)
+        except CheckpointError:
+            refused += 1
+        for path, data in whole.items():
+            path.write_bytes(data)
+    assert refused > count // 2
+    assert sorted(path.name for path in small.parent.iterdir()) == around
+    assert sorted(small.iterdir()) == sorted(whole)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+@pytest.mark.parametrize("name", ["files", "tensors", "objects"])
+def test_a_manifest_of_countless_parts_is_refused_before_it_is_built(
+    small: Path, name: str
+) -> None:
+    payload = b'{"%s":[' % name.encode() + b"[]," * 11_000_000 + b"[]]}"
+    line = b"infinity-checkpoint 1 %d %08x\n" % (len(payload), crc32c(payload))
+    (small / "manifest").write_bytes(line + payload)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DamagedCheckpoint, match="parts"):
+        CheckpointReader(small)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10

@@ -48,6 +48,7 @@ EXAMPLES = (
     ManifestMismatch(path="/ckpt", entry="wte.weight shape", expected=(4, 8), found=(4, 9)),
     IncompleteCheckpoint(path="/ckpt", missing=("rank0.bin", "rank1.bin")),
     ChecksumError(path="/ckpt", entry="wte.weight", offset=4096, expected=0xBEEF, found=0xDEAD),
+    UnsupportedCheckpoint(path="/c", entry="its files", flaw="split", change="Merge them."),
     DamagedCheckpoint(path="/ckpt", entry="manifest", flaw="it was cut"),
     UnsupportedCheckpoint(
         path="/ckpt", entry="zero_pp_rank_0", flaw="it was split", change="merge it"

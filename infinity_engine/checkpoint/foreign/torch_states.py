@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from deepnvme.volume.framing import shown
-from infinity_engine.checkpoint.foreign import (
+from infinity_engine.checkpoint.foreign.found import (
     HYPERPARAMETERS,
     Block,
     ForeignCheckpoint,
     number_in,
     step_count,
 )
+from infinity_engine.checkpoint.foreign.torch_files import OpenFiles, SavedArray, TorchFile
 from infinity_engine.checkpoint.manifest import Kind, SavedTensor
 from infinity_engine.checkpoint.rounding import FLOATS
-from infinity_engine.checkpoint.torch_files import OpenFiles, SavedArray, TorchFile
 from infinity_engine.errors import UnsupportedCheckpoint
 
 __all__ = ["WholeTensor", "checkpoint_of", "open_torch"]
@@ -207,7 +207,9 @@ class _Reading:
         if not optimizer:
             self._left.append("an optimizer: there is none in it; load with weights_only=True")
             return {}, ()
-        groups = [group for group in _listed(optimizer["param_groups"]) if isinstance(group, dict)]
+        groups = [
+            group for group in _listed(optimizer.get("param_groups", ())) if isinstance(group, dict)
+        ]
         state = {
             _as_id(key): value
             for key, value in optimizer["state"].items()
@@ -225,6 +227,8 @@ class _Reading:
         fresh = [name for number, name in zip(ids, names, strict=True) if not state.get(number)]
         if state and fresh:
             self._left.append(f"states of {', '.join(fresh[:5])}: they have none, and begin anew")
+        if not groups:
+            self._left.append("the options of the optimizer's groups: it does not have them")
         whose = {
             name: self._with_step(state.get(number, {}), groups)
             for number, name in zip(ids, names, strict=True)

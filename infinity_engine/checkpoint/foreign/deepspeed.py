@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deepnvme.volume.framing import shown
-from infinity_engine.checkpoint.foreign import (
+from infinity_engine.checkpoint.foreign.found import (
     HYPERPARAMETERS,
     Block,
     ForeignCheckpoint,
@@ -23,10 +23,10 @@ from infinity_engine.checkpoint.foreign import (
     pieces_of,
     step_count,
 )
-from infinity_engine.checkpoint.inert_pickle import Built
+from infinity_engine.checkpoint.foreign.inert_pickle import Built
+from infinity_engine.checkpoint.foreign.torch_files import OpenFiles, SavedArray, TorchFile
 from infinity_engine.checkpoint.manifest import Kind, SavedTensor
 from infinity_engine.checkpoint.rounding import FLOATS
-from infinity_engine.checkpoint.torch_files import OpenFiles, SavedArray, TorchFile
 from infinity_engine.errors import DamagedCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint
 
 __all__ = ["is_deepspeed", "open_deepspeed"]
@@ -49,7 +49,6 @@ _KNOWN = frozenset(
         "checkpoint_parallel_dimensions", "ds_version", "universal_checkpoint_info",
     }
 )  # fmt: skip
-_MOMENTS = {"exp_avg_sq": "sum"}  # as DeepSpeed's Adagrad calls it
 
 
 def is_deepspeed(path: Path) -> bool:
@@ -222,7 +221,7 @@ class _Reading:
                     f"{name} of the optimizer's state: it is not one value for each element"
                 )
         if arrays == ["exp_avg_sq"]:
-            return [("exp_avg_sq", _MOMENTS["exp_avg_sq"])]
+            return [("exp_avg_sq", "sum")]  # as DeepSpeed's Adagrad calls it
         return [(name, name) for name in arrays]
 
     def _note_steps(
@@ -301,7 +300,8 @@ class _Reading:
         state = _state_of(optimizer, 0) if states else {}
         steps = step_count(state.get("step", _first_step(optimizer.get("param_groups") or [])))
         if steps is not None:
-            self._found.steps = {**dict.fromkeys(self._found.shapes, steps), **self._found.steps}
+            for name in self._found.shapes:
+                self._found.steps.setdefault(name, steps)
 
     # --- what all kinds share
     # -------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from deepnvme.memory.arrays import ITEMSIZES
+from infinity_engine.checkpoint.foreign.torch_files import SavedArray
 from infinity_engine.checkpoint.manifest import SavedTensor
 from infinity_engine.checkpoint.rounding import FLOATS, converted
 from infinity_engine.checkpoint.streams import Stream
-from infinity_engine.checkpoint.torch_files import SavedArray
 from infinity_engine.errors import IncompleteCheckpoint, UnsupportedCheckpoint
 
 __all__ = [

@@ -52,6 +52,10 @@ class Built:
     state: Any = None
     items: dict[Any, Any] = field(default_factory=dict)
 
+    def give(self, state: object) -> None:
+        """Note the state that it was to get."""
+        self.state = state
+
     def get(self, name: str, default: Any = None) -> Any:
         """Return an attribute of its state, as an object of a plain class has it."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
@@ -251,7 +255,7 @@ class _Machine:
         state = self.pop()
         target = self._stack[-1]
         if isinstance(target, Built):
-            target.state = state
+            target.give(state)
         # The attributes of a dict, such as the _metadata of a module's state dict, are not needed.
 
     def _persistent_object(self, _: Any) -> None:
