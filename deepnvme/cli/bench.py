@@ -40,6 +40,7 @@ from deepnvme.measuring.measure import (
     measure,
     pending_for,
 )
+from deepnvme.measuring.plain_threads import MOST_THREADS, measure_threads
 from deepnvme.memory.pool import Pool
 from deepnvme.sizes import format_bytes
 
@@ -61,9 +62,10 @@ HELP = (
     "it is installed."
 )
 SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goes
-OPERATIONS = (MIB // 16, MIB, 16 * MIB)
+OPERATIONS = (MIB // 256, MIB // 64, MIB // 16, MIB, 16 * MIB)
 
 _ROUNDS = 3
+_AS_FAST = 0.95  # of a rival's rate; rounds differ by more than the rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +80,20 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table."""
+    """One line of the table: one load, measured of deepnvme and of its rivals."""
 
     workload: Workload
     operation_bytes: int
     deepnvme: Figures
     fio: Figures | None
+    threads: Figures
+
+
+@dataclass(frozen=True)
+class _ByThreads:
+    """A load that plain threads carry out."""
+
+    load: Load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,6 +151,10 @@ def run(options: argparse.Namespace) -> int:
             Text("p50 and p99: of whole operations, from submission to end, waiting included.")
         )
         console.print(Text(f"fio: {yardstick}"))
+        console.print(Text("threads: preadv and pwritev in at most 16 plain Python threads."))
+        for rival in ("fio", "threads"):
+            slower = slower_than(rows, rival) or ["nothing"]
+            console.print(Text(f"Slower than {rival}, with the ratio: {', '.join(slower)}."))
     return 0
 
 
@@ -170,9 +184,7 @@ def _measure(
     pool = Pool(max(size * pending_for(size, settings.inflight_bytes) for size in OPERATIONS))
     memory = pool.buffer(pool.capacity)
     fill(memory)
-    steps = file_bytes // PIECE_BYTES + _ROUNDS * len(Workload) * (
-        len(OPERATIONS) + len(OPERATIONS)
-    )
+    steps = file_bytes // PIECE_BYTES + _ROUNDS * len(Workload) * 3 * len(OPERATIONS)
     with (
         progress_bar(steps) as advance,
         data_file(directory, file_bytes, backend=backend, advance=advance) as made,
@@ -192,17 +204,24 @@ def _measure(
         jobs = {load: fio.job_beside(load, settings) for load in loads}
         yardstick, fio_works = _try_fio(jobs[loads[0]])
 
-        def measure_one(point: Load | fio.Job) -> Measured:
-            advance(
-                f"{point.workload.value} by {'fio' if isinstance(point, fio.Job) else 'deepnvme'}"
-            )
+        def measure_one(point: Load | fio.Job | _ByThreads) -> Measured:
             if isinstance(point, fio.Job):
+                advance(f"{point.workload.value} by fio")
                 return fio.run(point)
+            if isinstance(point, _ByThreads):
+                advance(f"{point.load.workload.value} by threads")
+                size = point.load.operation_bytes
+                return measure_threads(point.load, cut(memory, size, _threads_for(size, settings)))
+            advance(f"{point.workload.value} by deepnvme")
             count = pending_for(point.operation_bytes, settings.inflight_bytes)
             buffers = cut(memory, point.operation_bytes, count)
             return measure(point, buffers, settings, backend=backend, pool=pool)
 
-        points: list[Load | fio.Job] = [*loads, *dict.fromkeys(jobs.values() if fio_works else ())]
+        points: list[Load | fio.Job | _ByThreads] = [
+            *loads,
+            *dict.fromkeys(jobs.values() if fio_works else ()),
+            *map(_ByThreads, loads),
+        ]
         found = in_turn(points, measure_one, rounds=_ROUNDS)
     rows = [
         Row(
@@ -210,10 +229,27 @@ def _measure(
             operation_bytes=load.operation_bytes,
             deepnvme=medians(found[load]),
             fio=medians(found[jobs[load]]) if fio_works else None,
+            threads=medians(found[_ByThreads(load)]),
         )
         for load in loads
     ]
     return rows, yardstick
+
+
+def _threads_for(operation_bytes: int, settings: Settings) -> int:
+    return min(MOST_THREADS, pending_for(operation_bytes, settings.inflight_bytes))
+
+
+def slower_than(rows: Sequence[Row], rival: str) -> list[str]:
+    """Return what the rival does faster: the workload, the size and our share of its rate."""
+    found = []
+    for row in rows:
+        theirs: Figures | None = getattr(row, rival)
+        ratio = 1.0 if theirs is None else row.deepnvme.gb_per_s / theirs.gb_per_s
+        if ratio < _AS_FAST:
+            size = format_bytes(row.operation_bytes)
+            found.append(f"{row.workload.value} of {size} ({ratio:.2f})")
+    return found
 
 
 def _try_fio(job: fio.Job) -> tuple[str, bool]:
@@ -236,7 +272,7 @@ def _table(rows: Sequence[Row]) -> Table:
         "p50\nms",
         "p99\nms",
         "fio\nGB/s",
-        "fio CPU\ns/GiB",
+        "threads\nGB/s",
     ):
         table.add_column(title, justify="left" if title == "" else "right", no_wrap=True)
     for row in rows:
@@ -245,9 +281,13 @@ def _table(rows: Sequence[Row]) -> Table:
             format_bytes(row.operation_bytes),
             f"{row.deepnvme.gb_per_s:.2f}",
             f"{row.deepnvme.cpu_s_per_gib:.3f}",
-            f"{row.deepnvme.p50_ms:.1f}",
-            f"{row.deepnvme.p99_ms:.1f}",
+            _milliseconds(row.deepnvme.p50_ms),
+            _milliseconds(row.deepnvme.p99_ms),
             f"{row.fio.gb_per_s:.2f}" if row.fio else "-",
-            f"{row.fio.cpu_s_per_gib:.3f}" if row.fio else "-",
+            f"{row.threads.gb_per_s:.2f}",
         )
     return table
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from deepnvme.machine.profile import Settings
-from deepnvme.measuring.measure import Load, Measured, Workload
+from deepnvme.measuring.measure import MOST_PENDING, Load, Measured, Workload
 
 __all__ = ["FioError", "Job", "find", "job_beside", "parse", "run"]
 
@@ -52,7 +52,7 @@ class Job:
             f"--size={self.file_bytes}",
             f"--rw={_KINDS[self.workload]}",
             f"--bs={self.block_bytes}",
-            f"--iodepth={self.inflight_bytes // self.block_bytes}",
+            f"--iodepth={min(MOST_PENDING, self.inflight_bytes // self.block_bytes)}",
             "--ioengine=io_uring",
             "--fixedbufs=1",
             "--registerfiles=1",

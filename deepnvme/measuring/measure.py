@@ -26,6 +26,7 @@ from deepnvme.queue.queue import IOQueue
 __all__ = [
     "GIB",
     "MIB",
+    "MOST_PENDING",
     "Load",
     "Measured",
     "Workload",
@@ -40,6 +41,8 @@ __all__ = [
 ]
 
 MIB, GIB = 1 << 20, 1 << 30
+MOST_PENDING = 64
+"""Operations that are pending at most: of more, small ones would wait for one another."""
 
 _Point = TypeVar("_Point")
 _Result = TypeVar("_Result")
@@ -129,7 +132,7 @@ def pending_for(operation_bytes: int, inflight_bytes: int) -> int:
     """Return how many operations to keep pending so that those bytes are in flight and the next
     ones are waiting.
     """
-    return max(2, 2 * inflight_bytes // operation_bytes)
+    return min(MOST_PENDING, max(2, 2 * inflight_bytes // operation_bytes))
 
 
 def transfers(

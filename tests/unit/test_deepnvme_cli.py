@@ -41,6 +41,8 @@ from deepnvme.measuring.measure import (
     pending_for,
     transfers,
 )
+from deepnvme.measuring.plain_threads import measure_threads, percentile
+from deepnvme.memory.pool import Pool
 from deepnvme.sizes import format_bytes, parse_size
 from support.machines import good_directory, good_machine
 
@@ -563,7 +565,11 @@ def run_bench(drive: Path, monkeypatch: pytest.MonkeyPatch, path: str, *argument
     def measure_briefly(load: Load, *others: Any, **named: Any) -> Measured:
         return measure(replace(load, seconds=0.001), *others, **named)
 
+    def threads_briefly(load: Load, buffers: Any) -> Measured:
+        return measure_threads(replace(load, seconds=0.001), buffers)
+
     monkeypatch.setattr(bench, "measure", measure_briefly)
+    monkeypatch.setattr(bench, "measure_threads", threads_briefly)
     monkeypatch.setenv("PATH", path)
     return main(
         ["bench", str(drive), "--size", format_bytes(PIECE), "--seconds", "0.1", *arguments]
@@ -581,13 +587,83 @@ def test_bench_measures_every_load_and_removes_its_file(
     assert [(row["workload"], row["operation_bytes"]) for row in report["figures"]] == [
         (workload, size)
         for workload in ("read", "overwrite", "mixed")
-        for size in (65536, MIB, 16 * MIB)
+        for size in (4096, 16384, 65536, MIB, 16 * MIB)
     ]
     for row in report["figures"]:
         assert row["deepnvme"]["gb_per_s"] > 0
         assert 0 < row["deepnvme"]["p50_ms"] <= row["deepnvme"]["p99_ms"]
         assert row["fio"]["gb_per_s"] == pytest.approx((4 << 30) / 2e9)
+        assert row["threads"]["gb_per_s"] > 0
+        assert 0 < row["threads"]["p50_ms"] <= row["threads"]["p99_ms"]
     assert list(drive.iterdir()) == []
+
+
+def bench_row(ours: float, fio_s: float | None, threads: float) -> bench.Row:
+    def figures(rate: float) -> bench.Figures:
+        return bench.Figures(gb_per_s=rate, cpu_s_per_gib=1, p50_ms=1, p99_ms=1)
+
+    return bench.Row(
+        workload=Workload.READ,
+        operation_bytes=4096,
+        deepnvme=figures(ours),
+        fio=None if fio_s is None else figures(fio_s),
+        threads=figures(threads),
+    )
+
+
+def test_bench_names_what_a_rival_does_faster_with_the_ratio() -> None:
+    rows = [bench_row(1.0, 2.0, 1.04), bench_row(1.0, None, 4.0)]
+
+    assert bench.slower_than(rows, "fio") == ["read of 4 KiB (0.50)"]
+    assert bench.slower_than(rows, "threads") == ["read of 4 KiB (0.25)"]
+
+
+def test_bench_says_where_no_rival_is_faster(
+    drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "slower_than", lambda rows, rival: [])
+    run_bench(drive, monkeypatch, str(tmp_path / "empty"))
+
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Slower than fio, with the ratio: nothing." in output
+    assert "Slower than threads, with the ratio: nothing." in output
+
+
+@pytest.mark.parametrize("workload", Workload)
+def test_threads_move_whole_operations_and_leave_nothing_open(
+    workload: Workload, tmp_path: Path
+) -> None:
+    (tmp_path / "f").write_bytes(bytes(MIB))
+    load = Load(
+        path=tmp_path / "f",
+        file_bytes=MIB,
+        workload=workload,
+        operation_bytes=4096,
+        seconds=0.01,
+    )
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    measured = measure_threads(load, [Pool(4096).buffer(4096) for _ in range(3)])
+
+    assert measured.nbytes >= 3 * 4096
+    assert measured.nbytes % 4096 == 0
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_drive_that_refuses_the_threads_is_told(tmp_path: Path) -> None:
+    load = Load(
+        path=tmp_path / "none",
+        file_bytes=MIB,
+        workload=Workload.READ,
+        operation_bytes=4096,
+        seconds=0.01,
+    )
+    with pytest.raises(FileNotFoundError):
+        measure_threads(load, [memoryview(bytearray(4096))])
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 3), (0.99, 4), (1.0, 4)])
+def test_a_percentile_is_one_of_the_values(share: float, value: int) -> None:
+    assert percentile([1, 2, 3, 4], share) == value
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,95 @@
+"""What plain Python threads reach on the same load: the rival that needs no library.
+
+Each thread calls `preadv` or `pwritev` with direct I/O on a buffer of its own, and begins the next
+call when that has ended. Shown beside deepnvme by `deepnvme bench`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from deepnvme.measuring.measure import Load, Measured, transfers
+
+__all__ = ["MOST_THREADS", "measure_threads", "percentile"]
+
+MOST_THREADS = 16
+"""More do not help: they wait for Python's lock."""
+
+
+def measure_threads(load: Load, buffers: Sequence[memoryview]) -> Measured:
+    """Put the load on its file, with one thread for each buffer."""
+    course = _Course(load)
+    latencies: list[list[float]] = [[] for _ in buffers]
+    failures: list[OSError] = []
+
+    def work(buffer: memoryview, taken: list[float]) -> None:
+        try:
+            _transfer(course, load.path, buffer, taken)
+        except OSError as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=each) for each in zip(buffers, latencies, strict=True)
+    ]
+    before_s, start_s = time.process_time(), time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - before_s
+    if failures:
+        raise failures[0]
+    taken_s = sorted(latency for taken in latencies for latency in taken)
+    return Measured(
+        nbytes=len(taken_s) * load.operation_bytes,
+        seconds=seconds,
+        cpu_s=cpu_s,
+        p50_us=percentile(taken_s, 0.50) * 1e6,
+        p99_us=percentile(taken_s, 0.99) * 1e6,
+    )
+
+
+def percentile(ascending: Sequence[float], share: float) -> float:
+    """Return the value that this share of the values does not exceed."""
+    return ascending[min(len(ascending) - 1, int(share * len(ascending)))]
+
+
+class _Course:
+    """What the next call does, for whichever thread asks. Each thread asks at least once."""
+
+    def __init__(self, load: Load) -> None:
+        self._transfers: Iterator[tuple[bool, int]] = transfers(
+            load.workload, load.file_bytes, load.operation_bytes
+        )
+        self._end_s = time.perf_counter() + load.seconds
+        self._asking = threading.Lock()
+
+    def is_over(self) -> bool:
+        return time.perf_counter() >= self._end_s
+
+    def next(self) -> tuple[bool, int]:
+        with self._asking:
+            return next(self._transfers)
+
+
+def _transfer(course: _Course, path: Path, buffer: memoryview, taken: list[float]) -> None:
+    descriptor = _opened(path)
+    try:
+        while not taken or not course.is_over():
+            writes, offset = course.next()
+            start_s = time.perf_counter()
+            (os.pwritev if writes else os.preadv)(descriptor, [buffer], offset)
+            taken.append(time.perf_counter() - start_s)
+    finally:
+        os.close(descriptor)
+
+
+def _opened(path: Path) -> int:
+    with suppress(OSError):  # a file system may have no direct I/O
+        return os.open(path, os.O_RDWR | os.O_DIRECT)
+    return os.open(path, os.O_RDWR)
