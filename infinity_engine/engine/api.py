@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from infinity_engine.config import EngineConfig
-from infinity_engine.engine.requirements import require_torch
 from infinity_engine.errors import ConfigError
+from infinity_engine.machine.packages import require_torch
 
 if TYPE_CHECKING:
     import torch

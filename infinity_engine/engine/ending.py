@@ -124,8 +124,9 @@ class Ending:
         self._fetcher = fetcher
         self._modules = modules
         self._ranks = ranks
-        # Saves have the model. A save that is in flight keeps them alive by its thread.
+        # Weak, as saves have the model.
         self._saves = weakref.ref(saves)
+        self._kept_saves: Saves | None = None
         self._safe_point = safe_point
         self._process = os.getpid()
         self._resources = ExitStack()
@@ -196,9 +197,13 @@ class Ending:
         if failed is not None:
             raise again(failed)
 
+    def keep(self, saves: Saves) -> None:
+        """Keep the saves of an engine that is dropped while one is in flight: it must end first."""
+        self._kept_saves = saves
+
     def _end_save(self, *, alone: bool) -> Exception | None:
         """Finish the save that is in flight; return its error. `alone`: other ranks may not."""
-        saves = self._saves()
+        saves, self._kept_saves = self._saves(), None
         if saves is None:
             return None
         if alone:

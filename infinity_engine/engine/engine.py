@@ -977,6 +977,9 @@ class Engine:
 
     def __del__(self) -> None:
         """Drop the model first, and then end: a model that goes too needs nothing restored."""
+        saves, ending = self.__dict__.get("_saves"), self.__dict__.get("_ending")
+        if saves is not None and ending is not None and saves.in_flight:
+            ending.keep(saves)
         self.__dict__.clear()
 
     def __deepcopy__(self, _memo: object) -> Engine:

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 import torch
 
-from infinity_engine.engine.nan_checks import NaNChecks
 from infinity_engine.engine.parts import EngineParts
 from infinity_engine.errors import ConfigError
 from infinity_engine.gradients.accumulation import Accumulation
+from infinity_engine.gradients.nan_checks import NaNChecks
 from infinity_engine.gradients.placeholders import GradientPlaceholders, set_to_none_message
 from infinity_engine.optim import GradientNorm, rules_of
 from infinity_engine.parameters.hooks import Hooks

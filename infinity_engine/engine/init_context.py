@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from infinity_engine.config import EngineConfig, RanksConfig
-from infinity_engine.engine.requirements import require_torch
 from infinity_engine.errors import ConfigError
+from infinity_engine.machine.packages import require_torch
 from infinity_engine.plan import Budget, ResolvedBudget
 from infinity_engine.units import parse_bytes
 

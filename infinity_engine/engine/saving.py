@@ -11,6 +11,7 @@ import json
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -122,7 +123,21 @@ class Saves:
         self._save: _Save | None = None  # which no call has waited for
         self._report = SaveReport()
         self._stall_s = 0.0
-        run.states.before_changes(self._wait_for_subgroup)
+        # Weak: states that refer to this would be a cycle, and an engine that is dropped would keep
+        # its memory and threads until Python's collector runs.
+        wait = weakref.WeakMethod(self._wait_for_subgroup)
+
+        def wait_while_alive(index: int) -> None:
+            method = wait()
+            if method is not None:
+                method(index)
+
+        run.states.before_changes(wait_while_alive)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save is in flight, which reads the states."""
+        return self._save is not None
 
     @property
     def report(self) -> SaveReport:

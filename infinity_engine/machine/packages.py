@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["OLDEST_TORCH", "Packages", "TorchBuild", "is_torch_new_enough", "probe_packages"]
+from infinity_engine.errors import MissingDependencyError
+
+__all__ = [
+    "OLDEST_TORCH",
+    "Packages",
+    "TorchBuild",
+    "is_torch_new_enough",
+    "probe_packages",
+    "require_torch",
+]
 
 OLDEST_TORCH = (2, 6)
 # cupy has a distribution for each CUDA version it was compiled for.
@@ -91,3 +100,20 @@ def _torch_build(torch: metadata.Distribution) -> TorchBuild | None:
         ):
             return TorchBuild(cuda=node.value.value if isinstance(node.value.value, str) else None)
     return None
+
+
+def require_torch(needed_by: str) -> None:
+    """Raise MissingDependencyError, naming the extra to install, unless a new enough torch is
+    installed.
+    """
+    try:
+        found = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        found = None
+    if found is None or not is_torch_new_enough(found):
+        raise MissingDependencyError(
+            needed_by=needed_by,
+            package=f"PyTorch >= {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}",
+            found=found,
+            extra="torch",
+        )

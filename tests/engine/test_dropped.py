@@ -268,7 +268,7 @@ def test_an_engine_that_could_not_be_made_warns_of_nothing(
     def fail(*_: object) -> None:
         raise OSError("as a test wants it")
 
-    monkeypatch.setattr("infinity_engine.engine.assemble.release_originals", fail)
+    monkeypatch.setattr("infinity_engine.engine.assemble.release_initial_values", fail)
     model = small()
     with pytest.raises(OSError, match="as a test wants it"):
         engine_at("drives", model, tmp_path, stack)

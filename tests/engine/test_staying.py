@@ -307,7 +307,7 @@ def test_a_sum_that_no_plan_has_takes_what_the_budget_has_left_or_is_refused(uni
             match="no parameter more gradients in a step than accumulation_steps says",
         ):
             made.backward(loss_of(made))
-        with pytest.raises(RuntimeError, match=r"a gradient of \d\.weight was refused.*zero_grad"):
+        with pytest.raises(RuntimeError, match=r"A gradient of \d\.weight was refused.*zero_grad"):
             made.step()
         made.zero_grad()
         assert staying(made).held == 0

@@ -140,7 +140,7 @@ def test_gradients_that_are_not_finite_are_told_where_their_norm_is_known(value:
         loss = made(torch.full((4, 20), value)).sum()
         loss.backward()  # past the engine, which does not see the loss
 
-        with pytest.warns(RuntimeWarning, match="the norm of the gradients is nan in step 1"):
+        with pytest.warns(RuntimeWarning, match="The norm of the gradients is nan in step 1"):
             made.step()
 
 
@@ -726,7 +726,7 @@ def test_a_second_engine_for_one_model_is_refused_and_the_first_goes_on() -> Non
     with engine() as made, engine() as untroubled:
         with pytest.raises(
             ConfigError,
-            match=r"^model: expected a model of no other engine.*0\.weight another engine",
+            match=r"^model: expected a model that no other engine trains.*0\.weight another engine",
         ):
             infinity_engine.initialize(
                 made.model, torch.optim.SGD(made.model.parameters()), accelerator="cpu"

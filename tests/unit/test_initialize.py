@@ -6,8 +6,8 @@ import pytest
 
 import infinity_engine
 from infinity_engine import engine
-from infinity_engine.engine.requirements import require_torch
 from infinity_engine.errors import MissingDependencyError
+from infinity_engine.machine.packages import require_torch
 
 
 def pretend_installed(folder: Path, name: str, version: str) -> None:

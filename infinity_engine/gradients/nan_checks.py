@@ -44,8 +44,7 @@ class NaNChecks:
         """
         if not isinstance(loss, torch.Tensor):
             expected = (
-                "a tensor: of a model's output that has other values beside its loss, the loss, as "
-                "in engine.backward(output.loss)"
+                "a tensor: if the model returns other values beside its loss, pass only the loss"
             )
             raise ConfigError(field="loss", value=type(loss).__name__, expected=expected)
         if loss.numel() != 1:
