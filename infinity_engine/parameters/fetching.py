@@ -76,7 +76,6 @@ class ParameterFetcher(ResidentParameters[Fetched]):
             resident,
             lanes,
             self._mover,
-            evict=self._evict,
             collects=self._there is Tier.HOST,
         )
         self._beside: Callable[[], None] = _nothing
@@ -152,6 +151,8 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         """Copy a piece of the new values of a parameter, so that nothing reads it back, if there is
         room until it is needed. Its first byte is `start`.
         """
+        if number not in self._pieces:
+            self._expect(number)
         self._pieces.receive(number, start, values)
 
     def moved(self, places: Mapping[int, Place]) -> None:
@@ -286,7 +287,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
             self._evict(number)
         for number in chosen.fetched:
             if number in unmade:
-                self._pieces.expect(number)
+                self._expect(number)
                 self._pieces.read(number)
             elif not self._prefetch_one(number):
                 self.resident.fetch_again(number)
@@ -304,6 +305,16 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         if lease is not None:
             self._fetch(number, lease)
         return lease is not None
+
+    def _expect(self, number: int) -> None:
+        """Reserve memory for a parameter that the update is about to make, piece by piece.
+
+        Evicts for that only what is needed later.
+        """
+        if self._pieces.may_expect(number):
+            for idle in self.resident.room_before(number):
+                self._evict(idle)
+            self._pieces.expect(number)
 
     # --- one parameter ----------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ were written before are read from the drives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -52,8 +52,7 @@ class _Collected:
 class UpdatedPieces:
     """Collects pieces of those `records` that rest on drives, in room reserved in `resident`.
 
-    `evict` takes a member off the device. `collects` is False where that is another memory than the
-    host's: pieces are made in the host's.
+    `collects` is False where that is another memory than the host's: pieces are made in the host's.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class UpdatedPieces:
         lanes: Lanes,
         mover: Mover,
         *,
-        evict: Callable[[int], None],
         collects: bool,
     ) -> None:
         self.update: DeferredUpdate | None = None  # the one under way
@@ -73,7 +71,6 @@ class UpdatedPieces:
         self._resident = resident
         self._lanes = lanes
         self._mover = mover
-        self._evict = evict
         self._collects = collects
         self._collected: dict[int, _Collected] = {}
 
@@ -110,19 +107,22 @@ class UpdatedPieces:
             if number not in self._resident and not update.has_made(number)
         }
 
-    def expect(self, number: int) -> None:
-        """Reserve memory for a parameter whose pieces are about to be made.
+    def may_expect(self, number: int) -> bool:
+        """Tell whether memory may be reserved for a parameter whose pieces are about to be made."""
+        parameter = self._parameters.get(number)
+        return (
+            self.update is not None
+            and self._collects
+            and parameter is not None
+            and parameter.on_drives
+            and number not in self._resident
+            and self._resident.next_use(number) != NEVER
+        )
 
-        Nothing happens if that would evict a parameter that is needed earlier.
-        """
-        update, parameter = self.update, self._parameters.get(number)
-        if update is None or parameter is None or not (self._collects and parameter.on_drives):
-            return
-        if number in self._resident or self._resident.next_use(number) == NEVER:
-            return
-        for idle in self._resident.room_before(number):
-            self._evict(idle)
-        if parameter.nbytes > self._resident.free:
+    def expect(self, number: int) -> None:
+        """Reserve memory for the pieces of a parameter, if there is room for it."""
+        update, parameter = self.update, self._parameters[number]
+        if update is None or parameter.nbytes > self._resident.free:
             return
         lease = self._lanes.device.try_lease(
             parameter.nbytes, holder=f"parameter {parameter.name}", views=Views.KEEP
@@ -135,12 +135,7 @@ class UpdatedPieces:
         self._collected[number] = _Collected(lease, pieces)
 
     def receive(self, number: int, start: int, values: torch.Tensor) -> None:
-        """Copy the new values of a piece, whose first byte is `start`, if there is room for them.
-
-        The update calls this before it writes them to the drives.
-        """
-        if number not in self._collected:
-            self.expect(number)
+        """Copy the new values of a piece, whose first byte is `start`, if it is expected."""
         collected = self._collected.get(number)
         if collected is not None and start in collected.missing:
             collected.lease.flat()[start : start + values.numel()].copy_(values)
