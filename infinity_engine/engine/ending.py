@@ -124,8 +124,9 @@ class Ending:
         self._fetcher = fetcher
         self._modules = modules
         self._ranks = ranks
-        # Saves have the model. A save that is in flight keeps them alive by its thread.
+        # Saves have the model, which may go before the engine is closed. A save in flight has not.
         self._saves = weakref.ref(saves)
+        self._save_in_flight = saves.in_flight  # which is waited for when the rest is gone
         self._safe_point = safe_point
         self._process = os.getpid()
         self._resources = ExitStack()
@@ -199,10 +200,8 @@ class Ending:
     def _end_save(self, *, alone: bool) -> Exception | None:
         """Finish the save that is in flight; return its error. `alone`: other ranks may not."""
         saves = self._saves()
-        if saves is None:
-            return None
-        if alone:
-            saves.finish_alone()
+        if alone or saves is None:
+            self._save_in_flight.finish_alone()
             return None
         try:
             saves.finish()
