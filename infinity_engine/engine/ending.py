@@ -124,9 +124,9 @@ class Ending:
         self._fetcher = fetcher
         self._modules = modules
         self._ranks = ranks
-        # Weak, as saves have the model.
+        # Saves have the model, which may go before the engine is closed. A save in flight has not.
         self._saves = weakref.ref(saves)
-        self._kept_saves: Saves | None = None
+        self._save_in_flight = saves.in_flight  # which is waited for when the rest is gone
         self._safe_point = safe_point
         self._process = os.getpid()
         self._resources = ExitStack()
@@ -197,17 +197,11 @@ class Ending:
         if failed is not None:
             raise again(failed)
 
-    def keep(self, saves: Saves) -> None:
-        """Keep the saves of an engine that is dropped while one is in flight: it must end first."""
-        self._kept_saves = saves
-
     def _end_save(self, *, alone: bool) -> Exception | None:
         """Finish the save that is in flight; return its error. `alone`: other ranks may not."""
-        saves, self._kept_saves = self._saves(), None
-        if saves is None:
-            return None
-        if alone:
-            saves.finish_alone()
+        saves = self._saves()
+        if alone or saves is None:
+            self._save_in_flight.finish_alone()
             return None
         try:
             saves.finish()

@@ -451,7 +451,7 @@ class Engine:
         if changing:
             self._parts.early.check_not_begun()
         if modify:
-            self._saves.wait_for_values()
+            self._saves.in_flight.wait_for_values()
         self._parts.early.finish()
         self._parts.gradients.start_writing()
         if changing:
@@ -593,7 +593,7 @@ class Engine:
             CollectiveError: the ranks were given other states.
         """
         self._check_between_steps("load_optimizer_state_dict")
-        self._saves.wait_for_values()
+        self._saves.in_flight.wait_for_values()
         self._updates.continue_from(load_optimizer_state_dict(self._saved_run, state_dict))
         for parameter in self._parts.trained:
             parameter.note_values()
@@ -722,7 +722,7 @@ class Engine:
 
     def last_save(self) -> SaveReport:
         """Return how the newest save stands: tag, bytes, seconds, how long training waited."""
-        return self._saves.report
+        return self._saves.in_flight.report
 
     def autosave(
         self,
@@ -775,18 +775,18 @@ class Engine:
         on_error: OnError | str,
     ) -> tuple[str | None, bool]:
         """Save if it is time or the process has to stop; return the tag, and whether it has to."""
-        self._check_process()
-        self._check_open()
+        self._ending.check_process()
+        self._ending.check_open()
         self._autosave.begin(every, self.steps)
         waiting = self._parts.gradients.any and not self._updates.under_way
-        if waiting or self._accumulation.count or not self.steps:
+        if waiting or self._window.accumulation.count or not self.steps:
             return None, False
         due, stops = self._autosave.decide(self.steps)
         if not due and not stops:
             return None, False
         if stops:
             self._saves.finish()
-        last = self._saves.report
+        last = self._saves.in_flight.report
         if stops and last.state is SaveState.COMMITTED and last.step == self.steps:
             return last.tag, True
         if stops:
@@ -977,9 +977,6 @@ class Engine:
 
     def __del__(self) -> None:
         """Drop the model first, and then end: a model that goes too needs nothing restored."""
-        saves, ending = self.__dict__.get("_saves"), self.__dict__.get("_ending")
-        if saves is not None and ending is not None and saves.in_flight:
-            ending.keep(saves)
         self.__dict__.clear()
 
     def __deepcopy__(self, _memo: object) -> Engine:

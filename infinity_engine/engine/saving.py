@@ -11,7 +11,6 @@ import json
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -53,9 +52,10 @@ from infinity_engine.errors import (
 from infinity_engine.kept_errors import again, kept
 from infinity_engine.lanes.meter import Wait
 from infinity_engine.parameters.parameters import ModelParameter
+from infinity_engine.telemetry import Telemetry
 from infinity_engine.update.captured import CapturedPiece, CapturedStates, bytes_of
 
-__all__ = ["OnError", "SaveReport", "SaveRequest", "SaveState", "Saves"]
+__all__ = ["OnError", "SaveInFlight", "SaveReport", "SaveRequest", "SaveState", "Saves"]
 
 _FAILED = ".failed"
 _POLL_S = 0.02
@@ -113,43 +113,93 @@ class SaveRequest:
             raise ConfigError(field="keep", value=self.keep, expected=expected)
 
 
+class SaveInFlight:
+    """The save that no call has waited for yet, if there is one, and how the newest one stands.
+
+    Knows neither engine nor model, so that what closes an engine can wait when both are gone.
+    """
+
+    def __init__(self, telemetry: Telemetry, ranks: RunRanks) -> None:
+        self.save: _Save | None = None
+        self._captured = CapturedStates.nothing()
+        self._report = SaveReport()
+        self._stall_s = 0.0
+        self._telemetry = telemetry
+        self._ranks = ranks
+
+    @property
+    def report(self) -> SaveReport:
+        """Return how the newest save stands."""
+        save = self.save
+        return self._report if save is None else save.report(self._stall_s)
+
+    def begin(self, save: _Save) -> None:
+        """Let a save go on beside training."""
+        self._captured = save.captured
+        save.start()
+        self.save = save
+
+    def note_failure(self, tag: str, step: int, error: Exception) -> None:
+        """Note that a save has failed before it could go on beside training."""
+        self._report = SaveReport(tag=tag, step=step, state=SaveState.FAILED, error=str(error))
+
+    def forget_stall(self) -> None:
+        """Count from nothing: another save begins."""
+        self._stall_s = 0.0
+
+    def finish_alone(self) -> None:
+        """Wait for the save that is under way without other ranks, which may be gone."""
+        save = self.save
+        if save is not None:
+            if self._ranks.size > 1:
+                save.written.wait()
+                save.give_up("the run was closed before all ranks had written their parts")
+            save.join()
+            self.leave(save)
+
+    def wait_for_values(self) -> None:
+        """Return when all parameters may change: the user is about to write to some."""
+        save = self.save
+        if save is not None and not save.written.is_set():
+            with self.stalling():
+                save.written.wait()
+
+    def wait_for_subgroup(self, index: int) -> None:
+        """Return when the states of a subgroup may change."""
+        if self._captured.is_left(index):
+            with self.stalling():
+                self._captured.wait_for(index)
+
+    @contextmanager
+    def stalling(self) -> Iterator[None]:
+        """Count the time of the body as one in which training waits."""
+        began = time.perf_counter()
+        try:
+            with self._telemetry.timed(Wait.CHECKPOINT.value):
+                yield
+        finally:
+            self._stall_s += time.perf_counter() - began
+
+    def leave(self, save: _Save) -> None:
+        """Forget a save that has ended but for its report."""
+        self._report = save.report(self._stall_s)
+        self.save, self._captured = None, CapturedStates.nothing()
+
+
 class Saves:
     """The saves of one engine, one after another. The engine calls it from one thread."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._ranks = RunRanks(run.whole)
-        self._captured = CapturedStates.nothing()
-        self._save: _Save | None = None  # which no call has waited for
-        self._report = SaveReport()
-        self._stall_s = 0.0
-        # Weak: states that refer to this would be a cycle, and an engine that is dropped would keep
-        # its memory and threads until Python's collector runs.
-        wait = weakref.WeakMethod(self._wait_for_subgroup)
-
-        def wait_while_alive(index: int) -> None:
-            method = wait()
-            if method is not None:
-                method(index)
-
-        run.states.before_changes(wait_while_alive)
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a save is in flight, which reads the states."""
-        return self._save is not None
-
-    @property
-    def report(self) -> SaveReport:
-        """Return how the newest save stands."""
-        save = self._save
-        return self._report if save is None else save.report(self._stall_s)
+        self.in_flight = SaveInFlight(run.telemetry, self._ranks)
+        run.states.before_changes(self.in_flight.wait_for_subgroup)
 
     def save(self, request: SaveRequest) -> str:
         """Save the run as it is; return the tag. See `Engine.save`."""
         self.finish()
-        self._stall_s = 0.0
-        with self._stalling():
+        self.in_flight.forget_stall()
+        with self.in_flight.stalling():
             path = str(request.path.resolve())
             told = {"path": path, "tag": request.tag, "keep": request.keep}
             self._ranks.agree("where the checkpoint is saved", told)
@@ -157,16 +207,12 @@ class Saves:
             try:
                 save = self._begin(request)
             except (TransferError, CollectiveError) as error:
-                self._report = SaveReport(
-                    tag=tag, step=request.steps, state=SaveState.FAILED, error=str(error)
-                )
+                self.in_flight.note_failure(tag, request.steps, error)
                 if request.on_error is OnError.RAISE:
                     raise
                 _warn(tag, error)
                 return tag
-            self._captured = save.captured
-            save.start()
-            self._save = save
+            self.in_flight.begin(save)
         if request.wait or save.has_lent_memory:
             self.finish()
         return save.tag
@@ -178,24 +224,14 @@ class Saves:
             TransferError: the drive is full or failed.
             CollectiveError: another rank failed.
         """
-        save = self._save
+        save = self.in_flight.save
         if save is None:
             return
-        with self._stalling():
+        with self.in_flight.stalling():
             error = self._end(save)
-        self._leave(save)
+        self.in_flight.leave(save)
         if error is not None:
             self._show(save, error)
-
-    def finish_alone(self) -> None:
-        """Wait for the save that is under way without other ranks, which may be gone."""
-        save = self._save
-        if save is not None:
-            if self._ranks.size > 1:
-                save.written.wait()
-                save.give_up("the run was closed before all ranks had written their parts")
-            save.join()
-            self._leave(save)
 
     def look(self) -> None:
         """Show the error of a save that has failed in the background.
@@ -203,34 +239,12 @@ class Saves:
         Raises:
             TransferError: the drive is full or failed, and errors are to be raised.
         """
-        save = self._save
+        save = self.in_flight.save
         if save is not None and save.ended and save.error is not None:
             self._show(save, save.error)
         if save is not None and save.ended and self._ranks.size == 1:
             save.join()
-            self._leave(save)
-
-    def wait_for_values(self) -> None:
-        """Return when all parameters may change: the user is about to write to some."""
-        save = self._save
-        if save is not None and not save.written.is_set():
-            with self._stalling():
-                save.written.wait()
-
-    def _wait_for_subgroup(self, index: int) -> None:
-        if self._captured.is_left(index):
-            with self._stalling():
-                self._captured.wait_for(index)
-
-    @contextmanager
-    def _stalling(self) -> Iterator[None]:
-        """Count the time of the body as one in which training waits."""
-        began = time.perf_counter()
-        try:
-            with self._run.telemetry.timed(Wait.CHECKPOINT.value):
-                yield
-        finally:
-            self._stall_s += time.perf_counter() - began
+            self.in_flight.leave(save)
 
     def _end(self, save: _Save) -> Exception | None:
         """Wait for a save on all ranks; return what failed: an error on all of them, or on none."""
@@ -257,10 +271,6 @@ class Saves:
             save.join()
             return error or kept(failure)
         return error
-
-    def _leave(self, save: _Save) -> None:
-        self._report = save.report(self._stall_s)
-        self._save, self._captured = None, CapturedStates.nothing()
 
     def _show(self, save: _Save, error: Exception) -> None:
         if save.show():

@@ -142,7 +142,7 @@ def test_an_autosave_between_micro_batches_waits_for_the_step(tmp_path: Path) ->
         engine.preempt()
         for _ in range(3):
             one_step(engine)
-            if engine.steps == 1 and not engine._accumulation.count:
+            if engine.steps == 1 and not engine._window.accumulation.count:
                 break
             assert engine.autosave(tmp_path, every=1) is None
         with pytest.raises(SystemExit) as ended:

@@ -139,7 +139,7 @@ def test_gradients_that_wait_for_a_step_refuse_a_save(tmp_path: Path) -> None:
     _, _, engine = small()
     with engine:
         engine.backward(engine(torch.randn(3, 8)).sum())
-        with pytest.raises(RuntimeError, match=r"gradients have come .* before save\(\)"):
+        with pytest.raises(RuntimeError, match=r"Gradients have come .* before save\(\)"):
             engine.save(tmp_path)
         engine.zero_grad()
         engine.save(tmp_path)

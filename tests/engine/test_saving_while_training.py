@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -273,6 +274,23 @@ def test_an_engine_that_is_closed_for_an_error_still_ends_its_save(tmp_path: Pat
     tag = engine.save(tmp_path, wait=False)
     engine.__exit__(KeyError, KeyError("of the loop's own"), None)
     assert CheckpointDirectory(tmp_path).latest() == tag
+
+
+@pytest.mark.filterwarnings("ignore:An engine for a Sequential was dropped:ResourceWarning")
+def test_an_engine_that_the_program_drops_still_ends_its_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, engine = small()
+    one_step(engine)
+    with slow_writer(monkeypatch) as (stopped, go_on):
+        engine.save(tmp_path, "mine", wait=False)
+        assert stopped.wait(60)
+        ending = engine._ending
+        threading.Timer(0.3, go_on.set).start()
+        del engine
+        gc.collect()
+        ending.close(None, restore=False)
+    assert CheckpointDirectory(tmp_path).latest() == "mine"
 
 
 @pytest.mark.usefixtures("beside")
