@@ -162,7 +162,7 @@ def test_a_block_that_lies_on_two_drives_is_told_with_both(tmp_path: Path) -> No
         files = [str(drives[each.member] / "(unnamed)") for each in place.extents]
         assert (told.path, told.offset, told.asked) == (files[0], first.offset + MIB, MIB)
         assert told.others == ((files[1], second.offset),)
-        assert f"which go on in {files[1]} at offset {second.offset}" in str(told)
+        assert f"continued in {files[1]} at offset {second.offset}" in str(told)
 
 
 def test_what_was_read_is_checked_once_and_is_then_its_readers(tmp_path: Path) -> None:

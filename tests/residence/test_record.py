@@ -24,7 +24,7 @@ PLACE = Place((Extent(0, 4096, 100),))
 class NoLessor:
     """Takes leases back that never had memory."""
 
-    def _take_back(self, *_: object) -> None:
+    def _close_lease(self, *_: object) -> None:
         pass
 
 
