@@ -24,6 +24,7 @@ from rich.text import Text
 from deepnvme.cli.arguments import seconds_argument
 from deepnvme.cli.report import Output
 from infinity_engine.errors import InfinityError
+from infinity_engine.machine.busy import OthersWork
 from infinity_engine.machine.packages import is_torch_new_enough, probe_packages
 from infinity_engine.plan import Calibration, Figure, Unit
 from infinity_engine.units import format_bytes
@@ -37,6 +38,7 @@ HELP = (
 )
 _FAILED, _INTERRUPTED = 1, 130
 _STANDARD_OUTPUT = "-"
+_BUSY = 0.1  # of all processors: others that use more disturb what is measured
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds", type=seconds_argument, help="to take about that long (default: 40; quick: 4)"
+    )
+    parser.add_argument(
+        "--even-if-busy",
+        action="store_true",
+        help="keep figures though other processes used the machine meanwhile",
     )
     parser.add_argument(
         "--accelerator",
@@ -104,21 +111,35 @@ def _measured(options: argparse.Namespace) -> tuple[Calibration, Path | None]:
     if options.seconds is not None:
         effort = replace(effort, seconds=options.seconds)
     cache = CalibrationCache(None) if options.quick else CalibrationCache.of_user()
+    waiting = lambda: _say("another process measures this machine: waiting for it")  # noqa: E731
     with contextlib.ExitStack() as resources:
         accelerator = None
         if is_torch_new_enough(probe_packages().torch or "0.0"):
             from infinity_engine.accel import open_accelerator
 
             accelerator = resources.enter_context(open_accelerator(options.accelerator))
+        resources.enter_context(cache.alone(waiting))
+        others = OthersWork()
         measured = calibrated(
             options.directories,
             accelerator=accelerator,
             effort=effort,
             kept=KeptFigures.REPLACED,
-            cache=cache,
+            cache=CalibrationCache(None),
             report=lambda part: _say(f"measuring {part}"),
-            waiting=lambda: _say("another process measures this machine: waiting for it"),
         )
+        share = others.share()
+        if share > _BUSY:
+            kept = "" if options.even_if_busy else ": they are not kept"
+            _say(
+                f"warning: other processes used {share:.0%} of this machine's processors "
+                f"meanwhile. The figures are those of a busy machine{kept}. Measure again when "
+                "it is quiet, or keep them all the same with --even-if-busy"
+            )
+        if share <= _BUSY or options.even_if_busy:
+            cache.keep_machine(measured)
+            for drive in measured.drives.values():
+                cache.keep_drive(measured.machine, drive)
     return measured, cache.folder if cache.holds(measured) else None
 
 

@@ -14,17 +14,19 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from infinity_engine.cli.plan_answer import refused, setting_in_words, step_in_words
 from infinity_engine.plan import Lane, Tier
 from infinity_engine.units import format_bytes
 
 if TYPE_CHECKING:
     from infinity_engine.placement.training import Training
+    from infinity_engine.sim.remedies import Refusal
     from infinity_engine.sim.report import Holding, PlanReport
     from infinity_engine.sim.timeline import Span
 
-__all__ = ["page"]
+__all__ = ["page", "refusal_page"]
 
-_WIDTH, _LEFT, _RIGHT = 900, 110, 250
+_WIDTH, _LEFT, _RIGHT = 1000, 110, 370
 _CHART, _ROW = 220, 26
 _BINS = 260
 _COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#7b4fa3", "#b8860b", "#2a9d8f", "#d1495b", "#777777")
@@ -39,7 +41,7 @@ _LANES = MappingProxyType(
     }
 )
 _STYLE = (
-    "body{font:15px/1.45 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 "
+    "body{font:15px/1.45 system-ui,sans-serif;max-width:1060px;margin:2em auto;padding:0 "
     "1em;color:#222}"
     "table{border-collapse:collapse}td,th{padding:.15em 1em .15em "
     "0;text-align:left;vertical-align:top}"
@@ -53,10 +55,12 @@ def page(report: PlanReport, training: Training) -> str:
         f"{report.ranks} x {report.micro_batches} x {training.batch} sequences of "
         f"{training.sequence} tokens",
         "activations checkpointed" if training.checkpointing else "all activations kept",
-        f"{report.tokens_per_s:,.1f} tokens/s",
+        "tokens per second unknown"
+        if report.tokens_per_s is None
+        else f"{report.tokens_per_s:,.1f} tokens/s",
     ]
     body = [
-        f"<h1>{escape(report.model)}: {report.step_s:,.3g} s a step</h1>",
+        f"<h1>{escape(report.model)}: {escape(step_in_words(report))}</h1>",
         f"<p>{report.parameters:,} parameters; {escape('; '.join(parts))}.</p>",
         "<h2>Phases</h2>",
         _table(("phase", "seconds", "bound by"), _phases(report)),
@@ -66,15 +70,29 @@ def page(report: PlanReport, training: Training) -> str:
         _links(report),
         "<h2>Settings</h2>",
         _table(
-            ("setting", "value"), [(name, str(value)) for name, value in report.settings.items()]
+            ("setting", "value"),
+            [(name, setting_in_words(value)) for name, value in report.settings.items()],
         ),
         *(f"<p>{escape(note)}.</p>" for note in report.notes),
     ]
-    title = escape(f"Plan for {report.model}")
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+    return _document(f"Plan for {report.model}", body)
+
+
+def refusal_page(refusal: Refusal) -> str:
+    """Return the page of what does not fit: what is there, and what would do."""
+    body = [f"<h1>{escape(title)}</h1>" for title, _ in [next(iter(refused(refusal)))]]
+    for title, rows in refused(refusal):
+        if not body[-1].startswith("<h1>"):
+            body.append(f"<h2>{escape(title)}</h2>")
+        body.append(_table(("", ""), [(label, str(value)) for label, value in rows]))
+    return _document(f"{refusal.model} does not fit", body)
+
+
+def _document(title: str, body: Sequence[str]) -> str:
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    lines = "\n".join(body)
     return (
-        "<!doctype html>\n<html "
-        f'lang="en"><head>{head}</head>\n<body>\n{chr(10).join(body)}\n</body></html>\n'
+        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{lines}\n</body></html>\n'
     )
 
 

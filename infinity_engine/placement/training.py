@@ -115,6 +115,8 @@ class Means:
     io_bytes: int = 0
     alone: Rates | None = None
     """The rates of each while nothing else works; None: `rates` hold whatever else works."""
+    wire_bytes_per_s: float | None = None
+    """What one rank sends the others, one way; None: not known, so that takes no time."""
     for_all: bool = True
     """Whether PyTorch's own memory, for activations and what autograd makes, is of the budget as
     well.

@@ -38,6 +38,17 @@ class DriveRates:
             **{name: _part(getattr(self, name), users) for name in _names(DriveRates)}
         )
 
+    def both_at_once(self) -> DriveRates:
+        """Return what reads and writes each get while the drive does as much of both.
+
+        That is half of the mixed rate. Where it was not measured, reads and writes take turns.
+        """
+        read, write, mixed = self.read_bytes_per_s, self.write_bytes_per_s, self.mixed_bytes_per_s
+        if read is None or write is None:
+            return self
+        each = 1 / (1 / read + 1 / write) if mixed is None else mixed / 2
+        return replace(self, read_bytes_per_s=min(read, each), write_bytes_per_s=min(write, each))
+
     def seconds(self, read_bytes: int, written_bytes: int) -> float | None:
         """Return what so many bytes take at these rates, both at once as far as that was measured;
         None: not known.
@@ -59,7 +70,8 @@ class Rates:
 
     The links count bytes in the direction of their name: h2d from host to device, d2h from device
     to host. An update rate counts the parameters whose optimizer step is done in that home. Bytes
-    per second may be given as text, such as "55 GB/s".
+    per second may be given as text, such as "55 GB/s". What each op costs before it moves anything
+    is in seconds; None: nothing.
     """
 
     h2d_bytes_per_s: float | None = None
@@ -69,6 +81,10 @@ class Rates:
     dram_bytes_per_s: float | None = None  # reads and writes of host memory, added up
     host_update_params_per_s: float | None = None
     device_update_params_per_s: float | None = None
+    host_start_s: float | None = None  # each update on the host takes so much, however small
+    device_start_s: float | None = None  # likewise, to launch one on the device
+    copy_start_s: float | None = None  # likewise, to start a copy over a link
+    io_start_s: float | None = None  # likewise, to start a read or a write of the drives
     nvme: Mapping[str, DriveRates] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,4 +172,6 @@ def _rate(value: object, *, field: str) -> float | None:
         return None
     if field.endswith("_bytes_per_s"):
         return parse_rate(value, field=field)
+    if field.endswith("_start_s"):
+        return positive(value, field=field, expected="seconds, more than 0")
     return positive(value, field=field, expected="a positive number of parameters per second")

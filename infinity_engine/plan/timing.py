@@ -2,13 +2,14 @@
 emulated device share.
 
 Whole nanoseconds, exact: an op starts when its lane is free and what it comes after has ended, and
-takes its amount over its lane's rate, rounded up. Lanes do not slow one another. Decides nothing;
-knows no policy.
+takes its amount over its lane's rate, rounded up, after what starting it costs. Lanes do not slow
+one another. Decides nothing; knows no policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from types import MappingProxyType
 from typing import NamedTuple
 
 from infinity_engine.errors import ConfigError
@@ -25,6 +26,16 @@ _RATE = (
     (Lane.D2H, "d2h_bytes_per_s"),
 )
 _DRIVES = ((Lane.NVME_READ, "read_bytes_per_s"), (Lane.NVME_WRITE, "write_bytes_per_s"))
+_STARTS = MappingProxyType(
+    {
+        Lane.HOST: "host_start_s",
+        Lane.DEVICE: "device_start_s",
+        Lane.H2D: "copy_start_s",
+        Lane.D2H: "copy_start_s",
+        Lane.NVME_READ: "io_start_s",
+        Lane.NVME_WRITE: "io_start_s",
+    }
+)
 
 
 class OpTime(NamedTuple):
@@ -44,6 +55,10 @@ class LaneClocks:
         self._rates = rates
         self._free = frozenset(free)
         self._ratios: dict[Lane, tuple[int, int]] = {}  # what a lane does in how many nanoseconds
+        self._start_ns = {
+            lane: 0 if lane in self._free else round((getattr(rates, name) or 0) * _NS_PER_S)
+            for lane, name in _STARTS.items()
+        }
         self._free_ns = dict.fromkeys(Lane, 0)
         self.times: list[OpTime] = []
 
@@ -59,7 +74,7 @@ class LaneClocks:
     def duration_ns(self, lane: Lane, amount: int) -> int:
         """Return how long so many bytes or parameters take in a lane."""
         numerator, denominator = self._ratios.get(lane) or self._ratio(lane)
-        return -(-amount * denominator // numerator)
+        return -(-amount * denominator // numerator) + self._start_ns[lane]
 
     def run(self, op: Op) -> OpTime:
         """Take the plan's next op and return when it runs."""

@@ -26,8 +26,9 @@ from infinity_engine.plan import Auto, Rates, ResolvedBudget, Strategy, Tier, pa
 from infinity_engine.ranks.ranks import Ranks
 from infinity_engine.ranks.sharding import Sharding
 from infinity_engine.sim.candidate import Choice
+from infinity_engine.sim.contention import rates_of_update
 from infinity_engine.sim.planner import Planner
-from infinity_engine.sim.timeline import rates_of_update, time_step
+from infinity_engine.sim.timeline import time_step
 from infinity_engine.update.replanning import Question
 
 __all__ = ["choose", "choose_together", "what_fits"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from infinity_engine.plan import DriveRates, Lane, Rates
 from infinity_engine.reporting.wear import Endurance, Wear
-from infinity_engine.sim.timeline import rates_of_update
+from infinity_engine.sim.contention import rates_of_update
 from infinity_engine.storage import SwapFile, Traffic
 from infinity_engine.telemetry import StepRecord, Telemetry
 

@@ -17,7 +17,8 @@ from infinity_engine.placement.placing import Plan, Wish, place
 from infinity_engine.placement.sizing import Sizing
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import ResolvedBudget, Strategy, Tier
-from infinity_engine.sim.timeline import StepTimeline, rates_of_update, time_quickest_step
+from infinity_engine.sim.contention import rates_of_update
+from infinity_engine.sim.timeline import StepTimeline, time_quickest_step
 
 __all__ = ["Candidate", "Choice", "Evaluator"]
 

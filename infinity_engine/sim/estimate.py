@@ -17,8 +17,8 @@ from infinity_engine.placement.sizing import Sizing
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Lane, LaneClocks, ResolvedBudget, Tier
 from infinity_engine.plan.step import Home
+from infinity_engine.sim.contention import rates_of_update
 from infinity_engine.sim.room import Parts
-from infinity_engine.sim.timeline import rates_of_update
 
 __all__ = ["StepEstimate"]
 
@@ -211,7 +211,11 @@ class StepEstimate:
             Lane.NVME_READ: spill.states + spill.gradients * self._micro_batches,
             Lane.NVME_WRITE: spill.states + values,
         }
-        lanes = {lane: self._took(self._update, lane, amount) for lane, amount in update.items()}
+        lanes = {
+            lane: self._took(self._update, lane, amount)
+            + self._starts(lane, on_host, visiting, resident)
+            for lane, amount in update.items()
+        }
         updating = self._pipelined(
             lanes, spill, fetched, on_host + visiting, visiting / max(numel, 1)
         )
@@ -254,10 +258,18 @@ class StepEstimate:
             found = max(found, crossing / self._sets(left))
         return found
 
+    def _starts(self, lane: Lane, on_host: float, visiting: float, resident: float) -> float:
+        """Return the nanoseconds that starting the ops of a lane in an update takes."""
+        ops = {
+            Lane.HOST: on_host,
+            Lane.DEVICE: visiting + resident,
+            Lane.H2D: visiting + (0 if self._at_home else on_host),
+            Lane.D2H: visiting + (visiting + resident if self._at_home else 0),
+        }.get(lane, on_host + visiting if self._drives else 0)
+        return self._took(self._update, lane, 0) * ops / self._largest
+
     @staticmethod
     def _took(clocks: LaneClocks, lane: Lane, amount: float) -> float:
-        if amount < 1:
-            return 0.0
         try:
             return clocks.duration_ns(lane, int(amount))
         except ConfigError:  # a rate is missing: simulating a step will say so

@@ -8,7 +8,7 @@ Measures nothing: calibration gives the rates of the machine at hand. Called by 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import inf
 from types import MappingProxyType
 
@@ -34,6 +34,7 @@ __all__ = [
     "HostLink",
     "MachineModel",
     "machine",
+    "sharing_memory",
 ]
 
 
@@ -101,11 +102,20 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drives:
-    """The drives of one node together."""
+    """The drives of one node together, at the rates that they hold for hours."""
 
     capacity_bytes: int
     read_bytes_per_s: float | None = None
     write_bytes_per_s: float | None = None
+    mixed_bytes_per_s: float | None = None
+
+    def divided(self, ranks: int) -> DriveRates:
+        """Return what each of so many ranks has that use the drives at once."""
+        return DriveRates(
+            read_bytes_per_s=self.read_bytes_per_s,
+            write_bytes_per_s=self.write_bytes_per_s,
+            mixed_bytes_per_s=self.mixed_bytes_per_s,
+        ).divided(ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,10 +171,18 @@ class MachineModel:
             dram_bytes_per_s=self.host.dram_bytes_per_s / count,
             host_update_params_per_s=self.host.update_params_per_s / count,
             device_update_params_per_s=self.gpu.update_params_per_s,
-            nvme={}
-            if self.drives is None
-            else {self.drives_name: _drive_rates(self.drives, count)},
+            nvme={} if self.drives is None else {self.drives_name: self.drives.divided(count)},
         )
+
+    def wire_bytes_per_s(self, ranks: int) -> float:
+        """Return what one GPU sends the others while so many ranks do, one way.
+
+        Without links between GPUs, bytes go down to the host and up again, through its memory.
+        """
+        if self.gpu_gpu_bytes_per_s is not None:
+            return self.gpu_gpu_bytes_per_s
+        through_memory = self.host.dram_bytes_per_s / (2 * ranks)
+        return min(self.link.h2d_bytes_per_s, self.link.d2h_bytes_per_s, through_memory)
 
     def check_ranks(self, ranks: int) -> int:
         """Return `ranks` if one node has a GPU for each of them."""
@@ -184,6 +202,26 @@ class MachineModel:
         return f"{self.name} drives"
 
 
+def sharing_memory(rates: Rates, *, links: bool, drives: bool) -> Rates:
+    """Return the rates while updates of the host, copies and drives share the host's memory.
+
+    Where all of them together ask for more than its rate, each gets the same part of its own.
+    """
+    update, dram = rates.host_update_params_per_s, rates.dram_bytes_per_s
+    if update is None or dram is None:
+        return rates
+    ways = (rates.h2d_bytes_per_s, rates.d2h_bytes_per_s) if links else ()
+    asked = HOST_UPDATE_BYTES * update + sum(way or 0 for way in ways)
+    for drive in rates.nvme.values() if drives else ():
+        both = drive.both_at_once()
+        asked += (both.read_bytes_per_s or 0) + (both.write_bytes_per_s or 0)
+    part = min(dram / asked, 1.0)
+    found: dict[str, float | None] = {name: getattr(rates, name) for name in _OF_MEMORY}
+    for name, rate in found.items():
+        found[name] = None if rate is None else part * rate
+    return replace(rates, **found)  # type: ignore[arg-type]
+
+
 def machine(name: str) -> MachineModel:
     """Return the machine of that name.
 
@@ -195,14 +233,13 @@ def machine(name: str) -> MachineModel:
     return MACHINES[name]
 
 
-def _drive_rates(drives: Drives, ranks: int) -> DriveRates:
-    read, write = (
-        None if rate is None else rate / ranks
-        for rate in (drives.read_bytes_per_s, drives.write_bytes_per_s)
-    )
-    return DriveRates(read_bytes_per_s=read, write_bytes_per_s=write)
-
-
+_OF_MEMORY = (
+    "h2d_bytes_per_s",
+    "d2h_bytes_per_s",
+    "duplex_h2d_bytes_per_s",
+    "duplex_d2h_bytes_per_s",
+    "host_update_params_per_s",
+)
 _BILLION = 10**9
 _TERA = 10**12
 GPU_UPDATE_BYTES = 28
@@ -291,7 +328,7 @@ DESKTOP_4090 = MachineModel(
         dram_bytes_per_s=89.6 * GB,
         update_params_per_s=89.6 * GB / HOST_UPDATE_BYTES,
     ),
-    drives=Drives(capacity_bytes=2 * _TERA, read_bytes_per_s=7.45 * GB, write_bytes_per_s=6.9 * GB),
+    drives=Drives(capacity_bytes=2 * _TERA, read_bytes_per_s=7.45 * GB, write_bytes_per_s=1.4 * GB),
     sources=MappingProxyType(
         {
             "gpus": "assumed",
@@ -306,7 +343,8 @@ DESKTOP_4090 = MachineModel(
             "host.update_params_per_s": HOST_AT_PEAK,
             "drives.capacity_bytes": "assumed: one drive; the node's",
             "drives.read_bytes_per_s": "Samsung 990 PRO 2 TB data sheet, sequential; the node's",
-            "drives.write_bytes_per_s": "Samsung 990 PRO 2 TB data sheet, sequential; the node's",
+            "drives.write_bytes_per_s": "assumed: 1.4 GB/s, what TLC drives of its class hold once "
+            "their cache is full (the data sheet has 6.9 GB/s, in bursts); the node's",
         }
     ),
 )

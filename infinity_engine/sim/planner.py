@@ -16,9 +16,9 @@ from infinity_engine.plan import Lane, NvmeStreamed, Strategy, Tier
 from infinity_engine.plan.step import BytesPerParameter, Home
 from infinity_engine.sim.bound import update_bound
 from infinity_engine.sim.candidate import Candidate, Choice, Evaluator
+from infinity_engine.sim.contention import undisturbed
 from infinity_engine.sim.search import Search
 from infinity_engine.sim.simulate import simulate
-from infinity_engine.sim.timeline import undisturbed
 
 __all__ = ["Decision", "Planner", "decide"]
 
@@ -61,9 +61,7 @@ class Planner(Evaluator):
 
     def decide(self) -> Decision:
         """Return the best plan; `decide` says what is raised."""
-        ranked = sorted(
-            Search(self).run(), key=lambda each: (each.timeline.ns, each.timeline.update_ns)
-        )
+        ranked = sorted(Search(self).run(), key=_place)
         best = ranked[0]
         kinds = {_kind(best.choice): best}
         for each in ranked:
@@ -108,6 +106,12 @@ class Planner(Evaluator):
         except ConfigError:
             return None
         return max(float(bound.least_ns(numel)), busy[Lane.NVME_READ], busy[Lane.NVME_WRITE])
+
+
+def _place(candidate: Candidate) -> tuple[int, int, int]:
+    """Return what candidates are sorted by: of equal steps, fewer subgroups come first."""
+    timeline = candidate.timeline
+    return timeline.ns, timeline.update_ns, len(candidate.plan.steps.subgroups)
 
 
 def _kind(choice: Choice) -> tuple[str, str, Tier]:

@@ -7,7 +7,7 @@ few hundredths less there is none. Called where the planner has refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from infinity_engine.optim import FloatFormat, Formats
 from infinity_engine.placement.training import Means, Training
@@ -109,10 +109,15 @@ def explain_refusal(
 
 def _with_all(rates: Rates) -> Rates:
     """Return the rates with some in place of those that are missing: what fits has any."""
-    found = {field.name: getattr(rates, field.name) for field in fields(rates)}
-    given = {name: rate or _SOME_RATE for name, rate in found.items() if name != "nvme"}
     drive = DriveRates(read_bytes_per_s=_SOME_RATE, write_bytes_per_s=_SOME_RATE)
-    return Rates(**given, nvme=rates.nvme or {_SOME_DRIVE: drive})
+    return replace(
+        rates,
+        h2d_bytes_per_s=rates.h2d_bytes_per_s or _SOME_RATE,
+        d2h_bytes_per_s=rates.d2h_bytes_per_s or _SOME_RATE,
+        host_update_params_per_s=rates.host_update_params_per_s or _SOME_RATE,
+        device_update_params_per_s=rates.device_update_params_per_s or _SOME_RATE,
+        nvme=rates.nvme or {_SOME_DRIVE: drive},
+    )
 
 
 def _plain(needs: Needs) -> dict[str, int]:

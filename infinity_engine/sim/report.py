@@ -15,8 +15,9 @@ from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Lane, Tier
 from infinity_engine.plan.step import Home, StepPlan
 from infinity_engine.sim.candidate import Candidate
+from infinity_engine.sim.contention import rates_of_update
 from infinity_engine.sim.planner import Decision, Planner
-from infinity_engine.sim.timeline import StepTimeline, rates_of_update
+from infinity_engine.sim.timeline import StepTimeline
 
 __all__ = [
     "Alternative",
@@ -103,7 +104,10 @@ class PlanReport:
     fetched_ahead: int
     """Bytes of the device for parameters that modules fetch."""
     step_s: float
-    tokens_per_s: float
+    tokens_per_s: float | None
+    """None where the rate of computing is not known: then `step_s` lacks its time."""
+    gathering_s: float
+    """Seconds of a step in which ranks exchange parameters and gradients."""
     phases: tuple[PhaseReport, ...]
     micro_batches: int
     update_s: float
@@ -155,6 +159,7 @@ class PlanReport:
             "host_bytes_per_parameter": self.host_bytes_per_parameter,
             "step_s": self.step_s,
             "tokens_per_s": self.tokens_per_s,
+            "gathering_s": self.gathering_s,
             "micro_batches": self.micro_batches,
             "phases": [
                 {
@@ -223,7 +228,12 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
         host_buffers=len(steps.buffer_bytes),
         fetched_ahead=demand.fetched,
         step_s=best.step_s,
-        tokens_per_s=tokens / best.step_s if best.step_s else 0.0,
+        tokens_per_s=None
+        if means.compute_rate(training) is None
+        else tokens / best.step_s
+        if best.step_s
+        else 0.0,
+        gathering_s=best.timeline.gathering_ns / 1e9,
         phases=tuple(_phases(best, means)),
         micro_batches=training.accumulation_steps,
         update_s=best.timeline.update_ns / 1e9,
@@ -475,8 +485,13 @@ def _notes(decision: Decision) -> Iterable[str]:
             "transfers alone"
         )
     if means.ranks > 1:
+        timed = "" if means.wire_bytes_per_s else "; gathers between devices are not timed"
         yield (
             f"{means.ranks} ranks divide the host, the drives and their rates, parameters, states "
-            "and gradients, "
-            "whose sums are in fp32, among them; gathers between devices are not timed"
+            f"and gradients, whose sums are in fp32, among them{timed}"
+        )
+    if means.ranks > 1 and not means.unified:
+        yield (
+            "this version of the engine refuses several ranks on GPUs: it trains on one GPU, or on "
+            "several ranks of the CPU"
         )

@@ -19,7 +19,7 @@ from infinity_engine.placement.training import Means
 from infinity_engine.plan import ResolvedBudget, Tier
 from infinity_engine.plan.step import BytesPerParameter, Home
 from infinity_engine.sim.bound import update_bound
-from infinity_engine.sim.timeline import rates_of_update
+from infinity_engine.sim.contention import rates_of_update
 
 __all__ = ["MemoryEdges", "Parts"]
 

@@ -18,10 +18,11 @@ from typing import NamedTuple
 from infinity_engine.placement.placing import Plan
 from infinity_engine.placement.sizing import Sizing
 from infinity_engine.placement.training import Means, Training
-from infinity_engine.plan import DriveRates, Lane, LaneClocks, OpTime, Rates, Tier
+from infinity_engine.plan import Lane, LaneClocks, OpTime, Rates, Tier
 from infinity_engine.plan.ops import CopyOp, Op, UpdateOp
 from infinity_engine.plan.step import Home
 from infinity_engine.schedule.executor import Walk
+from infinity_engine.sim.contention import between, rates_of_update
 from infinity_engine.sim.walking import TimedCarrier
 from infinity_engine.telemetry import NullTelemetry
 
@@ -29,15 +30,14 @@ __all__ = [
     "Phase",
     "Span",
     "StepTimeline",
-    "rates_of_update",
     "time_quickest_step",
     "time_step",
-    "undisturbed",
 ]
 
 _NS_PER_S = 10**9
 _BACKWARD = 2  # forwards that a backward computes as much as
 _ROUNDS = 8  # to find how much of their time updates and moves disturb one another
+_GATHERED = 2  # modules at once: one computes, and the next one is gathered
 _LOOK_AHEAD = 32  # modules among which the engine's fetcher looks for what to fetch
 
 
@@ -91,6 +91,8 @@ class StepTimeline:
     """How long each lane works at the update itself, of those that do."""
     moved: Mapping[Lane, int]
     """Bytes over each link, in the whole step."""
+    gathering_ns: int = 0
+    """How long ranks exchange parameters and gradients in the whole step, hidden or not."""
 
     @property
     def ns(self) -> int:
@@ -103,85 +105,6 @@ class StepTimeline:
         return tuple(
             Phase(name, start, end, _busy(self.spans, start, end)) for name, start, end in self.cuts
         )
-
-
-def rates_of_update(rates: Rates) -> Rates:
-    """Return the rates while both directions of the links, and of the drives, are in use, as in an
-    update.
-    """
-    drives = {name: _mixed(drive) for name, drive in rates.nvme.items()}
-    return replace(
-        rates,
-        h2d_bytes_per_s=rates.duplex_h2d_bytes_per_s or rates.h2d_bytes_per_s,
-        d2h_bytes_per_s=rates.duplex_d2h_bytes_per_s or rates.d2h_bytes_per_s,
-        nvme=drives,
-    )
-
-
-def undisturbed(means: Means) -> Rates:
-    """Return the rates that no update exceeds, however little its parts work at the same time."""
-    beside = rates_of_update(means.rates)
-    if means.alone is None:
-        return beside
-    alone = rates_of_update(means.alone)
-
-    def fastest(name: str, one: object, other: object) -> float | None:
-        found: tuple[float | None, float | None] = getattr(one, name), getattr(other, name)
-        return None if None in found else max(rate for rate in found if rate is not None)
-
-    drives = {
-        name: replace(
-            drive,
-            **{
-                key: fastest(key, drive, beside.nvme[name])
-                for key in ("read_bytes_per_s", "write_bytes_per_s")
-            },
-        )
-        for name, drive in alone.nvme.items()
-    }
-    links = ("host_update_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
-    return replace(alone, **{key: fastest(key, alone, beside) for key in links}, nvme=drives)
-
-
-def _between(alone: Rates, beside: Rates, updates: float, moves: float) -> Rates:
-    """Return the rates of updates and of moves that are disturbed for these parts of their time."""
-
-    def mean(one: float | None, other: float | None, part: float) -> float | None:
-        return None if one is None or other is None else 1 / ((1 - part) / one + part / other)
-
-    drives = {
-        name: replace(
-            drive,
-            read_bytes_per_s=mean(
-                drive.read_bytes_per_s, beside.nvme[name].read_bytes_per_s, moves
-            ),
-            write_bytes_per_s=mean(
-                drive.write_bytes_per_s, beside.nvme[name].write_bytes_per_s, moves
-            ),
-        )
-        for name, drive in alone.nvme.items()
-    }
-    return replace(
-        alone,
-        host_update_params_per_s=mean(
-            alone.host_update_params_per_s, beside.host_update_params_per_s, updates
-        ),
-        h2d_bytes_per_s=mean(alone.h2d_bytes_per_s, beside.h2d_bytes_per_s, moves),
-        d2h_bytes_per_s=mean(alone.d2h_bytes_per_s, beside.d2h_bytes_per_s, moves),
-        nvme=drives,
-    )
-
-
-def _mixed(drive: DriveRates) -> DriveRates:
-    """Return what reads and writes get of a drive that does as much of both."""
-    if drive.mixed_bytes_per_s is None or None in (drive.read_bytes_per_s, drive.write_bytes_per_s):
-        return drive
-    half = drive.mixed_bytes_per_s / 2
-    return replace(
-        drive,
-        read_bytes_per_s=min(drive.read_bytes_per_s or half, half),
-        write_bytes_per_s=min(drive.write_bytes_per_s or half, half),
-    )
 
 
 def time_step(plan: Plan, sizing: Sizing, training: Training, means: Means) -> StepTimeline:
@@ -224,6 +147,10 @@ class _Needs(NamedTuple):
     gradient_down: int
     gradient_written: int
     subgroups: tuple[int, ...]
+    gathered: int
+    """Bytes of its parameters that each rank sends the others."""
+    reduced: int
+    """Bytes of its gradients likewise."""
 
 
 class _TimedStep:
@@ -263,6 +190,10 @@ class _TimedStep:
         self._leaving: deque[tuple[int, int]] = deque()
         self._at = 0  # the next op of the plan
         self._thread = TimedCarrier(self._clocks, self._note)  # which calls the modules
+        self._other_ranks = means.ranks - 1
+        self._wire = means.wire_bytes_per_s if means.ranks > 1 else None
+        self._wire_free_ns = self._gathering_ns = 0
+        self._used_ns: deque[int] = deque(maxlen=_GATHERED)  # when the last modules were done with
         self._update_ns = 0
         self._update_busy_ns: dict[Lane, int] = {}
 
@@ -289,7 +220,9 @@ class _TimedStep:
         repeated_ns = 0
         more = self._steps_micro_batches - 1
         if more:
+            gathered_ns = self._gathering_ns
             repeated_ns = more * (self._backward(self._forward(end_ns, deferred=False)) - end_ns)
+            self._gathering_ns += (more - 1) * (self._gathering_ns - gathered_ns)
             for lane, nbytes in _moved(self._spans[len(spans) :]).items():
                 moved[lane] = moved.get(lane, 0) + more * nbytes
         return StepTimeline(
@@ -299,6 +232,7 @@ class _TimedStep:
             update_ns=self._update_ns,
             update_busy_ns=self._update_busy_ns,
             moved=moved,
+            gathering_ns=self._gathering_ns,
         )
 
     def _rates_of_update(self, means: Means) -> Rates:
@@ -323,7 +257,7 @@ class _TimedStep:
             )
         rates, disturbed = alone, (0.0, 0.0)
         for _ in range(_ROUNDS):
-            rates = _between(alone, beside, *disturbed)
+            rates = between(alone, beside, *disturbed)
             clocks = LaneClocks(rates, free=self._free)
             seconds = {
                 lane: clocks.duration_ns(lane, amount) / _NS_PER_S
@@ -370,9 +304,10 @@ class _TimedStep:
                 ready_ns = max(self._clocks.times[op].end_ns for op in ops)
                 needs = needs._replace(read=0)
             arrived_ns = self._fetch(number, needs, ready_ns)
-            end_ns = self._work(
-                self._compute, self._duration_ns(needs.flops, 0), max(arrived_ns, begin_ns)
-            ).end_ns
+            ready_ns = self._gather(needs.gathered, max(arrived_ns, begin_ns))
+            duration_ns = self._duration_ns(needs.flops, 0)
+            end_ns = self._work(self._compute, duration_ns, ready_ns).end_ns
+            self._used_ns.append(end_ns)
             self._use(number, needs, end_ns)
         if deferred:
             self._go_on(len(self._plan.steps.ops))
@@ -403,9 +338,10 @@ class _TimedStep:
                 while not all(map(walk.has_arrived, needs.subgroups)):
                     if not walk.poll():
                         walk.arrive(needs.subgroups)
-            end_ns = self._work(
-                self._compute, self._duration_ns(needs.flops, 0), self._thread.now_ns
-            ).end_ns
+            ready_ns = self._gather(needs.gathered, self._thread.now_ns)
+            duration_ns = self._duration_ns(needs.flops, 0)
+            end_ns = self._work(self._compute, duration_ns, ready_ns).end_ns
+            self._used_ns.append(end_ns)
             self._use(number, needs, end_ns)
         walk.finish()
         return max(end_ns, self._thread.now_ns)
@@ -498,8 +434,11 @@ class _TimedStep:
             arrived_ns = self._fetch(number, needs, 0)
             again = needs.flops if self._checkpointing and needs.recomputed else 0
             duration_ns = self._duration_ns(again, _BACKWARD * needs.flops)
-            made_ns = self._work(self._compute, duration_ns, max(arrived_ns, begin_ns)).end_ns
+            ready_ns = self._gather(needs.gathered, max(arrived_ns, begin_ns))
+            made_ns = self._work(self._compute, duration_ns, ready_ns).end_ns
+            self._used_ns.append(made_ns)
             self._use(number, needs, made_ns)
+            made_ns = self._exchange(needs.reduced, made_ns)
             end_ns = max(end_ns, made_ns)
             if needs.gradient_down:
                 made_ns = self._move(Lane.D2H, needs.gradient_down, made_ns).end_ns
@@ -507,6 +446,22 @@ class _TimedStep:
                 made_ns = self._move(Lane.NVME_WRITE, needs.gradient_written, made_ns).end_ns
             end_ns = max(end_ns, made_ns)
         return end_ns
+
+    def _gather(self, nbytes: int, after_ns: int) -> int:
+        """Let ranks gather a module's parameters, one module ahead of the one that computes."""
+        if self._wire is None or not nbytes:
+            return after_ns
+        freed_ns = self._used_ns[0] if len(self._used_ns) == _GATHERED else 0
+        return max(self._exchange(nbytes, freed_ns), after_ns)
+
+    def _exchange(self, nbytes: int, after_ns: int) -> int:
+        """Let each rank send all others so many bytes; return when they have arrived."""
+        if self._wire is None or not nbytes:
+            return after_ns
+        duration_ns = ceil(nbytes * self._other_ranks / Fraction(self._wire) * _NS_PER_S)
+        self._wire_free_ns = max(self._wire_free_ns, after_ns) + duration_ns
+        self._gathering_ns += duration_ns
+        return self._wire_free_ns
 
     def _fetch(self, number: int, needs: _Needs, after_ns: int) -> int:
         """Let what a module needs be there; return when it is.
@@ -592,6 +547,8 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
                 subgroups=tuple(
                     dict.fromkeys(index for number in own for index in subgroups.get(number, ()))
                 ),
+                gathered=sum(sizing.parameters[number] for number in own),
+                reduced=sum(sizing.parameters[number] for number in own if number in subgroups),
             )
         )
     return found

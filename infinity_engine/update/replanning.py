@@ -23,7 +23,8 @@ from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import HostOnly, Interleaved, Lane, Rates, StaticSplit, Strategy, Tier
 from infinity_engine.plan.ops import UpdateOnDevice, UpdateOnHost
 from infinity_engine.plan.step import Home
-from infinity_engine.sim.timeline import rates_of_update, time_step
+from infinity_engine.sim.contention import rates_of_update
+from infinity_engine.sim.timeline import time_step
 from infinity_engine.units import format_rate
 
 __all__ = ["KeptPlan", "Question", "Replan", "Replanner"]

@@ -29,8 +29,8 @@ from infinity_engine.plan import (
 )
 from infinity_engine.plan.step import Home
 from infinity_engine.sim.candidate import Candidate, Choice
+from infinity_engine.sim.contention import undisturbed
 from infinity_engine.sim.planner import Planner
-from infinity_engine.sim.timeline import undisturbed
 
 __all__ = ["Bounds", "best_of_all", "everything"]
 

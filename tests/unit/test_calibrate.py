@@ -47,6 +47,8 @@ TINY = Effort(
 )
 RATES = Rates(h2d_bytes_per_s=1.2e9, d2h_bytes_per_s=1e9, device_update_params_per_s=20e9)
 
+KEPT = ("calibrate", "--even-if-busy")  # whatever else runs on the machine of the tests
+
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
@@ -561,10 +563,27 @@ def test_a_quick_calibration_is_not_kept(folder: Path, capsys: pytest.CaptureFix
 def test_another_calibration_is_kept_and_says_where(
     folder: Path, capsys: pytest.CaptureFixture[str], cpu: CpuAccelerator
 ) -> None:
-    assert main(["calibrate", "--seconds", "0.1", "--accelerator", "cpu"]) == 0
+    assert main([*KEPT, "--seconds", "0.1", "--accelerator", "cpu"]) == 0
 
     assert f"Kept in {folder}." in capsys.readouterr().out.replace("\n", "")
     assert kept_calibration(accelerator=cpu) is not None
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.5, False), (0.02, True)])
+def test_figures_of_a_busy_machine_are_not_kept(
+    share: float,
+    kept: bool,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("infinity_engine.machine.busy.OthersWork.share", lambda _: share)
+
+    assert main(["calibrate", "--seconds", "0.1", "--accelerator", "cpu"]) == 0
+
+    output, errors = capsys.readouterr()
+    assert ("Kept in" in output) is kept
+    assert ("other processes used 50% of this machine's processors" in errors) is not kept
 
 
 @pytest.mark.filterwarnings("always::infinity_engine.calibration.cache.CalibrationWarning")
@@ -573,7 +592,7 @@ def test_what_cannot_be_kept_is_not_said_to_be(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
 
-    assert main(["calibrate", "--seconds", "0.1", "--accelerator", "cpu"]) == 0
+    assert main([*KEPT, "--seconds", "0.1", "--accelerator", "cpu"]) == 0
 
     output, errors = capsys.readouterr()
     assert "Not kept." in output

@@ -15,7 +15,7 @@ from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.placement.placing import Plan, Wish, place
 from infinity_engine.placement.sizing import Sizing
 from infinity_engine.plan import NvmeStreamed, ResolvedBudget, Tier
-from infinity_engine.sim.timeline import rates_of_update
+from infinity_engine.sim.contention import rates_of_update
 from support.plannings import random_case
 
 

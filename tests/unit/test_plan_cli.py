@@ -190,15 +190,51 @@ def test_the_page_stands_by_itself(plan: Any, tmp_path: Path) -> None:
         assert any(re.search(r"\d s$", each) for each in words), "how long it is"
 
 
-def test_without_a_plan_there_is_no_page_and_it_is_said(plan: Any, tmp_path: Path) -> None:
+def test_a_refusal_has_a_page_with_what_would_do(plan: Any, tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
     status, _, err = plan(
         "--model", "llama-3-8b", "--gpu-mem", "8GiB", "--ram", "16GiB", "--html", str(file)
     )
 
+    text = file.read_text()
     assert status == 1
-    assert not file.exists()
-    assert err == f"infinity plan: {file} is not written, as there is no plan\n"
+    assert err == ""
+    assert "<h1>llama-3-8b does not fit</h1>" in text
+    assert "more of NVMe (--nvme " in text
+
+
+def test_the_page_shows_settings_as_people_write_them(plan: Any, tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    plan("--model", "llama-3.2-3b", *DESKTOP, "--strategy", "interleaved", "--html", str(file))
+
+    assert "{&#x27;" not in file.read_text()
+    assert "<td>interleaved(" in file.read_text()
+
+
+def test_without_a_rate_of_computing_only_the_update_is_promised(plan: Any) -> None:
+    asked = ("--model", "llama-3.2-1b", "--gpus", "0", "--ram", "64GiB")
+    _, out, _ = plan(*asked)
+    _, answer, _ = plan(*asked, "--json")
+    _, known, _ = plan(*asked, "--tflops", "1")
+
+    assert re.search(r"fits: update [\d.]+ m?s \+ forward and backward: unknown", out)
+    assert "tokens/s" not in out
+    assert json.loads(answer)["tokens_per_s"] is None
+    assert re.search(r"fits: [\d.]+ s a step", known)
+    assert "tokens/s" in known
+
+
+def test_what_ranks_exchange_takes_time_and_what_the_engine_refuses_is_said(plan: Any) -> None:
+    asked = ("--model", "llama-3.2-1b", "--gpu-mem", "24GiB", "--ram", "256GiB")
+    one, eight = (json.loads(plan(*asked, "--gpus", gpus, "--json")[1]) for gpus in ("1", "8"))
+
+    assert one["gathering_s"] == 0
+    # Three times the others' 2-byte parameters: two gathers, and gradients as large.
+    sent = 3 * 2 * one["parameters"] * 7 / 8
+    assert eight["gathering_s"] == pytest.approx(sent / (89.6e9 / 16), rel=0.01)
+    assert eight["step_s"] > one["step_s"] + 0.5 * eight["gathering_s"]
+    assert any("refuses several ranks on GPUs" in note for note in eight["notes"])
+    assert not any("ranks" in note for note in one["notes"])
 
 
 def assert_drawn_within_its_box(chart: ElementTree.Element) -> None:
@@ -263,7 +299,7 @@ def test_a_known_machine_brings_its_memory_and_its_rates(plan: Any) -> None:
 
     assert status == 0
     assert "8 x 1 x 1 sequences" in out
-    assert "gathers between devices are not timed" in out
+    assert "gathers and reductions take" in out
     assert "as published of a DGX H200" in out
 
 
@@ -331,9 +367,8 @@ def rates_file(folder: Path, **more: float | None) -> Path:
 
 
 def test_rates_of_a_file_are_used(plan: Any, tmp_path: Path) -> None:
-    _, slow, _ = plan(
-        "--model", "llama-3-8b", *DESKTOP, "--rates", str(rates_file(tmp_path)), "--json"
-    )
+    file = rates_file(tmp_path, mixed_bytes_per_s=1e9)
+    _, slow, _ = plan("--model", "llama-3-8b", *DESKTOP, "--rates", str(file), "--json")
     _, fast, _ = plan("--model", "llama-3-8b", *DESKTOP, "--json")
 
     assert json.loads(slow)["step_s"] > 1.5 * json.loads(fast)["step_s"]
@@ -488,6 +523,9 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
         (("--model", "gpt2", "--gpu-mem", "0", "--ram", "64GiB"), "more than 0 bytes"),
         (("--model", "gpt2", "--machine", "h100"), "--machine: expected one of"),
         (("--model", "gpt2", "--gpus", "-1", "--ram", "64GiB"), "--gpus: expected a number"),
+        (("--model", "gpt2", *DESKTOP, "--gpus", "1000000"), "0 to 64: a plan is of one machine"),
+        (("--model", "gpt2", "--gpu-mem", "24", "--ram", "64GiB"), 'did you mean "24GiB"?'),
+        (("--model", "gpt2", *DESKTOP[:6], "--tbw", "1200TB"), "--tbw: expected --nvme beside it"),
         (("--model", "gpt2", *DESKTOP, "--batch", "0"), "--batch: expected a whole number"),
         (("--model", "gpt2", *DESKTOP, "--sequence", "4096"), "--sequence: expected at most 1024"),
         (("--model", "gpt2", *DESKTOP, "--strategy", "best"), "--strategy: expected one of auto"),

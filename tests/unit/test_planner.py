@@ -37,11 +37,12 @@ from infinity_engine.plan import (
 from infinity_engine.plan.step import Home
 from infinity_engine.sim import simulate
 from infinity_engine.sim.candidate import Choice
+from infinity_engine.sim.contention import rates_of_update
 from infinity_engine.sim.planner import Planner, decide
 from infinity_engine.sim.presets import preset
 from infinity_engine.sim.remedies import explain_refusal
 from infinity_engine.sim.report import report_of
-from infinity_engine.sim.timeline import rates_of_update, time_step
+from infinity_engine.sim.timeline import time_step
 from infinity_engine.units import GB, TB, GiB
 from support.best_of_all import Bounds, best_of_all, everything
 from support.plannings import model_of, random_case, training_of
@@ -140,7 +141,8 @@ def test_updates_and_moves_disturb_one_another_as_long_as_both_work() -> None:
         host_update_params_per_s=3e9,
         nvme={"a": DriveRates(read_bytes_per_s=14e9, write_bytes_per_s=10e9)},
     )
-    training, choice = training_of(SMALL), decide(training_of(SMALL), disturbed).best.choice
+    training = training_of(SMALL)
+    choice = Choice(strategy=NvmeStreamed(), parameters=Tier.DEVICE, subgroup_numel=2**22)
 
     def update_ns(there: Means) -> int:
         return Planner(training, there).candidate(choice).timeline.update_ns
@@ -440,7 +442,8 @@ def test_streaming_all_through_the_device_is_never_faster() -> None:
 
 
 def test_the_update_of_the_timeline_is_the_simulated_plan() -> None:
-    best = decide(training_of(SMALL), means(3.0, 20)).best
+    training = replace(training_of(SMALL), overlap=False)  # nothing else goes on beside it
+    best = decide(training, means(3.0, 20)).best
 
     assert best.timeline.update_ns == simulate(best.plan.steps, rates_of_update(DESKTOP)).end_ns
 
@@ -619,8 +622,39 @@ def test_an_update_takes_half_of_a_drives_mixed_rate_each_way() -> None:
     drive = DriveRates(read_bytes_per_s=7e9, write_bytes_per_s=5e9, mixed_bytes_per_s=6e9)
     rates = rates_of_update(replace(DESKTOP, duplex_h2d_bytes_per_s=20e9, nvme={"a": drive}))
 
-    assert (rates.nvme["a"].read_bytes_per_s, rates.nvme["a"].write_bytes_per_s) == (3e9, 3e9)
+    found = rates.nvme["a"]
+    assert (found.read_bytes_per_s, found.write_bytes_per_s) == (3e9, 3e9)
     assert (rates.h2d_bytes_per_s, rates.d2h_bytes_per_s) == (20e9, 25e9)
+
+
+def test_without_a_mixed_rate_reads_and_writes_of_a_drive_take_turns() -> None:
+    drive = DriveRates(read_bytes_per_s=6e9, write_bytes_per_s=3e9)
+    both = drive.both_at_once()
+
+    assert both.read_bytes_per_s == both.write_bytes_per_s == pytest.approx(2e9)
+    assert drive.seconds(2 * 10**9, 2 * 10**9) == pytest.approx(1.0)  # as where they are added up
+
+
+def test_each_op_costs_what_starting_it_costs() -> None:
+    choice = Choice(strategy=HostOnly(), parameters=Tier.DEVICE, subgroup_numel=SMALL.numel // 64)
+    started = replace(DESKTOP, host_start_s=4e-3)
+    training = replace(training_of(SMALL), overlap=False)
+
+    plain, costly = (
+        Planner(training, replace(PLENTY, rates=rates)).candidate(choice).timeline
+        for rates in (DESKTOP, started)
+    )
+    count = len(Planner(training, PLENTY).candidate(choice).plan.steps.subgroups)
+    assert costly.update_ns - plain.update_ns == pytest.approx(count * 4e6, rel=0.02)
+
+
+def test_the_search_takes_fewer_subgroups_where_each_costs_much() -> None:
+    rates = replace(DESKTOP, nvme={}, host_start_s=4e-3, copy_start_s=4e-3, device_start_s=4e-3)
+    there = replace(means(3.0, 20), rates=rates)
+
+    plain = decide(training_of(SMALL), means(3.0, 20)).best
+    costly = decide(training_of(SMALL), there).best
+    assert len(costly.plan.steps.subgroups) < len(plain.plan.steps.subgroups)
 
 
 def test_a_rate_that_the_plan_needs_is_asked_for() -> None:
@@ -694,7 +728,7 @@ def test_a_phase_names_what_binds_it() -> None:
 
 
 def test_the_report_says_how_busy_every_lane_is_with_the_update_itself() -> None:
-    decision = decide(training_of(SMALL), means(3.0, 20))
+    decision = decide(replace(training_of(SMALL), overlap=False), means(3.0, 20))
 
     simulated = simulate(decision.best.plan.steps, rates_of_update(DESKTOP))
     assert report_of(decision).update_utilisation == simulated.utilisation
@@ -742,10 +776,26 @@ def test_gradients_of_several_ranks_are_sums_in_fp32() -> None:
     ]
 
 
-def test_of_several_ranks_the_output_says_what_is_not_timed() -> None:
+def test_without_a_rate_between_ranks_the_output_says_what_is_not_timed() -> None:
     notes = report_of(decide(training_of(SMALL), means(5.0, 40, ranks=4))).notes
 
     assert any("gathers between devices are not timed" in note for note in notes)
+
+
+def test_ranks_wait_for_what_they_gather_as_far_as_computing_hides_none() -> None:
+    choice = Choice(strategy=HostOnly(), parameters=Tier.DEVICE, subgroup_numel=2**22)
+    there = replace(means(5.0, 40, ranks=4), flops_per_s=1e16)
+
+    untimed, slow, slower = (
+        Planner(training_of(SMALL), replace(there, wire_bytes_per_s=wire))
+        .candidate(choice)
+        .timeline
+        for wire in (None, 2e9, 1e9)
+    )
+    assert untimed.gathering_ns == 0
+    assert slower.gathering_ns == 2 * slow.gathering_ns
+    assert slower.ns - slow.ns == pytest.approx(slow.gathering_ns, rel=0.05)
+    assert untimed.ns < slow.ns
 
 
 # --- what does not fit ----------------------------------------------------------------------------

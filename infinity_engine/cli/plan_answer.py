@@ -1,0 +1,253 @@
+"""The answer of `infinity plan` as tables: what fits and how, or what is missing and what would do.
+
+Prints what the report says and works out nothing. Called by plan.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from deepnvme.cli.report import Output, Rows
+from infinity_engine.cli.plan_question import free
+from infinity_engine.units import GiB, format_bytes
+
+if TYPE_CHECKING:
+    from infinity_engine.placement.training import Training
+    from infinity_engine.plan import Capacity
+    from infinity_engine.sim.remedies import Refusal, Remedy
+    from infinity_engine.sim.report import PlanReport
+
+__all__ = [
+    "Section",
+    "answer",
+    "refused",
+    "seconds_in_words",
+    "setting_in_words",
+    "show",
+    "step_in_words",
+    "with_options",
+]
+
+Section = tuple[str, Rows]
+
+
+def show(sections: Iterable[Section]) -> None:
+    """Print titles with their rows."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Output()
+    for title, rows in sections:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(min_width=22)
+        table.add_column(overflow="fold")
+        for label, value in rows:
+            table.add_row(Text(label, style="dim"), Text(value))
+        console.print(Text(title, style="bold"))
+        console.print(table)
+        console.print()
+
+
+def answer(report: PlanReport, training: Training) -> Iterator[Section]:
+    """Yield what a plan that fits says."""
+    from infinity_engine.plan import Tier
+    from infinity_engine.sim.report import resource
+
+    yield f"{report.model} fits: {step_in_words(report)}", _summary(report, training)
+    yield "Settings", [(name, setting_in_words(value)) for name, value in report.settings.items()]
+    for tier in Tier:
+        held, limit = report.held(tier), report.limits[tier]
+        if held and limit:
+            whose = " of each rank" if report.ranks > 1 else ""
+            title = f"{tier.value}{whose}: {format_bytes(held)} of {format_bytes(limit)}"
+            yield (
+                title,
+                [
+                    (
+                        each.what,
+                        format_bytes(each.nbytes) + (" (PyTorch's own)" if each.of_pytorch else ""),
+                    )
+                    for each in report.holdings
+                    if each.tier is tier
+                ],
+            )
+    yield "Time", _times(report)
+    yield (
+        "Bytes over each link in a step",
+        [(resource(lane), format_bytes(it)) for lane, it in report.moved.items()],
+    )
+    if report.wear is not None:
+        yield "Wear", _wear(report)
+    if report.alternatives:
+        yield (
+            "What else fits",
+            [
+                (
+                    f"{seconds_in_words(each.step_s)}",
+                    f"{setting_in_words(each.strategy)}, parameters on {each.parameters.value}",
+                )
+                for each in report.alternatives[:5]
+            ],
+        )
+    if report.notes:
+        yield "Notes", [("", note) for note in report.notes]
+
+
+def _summary(report: PlanReport, training: Training) -> Rows:
+    kept = "checkpointed" if training.checkpointing else "all kept"
+    yield "parameters", f"{report.parameters:,}"
+    yield (
+        "step",
+        f"{report.ranks} x {report.micro_batches} x {training.batch} sequences of "
+        f"{training.sequence} tokens",
+    )
+    yield "activations", kept
+    if report.tokens_per_s is None:
+        yield "throughput", "unknown: give --tflops, or --rates of a calibration"
+    else:
+        yield "throughput", f"{report.tokens_per_s:,.1f} tokens/s"
+
+
+def setting_in_words(value: object) -> str:
+    """Return a setting as one line."""
+    if isinstance(value, Mapping):
+        inner = ", ".join(
+            f"{key}={setting_in_words(it)}"
+            for key, it in value.items()
+            if key != "name" and it is not None
+        )
+        return (
+            f"{value.get('name', '')}({inner})"
+            if "name" in value
+            else "those of this plan, in --json"
+        )
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _times(report: PlanReport) -> Rows:
+    from infinity_engine.sim.report import resource
+
+    for phase in report.phases:
+        if report.tokens_per_s is None and not phase.name.startswith("update"):
+            yield phase.name, "unknown, as the rate of computing is"
+            continue
+        used = ", ".join(
+            f"{name} {part:.0%}"
+            for name, part in sorted(phase.utilisation.items(), key=lambda it: -it[1])
+        )
+        yield phase.name, f"{seconds_in_words(phase.seconds)}, bound by {phase.binding} ({used})"
+    if report.update_utilisation and all(phase.name != "update" for phase in report.phases):
+        ranked = sorted(report.update_utilisation.items(), key=lambda it: -it[1])
+        used = ", ".join(f"{resource(lane)} {part:.0%}" for lane, part in ranked)
+        yield "of which the update", f"{seconds_in_words(report.update_s)} ({used})"
+    if report.micro_batches > 1:
+        yield "", f"forward and backward again for {report.micro_batches - 1} more micro-batches"
+    if report.gathering_s:
+        gathering = seconds_in_words(report.gathering_s)
+        yield (
+            "between ranks",
+            f"gathers and reductions take {gathering}, hidden or not",
+        )
+    if report.least_update_s is not None:
+        yield (
+            "least update",
+            f"{seconds_in_words(report.least_update_s)}: no order of work ends earlier",
+        )
+    yield (
+        "updates",
+        ", ".join(f"{count} {home.value}" for home, count in report.subgroups.items() if count),
+    )
+    if report.staging_sets:
+        yield "staging sets", str(report.staging_sets)
+    if report.host_buffers:
+        yield "host buffers", str(report.host_buffers)
+    if report.fetched_ahead:
+        yield "fetched ahead", f"up to {format_bytes(report.fetched_ahead)} of parameters"
+    yield "host per parameter", f"{report.host_bytes_per_parameter:.2f} B"
+
+
+def _wear(report: PlanReport) -> Rows:
+    wear = report.wear
+    assert wear is not None, "something is written"
+    yield "written", f"{wear.written_per_day / 1e12:,.1f} TB in a day of steps"
+    if wear.years is not None and wear.rated_bytes is not None:
+        days = wear.years * 365.25
+        life = f"{wear.years:,.1f} years" if wear.years >= 2 else f"{days:,.0f} days"
+        yield "drives' life", f"{life} of steps, at {wear.rated_bytes / 1e12:,.0f} TB rated"
+
+
+def refused(refusal: Refusal) -> Iterator[Section]:
+    """Yield what is there, and what would do."""
+    rows = []
+    for tier, has, needs in (
+        ("device", refusal.there.device, refusal.least.device),
+        ("host", refusal.there.host, refusal.least.host),
+        ("nvme", refusal.there.nvme, refusal.least.nvme),
+    ):
+        if tier == "device" and not has and not needs:
+            continue
+        short = (
+            f", and at the least {format_bytes(needs)} needed, whatever the others have"
+            if needs > has
+            else ""
+        )
+        rows.append((tier, f"{format_bytes(has)} there{short}"))
+    yield f"{refusal.model} does not fit", rows
+    if refusal.remedies:
+        yield (
+            "Any of these would do",
+            [(f"{number}.", it.change) for number, it in enumerate(refusal.remedies, 1)],
+        )
+
+
+def with_options(refusal: Refusal) -> Refusal:
+    """Return it with the options that give what each remedy adds, as a part of what is given is
+    left for others.
+    """
+
+    def words(remedy: Remedy) -> str:
+        more, there = remedy.more, refusal.there
+        added = {
+            "--gpu-mem": (
+                more.device,
+                _to_give(there.device + more.device, lambda free: free.device),
+            ),
+            "--ram": (more.host, _to_give(there.host + more.host, lambda free: free.host)),
+            "--nvme": (
+                more.nvme,
+                _to_give(there.nvme + more.nvme, lambda free: sum(free.nvme.values())),
+            ),
+        }
+        options = " ".join(f"{name} {size}" for name, (much, size) in added.items() if much)
+        return f"{remedy.change} ({options})" if options else remedy.change
+
+    return replace(
+        refusal, remedies=tuple(replace(each, change=words(each)) for each in refusal.remedies)
+    )
+
+
+def _to_give(needed: int, left: Callable[[Capacity], int]) -> str:
+    """Return the size, in whole GiB, of which so many bytes are left when others have their
+    part.
+    """
+    gib = -(-needed // GiB)
+    while (lacking := needed - left(free(gib * GiB, gib * GiB, gib * GiB))) > 0:
+        gib += -(-lacking // GiB)
+    return f"{gib}GiB"
+
+
+def step_in_words(report: PlanReport) -> str:
+    """Return what a step takes, as far as that is known."""
+    if report.tokens_per_s is None:
+        update = seconds_in_words(report.update_s)
+        return f"update {update} + forward and backward: unknown"
+    return f"{seconds_in_words(report.step_s)} a step"
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Return seconds, or milliseconds where that is less than one."""
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
