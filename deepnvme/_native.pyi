@@ -183,6 +183,7 @@ class Queue:
         fallbacks: Sequence[str],
         drive: DriveOptions,
         max_pending: int,
+        max_requests: int,
         faults: FaultPlan | None,
     ) -> None: ...
     def open(

@@ -65,6 +65,7 @@ _MODES = MappingProxyType(
 
 
 _FAILS = _native.AtEndOfFile.FAILS
+_MOST_REQUESTS = 4096
 _LARGEST_FILE = (1 << 63) - 1  # bytes, as the kernel counts them
 
 
@@ -151,6 +152,7 @@ class IOQueue:
         chunk_bytes: int | str | None = None,
         inflight_bytes: int | str | None = None,
         max_pending: int = 1024,
+        max_requests: int | None = None,
         when_full: WhenFull = WhenFull.BLOCK,
         user_memory: UserMemory | None = None,
         pool: Pool | None = None,
@@ -159,6 +161,10 @@ class IOQueue:
         chunk_bytes = None if chunk_bytes is None else as_bytes(chunk_bytes)
         inflight_bytes = None if inflight_bytes is None else as_bytes(inflight_bytes)
         self.max_pending = max_pending = whole_number("max_pending", max_pending, 1)
+        if max_requests is not None:
+            max_requests = whole_number("max_requests", max_requests, 1)
+            if max_requests > _MOST_REQUESTS:
+                raise ValueError(f"max_requests is at most {_MOST_REQUESTS}, got {max_requests}")
         self.when_full = chosen(WhenFull, when_full, "when_full")
         if user_memory is not None:
             user_memory = chosen(UserMemory, user_memory, "user_memory")
@@ -182,6 +188,7 @@ class IOQueue:
                 fallbacks=self._fallbacks,
                 drive=self._settle(None).native(),
                 max_pending=max_pending,
+                max_requests=max_requests or 0,
                 faults=None if faults is None else faults.native,
             ),
         )

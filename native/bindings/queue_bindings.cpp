@@ -370,17 +370,18 @@ void bind_queue(py::module_& module) {
     py::class_<Queue, std::unique_ptr<Queue, UnlessForked>>(module, "Queue")
         .def(py::init([](std::string backend, std::vector<std::string> fallbacks,
                          const DriveOptions& drive, std::uint32_t max_pending,
-                         std::optional<FaultPlan> faults) {
+                         std::uint32_t max_requests, std::optional<FaultPlan> faults) {
                  QueueOptions options;
                  options.backend = std::move(backend);
                  options.fallbacks = std::move(fallbacks);
                  options.drive = drive;
                  options.max_pending = max_pending;
+                 options.max_requests = max_requests;
                  options.faults = std::move(faults);
                  return std::unique_ptr<Queue, UnlessForked>(new Queue(std::move(options)));
              }),
              py::kw_only(), py::arg("backend"), py::arg("fallbacks"), py::arg("drive"),
-             py::arg("max_pending"), py::arg("faults"))
+             py::arg("max_pending"), py::arg("max_requests"), py::arg("faults"))
         .def("open", &Queue::open, py::arg("path"), py::arg("mode"), py::arg("direct"),
              py::arg("permissions"), py::arg("drive"), py::call_guard<py::gil_scoped_release>())
         .def(

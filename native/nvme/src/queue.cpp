@@ -20,14 +20,14 @@ namespace {
 
 // Enough for the budget in pieces of 64 KiB; smaller operations are bounded by it instead of by
 // bytes.
-unsigned depth_for(const DriveOptions& options) {
-    return static_cast<unsigned>(
-        std::clamp<std::uint64_t>(options.inflight_bytes / 65536, 32, 1024));
+unsigned depth_for(const QueueOptions& options, const DriveOptions& drive) {
+    if (options.max_requests > 0) return options.max_requests;
+    return static_cast<unsigned>(std::clamp<std::uint64_t>(drive.inflight_bytes / 65536, 32, 1024));
 }
 
 std::unique_ptr<Backend> backend_for(const QueueOptions& options, const std::string& name,
                                      const DriveOptions& drive) {
-    std::unique_ptr<Backend> backend = make_backend(name, depth_for(drive));
+    std::unique_ptr<Backend> backend = make_backend(name, depth_for(options, drive));
     return options.faults ? make_fault_backend(std::move(backend), *options.faults)
                           : std::move(backend);
 }
@@ -176,7 +176,8 @@ void Queue::need_drive_for(const OpenFile& file, const DriveOptions& options) {
         if (drives_.contains(file.device())) return;
         refuse_if_unusable();  // closed since the file was opened: nobody would stop a new drive
         const bool ring = options_.backend == "uring" || options_.backend == "liburing";
-        const bool first_fits = first_backend_ && first_backend_->capacity() >= depth_for(options);
+        const bool first_fits =
+            first_backend_ && first_backend_->capacity() >= depth_for(options_, options);
         auto backend = ring && file.spoiled_by_rings() ? backend_for(options_, "threads", options)
                        : first_fits                    ? std::move(first_backend_)
                                                        : backend_for_another(options);

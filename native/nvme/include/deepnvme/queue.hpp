@@ -25,6 +25,7 @@ struct QueueOptions {
         fallbacks;  // for a drive after the first, where the kernel refuses another of it
     DriveOptions drive;
     std::uint32_t max_pending = 1024;
+    std::uint32_t max_requests = 0;  // that a drive works on at once; 0: as many as bytes allow
     std::optional<FaultPlan> faults;
 };
 
