@@ -43,6 +43,8 @@ std::uint64_t forks() {
 
 // How long what has ended may wait for a thread that asks for it, before the queue's own takes it.
 constexpr std::chrono::milliseconds grace{5};
+// How often that looks whether something has ended, while operations are pending.
+constexpr std::chrono::milliseconds look_every{100};
 constexpr unsigned looks_before_rest = 20;
 
 // Until it is not 0, at most so long. Unlike a condition variable's, the sleep ends when a signal
@@ -242,7 +244,8 @@ std::vector<Outcome> Queue::wait_ended() {
         }
         const std::optional<std::uint64_t> seen =
             ended_.empty() ? std::nullopt : std::optional(takes_);
-        const bool in_vain = news_.wait_for(lock, grace) == std::cv_status::timeout;
+        const bool in_vain =
+            news_.wait_for(lock, seen ? grace : look_every) == std::cv_status::timeout;
         if (in_vain && seen == takes_ && coming_ == 0) break;
         looks_in_vain = pending_ == 0 && ended_.empty() ? looks_in_vain + 1 : 0;
     }
