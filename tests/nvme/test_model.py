@@ -16,6 +16,7 @@ from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ LARGEST_FILE = 12 * CHUNK
 HANDLES = 3
 SHORT_ROUNDS = 12
 SLOW_S = float(os.environ.get("DEEPNVME_MODEL_S", "120"))  # for each backend: five make ten minutes
-QUEUES = (
+QUEUES: tuple[dict[str, Any], ...] = (
     {"chunk_bytes": CHUNK, "inflight_bytes": 4 * CHUNK},  # partial pages through the page cache
     {"chunk_bytes": CHUNK, "inflight_bytes": 32 * CHUNK},  # unaligned reads through blocks
     {},
@@ -127,7 +128,7 @@ class Player:
         urgency = self.rng.choice(list(Priority))
         hurries = self.rng.random() < 0.1
         deadline_s = self.rng.choice([0.0, 0.001]) if hurries else None
-        terms = {"priority": urgency, "deadline_s": deadline_s}
+        terms: dict[str, Any] = {"priority": urgency, "deadline_s": deadline_s}
         if writes:
             self.model.choices += parts
         if count > 1:
@@ -250,7 +251,7 @@ def play(backend: str, folder: Path, pool: Pool, seed: int, seconds: float) -> N
                     backend,
                     pool=pool if rng.random() < 0.5 else None,
                     faults=faults,
-                    **settings,  # type: ignore[arg-type]
+                    **settings,
                 )
             )
             files = [stack.enter_context(queue.open(path, "w"))]
