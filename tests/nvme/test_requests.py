@@ -193,7 +193,7 @@ def test_asyncio_wait_takes_futures(tmp_path: Path, queue: IOQueue) -> None:
     async def main() -> set[int]:
         with queue.open(tmp_path / "file", "w") as file:
             futures = {file.pwrite(bytes(number)) for number in (1, 2, 3)}
-            done, pending = await asyncio.wait(futures, timeout=TIMEOUT_S)  # type: ignore[type-var]
+            done, pending = await asyncio.wait(futures, timeout=TIMEOUT_S)
             assert not pending
             return {future.result() for future in done}
 
