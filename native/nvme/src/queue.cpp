@@ -242,11 +242,11 @@ std::vector<Outcome> Queue::wait_ended() {
             looks_in_vain = 0;
             continue;
         }
-        const std::optional<std::uint64_t> seen =
-            ended_.empty() ? std::nullopt : std::optional(takes_);
+        const bool has_some = !ended_.empty();
+        const std::uint64_t seen = takes_;
         const bool in_vain =
-            news_.wait_for(lock, seen ? grace : look_every) == std::cv_status::timeout;
-        if (in_vain && seen == takes_ && coming_ == 0) break;
+            news_.wait_for(lock, has_some ? grace : look_every) == std::cv_status::timeout;
+        if (in_vain && has_some && seen == takes_ && coming_ == 0) break;
         looks_in_vain = pending_ == 0 && ended_.empty() ? looks_in_vain + 1 : 0;
     }
     std::vector<Outcome> all = taken();
