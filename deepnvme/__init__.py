@@ -19,6 +19,7 @@ if _typing.TYPE_CHECKING:
         BatchError,
         ChecksumError,
         ClosedError,
+        DeadlineError,
         ForkedError,
         NVMeError,
         PoisonedError,
@@ -46,7 +47,7 @@ if _typing.TYPE_CHECKING:
     from deepnvme.memory.pool import Cuda, Pool
     from deepnvme.queue.faults import FaultPlan, Requests
     from deepnvme.queue.future import IOFuture
-    from deepnvme.queue.queue import Direct, File, IOQueue, Sync, WhenFull
+    from deepnvme.queue.queue import Direct, File, IOQueue, Priority, Sync, WhenFull
     from deepnvme.store.store import Checksum, Durability, TensorStore, UncommittedWarning
     from deepnvme.store.store_future import StoreFuture
     from deepnvme.store.stored_tensor import StoredTensor
@@ -64,6 +65,7 @@ __all__ = [
     "ClosedError",
     "Cuda",
     "Damage",
+    "DeadlineError",
     "Direct",
     "Durability",
     "FaultPlan",
@@ -78,6 +80,7 @@ __all__ = [
     "PoisonedError",
     "Pool",
     "PoolExhaustedError",
+    "Priority",
     "Probe",
     "QueueFull",
     "Requests",

@@ -5,6 +5,7 @@ What each name means is said in native/nvme/include/deepnvme/.
 
 import enum
 import os
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -169,6 +170,11 @@ class Ticket:
     @property
     def taken(self) -> bool: ...
 
+class Doorbell:
+    def __init__(self) -> None: ...
+    @property
+    def descriptor(self) -> int: ...
+
 class Queue:
     def __init__(
         self,
@@ -177,6 +183,7 @@ class Queue:
         fallbacks: Sequence[str],
         drive: DriveOptions,
         max_pending: int,
+        max_requests: int,
         faults: FaultPlan | None,
     ) -> None: ...
     def open(
@@ -198,14 +205,35 @@ class Queue:
         at_end: AtEndOfFile,
         ticket: Ticket,
         patience_s: float,
+        priority: int,
+        deadline_s: float,
+    ) -> bool: ...
+    def submit_pieces(
+        self,
+        id: int,
+        verb: Verb,
+        file: OpenFile,
+        numbers: array[int],
+        ticket: Ticket,
+        patience_s: float,
+        priority: int,
+        deadline_s: float,
     ) -> bool: ...
     def use_pool(self, pool: Pool) -> None: ...
     def forget_pool(self, pool: Pool) -> None: ...
     def pools_settled(self, patience_s: float) -> bool: ...
     def wait_ended(self) -> list[tuple[int, int, int, int]]: ...
     def wait_for(
-        self, ticket: Ticket, timeout_s: float, complete: Callable[[int, int, int, int], bool]
+        self,
+        ticket: Ticket,
+        timeout_s: float,
+        complete: Callable[[list[tuple[int, int, int, int]]], list[int]],
     ) -> bool: ...
+    def hear(self, ticket: Ticket, bell: Doorbell | None) -> None: ...
+    def serve_loop(
+        self, bell: Doorbell, complete: Callable[[list[tuple[int, int, int, int]]], list[int]]
+    ) -> None: ...
+    def stop(self, ticket: Ticket) -> None: ...
     def backend_of(self, file: OpenFile) -> str: ...
     def close(self, patience_s: float) -> bool: ...
     def stats(self) -> dict[int, dict[str, Any]]: ...

@@ -3,6 +3,7 @@ much, why.
 
 NVMeError(OSError)              op, path, offset, asked, done, errno, backend
   ShortReadError(EOFError)      the file ended before the bytes that were asked for
+  DeadlineError(TimeoutError)   the time that the operation was given was over before its end
   BatchError                    more than one operation of a batch failed; `errors` has them all
   QueueFull                     as many operations as the queue holds are pending
   ClosedError(ValueError)       the queue, file or pool is closed
@@ -29,6 +30,7 @@ __all__ = [
     "BatchError",
     "ChecksumError",
     "ClosedError",
+    "DeadlineError",
     "ForkedError",
     "NVMeError",
     "PoisonedError",
@@ -52,6 +54,8 @@ _HINTS = MappingProxyType(
         errno_names.EROFS: "the file system is read-only",
         errno_names.ENOMEM: "out of memory, or over the memlock limit (ulimit -l)",
         errno_names.EBADF: "the file was opened for reading only",
+        errno_names.ETIMEDOUT: "its deadline has passed",
+        errno_names.ECANCELED: "it was stopped",
     }
 )
 
@@ -88,6 +92,10 @@ class NVMeError(OSError):
 
 class ShortReadError(NVMeError, EOFError):
     """The file ended before the bytes that were asked for."""
+
+
+class DeadlineError(NVMeError, TimeoutError):
+    """The operation was given a time, and that was over before all of it had begun."""
 
 
 class BatchError(NVMeError):
@@ -237,7 +245,8 @@ def io_error(
         f"{op} of {asked} B at offset {offset} stopped after {done} B: {os.strerror(errno)}{hint} "
         f"[{backend}]"
     )
-    return NVMeError(
+    kind = DeadlineError if errno == errno_names.ETIMEDOUT else NVMeError
+    return kind(
         errno, message, op=op, path=path, offset=offset, asked=asked, done=done, backend=backend
     )
 

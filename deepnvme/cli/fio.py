@@ -41,6 +41,7 @@ class Job:
     block_bytes: int
     inflight_bytes: int
     seconds: float
+    random: bool = False  # places, not one after the other
 
     def command(self) -> list[str]:
         """Return fio's command line."""
@@ -50,7 +51,8 @@ class Job:
             "--name=yardstick",
             f"--filename={filename}",
             f"--size={self.file_bytes}",
-            f"--rw={_KINDS[self.workload]}",
+            f"--rw={'rand' if self.random else ''}{_KINDS[self.workload]}",
+            "--norandommap",
             f"--bs={self.block_bytes}",
             f"--iodepth={min(MOST_PENDING, self.inflight_bytes // self.block_bytes)}",
             "--ioengine=io_uring",

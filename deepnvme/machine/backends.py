@@ -9,12 +9,14 @@ import os
 import platform
 import warnings
 from collections.abc import Collection
+from functools import cache
 from typing import Protocol, TypeVar
 
 from deepnvme import _native
 from deepnvme.errors import BackendUnavailableError
 from deepnvme.machine.probing import (
     Backend,
+    LiburingProbe,
     find_liburing,
     find_mount,
     read_mounts,
@@ -148,13 +150,19 @@ def refuse_where_threads_must(
     )
 
 
+@cache
+def _installed_liburing() -> LiburingProbe:
+    """Look for python-liburing once: each look reads the metadata of what is installed."""
+    return find_liburing()
+
+
 def _applicable() -> tuple[str, ...]:
     """Return the chain without what has no build for this machine: to go on without it is not a
     fallback.
 
     Our own ring does what python-liburing's does, at the same speed.
     """
-    return CHAIN if platform.machine() == "x86_64" and find_liburing().fits_cpu else CHAIN[1:]
+    return CHAIN if platform.machine() == "x86_64" and _installed_liburing().fits_cpu else CHAIN[1:]
 
 
 def _acceptable(require: str | Collection[str] | None) -> tuple[str, ...]:
@@ -168,7 +176,7 @@ def _prepare(name: str) -> None:
     """Let the native side know python-liburing's library, where that is the backend."""
     if name != Backend.LIBURING.value:
         return
-    found = find_liburing()
+    found = _installed_liburing()
     if not found.usable:
         raise BackendUnavailableError(errno.ENOENT, f"python-liburing: {found.reason}")
     # Importing it loads its library, which cannot be loaded otherwise; the native side then binds

@@ -1,17 +1,20 @@
 """`IOFuture`: one I/O under way. A concurrent.futures.Future that can also be awaited.
 
-Whoever calls `result()` sleeps in native code until the drive is done with that operation, and then
-completes all that have ended: one wake-up instead of two. Whoever awaits, adds callbacks or uses
-`concurrent.futures.wait` is told by the queue's own thread, on which callbacks run (but those of
-`cancel()`, which run in its caller); they must not wait.
+A thread that calls `result()` leads the drive meanwhile or sleeps in native code, and then
+completes all operations that have ended: one wake-up instead of two. A coroutine that awaits is
+told on its event loop, through one descriptor for all that ended. Callbacks run on the queue's own
+thread, but those of `cancel()` run in its caller, and those added on an event loop run there; they
+must not wait.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from deepnvme import _native
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
     from deepnvme.memory.buffers import Memory
 
-__all__ = ["SLICE_S", "IOFuture", "Waiter", "awaited"]
+__all__ = ["SLICE_S", "IOFuture", "Waiter", "awaited", "tell_loops"]
 
 _T = TypeVar("_T")
 SLICE_S = 0.1
@@ -30,10 +33,7 @@ SLICE_S = 0.1
 Python runs signal handlers between calls: so long may Ctrl-C take.
 """
 _SLEEP_S = 1.0
-"""The same for an operation's end.
-
-Signals end that wait; but one that just precedes it, or is another thread's.
-"""
+"""The same for an operation's end; there native code runs the handlers of signals."""
 # Of concurrent.futures.Future._state.
 _PENDING, _FINISHED = "PENDING", "FINISHED"
 _UNDER_WAY = (_PENDING, "RUNNING")
@@ -44,6 +44,18 @@ class Waiter(Protocol):
 
     def wait_for(self, ticket: _native.Ticket, timeout_s: float) -> bool:
         """Wait until the operation has ended; False when the time is up."""
+        ...
+
+    def stop(self, ticket: _native.Ticket) -> None:
+        """Let no further part of that operation begin."""
+        ...
+
+    def hear(self, ticket: _native.Ticket) -> None:
+        """Complete the future as soon as its operation ends: nobody waits for it here."""
+        ...
+
+    def hear_on(self, loop: asyncio.AbstractEventLoop, ticket: _native.Ticket) -> None:
+        """Complete the future on that loop, on which this is called, once its operation ends."""
         ...
 
 
@@ -61,7 +73,9 @@ class _MadeWhenSeen(Generic[_T]):
     def __get__(self, future: IOFuture[Any] | None, owner: type) -> _T:
         if future is None:
             raise AttributeError(f"only a future has {self._name}")
-        future._seen = True  # before it is there: see _end_unheard
+        if not future._seen:
+            future._seen = True  # before it is there: see _end_unheard
+            future._waiter.hear(future._ticket)
         made: _T = future.__dict__.setdefault(self._name, self._make())
         return made
 
@@ -84,6 +98,7 @@ class IOFuture(concurrent.futures.Future[_T]):
     _waiters: list[Any] = _MadeWhenSeen[list[Any]](list)  # type: ignore[assignment]
     _done_callbacks: list[Any] = _MadeWhenSeen[list[Any]](list)  # type: ignore[assignment]
     _seen = False
+    _awaiting: tuple[asyncio.Future[None], ...] | list[asyncio.Future[None]] = ()
 
     def __init__(
         self, ticket: _native.Ticket, waiter: Waiter, memory: Memory | None = None
@@ -107,7 +122,14 @@ class IOFuture(concurrent.futures.Future[_T]):
             return False
         cancelled = super().cancel()
         self._ticket.release_waiters()
+        tell_loops((self,))
         return cancelled
+
+    def stop(self) -> None:
+        """Let no further part of the operation begin. What the drive has runs to its end, and the
+        operation then fails with ECANCELED and says how much it moved, unless that was all of it.
+        """
+        self._waiter.stop(self._ticket)
 
     def done(self) -> bool:
         """Return whether the operation has ended or was cancelled."""
@@ -128,9 +150,38 @@ class IOFuture(concurrent.futures.Future[_T]):
         """
         return super().exception(self._wait(timeout))
 
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[_T]], object]) -> None:
+        """Call `fn` with this future at its end: on the event loop that runs here now, if one does,
+        else on the queue's own thread.
+        """
+        events = sys.modules.get("asyncio")  # not imported: no loop runs
+        loop = events._get_running_loop() if events else None
+        super().add_done_callback(fn if loop is None else _OnLoop(loop, fn))
+
+    def remove_done_callback(self, fn: Callable[..., object]) -> int:
+        """Forget a callback, as asyncio.wait does; return how often it was there."""
+        with self._condition:
+            kept = [callback for callback in self._done_callbacks if callback != fn]
+            removed = len(self._done_callbacks) - len(kept)
+            self._done_callbacks = kept
+        return removed
+
     def __await__(self) -> Generator[Any, None, _T]:
-        """Wait on the running event loop."""
-        return awaited(self)
+        """Wait on the running event loop. Cancelling the wait leaves the operation running."""
+        import asyncio  # costs a third of importing this package, and a program that awaits has it
+
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            waiting = loop.create_future()
+            self.__dict__.setdefault("_awaiting", []).append(
+                waiting
+            )  # before it is looked at again
+            self._waiter.hear_on(loop, self._ticket)
+            if not self.done():
+                yield from waiting
+        if self.cancelled():
+            raise asyncio.CancelledError
+        return self.result()
 
     def _wait(self, timeout: float | None) -> float | None:
         """Wait for the operation; return what is left of the time.
@@ -172,14 +223,11 @@ class IOFuture(concurrent.futures.Future[_T]):
 
     def _end(self, result: _T | None, error: BaseException | None) -> None:
         """End, and tell everybody; after `_end_unheard` declined or was interrupted, too."""
-        self._memory = None
-        if self._state in _UNDER_WAY:
-            if error is None:
-                self.set_result(result)  # type: ignore[arg-type]  # it has one then
-            else:
-                self.set_exception(error)
-        elif self._seen:
+        if not self._end_unheard(result, error):
             with self._condition:
+                if self._state in _UNDER_WAY:
+                    self._result, self._exception = result, error
+                    self._state = _FINISHED
                 for waiter in self._waiters:
                     (waiter.add_result if self._exception is None else waiter.add_exception)(self)
                 self._condition.notify_all()
@@ -203,6 +251,52 @@ class IOFuture(concurrent.futures.Future[_T]):
         self._waiters = []
         if not self.done():
             self.set_exception(error)
+
+
+class _OnLoop:
+    """A callback that runs on an event loop, if that still runs."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, fn: Callable[..., object]) -> None:
+        self._loop, self._fn = loop, fn
+
+    def __call__(self, future: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._fn, future)
+
+    def __eq__(self, other: object) -> bool:
+        return self._fn == (other._fn if isinstance(other, _OnLoop) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._fn)
+
+
+def tell_loops(ended: Iterable[IOFuture[Any]]) -> None:
+    """Wake the coroutines that await any of these: at once on the loop that runs here, and with one
+    call for each other. Telling twice is harmless.
+    """
+    events = sys.modules.get("asyncio")
+    here = events._get_running_loop() if events else None
+    elsewhere: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for future in ended:
+        for waiting in tuple(future._awaiting):
+            loop = waiting.get_loop()
+            if loop is here:
+                _wake(waiting)
+            else:
+                elsewhere.setdefault(loop, []).append(waiting)
+    for loop, waits in elsewhere.items():
+        with suppress(RuntimeError):  # that loop is closed: nobody waits on it
+            loop.call_soon_threadsafe(_wake_all, waits)
+
+
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
+
+
+def _wake_all(waits: Iterable[asyncio.Future[None]]) -> None:
+    for waiting in waits:
+        _wake(waiting)
 
 
 def awaited(future: concurrent.futures.Future[_T]) -> Generator[Any, None, _T]:

@@ -13,18 +13,20 @@ import itertools
 import os
 import threading
 import weakref
+from array import array
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from deepnvme import _native
 from deepnvme.errors import ForkedError, NVMeError, QueueFull, ShortReadError, io_error
 from deepnvme.memory.buffers import Memory
-from deepnvme.queue.future import SLICE_S, IOFuture
+from deepnvme.queue.future import SLICE_S, IOFuture, tell_loops
 
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["Pending", "short_read_error"]
+__all__ = ["NO_DEADLINE_S", "Pending", "short_read_error"]
 
 _SUCCEEDED, _END_OF_FILE, _CANCELLED = (
     int(_native.Ending.SUCCEEDED),
@@ -33,11 +35,29 @@ _SUCCEEDED, _END_OF_FILE, _CANCELLED = (
 )
 
 
+_FAILS = _native.AtEndOfFile.FAILS
+NO_DEADLINE_S = 1e9  # and more
 # What its error says of an operation, and its future, which holds its memory: a tuple, as it is
 # made for each.
 _Work: TypeAlias = (
-    "tuple[IOFuture[Any], _native.Verb, _native.OpenFile, int, int, _native.AtEndOfFile]"
+    "tuple[IOFuture[Any], _native.Verb, _native.OpenFile, int | _Places, int, _native.AtEndOfFile]"
 )
+
+
+class _Places:
+    """Where in its file each piece of an operation lies."""
+
+    def __init__(self, numbers: array[int]) -> None:
+        self._numbers = numbers
+
+    def offset_of(self, done: int) -> int:
+        """Return where in the file the first byte lies that is not among the first `done`."""
+        offset = 0
+        for nbytes, offset in zip(self._numbers[1::3], self._numbers[2::3], strict=True):
+            if done < nbytes:
+                return offset + done
+            done -= nbytes
+        return offset
 
 
 class Pending:
@@ -53,6 +73,8 @@ class Pending:
         self._numbers = itertools.count()
         self._want_room: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._of_a_parent = False
+        self._bells: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _native.Doorbell]
+        self._bells = weakref.WeakKeyDictionary()
         Pending._living.add(self)
 
     def submit(
@@ -64,6 +86,8 @@ class Pending:
         at_end: _native.AtEndOfFile,
         *,
         patience_s: float | None,
+        priority: int = 0,
+        deadline_s: float = NO_DEADLINE_S,
     ) -> IOFuture[Any]:
         """Submit an operation, and keep what it needs until it has ended; for room, wait
         `patience_s`, None for ever.
@@ -79,7 +103,17 @@ class Pending:
         try:
             self._works[number] = (future, verb, file, offset, asked, at_end)
             while not self._native.submit(
-                number, verb, file, address, asked, offset, at_end, ticket, wait_s
+                number,
+                verb,
+                file,
+                address,
+                asked,
+                offset,
+                at_end,
+                ticket,
+                wait_s,
+                priority,
+                deadline_s,
             ):
                 if patience_s is not None:
                     raise QueueFull(self._max_pending)
@@ -90,24 +124,84 @@ class Pending:
             raise
         return future
 
+    def submit_many(
+        self,
+        verb: _native.Verb,
+        file: _native.OpenFile,
+        memories: Sequence[Memory],
+        offsets: Sequence[int],
+        *,
+        patience_s: float | None,
+        priority: int,
+        deadline_s: float,
+    ) -> IOFuture[int]:
+        """Submit one operation on several pieces of memory, as `submit` does."""
+        numbers = array("Q")
+        for memory, offset in zip(memories, offsets, strict=True):
+            numbers.extend((memory.address, memory.nbytes, offset))
+        ticket = _native.Ticket()
+        holder = Memory(0, sum(numbers[1::3]), tuple(memory.holder for memory in memories))
+        future: IOFuture[int] = IOFuture(ticket, self, holder)
+        number = next(self._numbers)
+        wait_s = SLICE_S if patience_s is None else patience_s
+        places = _Places(numbers)
+        try:
+            self._works[number] = (future, verb, file, places, holder.nbytes, _FAILS)
+            while not self._native.submit_pieces(
+                number, verb, file, numbers, ticket, wait_s, priority, deadline_s
+            ):
+                if patience_s is not None:
+                    raise QueueFull(self._max_pending)
+        except BaseException:
+            if not ticket.taken:  # as in submit
+                self._works.pop(number, None)
+            raise
+        return future
+
     def wait_for(self, ticket: _native.Ticket, timeout_s: float) -> bool:
         """Wait until that operation has ended, and complete what has; False when the time is up."""
         return self._native.wait_for(ticket, timeout_s, self._complete_unheard)
 
-    def run(self) -> None:
-        """Complete futures as operations end, until the queue is closed and drained.
+    def stop(self, ticket: _native.Ticket) -> None:
+        """Let no further part of that operation begin."""
+        self._native.stop(ticket)
 
-        The queue's own thread.
+    def hear(self, ticket: _native.Ticket) -> None:
+        """Let the queue's own thread complete that operation as soon as it ends."""
+        self._native.hear(ticket, None)
+
+    def hear_on(self, loop: asyncio.AbstractEventLoop, ticket: _native.Ticket) -> None:
+        """Let that loop complete the operation once it ends. Called on the loop."""
+        bell = self._bells.get(loop)
+        if bell is None:
+            bell = self._bells[loop] = _native.Doorbell()
+            # A loop of another kind has the queue's own thread tell it.
+            with suppress(NotImplementedError):
+                loop.add_reader(bell.descriptor, self._answer, bell)
+        self._native.hear(ticket, bell)
+
+    def leave_loops(self) -> None:
+        """Let event loops forget this queue, which is closed."""
+        while self._bells:
+            with suppress(KeyError, RuntimeError):  # collected meanwhile; closed
+                loop, bell = self._bells.popitem()
+                loop.call_soon_threadsafe(_stop_listening, loop, bell)
+
+    def _answer(self, bell: _native.Doorbell) -> None:
+        """Complete what has ended, on an event loop."""
+        self._native.serve_loop(bell, self._complete_unheard)
+
+    def run(self) -> None:
+        """Complete futures as operations end, until the queue is closed and drained. The queue's
+        own thread.
         """
         while ended := self._native.wait_ended():
-            for number, ending, done, error in ended:
+            for index in self._complete_unheard(ended):
                 try:
-                    self._complete(number, ending, done, error)
-                except SystemExit:
-                    # a callback's: it ends a thread without a word, and this one has more to do
+                    self._complete(*ended[index])
+                except SystemExit:  # a callback's: it would end this thread, which has more to do
                     continue
-                except BaseException as escaped:
-                    # a callback's, and none of those that concurrent.futures stops
+                except BaseException as escaped:  # a callback's that concurrent.futures lets pass
                     told = (
                         type(escaped),
                         escaped,
@@ -142,31 +236,46 @@ class Pending:
             future._end_in_child(ForkedError(message))
         self._works.clear()
 
-    def _complete_unheard(self, number: int, ending: int, done: int, error: int) -> bool:
-        """Complete where that calls nobody back; False: left to the queue's own thread.
+    def _complete_unheard(self, ended: list[tuple[int, int, int, int]]) -> list[int]:
+        """Complete where that calls nobody back; return the places of the others in the list.
 
-        A signal may interrupt it anywhere and it is called again then, so every step can be
-        repeated.
+        A signal may interrupt it anywhere, and it is called again then: each step can be repeated.
         """
-        work = self._works.get(number)
-        if work is not None:
+        declined = []
+        awaited = []
+        for place, (number, ending, done, error) in enumerate(ended):
+            work = self._works.get(number)
+            if work is None:
+                continue
+            future = work[0]
             error_of = None if ending == _SUCCEEDED else self._error_of(work, ending, done, error)
-            if ending == _CANCELLED or not work[0]._end_unheard(done, error_of):
-                return False
-            self._works.pop(number, None)
+            if ending == _CANCELLED or not future._end_unheard(done, error_of):
+                declined.append(place)
+            elif future._awaiting:
+                awaited.append(future)
+        if awaited:
+            tell_loops(awaited)
+        left = set(declined)
+        for place, (number, *_) in enumerate(ended):
+            if place not in left:
+                self._works.pop(number, None)
         if self._want_room:
             self._tell_of_room()
-        return True
+        return declined
 
     def _complete(self, number: int, ending: int, done: int, error: int) -> None:
         work = self._works.pop(number, None)
         self._tell_of_room()
         if work is None:
             return
-        if ending == _CANCELLED:
-            work[0]._end_cancelled()
-        else:
-            work[0]._end(done, self._error_of(work, ending, done, error))
+        future = work[0]
+        try:
+            if ending == _CANCELLED:
+                future._end_cancelled()
+            else:
+                future._end(done, self._error_of(work, ending, done, error))
+        finally:
+            tell_loops((future,))
 
     def _tell_of_room(self) -> None:
         """Wake all who wait for room.
@@ -183,7 +292,8 @@ class Pending:
     def _error_of(self, work: _Work, ending: int, done: int, error: int) -> NVMeError | None:
         if ending in (_SUCCEEDED, _CANCELLED):
             return None
-        _, verb, file, offset, asked, at_end = work
+        _, verb, file, place, asked, at_end = work
+        offset = place if isinstance(place, int) else place.offset_of(done)
         if ending == _END_OF_FILE:
             return short_read_error(
                 at_end, path=file.path, offset=offset, asked=asked, done=done, backend=self._backend
@@ -227,6 +337,10 @@ def short_read_error(
 def _tell(waiting: asyncio.Future[None]) -> None:
     if not waiting.done():
         waiting.set_result(None)
+
+
+def _stop_listening(loop: asyncio.AbstractEventLoop, bell: _native.Doorbell) -> None:
+    loop.remove_reader(bell.descriptor)
 
 
 def _after_fork_in_child() -> None:

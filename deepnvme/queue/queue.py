@@ -13,7 +13,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from enum import Enum
@@ -38,10 +38,20 @@ from deepnvme.memory.device_arrays import device_array_of
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.faults import FaultPlan
 from deepnvme.queue.future import SLICE_S, IOFuture
-from deepnvme.queue.pending import Pending
+from deepnvme.queue.pending import NO_DEADLINE_S, Pending
 from deepnvme.queue.staging import Staging
 
-__all__ = ["Batch", "Direct", "DriveStats", "File", "IOQueue", "QueueStats", "Sync", "WhenFull"]
+__all__ = [
+    "Batch",
+    "Direct",
+    "DriveStats",
+    "File",
+    "IOQueue",
+    "Priority",
+    "QueueStats",
+    "Sync",
+    "WhenFull",
+]
 
 _Mode = Literal["r", "r+", "w", "x", "rb", "r+b", "rb+", "wb", "xb"]
 _MODES = MappingProxyType(
@@ -54,6 +64,8 @@ _MODES = MappingProxyType(
 )
 
 
+_FAILS = _native.AtEndOfFile.FAILS
+_MOST_REQUESTS = 4096
 _LARGEST_FILE = (1 << 63) - 1  # bytes, as the kernel counts them
 
 
@@ -77,6 +89,13 @@ class Sync(Enum):
 
     DATA = _native.Verb.SYNC_DATA  # the bytes, and the length where it changed
     ALL = _native.Verb.SYNC_ALL  # times and permissions too
+
+
+class Priority(Enum):
+    """Whose turn it is among the operations that wait for a drive."""
+
+    NORMAL = 0  # in order, among operations of its size; small ones hardly wait for large ones
+    URGENT = 1  # before all normal ones
 
 
 @dataclass(frozen=True)
@@ -133,6 +152,7 @@ class IOQueue:
         chunk_bytes: int | str | None = None,
         inflight_bytes: int | str | None = None,
         max_pending: int = 1024,
+        max_requests: int | None = None,
         when_full: WhenFull = WhenFull.BLOCK,
         user_memory: UserMemory | None = None,
         pool: Pool | None = None,
@@ -141,6 +161,10 @@ class IOQueue:
         chunk_bytes = None if chunk_bytes is None else as_bytes(chunk_bytes)
         inflight_bytes = None if inflight_bytes is None else as_bytes(inflight_bytes)
         self.max_pending = max_pending = whole_number("max_pending", max_pending, 1)
+        if max_requests is not None:
+            max_requests = whole_number("max_requests", max_requests, 1)
+            if max_requests > _MOST_REQUESTS:
+                raise ValueError(f"max_requests is at most {_MOST_REQUESTS}, got {max_requests}")
         self.when_full = chosen(WhenFull, when_full, "when_full")
         if user_memory is not None:
             user_memory = chosen(UserMemory, user_memory, "user_memory")
@@ -164,6 +188,7 @@ class IOQueue:
                 fallbacks=self._fallbacks,
                 drive=self._settle(None).native(),
                 max_pending=max_pending,
+                max_requests=max_requests or 0,
                 faults=None if faults is None else faults.native,
             ),
         )
@@ -183,7 +208,7 @@ class IOQueue:
             patience_s=self._patience_s,
         )
         self._shut_down = partial(
-            _shut_down, self._native, self._completer, self._staging, os.getpid()
+            _shut_down, self._native, self._pending, self._completer, self._staging, os.getpid()
         )
         self._finalizer = weakref.finalize(self, self._shut_down)
         IOQueue._living.add(self)
@@ -341,9 +366,13 @@ class IOQueue:
         buffer: Any,
         offset: int,
         at_end: _native.AtEndOfFile = _native.AtEndOfFile.FAILS,
+        *,
+        priority: Priority = Priority.NORMAL,
+        deadline_s: float | None = None,
     ) -> IOFuture[int]:
         """Submit a read or write of the memory of `buffer`, wherever that is."""
         writable = verb is _native.Verb.READ
+        urgency, seconds = terms = _terms(priority, deadline_s)
         try:
             memory = memory_of(buffer, writable=writable)
         except TypeError:
@@ -351,7 +380,13 @@ class IOQueue:
             if array is None:
                 raise
         else:
-            return self._submit(verb, file, memory, offset, at_end)
+            return self._submit(
+                verb, file, memory, offset, at_end, priority=urgency, deadline_s=seconds
+            )
+        if terms != _USUAL_TERMS:
+            raise TypeError(
+                "priority and deadline_s are for memory of the host, not for arrays on a GPU"
+            )
         offset = operator.index(offset)
         _check_range("offset", offset, array.nbytes)
         if self.closed:
@@ -365,12 +400,52 @@ class IOQueue:
         memory: Memory | None,
         offset: int,
         at_end: _native.AtEndOfFile = _native.AtEndOfFile.FAILS,
+        *,
+        priority: int = 0,
+        deadline_s: float = NO_DEADLINE_S,
     ) -> IOFuture[Any]:
         offset = operator.index(offset)
         _check_range("offset", offset, memory.nbytes if memory else 0)
         if self.closed:
             raise ClosedError("the queue is closed")
-        return self._pending.submit(verb, file, memory, offset, at_end, patience_s=self._patience_s)
+        return self._pending.submit(
+            verb,
+            file,
+            memory,
+            offset,
+            at_end,
+            patience_s=self._patience_s,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
+
+    def _move_many(
+        self,
+        verb: _native.Verb,
+        file: _native.OpenFile,
+        buffers: Any,
+        offsets: Iterable[int],
+        *,
+        priority: Priority,
+        deadline_s: float | None,
+    ) -> IOFuture[int]:
+        """Submit one operation on several pieces of memory."""
+        places = [operator.index(offset) for offset in offsets]
+        memories = _memories_of(buffers, len(places), writable=verb is _native.Verb.READ)
+        for memory, offset in zip(memories, places, strict=True):
+            _check_range("offset", offset, memory.nbytes)
+        if self.closed:
+            raise ClosedError("the queue is closed")
+        urgency, seconds = _terms(priority, deadline_s)
+        return self._pending.submit_many(
+            verb,
+            file,
+            memories,
+            places,
+            patience_s=self._patience_s,
+            priority=urgency,
+            deadline_s=seconds,
+        )
 
 
 class File:
@@ -416,20 +491,49 @@ class File:
         """The file's length now."""
         return self._open().length()
 
-    def pread(self, buffer: Any, offset: int = 0) -> IOFuture[int]:
-        """Fill `buffer` from `offset`.
+    def pread(
+        self,
+        buffer: Any,
+        offset: int = 0,
+        *,
+        priority: Priority = Priority.NORMAL,
+        deadline_s: float | None = None,
+    ) -> IOFuture[int]:
+        """Fill `buffer` from `offset`. Ends in its size in bytes; a file that is too short is a
+        ShortReadError.
 
-        Ends in its size in bytes; a file that is too short is a ShortReadError.
-        """
-        return self._queue._move(_native.Verb.READ, self._open(), buffer, offset)
-
-    def readinto(self, buffer: Any, offset: int = 0) -> IOFuture[int]:
-        """Read into `buffer` from `offset` up to the end of the file.
-
-        Ends in the bytes read, which may be fewer.
+        What of it has not begun `deadline_s` seconds from now never will: a DeadlineError.
         """
         return self._queue._move(
-            _native.Verb.READ, self._open(), buffer, offset, _native.AtEndOfFile.STOPS
+            _native.Verb.READ,
+            self._open(),
+            buffer,
+            offset,
+            _FAILS,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
+
+    def readinto(
+        self,
+        buffer: Any,
+        offset: int = 0,
+        *,
+        priority: Priority = Priority.NORMAL,
+        deadline_s: float | None = None,
+    ) -> IOFuture[int]:
+        """Read into `buffer` from `offset` up to the end of the file. Ends in the bytes read, which
+        may be fewer.
+        """
+        stops = _native.AtEndOfFile.STOPS
+        return self._queue._move(
+            _native.Verb.READ,
+            self._open(),
+            buffer,
+            offset,
+            stops,
+            priority=priority,
+            deadline_s=deadline_s,
         )
 
     def read(self, nbytes: int | str, offset: int = 0) -> memoryview:
@@ -443,9 +547,65 @@ class File:
         done: memoryview = room[: self.readinto(room, offset).result()]
         return done
 
-    def pwrite(self, buffer: Any, offset: int = 0) -> IOFuture[int]:
+    def pwrite(
+        self,
+        buffer: Any,
+        offset: int = 0,
+        *,
+        priority: Priority = Priority.NORMAL,
+        deadline_s: float | None = None,
+    ) -> IOFuture[int]:
         """Write all of `buffer` at `offset`. Ends in its size in bytes."""
-        return self._queue._move(_native.Verb.WRITE, self._open(), buffer, offset)
+        return self._queue._move(
+            _native.Verb.WRITE,
+            self._open(),
+            buffer,
+            offset,
+            _FAILS,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
+
+    def pread_many(
+        self,
+        buffers: Any,
+        offsets: Iterable[int],
+        *,
+        priority: Priority = Priority.NORMAL,
+        deadline_s: float | None = None,
+    ) -> IOFuture[int]:
+        """Fill several buffers, each from its offset, as one operation: for many small pieces.
+
+        `buffers` is a list of buffers, or one that is cut into equal parts, such as an array of
+        records. Ends in the bytes of all. An error's `offset` is where in the file it happened, its
+        `done` counts through the buffers in their order.
+        """
+        return self._queue._move_many(
+            _native.Verb.READ,
+            self._open(),
+            buffers,
+            offsets,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
+
+    def pwrite_many(
+        self,
+        buffers: Any,
+        offsets: Iterable[int],
+        *,
+        priority: Priority = Priority.NORMAL,
+        deadline_s: float | None = None,
+    ) -> IOFuture[int]:
+        """Write several buffers, each at its offset, as one operation: see `pread_many`."""
+        return self._queue._move_many(
+            _native.Verb.WRITE,
+            self._open(),
+            buffers,
+            offsets,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
 
     def sync(self, what: Sync = Sync.DATA) -> IOFuture[int]:
         """Make every write to this file that was submitted before durable. Ends in 0."""
@@ -573,6 +733,35 @@ def _end_of(future: IOFuture[int]) -> BaseException | None:
         return cancelled
 
 
+_USUAL_TERMS = (0, NO_DEADLINE_S)
+
+
+def _terms(priority: Priority, deadline_s: float | None) -> tuple[int, float]:
+    """Return what native code calls these."""
+    if priority is Priority.NORMAL and deadline_s is None:
+        return _USUAL_TERMS
+    if deadline_s is not None and not deadline_s >= 0:
+        raise ValueError(f"deadline_s must not be negative, got {deadline_s}")
+    seconds = NO_DEADLINE_S if deadline_s is None else min(float(deadline_s), NO_DEADLINE_S)
+    return chosen(Priority, priority, "priority").value, seconds
+
+
+def _memories_of(buffers: Any, count: int, *, writable: bool) -> Sequence[Memory]:
+    """Return the memory of each buffer, or `count` equal parts of that of the only one."""
+    if isinstance(buffers, list | tuple):
+        if len(buffers) != count:
+            raise ValueError(f"expected one buffer for each of {count} offsets, got {len(buffers)}")
+        return [memory_of(buffer, writable=writable) for buffer in buffers]
+    whole = memory_of(buffers, writable=writable)
+    if count == 0 or whole.nbytes % count:
+        raise ValueError(
+            f"a buffer of {whole.nbytes} B cannot be cut into {count} equal parts, one for each "
+            "offset"
+        )
+    part = whole.nbytes // count
+    return [whole.part(number * part, part) for number in range(count)]
+
+
 def _check_range(what: str, start: int, nbytes: int = 0) -> None:
     if start < 0:
         raise ValueError(f"{what} must not be negative, got {start}")
@@ -584,14 +773,20 @@ def _check_range(what: str, start: int, nbytes: int = 0) -> None:
 
 
 def _shut_down(
-    native: _native.Queue, completer: threading.Thread, staging: Staging, owner: int
+    native: _native.Queue,
+    pending: Pending,
+    completer: threading.Thread,
+    staging: Staging,
+    owner: int,
 ) -> None:
     """Drain and join; at interpreter exit too. In a forked child there is nothing to drain."""
     if os.getpid() != owner:
         return
     if staging.needs_this_thread():  # a callback closes: it would wait for itself
         threading.Thread(
-            target=_shut_down, args=(native, completer, staging, owner), name="deepnvme-close"
+            target=_shut_down,
+            args=(native, pending, completer, staging, owner),
+            name="deepnvme-close",
         ).start()
         return
     staging.close()
@@ -599,6 +794,7 @@ def _shut_down(
         pass
     if completer is not threading.current_thread():
         completer.join()
+    pending.leave_loops()
 
 
 def _after_fork_in_child() -> None:

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from deepnvme import _native
 from deepnvme.errors import ClosedError, ForkedError, NVMeError, QueueFull, ShortReadError, io_error
@@ -27,6 +27,9 @@ from deepnvme.memory.device_arrays import CopyEvent, DeviceArray
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.future import IOFuture
 from deepnvme.queue.pending import Pending, short_read_error
+
+if TYPE_CHECKING:
+    import asyncio
 
 __all__ = ["STAGING_BYTES", "Staging"]
 
@@ -164,6 +167,15 @@ class Staging:
     def wait_for(self, ticket: _native.Ticket, timeout_s: float) -> bool:
         """Let a future wait for its own end: the staging thread sets it."""
         return True
+
+    def stop(self, ticket: _native.Ticket) -> None:
+        """Do nothing: what has begun here runs to its end."""
+
+    def hear(self, ticket: _native.Ticket) -> None:
+        """Do nothing: the staging thread ends every future at once."""
+
+    def hear_on(self, loop: asyncio.AbstractEventLoop, ticket: _native.Ticket) -> None:
+        """Do nothing: the staging thread tells the loop."""
 
     def needs_this_thread(self) -> bool:
         """Whether `close()` would wait for what only the calling thread can do: it is in a

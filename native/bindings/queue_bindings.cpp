@@ -52,11 +52,18 @@ struct UnlessForked {
     }
 };
 
-// `verb` and `at_end` arrive as plain numbers: what an enum.Enum costs to convert, twice for each
-// operation, is more than the rest of this call. Python's IntEnum members are such numbers.
+constexpr double longest_deadline_s = 1e9;
+
+std::chrono::nanoseconds nanoseconds(double seconds) {
+    return std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
+}
+
+// `verb`, `at_end` and `priority` arrive as plain numbers: what an enum.Enum costs to convert, for
+// each operation, is more than the rest of this call. Python's IntEnum members are such numbers.
 Operation operation_of(std::uint64_t id, int verb, std::shared_ptr<OpenFile> file,
                        std::uintptr_t address, std::uint64_t length, std::uint64_t offset,
-                       int at_end, std::shared_ptr<Ticket> ticket) {
+                       int at_end, std::shared_ptr<Ticket> ticket, int priority,
+                       double deadline_s) {
     Operation operation;
     operation.id = id;
     operation.ticket = std::move(ticket);
@@ -66,37 +73,73 @@ Operation operation_of(std::uint64_t id, int verb, std::shared_ptr<OpenFile> fil
     operation.memory = reinterpret_cast<std::byte*>(address);
     operation.length = length;
     operation.offset = offset;
+    operation.priority = static_cast<Priority>(priority);
+    if (deadline_s < longest_deadline_s)
+        operation.deadline = Clock::now() + nanoseconds(deadline_s);
     return operation;
 }
 
-std::chrono::nanoseconds nanoseconds(double seconds) {
-    return std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
+// `numbers` are the address, the bytes and the offset of one piece after the other. What is empty
+// is left out: it is done.
+std::vector<Piece> pieces_of(const py::buffer& numbers) {
+    const py::buffer_info info = numbers.request();
+    const auto* number = static_cast<const std::uint64_t*>(info.ptr);
+    std::vector<Piece> pieces;
+    pieces.reserve(static_cast<std::size_t>(info.size) / 3);
+    for (py::ssize_t i = 0; i + 2 < info.size; i += 3) {
+        if (number[i + 1] == 0) continue;
+        pieces.push_back({reinterpret_cast<std::byte*>(number[i]), number[i + 1], number[i + 2]});
+    }
+    return pieces;
+}
+
+py::list list_of(const std::vector<Outcome>& ended) {
+    py::list list(ended.size());
+    for (std::size_t i = 0; i < ended.size(); ++i) {
+        list[i] = py::make_tuple(ended[i].id, static_cast<int>(ended[i].ending), ended[i].done,
+                                 ended[i].error);
+    }
+    return list;
+}
+
+// Lets `complete` deal with what was taken. What it declines, by returning its places in the list,
+// or was interrupted in by a signal's exception, goes to wait_ended: nothing that was taken is
+// lost.
+void complete_each(Queue& queue, std::vector<Outcome> ended, const py::function& complete) {
+    if (ended.empty()) return;
+    std::vector<Outcome> declined;
+    std::exception_ptr interruption;
+    try {
+        const py::object places = complete(list_of(ended));
+        if (!places.is_none()) {
+            for (const py::handle place : places) {
+                declined.push_back(std::move(ended.at(place.cast<std::size_t>())));
+            }
+        }
+    } catch (const py::error_already_set&) {
+        interruption = std::current_exception();
+        declined = std::move(ended);
+    }
+    queue.hand_back(std::move(declined));
+    if (interruption) std::rethrow_exception(interruption);
 }
 
 // Waits until the operation has ended, and completes what nobody took yet. False: the time is up.
-// What `complete` declines by returning false, or was interrupted in by a signal's exception, goes
-// to wait_ended: nothing that was taken here is lost.
+// Signals' handlers run meanwhile, within Wait::briefly.
 bool wait_for(Queue& queue, Ticket& ticket, double timeout_s, const py::function& complete) {
+    const Clock::time_point until = Clock::now() + nanoseconds(timeout_s);
     std::optional<std::vector<Outcome>> ended;
-    {
-        const py::gil_scoped_release unlocked;
-        ended = queue.wait_for(ticket, nanoseconds(timeout_s));
-    }
-    if (!ended) return false;
-    std::vector<Outcome> declined;
-    std::exception_ptr interruption;
-    for (Outcome& outcome : *ended) {
-        try {
-            const py::object completed =
-                complete(outcome.id, static_cast<int>(outcome.ending), outcome.done, outcome.error);
-            if (completed.cast<bool>()) continue;
-        } catch (const py::error_already_set&) {
-            interruption = std::current_exception();
+    for (;;) {
+        {
+            const py::gil_scoped_release unlocked;
+            const auto left = std::max<std::chrono::nanoseconds>(until - Clock::now(), {});
+            ended = queue.wait_for(ticket, std::min<std::chrono::nanoseconds>(left, brief));
         }
-        declined.push_back(std::move(outcome));
+        if (ended) break;
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        if (Clock::now() >= until || ticket.released()) return false;
     }
-    if (!ended->empty()) queue.hand_back(std::move(declined));
-    if (interruption) std::rethrow_exception(interruption);
+    complete_each(queue, std::move(*ended), complete);
     return true;
 }
 
@@ -315,6 +358,9 @@ void bind_queue(py::module_& module) {
         .def("cancel", &Ticket::cancel)
         .def("release_waiters", &Ticket::release_waiters)
         .def_property_readonly("taken", &Ticket::taken);
+    py::class_<Doorbell, std::shared_ptr<Doorbell>>(module, "Doorbell")
+        .def(py::init<>())
+        .def_property_readonly("descriptor", &Doorbell::descriptor);
     module.def("set_liburing_path", &set_liburing_path, py::arg("path"));
     module.def("on_fuse", &on_fuse, py::arg("path"), py::call_guard<py::gil_scoped_release>());
     module.def(
@@ -324,31 +370,61 @@ void bind_queue(py::module_& module) {
     py::class_<Queue, std::unique_ptr<Queue, UnlessForked>>(module, "Queue")
         .def(py::init([](std::string backend, std::vector<std::string> fallbacks,
                          const DriveOptions& drive, std::uint32_t max_pending,
-                         std::optional<FaultPlan> faults) {
+                         std::uint32_t max_requests, std::optional<FaultPlan> faults) {
                  QueueOptions options;
                  options.backend = std::move(backend);
                  options.fallbacks = std::move(fallbacks);
                  options.drive = drive;
                  options.max_pending = max_pending;
+                 options.max_requests = max_requests;
                  options.faults = std::move(faults);
                  return std::unique_ptr<Queue, UnlessForked>(new Queue(std::move(options)));
              }),
              py::kw_only(), py::arg("backend"), py::arg("fallbacks"), py::arg("drive"),
-             py::arg("max_pending"), py::arg("faults"))
+             py::arg("max_pending"), py::arg("max_requests"), py::arg("faults"))
         .def("open", &Queue::open, py::arg("path"), py::arg("mode"), py::arg("direct"),
              py::arg("permissions"), py::arg("drive"), py::call_guard<py::gil_scoped_release>())
         .def(
             "submit",
             [](Queue& queue, std::uint64_t id, int verb, std::shared_ptr<OpenFile> file,
                std::uintptr_t address, std::uint64_t length, std::uint64_t offset, int at_end,
-               std::shared_ptr<Ticket> ticket, double patience_s) {
-                Operation operation = operation_of(id, verb, std::move(file), address, length,
-                                                   offset, at_end, std::move(ticket));
+               std::shared_ptr<Ticket> ticket, double patience_s, int priority, double deadline_s) {
+                Operation operation =
+                    operation_of(id, verb, std::move(file), address, length, offset, at_end,
+                                 std::move(ticket), priority, deadline_s);
                 const py::gil_scoped_release unlocked;
                 return queue.submit(std::move(operation), nanoseconds(patience_s));
             },
             py::arg("id"), py::arg("verb"), py::arg("file"), py::arg("address"), py::arg("length"),
-            py::arg("offset"), py::arg("at_end"), py::arg("ticket"), py::arg("patience_s"))
+            py::arg("offset"), py::arg("at_end"), py::arg("ticket"), py::arg("patience_s"),
+            py::arg("priority"), py::arg("deadline_s"))
+        .def(
+            "submit_pieces",
+            [](Queue& queue, std::uint64_t id, int verb, std::shared_ptr<OpenFile> file,
+               const py::buffer& numbers, std::shared_ptr<Ticket> ticket, double patience_s,
+               int priority, double deadline_s) {
+                Operation operation = operation_of(id, verb, std::move(file), 0, 0, 0, 0,
+                                                   std::move(ticket), priority, deadline_s);
+                operation.pieces = pieces_of(numbers);
+                for (const Piece& piece : operation.pieces) operation.length += piece.length;
+                const py::gil_scoped_release unlocked;
+                return queue.submit(std::move(operation), nanoseconds(patience_s));
+            },
+            py::arg("id"), py::arg("verb"), py::arg("file"), py::arg("numbers"), py::arg("ticket"),
+            py::arg("patience_s"), py::arg("priority"), py::arg("deadline_s"))
+        .def("hear", &Queue::hear, py::arg("ticket"), py::arg("bell"),
+             py::call_guard<py::gil_scoped_release>())
+        .def(
+            "serve_loop",
+            [](Queue& queue, Doorbell& bell, const py::function& complete) {
+                {
+                    const py::gil_scoped_release unlocked;
+                    queue.serve_loop(bell);
+                }
+                complete_each(queue, queue.take_ended(), complete);
+            },
+            py::arg("bell"), py::arg("complete"))
+        .def("stop", &Queue::stop, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
         .def("use_pool", &Queue::use_pool, py::arg("pool"),
              py::call_guard<py::gil_scoped_release>())
         .def("forget_pool", &Queue::forget_pool, py::arg("pool"),
@@ -366,12 +442,7 @@ void bind_queue(py::module_& module) {
                      const py::gil_scoped_release unlocked;
                      ended = queue.wait_ended();
                  }
-                 py::list list(ended.size());
-                 for (std::size_t i = 0; i < ended.size(); ++i) {
-                     list[i] = py::make_tuple(ended[i].id, static_cast<int>(ended[i].ending),
-                                              ended[i].done, ended[i].error);
-                 }
-                 return list;
+                 return list_of(ended);
              })
         .def("wait_for", &wait_for, py::arg("ticket"), py::arg("timeout_s"), py::arg("complete"))
         .def(

@@ -1,6 +1,7 @@
 // What becomes of operations: chunks, budgets, short transfers, errors, cancellation, closing. On
 // memory and fault backends, so that every path is taken on purpose; the Python suite repeats the
 // user's view on real drives.
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -10,10 +11,13 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -713,6 +717,71 @@ TEST(a_drive_that_has_no_room_is_not_woken_for_what_it_could_not_begin) {
     drive.stop();
     CHECK_EQ(ended.load(), 11);
     CHECK(wakes <= 2);  // for the first, and to stop
+}
+
+// Threads that wait lead the drive in turn; one of them serves an event loop's bell instead.
+TEST(threads_that_submit_wait_and_serve_a_loop_lose_no_operation) {
+    for (const std::string name : {"uring", "aio", "threads"}) {
+        std::string path = (std::filesystem::temp_directory_path() / "deepnvme-XXXXXX").string();
+        const int descriptor = ::mkostemp(path.data(), O_CLOEXEC);
+        CHECK(descriptor >= 0);
+        ::close(descriptor);
+        QueueOptions options = in_memory();
+        options.backend = name;
+        try {
+            Queue queue(options);
+            const auto file = queue.open(path, OpenMode::update, DirectIO::automatic, 0600);
+            constexpr unsigned threads = 4;
+            constexpr unsigned each = 60;
+            std::atomic<unsigned> taken{0};
+            const auto take = [&](const std::vector<Outcome>& outcomes) {
+                for (const Outcome& outcome : outcomes) {
+                    CHECK_EQ(outcome.ending, Ending::succeeded);
+                }
+                taken += static_cast<unsigned>(outcomes.size());
+                if (!outcomes.empty()) queue.hand_back({});
+            };
+            std::thread listener([&] {
+                for (auto ended = queue.wait_ended(); !ended.empty(); ended = queue.wait_ended()) {
+                    taken += static_cast<unsigned>(ended.size());
+                }
+            });
+            std::vector<std::thread> workers;
+            for (unsigned i = 0; i < threads; ++i) {
+                workers.emplace_back([&, i] {
+                    const auto bell = std::make_shared<Doorbell>();
+                    const Arena memory(2U << 20);
+                    for (unsigned n = 0; n < each; ++n) {
+                        Operation operation;
+                        operation.ticket = std::make_shared<Ticket>();
+                        operation.verb = n % 3 == 0 ? Verb::read : Verb::write;
+                        operation.at_end_of_file = AtEndOfFile::stops;
+                        operation.file = file;
+                        operation.memory = memory.data();
+                        operation.length = n % 7 == 0 ? 3 * chunk : 4096;
+                        operation.offset = std::uint64_t{i} * (1U << 20) + n % 5 * 100;
+                        const std::shared_ptr<Ticket> ticket = operation.ticket;
+                        CHECK(queue.submit(std::move(operation), long_enough));
+                        if (i == 0) {
+                            queue.hear(*ticket, bell);
+                            queue.serve_loop(*bell);
+                            take(queue.take_ended());
+                        }
+                        std::optional<std::vector<Outcome>> ended;
+                        while (!ended) ended = queue.wait_for(*ticket, n % 2 == 0 ? 1s : 1ms);
+                        take(*ended);
+                    }
+                });
+            }
+            for (std::thread& worker : workers) worker.join();
+            CHECK(queue.close(long_enough));
+            listener.join();
+            CHECK_EQ(taken.load(), threads * each);
+        } catch (const std::system_error& refusal) {
+            if (refusal.code().value() != EPERM && refusal.code().value() != ENOSYS) throw;
+        }
+        ::unlink(path.c_str());
+    }
 }
 
 TEST(wrong_options_are_refused_before_a_thread_starts) {

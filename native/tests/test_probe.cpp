@@ -80,9 +80,6 @@ SAME(uring::setup_cqsize, IORING_SETUP_CQSIZE);
 #ifdef IORING_SETUP_CLAMP
 SAME(uring::setup_clamp, IORING_SETUP_CLAMP);
 #endif
-#ifdef IORING_SETUP_R_DISABLED
-SAME(uring::setup_r_disabled, IORING_SETUP_R_DISABLED);
-#endif
 #ifdef IORING_SETUP_SUBMIT_ALL
 SAME(uring::setup_submit_all, IORING_SETUP_SUBMIT_ALL);
 #endif
@@ -167,9 +164,6 @@ SAME(uring::register_probe, IORING_REGISTER_PROBE);
 SAME(sizeof(uring::FilesUpdate), sizeof(io_uring_files_update));
 SAME_FIELD(FilesUpdate, offset, io_uring_files_update, offset);
 SAME_FIELD(FilesUpdate, fds, io_uring_files_update, fds);
-#endif
-#ifdef IORING_SETUP_R_DISABLED  // 5.10
-SAME(uring::register_enable_rings, IORING_REGISTER_ENABLE_RINGS);
 #endif
 #ifdef IORING_FEAT_RSRC_TAGS  // 5.13
 SAME_FIELD(Sqe, personality, io_uring_sqe, personality);

@@ -122,9 +122,13 @@ class AioBackend final : public Backend {
             if (count > 0 || woken || wait == Wait::none) return count;
             // What the kernel had no room for is tried again soon, as nothing says when there is
             // room.
-            sleep_until_signalled(pushed_.empty() ? -1 : 1);
+            const int patience = is_brief(wait) ? static_cast<int>(brief.count()) : -1;
+            const bool signalled = sleep_until_signalled(pushed_.empty() ? patience : 1);
+            if (is_brief(wait) && !signalled) return 0;
         }
     }
+
+    [[nodiscard]] bool serves_any_thread() const noexcept override { return true; }
 
     void wake() noexcept override {
         woken_.store(true);
@@ -194,10 +198,13 @@ class AioBackend final : public Backend {
     }
 
     // Clears the signal before the caller looks again, so that one in between is not lost.
-    void sleep_until_signalled(int timeout_ms) {
+    // False: the time was up, or a signal handler has run.
+    bool sleep_until_signalled(int timeout_ms) {
         pollfd one{signal_.number(), POLLIN, 0};
-        if (::poll(&one, 1, timeout_ms) < 0 && errno != EINTR) throw_errno("aio: poll");
+        const int ready = ::poll(&one, 1, timeout_ms);
+        if (ready < 0 && errno != EINTR) throw_errno("aio: poll");
         signal_.clear();
+        return ready > 0;
     }
 
     const unsigned depth_;

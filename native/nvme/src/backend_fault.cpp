@@ -157,13 +157,19 @@ class FaultBackend final : public Backend {
             const std::size_t count = deliver(out);
             const bool woken = wait != Wait::none && take_wake();
             if (count > 0 || woken || wait == Wait::none) return count;
-            if (const auto due = next_due()) {
+            if (auto due = next_due()) {
+                if (is_brief(wait)) due = std::min(*due, Clock::now() + brief);
                 sleep_until(in_inner_ > 0 ? std::min(*due, Clock::now() + slice) : *due);
                 take(Wait::none);
             } else {
-                take(Wait::some);
+                take(is_brief(wait) ? Wait::briefly : Wait::some);
             }
+            if (is_brief(wait)) return deliver(out);
         }
+    }
+
+    [[nodiscard]] bool serves_any_thread() const noexcept override {
+        return inner_->serves_any_thread();
     }
 
     void wake() noexcept override {

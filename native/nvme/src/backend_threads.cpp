@@ -1,11 +1,14 @@
 // `threads`: a few workers that call pread, pwrite, fdatasync and fsync. What remains where the
 // kernel has, or allows, neither io_uring nor Linux AIO.
+#include <sys/eventfd.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -41,6 +44,8 @@ class ThreadsBackend final : public Backend {
         while (workers_.size() < count) workers_.emplace_back([this] { work(); });
     }
 
+    [[nodiscard]] bool serves_any_thread() const noexcept override { return true; }
+
     [[nodiscard]] bool push(const Request& request) override {
         if (pending_ == depth_) return false;
         pushed_.push_back(request);
@@ -56,7 +61,12 @@ class ThreadsBackend final : public Backend {
         }
         pushed_.clear();
         if (wait != Wait::none) {
-            progress_.wait(lock, [this] { return !done_.empty() || woken_; });
+            const auto is_news = [this] { return !done_.empty() || woken_; };
+            if (is_brief(wait)) {
+                progress_.wait_for(lock, brief, is_news);
+            } else {
+                progress_.wait(lock, is_news);
+            }
             woken_ = false;
         }
         const auto count = static_cast<std::ptrdiff_t>(std::min(out.size(), done_.size()));
@@ -64,6 +74,12 @@ class ThreadsBackend final : public Backend {
         done_.erase(done_.begin(), done_.begin() + count);
         pending_ -= static_cast<unsigned>(count);
         return static_cast<std::size_t>(count);
+    }
+
+    [[nodiscard]] int completion_descriptor() override {
+        const std::lock_guard lock(mutex_);
+        if (!completed_) completed_.emplace(EFD_NONBLOCK);
+        return completed_->number();
     }
 
     void wake() noexcept override {
@@ -87,6 +103,7 @@ class ThreadsBackend final : public Backend {
             lock.lock();
             done_.push_back(completion);
             progress_.notify_one();
+            if (completed_) completed_->signal();
         }
     }
 
@@ -99,7 +116,8 @@ class ThreadsBackend final : public Backend {
     std::condition_variable work_added_;
     std::condition_variable progress_;
     std::deque<Request> queue_;
-    std::vector<Completion> done_;  // has room for all, so that a worker never allocates
+    std::vector<Completion> done_;      // has room for all, so that a worker never allocates
+    std::optional<EventFd> completed_;  // see completion_descriptor()
     bool woken_ = false;
     bool stopping_ = false;
 };

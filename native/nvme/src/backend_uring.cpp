@@ -1,12 +1,15 @@
 // `uring` and `liburing`: one class over two tables of functions. A wake-up is a read of an eventfd
 // that stands in the ring, so that a blocked enter needs no polling; its completion carries
 // reserved_token and stays in here.
+#include <sys/eventfd.h>
+
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -18,21 +21,17 @@
 namespace deepnvme {
 namespace {
 
-// From the newest kernel to the oldest: the next is tried when a kernel does not know (EINVAL) a
-// flag. Started disabled, because the single issuer is the thread that enables it, not the one that
-// made it.
-constexpr std::array<std::uint32_t, 4> setup_ladder = {
-    uring::setup_submit_all | uring::setup_r_disabled | uring::setup_single_issuer |
-        uring::setup_defer_taskrun | uring::setup_taskrun_flag,
-    uring::setup_submit_all | uring::setup_coop_taskrun | uring::setup_taskrun_flag,
-    uring::setup_submit_all,
-    0,
-};
+// The next is tried when a kernel does not know (EINVAL) a flag. None that ties the ring to one
+// thread, as setup_single_issuer and setup_defer_taskrun do: whoever waits for an operation drives
+// the ring. Nor setup_coop_taskrun: what a thread submitted would be completed only at that
+// thread's next call of the kernel, which may be long in coming.
+constexpr std::array<std::uint32_t, 2> setup_ladder = {uring::setup_submit_all, 0};
 
-// So many completions at once halve what waking costs. The rest has to keep the drive at work
-// meanwhile.
+// So many completions at once spare that many wakings, less one. The rest has to keep the drive at
+// work meanwhile.
 constexpr unsigned several = 2;
 constexpr unsigned least_beside_several = 3;
+constexpr unsigned share_of_many = 8;
 
 // Linux 5.13: from then on buffers can be registered while the wake-up's read is in flight.
 constexpr std::uint32_t required_feature = uring::feature_rsrc_tags;
@@ -55,7 +54,6 @@ class RingBackend final : public Backend {
             functions_.queue_exit(&ring_);
             throw_error(ENOSYS, "the kernel is older than Linux 5.13");
         }
-        starts_disabled_ = (params.flags & uring::setup_r_disabled) != 0;
     }
 
     ~RingBackend() override {
@@ -66,11 +64,7 @@ class RingBackend final : public Backend {
     [[nodiscard]] std::string_view name() const noexcept override { return functions_.name; }
     [[nodiscard]] unsigned capacity() const noexcept override { return depth_; }
 
-    void attach() override {
-        if (!starts_disabled_) return;
-        const int result = functions_.enable_rings(&ring_);
-        if (result < 0) throw_error(-result, "enabling the ring");
-    }
+    [[nodiscard]] bool serves_any_thread() const noexcept override { return true; }
 
     [[nodiscard]] bool push(const Request& request) override {
         if (pending_ == depth_) return false;
@@ -81,10 +75,11 @@ class RingBackend final : public Backend {
 
     [[nodiscard]] std::size_t submit_and_reap(std::span<Completion> out, Wait wait) override {
         for (;;) {
-            if (!wake_armed_) arm_wake();
-            const bool has_room = enter(wait == Wait::none || woken_ ? 0 : least_of(wait));
+            if (!wake_armed_ && wait != Wait::none) arm_wake();
+            const bool waits = wait != Wait::none && !woken_;
+            const bool has_room = enter(waits ? least_of(wait) : 0, is_brief(wait));
             const std::size_t count = reap(out);
-            if (count > 0 || woken_ || wait == Wait::none) {
+            if (count > 0 || woken_ || !waits || (is_brief(wait) && has_room)) {
                 if (wait != Wait::none) woken_ = false;
                 return count;
             }
@@ -94,6 +89,17 @@ class RingBackend final : public Backend {
     }
 
     void wake() noexcept override { wake_signal_.signal(); }
+
+    [[nodiscard]] int completion_descriptor() override {
+        if (!completed_) {
+            completed_.emplace(EFD_NONBLOCK);
+            if (functions_.register_eventfd(&ring_, completed_->number()) < 0) {
+                completed_.reset();
+                return -1;
+            }
+        }
+        return completed_->number();
+    }
 
     [[nodiscard]] int register_buffers(std::span<const iovec> buffers) noexcept override {
         if (has_buffers_) {
@@ -158,25 +164,40 @@ class RingBackend final : public Backend {
 
     // How many completions to wait for.
     [[nodiscard]] unsigned least_of(Wait wait) const noexcept {
-        return wait == Wait::several && pending_ >= several + least_beside_several ? several : 1;
+        const bool one = wait == Wait::some || wait == Wait::briefly ||
+                         pending_ < several + least_beside_several;
+        return one ? 1 : std::max(several, pending_ / share_of_many);
     }
 
-    // Submits what was added and waits for so many completions. False when the kernel had no room
-    // for all: completions have to be taken before it is tried again.
-    [[nodiscard]] bool enter(unsigned least) {
+    // Submits what was added and waits for so many completions, or until `brief` is over.
+    // False when the kernel had no room for all: completions have to be taken before it is tried
+    // again.
+    [[nodiscard]] bool enter(unsigned least, bool briefly) {
         while (least > 0 || unsubmitted_ > 0) {
-            const int result = functions_.submit_and_wait(&ring_, least);
-            if (result == -EINTR) continue;
+            const bool first_submits =
+                briefly && unsubmitted_ > 0 && !functions_.counts_with_timeout;
+            const int result = briefly && !first_submits
+                                   ? wait_briefly(least)
+                                   : functions_.submit_and_wait(&ring_, first_submits ? 0 : least);
+            if (briefly && unsubmitted_ == 0 && (result == -EINTR || result == -ETIME)) return true;
+            if (result == -EINTR || result == -ETIME) continue;
             if (result == -EAGAIN || result == -EBUSY) return false;
             if (result < 0) throw_error(-result, "io_uring_enter");
             const auto submitted = static_cast<unsigned>(result);
             unsubmitted_ -= submitted;
             in_kernel_ += submitted;
+            if (unsubmitted_ == 0 && first_submits && least > 0) continue;  // and now waits
             if (unsubmitted_ == 0) return true;
             // The kernel stopped at one that it refused, without waiting: go on behind it.
             if (submitted == 0) return false;
         }
         return true;
+    }
+
+    [[nodiscard]] int wait_briefly(unsigned least) {
+        uring::Timespec patience{0, std::chrono::nanoseconds(brief).count()};
+        uring::Cqe* first = nullptr;
+        return functions_.submit_and_wait_timeout(&ring_, &first, least, &patience, nullptr);
     }
 
     [[nodiscard]] std::size_t reap(std::span<Completion> out) {
@@ -198,8 +219,10 @@ class RingBackend final : public Backend {
             }
             functions_.cq_advance(&ring_, count);
             in_kernel_ -= count;
-            // Arming it again and again would turn waiting into a busy loop.
-            if (wake_error < 0 && wake_error != -EINTR && wake_error != -EAGAIN) {
+            // Arming it again and again would turn waiting into a busy loop. ECANCELED: the thread
+            // that armed it has ended.
+            if (wake_error < 0 && wake_error != -EINTR && wake_error != -EAGAIN &&
+                wake_error != -ECANCELED) {
                 throw_error(-wake_error, "reading the wake-up eventfd");
             }
             if (count < room) break;
@@ -224,12 +247,12 @@ class RingBackend final : public Backend {
     UringFunctions functions_;
     RingBlock ring_;
     const unsigned depth_;
-    bool starts_disabled_ = false;
     bool has_buffers_ = false;
     unsigned pending_ = 0;      // the caller's, pushed and not reaped
     unsigned unsubmitted_ = 0;  // in the submission queue, the wake-up included
     unsigned in_kernel_ = 0;    // submitted and not reaped, the wake-up included
 
+    std::optional<EventFd> completed_;  // see completion_descriptor()
     EventFd wake_signal_;
     std::uint64_t wake_count_ = 0;  // where the kernel reads it to
     bool wake_armed_ = false;

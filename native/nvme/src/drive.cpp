@@ -2,6 +2,9 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -20,9 +23,31 @@ namespace {
 constexpr std::uint8_t max_attempts = 100;
 constexpr std::uint32_t chunk_unit = 65536;  // no device asks for a larger offset alignment
 constexpr std::size_t completions_per_call = 64;
+constexpr std::uint64_t inline_bytes = 64 << 10;    // of an operation that its caller issues itself
+constexpr std::uint64_t medium_chunks = 16;         // of the largest operation in the middle lane
+constexpr std::uint64_t largest_block = 128 << 10;  // see Drive::widen_to_pages
+constexpr std::uint64_t block_share = 8;            // of the bytes in flight: memory for such
+// How often the drive's own thread looks whether callers have left something, and for how long.
+constexpr Clock::duration shortest_watch = std::chrono::microseconds(150);
+constexpr Clock::duration longest_watch = std::chrono::microseconds(1000);
+constexpr Clock::duration loops_watch = std::chrono::milliseconds(10);
+constexpr unsigned looks_before_rest = 3;
 
 bool is_sync(Verb verb) {
     return verb == Verb::sync_data || verb == Verb::sync_all;
+}
+
+// Where in the file the first `done` bytes of an operation end: of several pieces, the furthest.
+std::uint64_t end_of_prefix(const Operation& operation, std::uint64_t done) {
+    if (operation.pieces.empty()) return operation.offset + done;
+    std::uint64_t end = 0;
+    for (const Piece& piece : operation.pieces) {
+        const std::uint64_t part = std::min(piece.length, done);
+        if (part == 0) continue;
+        end = std::max(end, piece.offset + part);
+        done -= part;
+    }
+    return end;
 }
 
 // What becomes of an operation that cannot be carried out any more, unless its caller took it back
@@ -59,10 +84,68 @@ DriveOptions checked(DriveOptions options) {
     return options;
 }
 
+namespace {
+
+// 0: reads of parts of pages go through the page cache.
+std::uint64_t block_bytes_for(const DriveOptions& options) {
+    const std::uint64_t nbytes = options.inflight_bytes / block_share / chunk_unit * chunk_unit;
+    const bool fits =
+        nbytes >= largest_block && options.inflight_bytes - nbytes >= options.chunk_bytes;
+    return fits ? std::min<std::uint64_t>(nbytes, Arena::max_bytes) : 0;
+}
+
+}  // namespace
+
+Doorbell::Doorbell()
+    : poll_(::epoll_create1(EPOLL_CLOEXEC)), signal_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+    const int error = errno;
+    try {
+        if (poll_ < 0 || signal_ < 0) throw std::system_error(error, std::generic_category());
+        watch(signal_);
+    } catch (...) {
+        if (poll_ >= 0) ::close(poll_);
+        if (signal_ >= 0) ::close(signal_);
+        throw;
+    }
+}
+
+Doorbell::~Doorbell() {
+    ::close(poll_);
+    ::close(signal_);
+}
+
+void Doorbell::ring() noexcept {
+    if (rung_.exchange(true)) return;
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const ssize_t written = ::write(signal_, &one, sizeof(one));
+}
+
+void Doorbell::watch(int descriptor) {
+    epoll_event event = {};
+    event.events = EPOLLIN;
+    event.data.fd = descriptor;
+    if (::epoll_ctl(poll_, EPOLL_CTL_ADD, descriptor, &event) != 0 && errno != EEXIST) {
+        throw std::system_error(errno, std::generic_category(), "epoll_ctl");
+    }
+}
+
+void Doorbell::answer() noexcept {
+    rung_ = false;  // before what it rang for is looked at
+    std::array<epoll_event, 16> events;
+    const int count = ::epoll_wait(poll_, events.data(), events.size(), 0);
+    for (int i = 0; i < count; ++i) {
+        std::uint64_t value = 0;
+        [[maybe_unused]] const ssize_t read =
+            ::read(events[static_cast<std::size_t>(i)].data.fd, &value, sizeof(value));
+    }
+}
+
 Drive::Drive(std::unique_ptr<Backend> backend, DriveOptions options, Ended ended)
     : backend_(std::move(backend)),
       backend_name_(backend_->name()),
+      any_thread_(backend_->serves_any_thread()),
       options_(checked(options)),
+      block_bytes_(block_bytes_for(options)),
       ended_(std::move(ended)),
       chunks_(backend_->capacity()) {
     for (std::uint32_t index = 0; index < chunks_.size(); ++index) free_chunks_.push_back(index);
@@ -87,7 +170,7 @@ void Drive::stop() {
         const std::lock_guard lock(mutex_);
         stopping_ = true;
         changed_.notify_all();
-        if (std::exchange(sleeping_, false)) backend_->wake();
+        call_leader();
     }
     thread_.join();
 }
@@ -96,18 +179,29 @@ void Drive::submit(Operation operation) {
     std::list<Active> one(1);
     one.front().operation = std::move(operation);
     one.front().submitted = Clock::now();
-    const std::lock_guard lock(mutex_);
-    one.front().sequence = next_sequence_++;
-    inbox_.splice(inbox_.end(), one);
-    if (broken_ != 0) changed_.notify_all();
-    if (std::exchange(sleeping_, false)) backend_->wake();
+    {
+        const std::lock_guard lock(mutex_);
+        one.front().sequence = next_sequence_++;
+        const bool leads = may_lead() && !has_waiting() && is_inline(one.front().operation);
+        inbox_.splice(inbox_.end(), one);
+        if (broken_ != 0) changed_.notify_all();
+        if (!leads) return call_leader();
+        led_ = true;
+        ++turns_;
+    }
+    try {
+        (void)step(Wait::none);
+    } catch (...) {
+        return break_off(std::current_exception());
+    }
+    end_turn(false);
 }
 
 void Drive::use_arenas(std::vector<std::shared_ptr<Arena>> arenas) {
     const std::lock_guard lock(mutex_);
     wanted_arenas_ = std::move(arenas);
     ++arenas_asked_;
-    if (std::exchange(sleeping_, false)) backend_->wake();
+    call_leader();
 }
 
 bool Drive::arenas_settled(std::chrono::nanoseconds patience) {
@@ -115,6 +209,91 @@ bool Drive::arenas_settled(std::chrono::nanoseconds patience) {
     return changed_.wait_for(lock, patience, [this, asked = arenas_asked_] {
         return arenas_applied_ >= asked || broken_ != 0 || stopping_;
     });
+}
+
+void Drive::attend() {
+    const std::lock_guard lock(mutex_);
+    attended_ = true;
+    if (!led_) call_leader();
+}
+
+bool Drive::serve_loop(const std::shared_ptr<Doorbell>& bell) {
+    const std::lock_guard lock(mutex_);
+    if (!any_thread_ || !backend_ || stopping_) return false;
+    for (const std::weak_ptr<Doorbell>& known : loops_) {
+        if (known.lock() == bell) return true;
+    }
+    const int descriptor = backend_->completion_descriptor();
+    if (descriptor < 0) return false;
+    bell->watch(descriptor);
+    bell->ring();  // for what has completed before
+    loops_.push_back(bell);
+    return true;
+}
+
+void Drive::lead_for_loops() {
+    {
+        const std::lock_guard lock(mutex_);
+        if (!may_lead()) {
+            loop_came_in_vain_ = true;
+            return;
+        }
+        led_ = true;
+        ++turns_;
+    }
+    try {
+        while (step(Wait::none)) continue;
+    } catch (...) {
+        return break_off(std::current_exception());
+    }
+    end_turn(false);
+}
+
+// These two: under mutex_.
+
+// Whether loops look after all there is to do. A loop that is gone is forgotten.
+bool Drive::is_for_loops() {
+    std::erase_if(loops_, [](const auto& bell) { return bell.expired(); });
+    return !loops_.empty() && !attended_ && !stopping_ && followers_ == 0 && inbox_.empty() &&
+           !has_waiting() && !registration_due_ && repush_.empty();
+}
+
+void Drive::call_loops() {
+    loop_came_in_vain_ = false;
+    for (const std::weak_ptr<Doorbell>& known : loops_) {
+        if (const std::shared_ptr<Doorbell> bell = known.lock()) bell->ring();
+    }
+}
+
+void Drive::end_stopped() {
+    const std::lock_guard lock(mutex_);
+    stops_asked_ = true;
+    call_leader();
+}
+
+bool Drive::lead_while_zero(const std::atomic<std::uint32_t>& state) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (!may_lead()) {
+            ++followers_;
+            return false;
+        }
+        led_ = true;
+        ++turns_;
+    }
+    try {
+        while (state == 0 && step(Wait::briefly)) continue;
+    } catch (...) {
+        break_off(std::current_exception());
+        return true;
+    }
+    end_turn(true);
+    return true;
+}
+
+void Drive::stop_following() {
+    const std::lock_guard lock(mutex_);
+    --followers_;
 }
 
 DriveStats Drive::stats() const {
@@ -140,7 +319,7 @@ DriveStats Drive::stats() const {
     return stats;
 }
 
-// --- the drive's thread
+// --- who leads
 // ------------------------------------------------------------------------------------------
 
 void Drive::run(std::promise<void>& attached) {
@@ -169,44 +348,166 @@ void Drive::run(std::promise<void>& attached) {
 }
 
 void Drive::serve() {
-    std::array<Completion, completions_per_call> completions;
-    while (take_inbox()) {
-        issue();
-        report();
-        const std::size_t count = backend_->submit_and_reap(completions, how_to_wait());
-        for (std::size_t i = 0; i < count; ++i) complete(completions[i]);
+    std::unique_lock lock(mutex_);
+    while (wait_for_turn(lock)) {
+        while (has_work() && !is_for_loops()) {
+            lock.unlock();
+            (void)step(Wait::several);
+            lock.lock();
+        }
+        led_ = false;
+        if (has_work()) {
+            call_loops();
+        } else {
+            attended_ = false;
+        }
     }
-    report();
 }
 
+// Where the drive's own thread sleeps while a caller leads, or nothing is to be done. It leads when
+// it is asked to, and when callers have left something in the kernel and no one had a turn for a
+// while. While callers come and go it looks again by itself, which saves them waking it each time.
 // False: asked to stop, and nothing is left to do.
-bool Drive::take_inbox() {
+bool Drive::wait_for_turn(std::unique_lock<std::mutex>& lock) {
+    Clock::duration pause = shortest_watch;
+    unsigned looks_without_news = 0;
+    bool left_alone = false;
+    for (;;) {
+        if (!led_) {
+            if (failure_ != 0) throw std::system_error(failure_, std::generic_category());
+            if (stopping_ && !has_work()) return false;
+            const bool asked = wants_own_thread_ || stopping_ || attended_ || !any_thread_;
+            if (has_work() && (asked || left_alone)) break;
+            if (!has_work()) wants_own_thread_ = attended_ = false;
+            if (is_for_loops()) pause = loops_watch;
+        }
+        const std::uint64_t seen = turns_;
+        const bool is_left = !led_ && has_work();
+        if (!is_left && looks_without_news == looks_before_rest) {
+            turn_.wait(lock);
+            looks_without_news = 0;
+            pause = shortest_watch;
+            left_alone = false;
+            continue;
+        }
+        watching_ = true;
+        const bool in_vain = turn_.wait_for(lock, pause) == std::cv_status::timeout;
+        watching_ = false;
+        left_alone = in_vain && is_left && turns_ == seen;
+        looks_without_news = turns_ != seen || is_left ? 0 : looks_without_news + 1;
+        pause = turns_ != seen ? std::min(2 * pause, longest_watch) : shortest_watch;
+    }
+    led_ = true;
+    wants_own_thread_ = false;
+    return true;
+}
+
+// These four: under mutex_.
+
+bool Drive::may_lead() const {
+    return !led_ && any_thread_ && !stopping_ && broken_ == 0 && failure_ == 0;
+}
+
+// It wakes whoever can do what was just asked for.
+void Drive::call_leader() {
+    if (led_) {
+        if (std::exchange(sleeping_, false)) backend_->wake();
+    } else {
+        wants_own_thread_ = true;
+        turn_.notify_one();
+    }
+}
+
+bool Drive::has_waiting() const {
+    return std::any_of(lanes_.begin(), lanes_.end(),
+                       [](const auto& lane) { return !lane.empty(); });
+}
+
+bool Drive::has_work() const {
+    return !inbox_.empty() || arenas_seen_ != arenas_asked_ || registration_due_ || has_waiting() ||
+           !parked_.empty() || !issued_.empty();
+}
+
+// What is larger keeps its caller too long.
+bool Drive::is_inline(const Operation& operation) const {
+    const std::uint64_t pieces = std::max<std::uint64_t>(operation.pieces.size(), 1);
+    return !is_sync(operation.verb) && operation.length / pieces <= inline_bytes;
+}
+
+// False: nothing has completed, and nothing new is to be done: the time of Wait::briefly is up.
+bool Drive::step(Wait longest) {
+    take_inbox();
+    issue();
+    report();
+    std::array<Completion, completions_per_call> completions;
+    const std::size_t count = backend_->submit_and_reap(completions, how_to_wait(longest));
+    for (std::size_t i = 0; i < count; ++i) complete(completions[i]);
+    report();
+    if (count > 0) return true;
+    const std::lock_guard lock(mutex_);
+    return !inbox_.empty() || arenas_seen_ != arenas_asked_ || stops_asked_;
+}
+
+// What a caller leaves in the kernel is looked after by the next one, or by the drive's own thread.
+void Drive::end_turn(bool leaves_others) {
+    const std::lock_guard lock(mutex_);
+    led_ = false;
+    const bool left = has_work();
+    if (left && loop_came_in_vain_) call_loops();
+    if (!left && !stopping_) return;
+    const bool at_once = stopping_ || attended_ || !inbox_.empty() ||
+                         (leaves_others && (followers_ > 0 || has_waiting()));
+    if (at_once) wants_own_thread_ = true;
+    if (at_once || !watching_) turn_.notify_one();
+}
+
+// The backend broke in a caller's turn.
+void Drive::break_off(const std::exception_ptr& reason) {
+    int error = EIO;
+    try {
+        std::rethrow_exception(reason);
+    } catch (const std::system_error& known) {
+        error = known.code().value();
+    } catch (const std::bad_alloc&) {
+        error = ENOMEM;
+    } catch (const std::exception&) {
+        error = EIO;  // a mistake of ours, but not the end of the program
+    }
+    const std::lock_guard lock(mutex_);
+    led_ = false;
+    failure_ = error;
+    turn_.notify_one();
+}
+
+void Drive::take_inbox() {
     const std::lock_guard lock(mutex_);
     sleeping_ = false;
-    for (auto place = inbox_.begin(); place != inbox_.end(); ++place) {
-        place->home = &waiting_;
-        place->place = place;
+    while (!inbox_.empty()) {
+        Active& active = inbox_.front();
+        std::list<Active>& lane = lane_of(active.operation);
+        active.home = &lane;
+        active.place = inbox_.begin();
+        if (active.operation.deadline != Clock::time_point::max()) ++with_deadline_;
+        lane.splice(lane.end(), inbox_, inbox_.begin());
     }
-    waiting_.splice(waiting_.end(), inbox_);
+    if (std::exchange(stops_asked_, false)) stops_due_ = true;
     if (arenas_seen_ != arenas_asked_) {
         arenas_seen_ = arenas_asked_;
         arenas_ = wanted_arenas_;
         registration_due_ = true;
     }
-    return !stopping_ || !waiting_.empty() || !parked_.empty() || !issued_.empty() ||
-           registration_due_;
 }
 
 // Sleeping is declared under the lock that submit takes: an operation is either seen here or wakes
 // the backend. While others wait for room it could not begin, and the completion that makes room is
 // enough.
-Wait Drive::how_to_wait() {
+Wait Drive::how_to_wait(Wait longest) {
     const std::lock_guard lock(mutex_);
-    const bool idle = waiting_.empty() && parked_.empty() && issued_.empty();
-    if (!inbox_.empty() || arenas_seen_ != arenas_asked_ || (stopping_ && idle)) return Wait::none;
-    const bool full =
-        !waiting_.empty() && in_kernel_ > 0;  // the drive has all that it has room for
+    const bool news = !inbox_.empty() || arenas_seen_ != arenas_asked_ || stops_asked_;
+    if (longest == Wait::none || in_kernel_ == 0 || news) return Wait::none;
+    const bool full = has_waiting();  // the drive has all that it has room for
     sleeping_ = !full;
+    if (longest == Wait::briefly) return full ? Wait::several_briefly : Wait::briefly;
     return full ? Wait::several : Wait::some;
 }
 
@@ -214,6 +515,7 @@ Wait Drive::how_to_wait() {
 void Drive::register_arenas() {
     std::vector<std::shared_ptr<Arena>> arenas = arenas_;
     if (bounce_) arenas.push_back(bounce_);
+    if (blocks_) arenas.insert(arenas.end(), blocks_->arenas().begin(), blocks_->arenas().end());
     std::sort(arenas.begin(), arenas.end(),
               [](const auto& a, const auto& b) { return a->data() < b->data(); });
     std::vector<iovec> buffers;
@@ -245,18 +547,60 @@ void Drive::issue() {
         push(repush_.front());
         repush_.pop_front();
     }
-    while (!waiting_.empty()) {
-        Active& active = waiting_.front();
-        const Chunk chunk = next_chunk(active);
+    if (with_deadline_ > 0 || std::exchange(stops_due_, false)) end_what_is_late();
+    while (std::list<Active>* lane = lane_in_turn()) {
+        Active& active = lane->front();
+        Chunk chunk = next_chunk(active);
         if (!has_room(chunk) || shares_page_in_kernel(chunk)) return;
         if (!begin(active)) continue;
-        if (needs_bounce(chunk) && !bounce_ && !make_bounce_slots()) {
+        if (needs_bounce(chunk) && !take_bounce_memory(chunk)) {
             active.ending = Ending::failed;  // begin() lets it end
             active.error = ENOMEM;
             continue;
         }
-        issue_chunk(chunk);
+        credit_ -= chunk.length;
+        issue_chunk(std::move(chunk));
     }
+}
+
+// Urgent operations go first. The other lanes take turns (deficit round robin), each for as many
+// bytes: an operation waits for its like, and hardly for what is many times as large.
+std::list<Drive::Active>* Drive::lane_in_turn() {
+    if (!lanes_.front().empty()) return &lanes_.front();
+    for (std::size_t i = 0; i < lanes_.size(); ++i) {
+        if (credit_ > 0 && !lanes_[lane_].empty()) return &lanes_[lane_];
+        lane_ = lane_ + 1 == lanes_.size() ? 1 : lane_ + 1;
+        credit_ = options_.chunk_bytes;
+    }
+    return nullptr;
+}
+
+std::list<Drive::Active>& Drive::lane_of(const Operation& operation) {
+    if (operation.priority == Priority::urgent) return lanes_[0];
+    if (operation.length <= options_.chunk_bytes) return lanes_[1];
+    if (operation.length <= medium_chunks * options_.chunk_bytes) return lanes_[2];
+    return lanes_[3];
+}
+
+void Drive::end_what_is_late() {
+    const Clock::time_point now = Clock::now();
+    for (std::list<Active>& lane : lanes_) {
+        for (auto place = lane.begin(); place != lane.end();) end_if_late(*place++, now);
+    }
+    for (auto place = parked_.begin(); place != parked_.end();) end_if_late(*place++, now);
+}
+
+void Drive::end_if_late(Active& active, Clock::time_point now) {
+    const Operation& operation = active.operation;
+    const bool stopped = operation.ticket && operation.ticket->stopped();
+    if (active.ending != Ending::succeeded || (!stopped && now < operation.deadline)) return;
+    if (active.issued == 0 && operation.ticket && !operation.ticket->begin()) {
+        return end(active, {operation.id, Ending::cancelled, 0, ECANCELED});
+    }
+    active.ending = Ending::failed;
+    active.error = stopped ? ECANCELED : ETIMEDOUT;
+    move_to(issued_, active);
+    end_if_finished(active);
 }
 
 // False: it has left the front of the queue without a further chunk, ended or parked. Claimed only
@@ -286,33 +630,49 @@ bool Drive::begin(Active& active) {
 bool Drive::has_room(const Chunk& chunk) const {
     if (free_chunks_.empty()) return false;
     if (inflight_ > 0 && inflight_ + chunk.length > options_.inflight_bytes) return false;
-    return !needs_bounce(chunk) || !bounce_ || !free_slots_.empty();
+    if (!needs_bounce(chunk)) return true;
+    if (needs_block(chunk)) {
+        const std::size_t outer = chunk.lead + chunk.length + chunk.trail;
+        return !blocks_ || blocks_->largest_free() >= outer;
+    }
+    return !bounce_ || !free_slots_.empty();
 }
 
 // The last chunk of an operation moves it to issued_.
 void Drive::issue_chunk(Chunk chunk) {
     Active& active = *chunk.active;
-    if (needs_bounce(chunk)) {
-        chunk.slot = free_slots_.back();
-        free_slots_.pop_back();
-        if (active.operation.verb == Verb::write) {
-            std::memcpy(slot_memory(chunk), user_memory(chunk), chunk.length);
+    const Operation& operation = active.operation;
+    if (chunk.slot >= 0 || chunk.block) {
+        if (operation.verb == Verb::write) {
+            std::memcpy(own_memory(chunk), chunk.memory, chunk.length);
         }
         counters_.bounced_bytes += chunk.length;
     }
     if (!chunk.direct) counters_.buffered_bytes += chunk.length;
-    const std::uint32_t index = free_chunks_.back();
-    free_chunks_.pop_back();
-    chunks_[index] = chunk;
     active.issued += chunk.length;
+    while (active.piece < operation.pieces.size() &&
+           active.issued - active.piece_start >= operation.pieces[active.piece].length) {
+        active.piece_start += operation.pieces[active.piece++].length;
+    }
     ++active.outstanding;
     inflight_ += chunk.length;
     counters_.chunks += 1;
     counters_.inflight_bytes = inflight_;
     if (inflight_ > counters_.peak_inflight_bytes) counters_.peak_inflight_bytes = inflight_;
-    if (active.issued == active.operation.length || is_sync(active.operation.verb))
-        move_to(issued_, active);
+    if (active.issued == operation.length || is_sync(operation.verb)) move_to(issued_, active);
+    const std::uint32_t index = free_chunks_.back();
+    free_chunks_.pop_back();
+    chunks_[index] = std::move(chunk);
     push(index);
+}
+
+Piece Drive::rest_of_piece(const Active& active) {
+    const Operation& operation = active.operation;
+    const std::uint64_t done = active.issued - active.piece_start;
+    const Piece piece = active.piece < operation.pieces.size()
+                            ? operation.pieces[active.piece]
+                            : Piece{operation.memory, operation.length, operation.offset};
+    return {piece.memory + done, piece.length - done, piece.offset + done};
 }
 
 Drive::Chunk Drive::next_chunk(Active& active) const {
@@ -320,26 +680,53 @@ Drive::Chunk Drive::next_chunk(Active& active) const {
     Chunk chunk;
     chunk.active = &active;
     chunk.position = active.issued;
-    if (is_sync(operation.verb)) return chunk;
-    const std::uint64_t rest = operation.length - active.issued;
-    const std::uint64_t longest = std::min<std::uint64_t>(rest, options_.chunk_bytes);
-    if (operation.file->direct_descriptor() < 0) {
-        chunk.length = static_cast<std::uint32_t>(longest);
-        return chunk;
-    }
+    if (is_sync(operation.verb) || active.issued == operation.length) return chunk;
+    const Piece rest = rest_of_piece(active);
+    chunk.offset = rest.offset;
+    chunk.memory = rest.memory;
+    const std::uint64_t longest = std::min<std::uint64_t>(rest.length, options_.chunk_bytes);
+    chunk.length = static_cast<std::uint32_t>(longest);
+    if (operation.file->direct_descriptor() < 0) return chunk;
     const std::uint64_t unit = operation.file->offset_alignment();
-    const std::uint64_t into_unit = (operation.offset + active.issued) % unit;
+    const std::uint64_t into_unit = rest.offset % unit;
     chunk.direct = into_unit == 0 && longest >= unit;
-    chunk.length =
-        static_cast<std::uint32_t>(chunk.direct     ? longest / unit * unit
-                                   : into_unit == 0 ? longest
-                                                    : std::min(longest, unit - into_unit));
+    if (chunk.direct) {
+        chunk.length = static_cast<std::uint32_t>(longest / unit * unit);
+    } else if (into_unit != 0) {
+        chunk.length = static_cast<std::uint32_t>(std::min(longest, unit - into_unit));
+    }
+    if (operation.verb == Verb::read) widen_to_pages(chunk, rest.length);
     return chunk;
+}
+
+// A read may ask for more than is wanted: for whole pages, into memory of the drive's own. A small
+// one then is one request; of a large one that is so with the part of a page at either end.
+void Drive::widen_to_pages(Chunk& chunk, std::uint64_t rest) const {
+    if (block_bytes_ == 0) return;
+    const std::uint64_t unit = chunk.active->operation.file->offset_alignment();
+    const std::uint64_t lead = chunk.offset % unit;
+    const auto outer = [&](std::uint64_t length) {
+        return (lead + length + unit - 1) / unit * unit;
+    };
+    if (lead == 0 && rest % unit == 0) return;
+    if (outer(rest) <= largest_block) {
+        chunk.length = static_cast<std::uint32_t>(rest);
+    } else if (chunk.direct) {
+        return;
+    }
+    chunk.direct = true;
+    chunk.lead = static_cast<std::uint32_t>(lead);
+    chunk.trail = static_cast<std::uint32_t>(outer(chunk.length) - lead - chunk.length);
+}
+
+bool Drive::needs_block(const Chunk& chunk) const {
+    return chunk.lead > 0 || chunk.trail > 0;
 }
 
 bool Drive::needs_bounce(const Chunk& chunk) const {
     if (!chunk.direct) return false;
-    const std::byte* const memory = user_memory(chunk);
+    if (needs_block(chunk)) return true;
+    const std::byte* const memory = chunk.memory;
     if (reinterpret_cast<std::uintptr_t>(memory) %
             chunk.active->operation.file->memory_alignment() !=
         0)
@@ -354,12 +741,38 @@ bool Drive::needs_bounce(const Chunk& chunk) const {
     return !is_pooled(memory) || !is_pooled(memory + chunk.length - 1);
 }
 
+// has_room() has said that there is some, or none was made as yet. False: there is no memory now.
+bool Drive::take_bounce_memory(Chunk& chunk) {
+    if (needs_block(chunk)) {
+        if (!blocks_ && !make_blocks()) return false;
+        chunk.block = blocks_->take(chunk.lead + chunk.length + chunk.trail);
+        return true;
+    }
+    if (!bounce_ && !make_bounce_slots()) return false;
+    chunk.slot = free_slots_.back();
+    free_slots_.pop_back();
+    return true;
+}
+
+bool Drive::make_blocks() {
+    try {
+        blocks_ = Pool::make(block_bytes_);
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    counters_.own_bytes += blocks_->capacity();
+    registration_due_ = true;  // used unregistered until the next quiet moment
+    return true;
+}
+
 // False: there is no memory for them now.
 bool Drive::make_bounce_slots() {
-    // As many as chunks can be in flight, and no more than one arena holds.
+    // As many as chunks can be in flight beside the blocks, and no more than one arena holds.
     const std::uint64_t most =
-        std::min<std::uint64_t>(options_.inflight_bytes, Arena::max_bytes) / options_.chunk_bytes;
-    const auto count = static_cast<std::int32_t>(std::min<std::uint64_t>(most, chunks_.size()));
+        std::min<std::uint64_t>(options_.inflight_bytes - block_bytes_, Arena::max_bytes) /
+        options_.chunk_bytes;
+    const auto count = static_cast<std::int32_t>(
+        std::clamp<std::uint64_t>(most, 1, std::max<std::size_t>(chunks_.size(), 1)));
     try {
         free_slots_.reserve(static_cast<std::size_t>(count));
         bounce_ = std::make_shared<Arena>(static_cast<std::size_t>(count) * options_.chunk_bytes);
@@ -367,9 +780,14 @@ bool Drive::make_bounce_slots() {
         return false;
     }
     for (std::int32_t slot = 0; slot < count; ++slot) free_slots_.push_back(slot);
-    counters_.own_bytes = bounce_->size();
+    counters_.own_bytes += bounce_->size();
     registration_due_ = true;  // used unregistered until the next quiet moment
     return true;
+}
+
+// A chunk that was widened asks for the bytes around it at its first attempt.
+std::uint32_t Drive::lead_of(const Chunk& chunk) {
+    return chunk.direct && chunk.moved == 0 ? chunk.lead : 0;
 }
 
 void Drive::push(std::uint32_t index) {
@@ -381,9 +799,12 @@ void Drive::push(std::uint32_t index) {
     request.fd = chunk.direct ? file.direct_descriptor() : file.descriptor();
     request.token = index;
     if (!is_sync(operation.verb)) {
-        request.offset = operation.offset + chunk.position + chunk.moved;
-        request.length = chunk.length - chunk.moved;
-        request.memory = (chunk.slot >= 0 ? slot_memory(chunk) : user_memory(chunk)) + chunk.moved;
+        const std::uint32_t lead = lead_of(chunk);
+        std::byte* const first =
+            chunk.slot >= 0 || chunk.block ? own_memory(chunk) + chunk.lead : chunk.memory;
+        request.offset = chunk.offset + chunk.moved - lead;
+        request.length = lead + chunk.length - chunk.moved + (chunk.direct ? chunk.trail : 0);
+        request.memory = first + chunk.moved - lead;
         request.buffer = registered_index(request.memory, request.length);
     }
     if (!backend_->push(request))
@@ -414,23 +835,28 @@ bool Drive::shares_page_in_kernel(const Chunk& chunk) const {
 Drive::PageRange Drive::pages_of(const Chunk& chunk) {
     const Operation& operation = chunk.active->operation;
     const std::uint64_t unit = operation.file->offset_alignment();
-    const std::uint64_t start = operation.offset + chunk.position;
+    const std::uint64_t start = chunk.offset;
     return {start / unit * unit, (start + chunk.length + unit - 1) / unit * unit};
 }
 
 bool Drive::earlier_write_pending(const Active& sync) const {
-    return std::any_of(issued_.begin(), issued_.end(), [&](const Active& other) {
+    const auto is_one = [&](const Active& other) {
         return other.operation.verb == Verb::write && other.sequence < sync.sequence &&
                other.operation.file->is_same_file_as(*sync.operation.file);
-    });
+    };
+    return std::any_of(issued_.begin(), issued_.end(), is_one) ||
+           std::any_of(lanes_.begin(), lanes_.end(), [&](const std::list<Active>& lane) {
+               return std::any_of(lane.begin(), lane.end(), is_one);
+           });
 }
 
 void Drive::unpark_syncs() {
     for (auto place = parked_.begin(); place != parked_.end();) {
         Active& sync = *place++;
         if (earlier_write_pending(sync)) continue;
-        waiting_.splice(waiting_.begin(), parked_, sync.place);
-        sync.home = &waiting_;
+        std::list<Active>& lane = lane_of(sync.operation);
+        lane.splice(lane.begin(), parked_, sync.place);
+        sync.home = &lane;
     }
 }
 
@@ -451,7 +877,9 @@ void Drive::complete(const Completion& completion) {
         return fell_short(index, Ending::failed, EIO);
     }
     const int error = static_cast<int>(-completion.result);
-    if ((error == EINTR || error == EAGAIN) && ++chunk.attempts <= max_attempts) {
+    // ECANCELED: the thread that gave it to the kernel has ended before the kernel began with it.
+    if ((error == EINTR || error == EAGAIN || error == ECANCELED) &&
+        ++chunk.attempts <= max_attempts) {
         counters_.retries += 1;
         return again(index);
     }
@@ -466,14 +894,19 @@ void Drive::complete(const Completion& completion) {
 
 void Drive::moved(std::uint32_t index, std::uint32_t nbytes) {
     Chunk& chunk = chunks_[index];
-    chunk.moved += nbytes;
+    const std::uint32_t lead = lead_of(chunk);
+    const std::uint32_t wanted =
+        std::min(nbytes - std::min(nbytes, lead), chunk.length - chunk.moved);
+    chunk.moved += wanted;
     chunk.attempts = 0;
     if (chunk.moved < chunk.length) {
         counters_.short_transfers += 1;
         const OpenFile& file = *chunk.active->operation.file;
-        const auto address = reinterpret_cast<std::uintptr_t>(user_memory(chunk)) + chunk.moved;
-        const bool aligned = chunk.moved % file.offset_alignment() == 0 &&
-                             (chunk.slot >= 0 || address % file.memory_alignment() == 0);
+        const auto address = reinterpret_cast<std::uintptr_t>(chunk.memory) + chunk.moved;
+        const bool bounced = chunk.slot >= 0 || chunk.block;
+        const bool aligned = wanted > 0 &&
+                             (chunk.offset + chunk.moved) % file.offset_alignment() == 0 &&
+                             (bounced || address % file.memory_alignment() == 0);
         if (chunk.direct && !aligned) {
             chunk.direct = false;
             counters_.buffered_bytes += chunk.length - chunk.moved;
@@ -510,13 +943,14 @@ void Drive::fell_short(std::uint32_t index, Ending ending, int error) {
 }
 
 void Drive::end_chunk(std::uint32_t index) {
-    const Chunk& chunk = chunks_[index];
+    Chunk& chunk = chunks_[index];
     Active& active = *chunk.active;
-    if (chunk.slot >= 0) {
+    if (chunk.slot >= 0 || chunk.block) {
         if (active.operation.verb == Verb::read && chunk.moved > 0) {
-            std::memcpy(user_memory(chunk), slot_memory(chunk), chunk.moved);
+            std::memcpy(chunk.memory, own_memory(chunk) + chunk.lead, chunk.moved);
         }
-        free_slots_.push_back(chunk.slot);
+        if (chunk.slot >= 0) free_slots_.push_back(chunk.slot);
+        chunk.block.reset();
     }
     inflight_ -= chunk.length;
     counters_.inflight_bytes = inflight_;
@@ -528,7 +962,7 @@ void Drive::end_chunk(std::uint32_t index) {
 void Drive::end_if_finished(Active& active) {
     const Operation& operation = active.operation;
     if (active.outstanding > 0) return;
-    if (active.ending == Ending::succeeded && active.home == &waiting_)
+    if (active.ending == Ending::succeeded && active.home != &issued_)
         return;  // more chunks to come
     Outcome outcome{operation.id, active.ending, std::min(active.certain, active.issued),
                     active.error};
@@ -543,11 +977,12 @@ void Drive::end(Active& active, Outcome outcome) {
     Operation& operation = active.operation;
     const bool wrote = operation.verb == Verb::write;
     if (wrote) {
-        if (outcome.done > 0) operation.file->wrote_until(operation.offset + outcome.done);
+        if (outcome.done > 0) operation.file->wrote_until(end_of_prefix(operation, outcome.done));
         counters_.written_bytes += outcome.done;
     } else if (operation.verb == Verb::read) {
         counters_.read_bytes += outcome.done;
     }
+    if (operation.deadline != Clock::time_point::max()) --with_deadline_;
     counters_.operations += 1;
     if (outcome.ending != Ending::succeeded) counters_.failed += 1;
     latencies_.add(Clock::now() - active.submitted);
@@ -578,7 +1013,8 @@ void Drive::fail_everything(int error) {
         changed_.notify_all();
     }
     backend_.reset();
-    for (std::list<Active>* list : {&issued_, &parked_, &waiting_}) {
+    for (std::list<Active>* list :
+         {&issued_, &parked_, &lanes_[0], &lanes_[1], &lanes_[2], &lanes_[3]}) {
         while (!list->empty()) {
             Active& active = list->front();
             end(active, broken_outcome(active.operation, error));
@@ -603,11 +1039,8 @@ void Drive::fail_everything(int error) {
     }
 }
 
-std::byte* Drive::user_memory(const Chunk& chunk) const {
-    return chunk.active->operation.memory + chunk.position;
-}
-
-std::byte* Drive::slot_memory(const Chunk& chunk) const {
+std::byte* Drive::own_memory(const Chunk& chunk) const {
+    if (chunk.block) return chunk.block->data();
     return bounce_->data() + static_cast<std::size_t>(chunk.slot) * options_.chunk_bytes;
 }
 

@@ -1,6 +1,7 @@
 #include "deepnvme/queue.hpp"
 
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -19,17 +20,32 @@ namespace {
 
 // Enough for the budget in pieces of 64 KiB; smaller operations are bounded by it instead of by
 // bytes.
-unsigned depth_for(const DriveOptions& options) {
-    return static_cast<unsigned>(
-        std::clamp<std::uint64_t>(options.inflight_bytes / 65536, 32, 1024));
+unsigned depth_for(const QueueOptions& options, const DriveOptions& drive) {
+    if (options.max_requests > 0) return options.max_requests;
+    return static_cast<unsigned>(std::clamp<std::uint64_t>(drive.inflight_bytes / 65536, 32, 1024));
 }
 
 std::unique_ptr<Backend> backend_for(const QueueOptions& options, const std::string& name,
                                      const DriveOptions& drive) {
-    std::unique_ptr<Backend> backend = make_backend(name, depth_for(drive));
+    std::unique_ptr<Backend> backend = make_backend(name, depth_for(options, drive));
     return options.faults ? make_fault_backend(std::move(backend), *options.faults)
                           : std::move(backend);
 }
+
+// How many forks there are between the program's first process and this one: cheaper to ask for
+// than the process's number, for which each call of a queue would ask the kernel.
+std::atomic<std::uint64_t> forks_of_process = 0;
+std::uint64_t forks() {
+    static const int registered = ::pthread_atfork(nullptr, nullptr, [] { ++forks_of_process; });
+    (void)registered;
+    return forks_of_process;
+}
+
+// How long what has ended may wait for a thread that asks for it, before the queue's own takes it.
+constexpr std::chrono::milliseconds grace{5};
+// How often that looks whether something has ended, while operations are pending.
+constexpr std::chrono::milliseconds look_every{100};
+constexpr unsigned looks_before_rest = 20;
 
 // Until it is not 0, at most so long. Unlike a condition variable's, the sleep ends when a signal
 // handler has run, and costs the thread that wakes to cold caches little.
@@ -49,13 +65,14 @@ void wake_all(std::atomic<std::uint32_t>& word) noexcept {
 
 void Ticket::release_waiters() noexcept {
     std::uint32_t under_way = 0;
-    state_.compare_exchange_strong(under_way, released);
-    wake_all(state_);
+    state_.compare_exchange_strong(under_way, released_early);
+    if (sleepers_ > 0) wake_all(state_);
 }
 
 Queue::Queue(QueueOptions options)
     : options_(std::move(options)),
       owner_(::getpid()),
+      forks_(forks()),
       first_backend_(backend_for(options_, options_.backend, options_.drive)) {
     (void)checked(options_.drive);
     if (options_.max_pending == 0) throw std::invalid_argument("max_pending must be at least 1");
@@ -105,6 +122,7 @@ bool Queue::submit(Operation operation, std::chrono::nanoseconds patience) {
             return false;
         if (closed_) throw ClosedError("the queue is closed");
         ++pending_;
+        if (std::exchange(rests_, false)) news_.notify_one();
     }
     const std::shared_ptr<Ticket> ticket = operation.ticket;
     hand_over(std::move(operation));
@@ -121,6 +139,7 @@ void Queue::hand_over(Operation operation) {
             if (known == drives_.end()) throw ClosedError("the file is of another queue");
             drive = known->second;
         }
+        if (operation.ticket) operation.ticket->drive_ = drive;
         drive->submit(std::move(operation));
     } catch (...) {
         const std::lock_guard lock(mutex_);
@@ -159,7 +178,8 @@ void Queue::need_drive_for(const OpenFile& file, const DriveOptions& options) {
         if (drives_.contains(file.device())) return;
         refuse_if_unusable();  // closed since the file was opened: nobody would stop a new drive
         const bool ring = options_.backend == "uring" || options_.backend == "liburing";
-        const bool first_fits = first_backend_ && first_backend_->capacity() >= depth_for(options);
+        const bool first_fits =
+            first_backend_ && first_backend_->capacity() >= depth_for(options_, options);
         auto backend = ring && file.spoiled_by_rings() ? backend_for(options_, "threads", options)
                        : first_fits                    ? std::move(first_backend_)
                                                        : backend_for_another(options);
@@ -211,15 +231,77 @@ void Queue::tell_drives_of_arenas() {
 
 std::vector<Outcome> Queue::wait_ended() {
     std::unique_lock lock(mutex_);
-    // What a woken waiter is about to take is not waited for here.
-    news_.wait(lock, [this] {
-        if (!handed_back_.empty()) return true;
-        return coming_ == 0 && (!ended_.empty() || (drained_ && settling_ == 0));
-    });
-    std::vector<Outcome> taken = std::exchange(ended_, {});
-    std::move(handed_back_.begin(), handed_back_.end(), std::back_inserter(taken));
+    unsigned looks_in_vain = 0;
+    for (;;) {
+        // What a woken waiter is about to take is not waited for here.
+        const bool all_taken = drained_ && settling_ == 0 && coming_ == 0;
+        if (!handed_back_.empty() || all_taken || (coming_ == 0 && urgent_ > 0)) break;
+        if (pending_ == 0 && ended_.empty() && looks_in_vain == looks_before_rest) {
+            rests_ = true;
+            news_.wait(lock, [this] { return !rests_; });
+            looks_in_vain = 0;
+            continue;
+        }
+        const bool has_some = !ended_.empty();
+        const std::uint64_t seen = takes_;
+        const bool in_vain =
+            news_.wait_for(lock, has_some ? grace : look_every) == std::cv_status::timeout;
+        if (in_vain && has_some && seen == takes_ && coming_ == 0) break;
+        looks_in_vain = pending_ == 0 && ended_.empty() ? looks_in_vain + 1 : 0;
+    }
+    std::vector<Outcome> all = taken();
+    std::move(handed_back_.begin(), handed_back_.end(), std::back_inserter(all));
     handed_back_.clear();
-    return taken;
+    return all;
+}
+
+std::vector<Outcome> Queue::taken() {
+    urgent_ = 0;
+    ++takes_;
+    return std::exchange(ended_, {});
+}
+
+std::vector<Outcome> Queue::take_ended() {
+    if (belongs_to_a_parent()) return {};
+    const std::lock_guard lock(mutex_);
+    if (!ended_.empty()) ++settling_;
+    return taken();
+}
+
+void Queue::hear(Ticket& ticket, const std::shared_ptr<Doorbell>& bell) {
+    if (belongs_to_a_parent()) return;
+    {
+        const std::lock_guard lock(mutex_);
+        if (bell) {
+            if (ticket.state_ == Ticket::ended) bell->ring();
+            ticket.bell_ = bell;
+        } else {
+            ticket.heard_ = true;
+            if (ticket.state_ == Ticket::ended && !ended_.empty()) {
+                ++urgent_;
+                wake_listener();
+            }
+        }
+    }
+    const std::shared_ptr<Drive> drive = ticket.drive_.lock();
+    if (drive && !(bell && drive->serve_loop(bell))) drive->attend();
+}
+
+void Queue::serve_loop(Doorbell& bell) {
+    if (belongs_to_a_parent()) return;
+    bell.answer();
+    std::vector<std::shared_ptr<Drive>> drives;
+    {
+        const std::lock_guard lock(drives_mutex_);
+        for (const auto& [device, drive] : drives_) drives.push_back(drive);
+    }
+    for (const std::shared_ptr<Drive>& drive : drives) drive->lead_for_loops();
+}
+
+void Queue::stop(Ticket& ticket) {
+    if (belongs_to_a_parent()) return;
+    ticket.stop();
+    if (const std::shared_ptr<Drive> drive = ticket.drive_.lock()) drive->end_stopped();
 }
 
 std::optional<std::vector<Outcome>> Queue::wait_for(Ticket& ticket,
@@ -229,24 +311,39 @@ std::optional<std::vector<Outcome>> Queue::wait_for(Ticket& ticket,
     if (ticket.state_ != Ticket::ended) {
         ++ticket.waiting_;
         lock.unlock();
-        sleep_while_zero(ticket.state_, timeout);
+        wait_for_end(ticket, timeout);
         lock.lock();
         if (ticket.state_ != Ticket::ended) {
             --ticket.waiting_;
             return std::nullopt;
         }
         --coming_;
-        if (ended_.empty() && drained_) news_.notify_one();
+        if (coming_ == 0 && (urgent_ > 0 || drained_)) wake_listener();
     }
     if (!ended_.empty()) ++settling_;
-    return std::exchange(ended_, {});
+    return taken();
+}
+
+void Queue::wait_for_end(Ticket& ticket, std::chrono::nanoseconds timeout) const {
+    const std::shared_ptr<Drive> drive = ticket.drive_.lock();
+    const bool may_lead = drive && timeout >= brief;
+    if (may_lead && drive->lead_while_zero(ticket.state_)) return;
+    ++ticket.sleepers_;
+    sleep_while_zero(ticket.state_, timeout);
+    --ticket.sleepers_;
+    if (may_lead) drive->stop_following();
+}
+
+void Queue::wake_listener() {
+    rests_ = false;
+    news_.notify_one();
 }
 
 void Queue::hand_back(std::vector<Outcome> outcomes) {
     const std::lock_guard lock(mutex_);
     std::move(outcomes.begin(), outcomes.end(), std::back_inserter(handed_back_));
     --settling_;
-    if (!handed_back_.empty() || drained_) news_.notify_one();
+    if (!handed_back_.empty() || drained_) wake_listener();
 }
 
 bool Queue::close(std::chrono::nanoseconds patience) {
@@ -268,6 +365,7 @@ bool Queue::close(std::chrono::nanoseconds patience) {
     pools_.clear();
     const std::lock_guard ended_lock(mutex_);
     drained_ = true;
+    rests_ = false;
     news_.notify_all();
     return true;
 }
@@ -288,7 +386,7 @@ std::uint64_t Queue::pending() const {
 }
 
 bool Queue::belongs_to_a_parent() const noexcept {
-    return ::getpid() != owner_;
+    return forks() != forks_;
 }
 
 void Queue::refuse_if_forked() const {
@@ -304,22 +402,32 @@ void Queue::refuse_if_unusable() const {
     if (closed_) throw ClosedError("the queue is closed");
 }
 
-// A thread that waits for one of them takes all, so the one behind wait_ended() sleeps on.
+// A thread that waits for one of them takes all, so the one behind wait_ended() sleeps on. So it
+// does, for a while, where someone is likely to wait soon: each waking costs that one, too.
 void Queue::ended(std::vector<Outcome> outcomes) {
-    const std::lock_guard lock(mutex_);
-    pending_ -= outcomes.size();
-    room_.notify_all();
-    for (Outcome& outcome : outcomes) {
-        if (outcome.ticket) {
-            outcome.ticket->state_ = Ticket::ended;
-            if (const unsigned woken = std::exchange(outcome.ticket->waiting_, 0); woken > 0) {
-                coming_ += woken;
-                wake_all(outcome.ticket->state_);
-            }
+    std::vector<std::shared_ptr<Doorbell>> bells;
+    {
+        const std::lock_guard lock(mutex_);
+        pending_ -= outcomes.size();
+        room_.notify_all();
+        for (Outcome& outcome : outcomes) {
+            if (!outcome.ticket || outcome.ticket->heard_) ++urgent_;
+            if (outcome.ticket) note_end(*outcome.ticket, bells);
+            ended_.push_back(std::move(outcome));
         }
-        ended_.push_back(std::move(outcome));
+        if (coming_ == 0 && urgent_ > 0) wake_listener();
     }
-    if (coming_ == 0) news_.notify_one();
+    for (const std::shared_ptr<Doorbell>& bell : bells) bell->ring();
+}
+
+// Under mutex_.
+void Queue::note_end(Ticket& ticket, std::vector<std::shared_ptr<Doorbell>>& bells) {
+    ticket.state_ = Ticket::ended;
+    coming_ += std::exchange(ticket.waiting_, 0);
+    if (ticket.sleepers_ > 0) wake_all(ticket.state_);
+    if (ticket.bell_ && std::find(bells.begin(), bells.end(), ticket.bell_) == bells.end()) {
+        bells.push_back(std::move(ticket.bell_));
+    }
 }
 
 }  // namespace deepnvme

@@ -103,12 +103,23 @@ class OwnRing {
         return sqes_.at<uring::Sqe>((filled_++ & (sq_entries_ - 1)) * sizeof(uring::Sqe));
     }
 
-    [[nodiscard]] int submit_and_wait(unsigned wait_nr) noexcept {
+    // Without `patience` for as long as it takes.
+    [[nodiscard]] int submit_and_wait(unsigned wait_nr, uring::Timespec* patience) noexcept {
         store(sq_tail_, filled_);
         const std::uint32_t unsubmitted = filled_ - load(sq_head_);
         const bool reaches_completions = wait_nr > 0 || has_deferred();
         if (unsubmitted == 0 && !reaches_completions) return 0;
-        return enter(unsubmitted, wait_nr, reaches_completions ? uring::enter_getevents : 0);
+        if (patience == nullptr) {
+            return enter(unsubmitted, wait_nr, reaches_completions ? uring::enter_getevents : 0);
+        }
+        const uring::GeteventsArg argument{
+            .sigmask = 0,
+            .sigmask_size = 0,
+            .min_wait_us = 0,
+            .timespec = reinterpret_cast<std::uintptr_t>(patience),
+        };
+        return enter(unsubmitted, wait_nr, uring::enter_getevents | uring::enter_ext_arg, &argument,
+                     sizeof(argument));
     }
 
     [[nodiscard]] int wait_cqe(uring::Cqe** cqe) noexcept {
@@ -145,10 +156,11 @@ class OwnRing {
         return (load(sq_flags_) & (uring::sq_cq_overflow | uring::sq_taskrun)) != 0;
     }
 
-    [[nodiscard]] int enter(unsigned to_submit, unsigned min_complete,
-                            std::uint32_t flags) const noexcept {
+    [[nodiscard]] int enter(unsigned to_submit, unsigned min_complete, std::uint32_t flags,
+                            const void* argument = nullptr,
+                            std::size_t argument_size = 0) const noexcept {
         const long result = ::syscall(uring::syscall_enter, fd_, to_submit, min_complete, flags,
-                                      nullptr, std::size_t{0});
+                                      argument, argument_size);
         return result < 0 ? -errno : static_cast<int>(result);
     }
 
@@ -202,13 +214,15 @@ UringFunctions own_ring_functions() {
         .name = "uring",
         .queue_init_params = own_init,
         .queue_exit = [](RingBlock* ring) { own(ring).~OwnRing(); },
-        .enable_rings =
-            [](RingBlock* ring) {
-                return own(ring).call_register(uring::register_enable_rings, nullptr, 0);
-            },
         .get_sqe = [](RingBlock* ring) { return own(ring).next_sqe(); },
-        .submit_and_wait = [](RingBlock* ring,
-                              unsigned wait_nr) { return own(ring).submit_and_wait(wait_nr); },
+        .submit_and_wait =
+            [](RingBlock* ring, unsigned wait_nr) {
+                return own(ring).submit_and_wait(wait_nr, nullptr);
+            },
+        .submit_and_wait_timeout =
+            [](RingBlock* ring, uring::Cqe** /*cqe*/, unsigned wait_nr, uring::Timespec* patience,
+               sigset_t* /*mask*/) { return own(ring).submit_and_wait(wait_nr, patience); },
+        .counts_with_timeout = true,
         .wait_cqe = [](RingBlock* ring, uring::Cqe** cqe) { return own(ring).wait_cqe(cqe); },
         .peek_batch_cqe = [](RingBlock* ring, uring::Cqe** cqes,
                              unsigned count) { return own(ring).peek(cqes, count); },
@@ -220,6 +234,10 @@ UringFunctions own_ring_functions() {
         .unregister_buffers =
             [](RingBlock* ring) {
                 return own(ring).call_register(uring::unregister_buffers, nullptr, 0);
+            },
+        .register_eventfd =
+            [](RingBlock* ring, int descriptor) {
+                return own(ring).call_register(uring::register_eventfd, &descriptor, 1);
             },
     };
 }
@@ -254,14 +272,15 @@ UringFunctions liburing_functions() {
     };
     bind("io_uring_queue_init_params", functions.queue_init_params);
     bind("io_uring_queue_exit", functions.queue_exit);
-    bind("io_uring_enable_rings", functions.enable_rings);
     bind("io_uring_get_sqe", functions.get_sqe);
     bind("io_uring_submit_and_wait", functions.submit_and_wait);
+    bind("io_uring_submit_and_wait_timeout", functions.submit_and_wait_timeout);
     bind("io_uring_wait_cqe", functions.wait_cqe);
     bind("io_uring_peek_batch_cqe", functions.peek_batch_cqe);
     bind("io_uring_cq_advance", functions.cq_advance);
     bind("io_uring_register_buffers", functions.register_buffers);
     bind("io_uring_unregister_buffers", functions.unregister_buffers);
+    bind("io_uring_register_eventfd", functions.register_eventfd);
     return functions;
 }
 

@@ -1,4 +1,4 @@
-// One way of asking the kernel for I/O. A Backend is driven by one thread, the Drive's: push,
+// One way of asking the kernel for I/O. A Backend is driven by one thread at a time: push,
 // submit_and_reap. Only wake() may be called from elsewhere. It never retries, never interprets a
 // result, never prints. Every backend passes native/tests/test_backends.cpp; `fault` wraps any
 // other.
@@ -6,6 +6,7 @@
 
 #include <sys/uio.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -58,7 +59,16 @@ enum class Wait : std::uint8_t {
     several,  // as some, but a backend may sleep through one completion, and through a wake() until
               // the next: for a caller that has nothing to hand over and enough in flight, whom
               // each waking costs
+    briefly,  // as some, and returns with nothing once a signal handler has run in this thread or
+              // `brief` is over: for a thread of the program, which has to look after its signals
+    several_briefly,
 };
+
+[[nodiscard]] constexpr bool is_brief(Wait wait) noexcept {
+    return wait == Wait::briefly || wait == Wait::several_briefly;
+}
+
+inline constexpr std::chrono::milliseconds brief{100};
 
 class Backend {
   public:
@@ -69,7 +79,7 @@ class Backend {
     Backend& operator=(const Backend&) = delete;
     // Returns only when the kernel touches no request's memory any more: what is in flight is
     // waited for, unreaped; what was pushed and never submitted is not done. Runs in the thread
-    // that attached: a ring obeys no other, not even for this.
+    // that attached.
     virtual ~Backend() = default;
 
     [[nodiscard]] virtual std::string_view name() const noexcept = 0;
@@ -77,6 +87,10 @@ class Backend {
     // Called once by the thread that will drive it, before anything else but wake(). Throws
     // std::system_error.
     virtual void attach() {}
+
+    // Whether one thread after another may drive it, each until it returns from a call here. Then
+    // it knows Wait::briefly, too.
+    [[nodiscard]] virtual bool serves_any_thread() const noexcept { return false; }
 
     // Most requests that can be pushed and not yet reaped.
     [[nodiscard]] virtual unsigned capacity() const noexcept = 0;
@@ -91,6 +105,10 @@ class Backend {
     // waiting call that returns after it, never by Wait::none. Throws std::system_error only when
     // the backend as a whole is broken; what was in flight then is still drained by the destructor.
     [[nodiscard]] virtual std::size_t submit_and_reap(std::span<Completion> out, Wait wait) = 0;
+
+    // A descriptor, from the first call on, that can be read when something has completed since it
+    // was read last; -1 where there is none. Any thread may ask, one at a time, and read.
+    [[nodiscard]] virtual int completion_descriptor() { return -1; }
 
     // Makes a blocked or the next submit_and_reap(..., Wait::some) return. Any thread, at any time
     // after construction.

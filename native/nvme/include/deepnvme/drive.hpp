@@ -1,6 +1,6 @@
-// One drive: one thread, one backend, a budget of bytes in flight. Turns operations into chunks and
-// chunks into an outcome. Callers hand it operations from any thread; everything else happens on
-// its own thread (docs/decisions/0003).
+// One drive: one backend, a budget of bytes in flight, a thread of its own. Turns operations into
+// chunks and chunks into an outcome. One thread at a time leads it: a caller that submits or waits,
+// or the drive's own thread (docs/decisions/0032).
 #pragma once
 
 #include <array>
@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <future>
 #include <list>
@@ -21,10 +22,34 @@
 #include "deepnvme/arena.hpp"
 #include "deepnvme/backend.hpp"
 #include "deepnvme/open_file.hpp"
+#include "deepnvme/pool.hpp"
 
 namespace deepnvme {
 
+class Drive;
+
 enum class AtEndOfFile : std::uint8_t { fails, stops };
+
+// Rings until it is answered, by a descriptor that can be read: when it is told to, and when
+// something completes on a drive that it watches. For an event loop. Any thread.
+class Doorbell {
+  public:
+    Doorbell();  // throws std::system_error
+    ~Doorbell();
+    Doorbell(const Doorbell&) = delete;
+    Doorbell& operator=(const Doorbell&) = delete;
+
+    [[nodiscard]] int descriptor() const noexcept { return poll_; }
+    void ring() noexcept;
+    // Lets it ring when `descriptor` can be read, which answer() reads, until it is closed.
+    void watch(int descriptor);
+    void answer() noexcept;
+
+  private:
+    int poll_;
+    int signal_;
+    std::atomic<bool> rung_ = false;  // and not answered
+};
 
 // The submitter's hold on an operation: to take it back while it has not begun, and to wait for its
 // end.
@@ -38,6 +63,12 @@ class Ticket {
     // Lets go whoever waits for the end now or later: it was cancelled, and the drive may be long
     // in coming to it.
     void release_waiters() noexcept;
+    // Whether release_waiters came before the end.
+    [[nodiscard]] bool released() const noexcept { return state_ == released_early; }
+    // Lets no further part of it be issued. What the kernel has runs to its end; the operation then
+    // fails with ECANCELED, unless that was all of it.
+    void stop() noexcept { stopped_ = true; }
+    [[nodiscard]] bool stopped() const noexcept { return stopped_; }
 
   private:
     friend class Queue;  // what is not atomic below is guarded by its mutex
@@ -50,13 +81,30 @@ class Ticket {
 
     std::atomic<Claim> claim_{Claim::free};
     std::atomic<bool> taken_ = false;
+    std::atomic<bool> stopped_ = false;
+    std::weak_ptr<Drive> drive_;      // set before it is taken
+    bool heard_ = false;              // the queue's own thread is told of its end at once
+    std::shared_ptr<Doorbell> bell_;  // rings at its end
     static constexpr std::uint32_t ended = 1;
-    static constexpr std::uint32_t released = 2;
+    static constexpr std::uint32_t released_early = 2;
     std::atomic<std::uint32_t> state_ = 0;  // a futex
-    unsigned waiting_ = 0;                  // threads that sleep on it
+    std::atomic<unsigned> sleepers_ = 0;    // threads that sleep on it
+    unsigned waiting_ = 0;                  // those, and the one that leads the drive meanwhile
 };
 
-// What a caller wants done with one piece of memory. Memory and file stay valid until it has ended.
+// One piece of memory and its place in a file.
+struct Piece {
+    std::byte* memory = nullptr;
+    std::uint64_t length = 0;
+    std::uint64_t offset = 0;
+};
+
+enum class Priority : std::uint8_t { normal, urgent };
+
+using Clock = std::chrono::steady_clock;
+
+// What a caller wants done with one piece of memory, or with several in their order. Memory and
+// file stay valid until it has ended.
 struct Operation {
     std::uint64_t id = 0;
     std::shared_ptr<Ticket> ticket;  // empty: cannot be cancelled, nor waited for alone
@@ -64,8 +112,11 @@ struct Operation {
     AtEndOfFile at_end_of_file = AtEndOfFile::fails;
     std::shared_ptr<OpenFile> file;
     std::byte* memory = nullptr;
-    std::uint64_t length = 0;
+    std::uint64_t length = 0;  // of all pieces together, where there are some
     std::uint64_t offset = 0;
+    std::vector<Piece> pieces = {};  // of one verb and file; empty: the one above
+    Priority priority = Priority::normal;
+    Clock::time_point deadline = Clock::time_point::max();  // nothing of it is issued after that
 };
 
 enum class Ending : std::uint8_t { succeeded, failed, end_of_file, cancelled };
@@ -117,7 +168,7 @@ struct DriveStats {
 
 class Drive {
   public:
-    // Takes what has ended since the last call; called on the drive's thread, must not throw.
+    // Takes what has ended since the last call; called on the leading thread, must not throw.
     using Ended = std::function<void(std::vector<Outcome>)>;
 
     // Throws what Backend::attach throws.
@@ -126,7 +177,23 @@ class Drive {
     Drive(const Drive&) = delete;
     Drive& operator=(const Drive&) = delete;
 
+    // Small operations reach the kernel before it returns, where no other thread leads.
     void submit(Operation operation);
+    // Leads until `state` is not 0, a signal handler has run or Wait::briefly is over. False at
+    // once where another thread leads: the caller then counts as one that waits, until
+    // stop_following.
+    [[nodiscard]] bool lead_while_zero(const std::atomic<std::uint32_t>& state);
+    void stop_following();
+    // Lets the drive's own thread lead where no other does: the end of something is heard
+    // elsewhere.
+    void attend();
+    // Lets the loop behind `bell` lead by lead_for: as long as it lives, the drive's own thread
+    // holds back. False: this drive cannot, and attend() is needed.
+    [[nodiscard]] bool serve_loop(const std::shared_ptr<Doorbell>& bell);
+    // Takes what has completed and issues what is next, where no other thread leads. Never waits.
+    void lead_for_loops();
+    // Lets operations whose ticket is stopped end.
+    void end_stopped();
     // Lets `arenas` be registered in place of those before, as soon as nothing is in flight.
     void use_arenas(std::vector<std::shared_ptr<Arena>> arenas);
     // Waits at most `patience` for that. True: those asked for last are in use, or never will be.
@@ -137,14 +204,14 @@ class Drive {
     [[nodiscard]] DriveStats stats() const;
 
   private:
-    using Clock = std::chrono::steady_clock;
-
     // An operation under way.
     struct Active {
         Operation operation;
         Clock::time_point submitted;
         std::uint64_t sequence = 0;
         std::uint64_t issued = 0;                   // bytes for which chunks were made
+        std::size_t piece = 0;                      // the one that the next chunk is of
+        std::uint64_t piece_start = 0;              // where that begins in the operation
         std::uint32_t outstanding = 0;              // chunks not yet ended
         std::uint64_t certain = ~std::uint64_t{0};  // bytes before the first chunk that fell short
         Ending ending = Ending::succeeded;
@@ -156,10 +223,15 @@ class Drive {
     // One piece of an operation, in the kernel or waiting to be pushed again.
     struct Chunk {
         Active* active = nullptr;
-        std::uint64_t position = 0;  // in the operation
+        std::uint64_t position = 0;   // in the operation
+        std::uint64_t offset = 0;     // in the file
+        std::byte* memory = nullptr;  // the caller's
         std::uint32_t length = 0;
         std::uint32_t moved = 0;
-        std::int32_t slot = -1;  // bounce slot, -1: none
+        std::uint32_t lead = 0;   // direct reads: bytes asked for before the first that is wanted
+        std::uint32_t trail = 0;  // and behind the last
+        std::int32_t slot = -1;   // bounce slot, -1: none
+        std::shared_ptr<Block> block = nullptr;  // in place of a slot, for a small read
         bool direct = false;
         bool in_kernel = false;
         std::uint8_t attempts = 0;
@@ -185,17 +257,38 @@ class Drive {
 
     void run(std::promise<void>& attached);
     void serve();
-    [[nodiscard]] bool take_inbox();
-    [[nodiscard]] Wait how_to_wait();
+    [[nodiscard]] bool wait_for_turn(std::unique_lock<std::mutex>& lock);
+    [[nodiscard]] bool may_lead() const;
+    [[nodiscard]] bool step(Wait longest);
+    void call_leader();
+    void end_turn(bool leaves_others);
+    [[nodiscard]] bool is_for_loops();
+    void call_loops();
+    void break_off(const std::exception_ptr& reason);
+    [[nodiscard]] bool is_inline(const Operation& operation) const;
+    [[nodiscard]] bool has_waiting() const;
+    [[nodiscard]] bool has_work() const;
+    void take_inbox();
+    [[nodiscard]] Wait how_to_wait(Wait longest);
     void register_arenas();
 
     void issue();
+    [[nodiscard]] std::list<Active>* lane_in_turn();
+    [[nodiscard]] std::list<Active>& lane_of(const Operation& operation);
+    void end_what_is_late();
+    void end_if_late(Active& active, Clock::time_point now);
     [[nodiscard]] bool begin(Active& active);
     [[nodiscard]] bool has_room(const Chunk& chunk) const;
     void issue_chunk(Chunk chunk);
     [[nodiscard]] Chunk next_chunk(Active& active) const;
+    [[nodiscard]] static Piece rest_of_piece(const Active& active);
+    void widen_to_pages(Chunk& chunk, std::uint64_t rest) const;
     [[nodiscard]] bool needs_bounce(const Chunk& chunk) const;
+    [[nodiscard]] bool needs_block(const Chunk& chunk) const;
     [[nodiscard]] bool make_bounce_slots();
+    [[nodiscard]] bool make_blocks();
+    [[nodiscard]] bool take_bounce_memory(Chunk& chunk);
+    [[nodiscard]] static std::uint32_t lead_of(const Chunk& chunk);
     void push(std::uint32_t index);
     [[nodiscard]] bool shares_page_in_kernel(const Chunk& chunk) const;
     [[nodiscard]] static PageRange pages_of(const Chunk& chunk);
@@ -213,18 +306,31 @@ class Drive {
     void move_to(std::list<Active>& home, Active& active);
     void fail_everything(int error);
 
-    [[nodiscard]] std::byte* user_memory(const Chunk& chunk) const;
-    [[nodiscard]] std::byte* slot_memory(const Chunk& chunk) const;
+    // Where the kernel moves a bounced chunk's bytes, those that only pages need included.
+    [[nodiscard]] std::byte* own_memory(const Chunk& chunk) const;
     [[nodiscard]] std::int32_t registered_index(const std::byte* memory, std::size_t nbytes) const;
 
     std::unique_ptr<Backend> backend_;
     const std::string backend_name_;
+    const bool any_thread_;
     const DriveOptions options_;
+    const std::uint64_t block_bytes_;  // of blocks_, once it is made
     const Ended ended_;
 
     // Shared with callers, under mutex_.
     mutable std::mutex mutex_;
     std::condition_variable changed_;
+    std::condition_variable turn_;  // for the drive's own thread
+    bool led_ = false;              // a thread leads: it alone touches what is below
+    bool wants_own_thread_ = false;
+    bool attended_ = false;     // see attend(), until nothing is left to do
+    bool stops_asked_ = false;  // see end_stopped()
+    std::vector<std::weak_ptr<Doorbell>> loops_;
+    bool loop_came_in_vain_ = false;
+    bool watching_ = false;    // the drive's own thread will look again soon, by itself
+    unsigned followers_ = 0;   // threads that wait while another leads
+    std::uint64_t turns_ = 0;  // of callers
+    int failure_ = 0;  // errno that ended a caller's turn; the drive's own thread deals with it
     std::list<Active> inbox_;
     std::vector<std::shared_ptr<Arena>> wanted_arenas_;
     std::uint64_t arenas_asked_ =
@@ -235,15 +341,21 @@ class Drive {
     bool sleeping_ = false;
     int broken_ = 0;  // errno that broke the backend; every operation ends with it
 
-    // The drive's thread only.
-    std::list<Active> waiting_;  // not wholly issued, in order
-    std::list<Active> parked_;   // syncs behind writes
+    // The leading thread's only; under mutex_ where none leads.
+    // Not wholly issued, each lane in order: urgent ones, and the others by their size.
+    std::array<std::list<Active>, 4> lanes_;
+    std::size_t lane_ = 1;             // the one that may issue
+    std::int64_t credit_ = 0;          // so many bytes more, until it is the turn of the next
+    std::list<Active> parked_;         // syncs behind writes
+    std::uint64_t with_deadline_ = 0;  // operations that have one
+    bool stops_due_ = false;           // a ticket was stopped
     std::list<Active> issued_;
     std::vector<Chunk> chunks_;
     std::vector<std::uint32_t> free_chunks_;
     std::deque<std::uint32_t> repush_;
     std::vector<std::int32_t> free_slots_;
     std::shared_ptr<Arena> bounce_;
+    std::shared_ptr<Pool> blocks_;
     std::vector<std::shared_ptr<Arena>> arenas_;
     std::vector<std::shared_ptr<Arena>>
         registered_;  // index in the ring; empty when the kernel refused

@@ -25,6 +25,7 @@ struct QueueOptions {
         fallbacks;  // for a drive after the first, where the kernel refuses another of it
     DriveOptions drive;
     std::uint32_t max_pending = 1024;
+    std::uint32_t max_requests = 0;  // that a drive works on at once; 0: as many as bytes allow
     std::optional<FaultPlan> faults;
 };
 
@@ -54,13 +55,23 @@ class Queue {
     [[nodiscard]] bool pools_settled(std::chrono::nanoseconds patience);
 
     // Blocks until operations have ended that no waiter of wait_for is about to take, and returns
-    // them; empty once the queue is closed and everything was returned.
+    // them; empty once the queue is closed and everything was returned. What has a ticket that was
+    // not heard may come a little later: whoever has it may be about to take it.
     [[nodiscard]] std::vector<Outcome> wait_ended();
+    // Lets wait_ended return that operation at its end, or `bell` ring then: the caller will not
+    // wait for it. What has rung is taken with take_ended; what nobody takes, wait_ended returns.
+    void hear(Ticket& ticket, const std::shared_ptr<Doorbell>& bell);
+    // Answers the bell of an event loop: takes what has completed and issues what is next.
+    void serve_loop(Doorbell& bell);
+    // What has ended and nobody took yet. Where that is something, the caller calls hand_back.
+    [[nodiscard]] std::vector<Outcome> take_ended();
+    // Lets no further part of that operation be issued: see Ticket::stop.
+    void stop(Ticket& ticket);
     // Blocks until that operation has ended and returns whatever has ended and nobody took yet,
     // itself among it or not; nothing when the time is up, a signal handler has run, or
-    // Ticket::release_waiters was called. Saves a thread's wake-up per operation: see
-    // docs/decisions/0003. Whoever takes outcomes here calls hand_back when they are dealt with:
-    // wait_ended does not end before.
+    // Ticket::release_waiters was called. Leads the drive meanwhile, where no other thread does:
+    // see docs/decisions/0032. Whoever takes outcomes here calls hand_back when they are dealt
+    // with: wait_ended does not end before.
     [[nodiscard]] std::optional<std::vector<Outcome>> wait_for(Ticket& ticket,
                                                                std::chrono::nanoseconds timeout);
     // What wait_for returned is dealt with, but for these, which are for wait_ended() after all.
@@ -87,9 +98,14 @@ class Queue {
     [[nodiscard]] std::vector<std::shared_ptr<Arena>> arenas() const;
     void tell_drives_of_arenas();
     void ended(std::vector<Outcome> outcomes);
+    [[nodiscard]] std::vector<Outcome> taken();
+    void note_end(Ticket& ticket, std::vector<std::shared_ptr<Doorbell>>& bells);
+    void wake_listener();
+    void wait_for_end(Ticket& ticket, std::chrono::nanoseconds timeout) const;
 
     const QueueOptions options_;
     const pid_t owner_;
+    const std::uint64_t forks_;
     std::unique_ptr<Backend>
         first_backend_;  // made by the constructor as proof that it works, used by the first drive
 
@@ -104,6 +120,9 @@ class Queue {
     std::condition_variable room_;
     std::condition_variable news_;
     std::vector<Outcome> ended_;
+    std::uint64_t takes_ = 0;           // how often they were taken
+    std::uint64_t urgent_ = 0;          // of these, what wait_ended is to return at once
+    bool rests_ = false;                // wait_ended sleeps until it is woken
     std::vector<Outcome> handed_back_;  // only for wait_ended
     std::uint64_t coming_ = 0;          // waiters that were woken and have not yet taken
     std::uint64_t settling_ = 0;        // waiters that took and have not yet handed back

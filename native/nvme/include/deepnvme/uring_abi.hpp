@@ -18,7 +18,6 @@ inline constexpr long syscall_register = 427;
 // io_uring_params.flags
 inline constexpr std::uint32_t setup_cqsize = 1U << 3;
 inline constexpr std::uint32_t setup_clamp = 1U << 4;
-inline constexpr std::uint32_t setup_r_disabled = 1U << 6;      // 5.10, see register_enable_rings
 inline constexpr std::uint32_t setup_submit_all = 1U << 7;      // 5.18
 inline constexpr std::uint32_t setup_coop_taskrun = 1U << 8;    // 5.19
 inline constexpr std::uint32_t setup_taskrun_flag = 1U << 9;    // 5.19
@@ -56,7 +55,6 @@ inline constexpr std::uint32_t register_eventfd = 4;
 inline constexpr std::uint32_t unregister_eventfd = 5;
 inline constexpr std::uint32_t register_files_update = 6;
 inline constexpr std::uint32_t register_probe = 8;
-inline constexpr std::uint32_t register_enable_rings = 12;
 inline constexpr std::uint32_t register_files2 = 13;
 inline constexpr std::uint32_t register_files_update2 = 14;
 inline constexpr std::uint32_t register_buffers2 = 15;
@@ -149,6 +147,20 @@ struct Cqe {
     std::uint32_t flags;
 };
 
+// The kernel's struct __kernel_timespec.
+struct Timespec {
+    std::int64_t seconds;
+    std::int64_t nanoseconds;
+};
+
+// The argument of an enter with enter_ext_arg.
+struct GeteventsArg {
+    std::uint64_t sigmask;
+    std::uint32_t sigmask_size;
+    std::uint32_t min_wait_us;
+    std::uint64_t timespec;
+};
+
 struct FilesUpdate {
     std::uint32_t offset;
     std::uint32_t reserved;
@@ -198,6 +210,7 @@ static_assert(offsetof(Sqe, addr) == 16 && offsetof(Sqe, len) == 24 &&
 static_assert(offsetof(Sqe, user_data) == 32 && offsetof(Sqe, buf_index) == 40 &&
               offsetof(Sqe, addr3) == 48);
 static_assert(sizeof(Cqe) == 16 && offsetof(Cqe, res) == 8);
+static_assert(sizeof(Timespec) == 16 && sizeof(GeteventsArg) == 24);
 static_assert(sizeof(FilesUpdate) == 16 && sizeof(RsrcRegister) == 32 && sizeof(RsrcUpdate2) == 32);
 static_assert(sizeof(ProbeOp) == 8 && offsetof(Probe, ops) == 16);
 static_assert(std::is_trivial_v<Sqe> && std::is_trivial_v<Params> && std::is_trivial_v<Probe>);

@@ -4,6 +4,7 @@
 // of the kernel in between.
 #pragma once
 
+#include <signal.h>
 #include <sys/uio.h>
 
 #include <array>
@@ -28,12 +29,16 @@ struct UringFunctions {
     // Makes the ring; `params` goes in with flags and comes back with features.
     int (*queue_init_params)(unsigned entries, RingBlock* ring, uring::Params* params) = nullptr;
     void (*queue_exit)(RingBlock* ring) = nullptr;
-    // Starts a ring made with setup_r_disabled; the calling thread becomes its single issuer.
-    int (*enable_rings)(RingBlock* ring) = nullptr;
     // The next free submission, to be filled before the next submit; nullptr when all are taken.
     uring::Sqe* (*get_sqe)(RingBlock* ring) = nullptr;
     // Submits, returns how many the kernel took, waits until `wait_nr` completions are there.
     int (*submit_and_wait)(RingBlock* ring, unsigned wait_nr) = nullptr;
+    // The same for at most `patience`, or until a signal handler has run: -ETIME, -EINTR then, or
+    // how many the kernel took. `cqe` is the first completion, if there is one.
+    int (*submit_and_wait_timeout)(RingBlock* ring, uring::Cqe** cqe, unsigned wait_nr,
+                                   uring::Timespec* patience, sigset_t* mask) = nullptr;
+    // Whether that count is right. liburing's is 0 where a completion was there already.
+    bool counts_with_timeout = false;
     // Waits for one completion without submitting anything.
     int (*wait_cqe)(RingBlock* ring, uring::Cqe** cqe) = nullptr;
     // Points at completions, without taking them, and returns how many; lets the kernel post those
@@ -42,6 +47,7 @@ struct UringFunctions {
     void (*cq_advance)(RingBlock* ring, unsigned count) = nullptr;
     int (*register_buffers)(RingBlock* ring, const iovec* buffers, unsigned count) = nullptr;
     int (*unregister_buffers)(RingBlock* ring) = nullptr;
+    int (*register_eventfd)(RingBlock* ring, int descriptor) = nullptr;
 
     std::shared_ptr<void> library = nullptr;  // keeps the code loaded
 };

@@ -1,0 +1,265 @@
+"""Small requests as nvme_small runs them: through deepnvme, and as plain Python would without it.
+
+Each function measures for some seconds in the calling process and returns operations per second,
+CPU time and time for each. Imports deepnvme only when called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import bench
+
+if TYPE_CHECKING:
+    from deepnvme import IOQueue
+
+__all__ = ["CPU_US", "OPS", "P99_US", "US", "Requests", "awaited", "beside", "in_turn", "many"]
+__all__ += ["files_of_aiofiles", "threads", "to_thread"]
+
+OPS, CPU_US, US, P99_US = "operations/s", "CPU us/operation", "us/operation", "p99 us"
+_PER_CALL = 1024  # pieces of one pread_many: enough that its ends do not count
+_STREAM = 16 << 20
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Random requests of one size, so many at a time. `writes` is the share of writes."""
+
+    path: Path
+    file_bytes: int
+    nbytes: int
+    depth: int
+    writes: float
+    seconds: float
+
+    def offsets(self) -> Iterator[int]:
+        """Return random offsets without end."""
+        draw = random.Random(7).randrange
+        return (draw(self.file_bytes // self.nbytes) * self.nbytes for _ in count())
+
+
+def many(requests: Requests) -> dict[str, float]:
+    """Measure deepnvme with many pieces as one operation, `depth` of them in the drive."""
+    import deepnvme
+
+    offsets = requests.offsets()
+    pool = deepnvme.Pool(_PER_CALL * requests.nbytes)
+    buffer = pool.buffer(_PER_CALL * requests.nbytes)
+    in_write = round(_PER_CALL * requests.writes)
+    cut = in_write * requests.nbytes
+    with _queue(requests, pool) as queue, queue.open(requests.path, "r+") as file:
+
+        def turn() -> int:
+            futures = []
+            if in_write:
+                places = [next(offsets) for _ in range(in_write)]
+                futures.append(file.pwrite_many(buffer[:cut], places))
+            if in_write < _PER_CALL:
+                places = [next(offsets) for _ in range(_PER_CALL - in_write)]
+                futures.append(file.pread_many(buffer[cut:], places))
+            return sum(future.result() for future in futures) // requests.nbytes
+
+        return _timed(requests, turn)
+
+
+def in_turn(requests: Requests) -> dict[str, float]:
+    """Measure deepnvme with one operation after the other."""
+    import deepnvme
+
+    offsets = requests.offsets()
+    pool = deepnvme.Pool(2 << 20)
+    buffer = pool.buffer(requests.nbytes)
+    with _queue(requests, pool) as queue, queue.open(requests.path, "r+") as file:
+        move = file.pwrite if requests.writes else file.pread
+
+        def turn() -> int:
+            for _ in range(16):
+                move(buffer, next(offsets)).result()
+            return 16
+
+        return _timed(requests, turn)
+
+
+def awaited(requests: Requests) -> dict[str, float]:
+    """Measure deepnvme under asyncio: `depth` tasks that await one read after the other."""
+    import deepnvme
+
+    pool = deepnvme.Pool(max(2 << 20, requests.depth * requests.nbytes))
+    with _queue(requests, pool) as queue, queue.open(requests.path) as file:
+        buffers = [pool.buffer(requests.nbytes) for _ in range(requests.depth)]
+
+        async def move(number: int, offset: int) -> None:
+            await file.pread(buffers[number], offset)
+
+        return asyncio.run(_under_asyncio(requests, move))
+
+
+def to_thread(requests: Requests) -> dict[str, float]:
+    """Measure asyncio.to_thread(os.preadv)."""
+    descriptor = os.open(requests.path, os.O_RDONLY | os.O_DIRECT)
+    views = _views(requests)
+
+    async def move(number: int, offset: int) -> None:
+        await asyncio.to_thread(os.preadv, descriptor, [views[number]], offset)
+
+    try:
+        return asyncio.run(_under_asyncio(requests, move))
+    finally:
+        os.close(descriptor)
+
+
+def files_of_aiofiles(requests: Requests) -> dict[str, float]:
+    """Measure aiofiles, which reads through the page cache in threads."""
+    try:
+        import aiofiles  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError:
+        raise bench.UnavailableError("aiofiles is not installed") from None
+
+    async def main() -> dict[str, float]:
+        files = [await aiofiles.open(requests.path, "rb") for _ in range(requests.depth)]
+
+        async def move(number: int, offset: int) -> None:
+            await files[number].seek(offset)
+            await files[number].read(requests.nbytes)
+
+        try:
+            return await _under_asyncio(requests, move)
+        finally:
+            for file in files:
+                await file.close()
+
+    return asyncio.run(main())
+
+
+def threads(requests: Requests) -> dict[str, float]:
+    """Measure `depth` threads that call preadv and pwritev, past the page cache."""
+    descriptor = os.open(requests.path, os.O_RDWR | os.O_DIRECT)
+    views = _views(requests)
+    until = time.perf_counter() + requests.seconds
+    counts = [0] * requests.depth
+
+    def work(number: int) -> None:
+        view, draw, done = [views[number]], random.Random(number), 0
+        places = requests.file_bytes // requests.nbytes
+        while time.perf_counter() < until:
+            offset = draw.randrange(places) * requests.nbytes
+            if draw.random() < requests.writes:
+                os.pwritev(descriptor, view, offset)
+            else:
+                os.preadv(descriptor, view, offset)
+            done += 1
+        counts[number] = done
+
+    def run() -> None:
+        workers = [threading.Thread(target=work, args=(n,)) for n in range(requests.depth)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+
+    cost = bench.cost_of(run)
+    os.close(descriptor)
+    return _numbers(sum(counts), cost)
+
+
+def beside(requests: Requests, *, same_queue: bool) -> dict[str, float]:
+    """Measure single reads while another thread reads 16 MiB pieces, on this queue or another."""
+    import deepnvme
+
+    pool = deepnvme.Pool(3 * _STREAM)
+    with (
+        deepnvme.IOQueue(pool=pool) as queue,
+        deepnvme.IOQueue(pool=pool) as other,
+        queue.open(requests.path) as file,
+        (queue if same_queue else other).open(requests.path) as large,
+    ):
+        small = pool.buffer(requests.nbytes)
+        buffers = [pool.buffer(_STREAM) for _ in range(2)]
+        over = threading.Event()
+
+        def keep_streaming() -> None:
+            places = requests.file_bytes // _STREAM
+            pending = [large.pread(buffers[n], n * _STREAM) for n in range(2)]
+            for number in count(2):
+                pending[number % 2].result()
+                if over.is_set():
+                    pending[1 - number % 2].result()
+                    return
+                pending[number % 2] = large.pread(buffers[number % 2], number % places * _STREAM)
+
+        streaming = threading.Thread(target=keep_streaming)
+        streaming.start()
+        offsets, latencies = requests.offsets(), []
+        until = time.perf_counter() + requests.seconds
+        while time.perf_counter() < until:
+            begin = time.perf_counter()
+            file.pread(small, next(offsets)).result()
+            latencies.append(time.perf_counter() - begin)
+        over.set()
+        streaming.join()
+    latencies.sort()
+    return {P99_US: latencies[len(latencies) * 99 // 100] * 1e6}
+
+
+def _queue(requests: Requests, pool: Any) -> IOQueue:
+    import deepnvme
+
+    return deepnvme.IOQueue(pool=pool, max_requests=requests.depth)
+
+
+def _views(requests: Requests) -> list[memoryview]:
+    room = mmap.mmap(-1, max(2 << 20, requests.depth * requests.nbytes))
+    room.madvise(mmap.MADV_HUGEPAGE)
+    room[:] = bytes(len(room))
+    whole = memoryview(room)
+    size = requests.nbytes
+    return [whole[number * size : (number + 1) * size] for number in range(requests.depth)]
+
+
+def _timed(requests: Requests, turn: Callable[[], int]) -> dict[str, float]:
+    """Repeat `turn`, which returns how many operations it did, until the time is over."""
+    done = 0
+
+    def run() -> None:
+        nonlocal done
+        until = time.perf_counter() + requests.seconds
+        while time.perf_counter() < until:
+            done += turn()
+
+    cost = bench.cost_of(run)
+    return _numbers(done, cost)
+
+
+def _numbers(done: int, cost: bench.Cost) -> dict[str, float]:
+    return {
+        OPS: done / cost.wall_s,
+        CPU_US: cost.cpu_s / done * 1e6,
+        US: cost.wall_s / done * 1e6,
+    }
+
+
+async def _under_asyncio(requests: Requests, move: Callable[[int, int], Any]) -> dict[str, float]:
+    offsets = requests.offsets()
+    counts = [0] * requests.depth
+    until = time.perf_counter() + requests.seconds
+
+    async def work(number: int) -> None:
+        while time.perf_counter() < until:
+            await move(number, next(offsets))
+            counts[number] += 1
+
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+    await asyncio.gather(*(work(number) for number in range(requests.depth)))
+    wall_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+    done = sum(counts)
+    return {OPS: done / wall_s, CPU_US: cpu_s / done * 1e6, US: wall_s / done * 1e6}

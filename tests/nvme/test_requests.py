@@ -1,0 +1,239 @@
+"""Small requests, whose turn it is, and taking back: pieces, unaligned reads, lanes, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepnvme import (
+    DeadlineError,
+    FaultPlan,
+    IOFuture,
+    IOQueue,
+    NVMeError,
+    Priority,
+    ShortReadError,
+)
+from support.nvme_held import held
+from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, assert_same, contents, pattern
+
+# --- several pieces as one operation --------------------------------------------------------------
+
+
+def test_many_pieces_are_written_and_read_as_one_operation(tmp_path: Path, queue: IOQueue) -> None:
+    sizes = [1, 0, PAGE, 3 * CHUNK + 5, 700]
+    places = [9, 0, 2 * PAGE, 4 * PAGE + 1, 100 * PAGE]
+    data = [pattern(nbytes, seed) for seed, nbytes in enumerate(sizes)]
+    with queue.open(tmp_path / "file", "w") as file:
+        assert file.pwrite_many(data, places).result(TIMEOUT_S) == sum(sizes)
+        buffers = [bytearray(nbytes) for nbytes in sizes]
+        assert file.pread_many(buffers, places).result(TIMEOUT_S) == sum(sizes)
+        assert buffers == data
+        assert [drive.operations for drive in queue.stats().drives.values()] == [2]
+    whole = contents(queue, tmp_path / "file")
+    for piece, place in zip(data, places, strict=True):
+        assert_same(whole[place : place + len(piece)], piece)
+
+
+def test_one_buffer_is_cut_into_equal_pieces(tmp_path: Path, queue: IOQueue) -> None:
+    records = np.arange(8 * 512, dtype=np.uint64).reshape(8, 512)
+    with queue.open(tmp_path / "file", "w") as file:
+        file.pwrite(records).result(TIMEOUT_S)
+        chosen = np.empty((3, 512), np.uint64)
+        assert file.pread_many(chosen, [PAGE * row for row in (6, 0, 3)]).result(TIMEOUT_S)
+    assert (chosen == records[[6, 0, 3]]).all()
+
+
+def test_error_of_many_pieces_says_where_in_the_file_it_was(tmp_path: Path, queue: IOQueue) -> None:
+    with queue.open(tmp_path / "file", "w") as file:
+        file.pwrite(bytes(3 * PAGE)).result(TIMEOUT_S)
+        with pytest.raises(ShortReadError) as caught:
+            file.pread_many(bytearray(3 * PAGE), [PAGE, 3 * PAGE - 100, 0]).result(TIMEOUT_S)
+    assert (caught.value.offset, caught.value.done) == (3 * PAGE, PAGE + 100)
+
+
+@pytest.mark.parametrize("offsets", [[0], [0, 1, 2], []])
+def test_buffers_that_do_not_fit_the_offsets_are_refused(
+    tmp_path: Path, queue: IOQueue, offsets: list[int]
+) -> None:
+    with queue.open(tmp_path / "file", "w") as file:
+        with pytest.raises(ValueError, match="offset"):
+            file.pread_many([bytearray(4), bytearray(4)], offsets)
+        if len(offsets) != 1:
+            with pytest.raises(ValueError, match="equal parts"):
+                file.pread_many(bytearray(4), offsets)
+
+
+# --- unaligned reads ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(1, 1), (77, PAGE), (PAGE - 1, 100_000)])
+def test_an_unaligned_read_is_one_direct_request(
+    tmp_path: Path, disk_backend: str, offset: int, nbytes: int
+) -> None:
+    data = pattern(60 * PAGE, seed=1)
+    (tmp_path / "file").write_bytes(data)
+    with IOQueue(disk_backend) as queue, queue.open(tmp_path / "file") as file:
+        if not file.direct:
+            pytest.skip("the file system has no direct I/O")
+        buffer = bytearray(nbytes)
+        assert file.pread(buffer, offset).result(TIMEOUT_S) == nbytes
+        (drive,) = queue.stats().drives.values()
+        assert (drive.chunks, drive.buffered_bytes) == (1, 0)
+        assert drive.own_bytes <= 16 << 20
+    assert_same(buffer, data[offset : offset + nbytes])
+
+
+@pytest.mark.parametrize("past", [1, 100, PAGE, 3 * PAGE])
+def test_an_unaligned_read_past_the_end_ends_there(
+    tmp_path: Path, disk_backend: str, past: int
+) -> None:
+    data = pattern(2 * PAGE + 5, seed=2)
+    (tmp_path / "file").write_bytes(data)
+    with IOQueue(disk_backend) as queue, queue.open(tmp_path / "file") as file:
+        buffer = bytearray(PAGE + past)
+        start = len(data) - PAGE
+        assert file.readinto(buffer, start).result(TIMEOUT_S) == PAGE
+        assert_same(buffer[:PAGE], data[start:])
+        with pytest.raises(ShortReadError) as caught:
+            file.pread(buffer, start).result(TIMEOUT_S)
+        assert caught.value.done == PAGE
+        assert file.readinto(buffer, len(data) + past).result(TIMEOUT_S) == 0
+
+
+# --- whose turn it is -----------------------------------------------------------------------------
+
+
+def names_as_they_end(futures: dict[str, IOFuture[int]]) -> list[str]:
+    """Return the names of operations in the order of their ends."""
+    order: list[str] = []
+    for name, future in futures.items():
+        future.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
+    for future in futures.values():
+        future.result(TIMEOUT_S)
+    while len(order) < len(futures):
+        threading.Event().wait(0.001)
+    return order
+
+
+def test_a_small_operation_passes_a_large_one_that_came_before(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file") as (_, file, _first):
+        large = file.pwrite(bytes(40 * CHUNK))
+        small = file.pwrite(b"x", 41 * CHUNK)
+        assert names_as_they_end({"large": large, "small": small}) == ["small", "large"]
+
+
+def test_operations_of_like_size_keep_their_order(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file") as (_, file, _first):
+        futures = {str(number): file.pwrite(bytes(4 * CHUNK)) for number in range(4)}
+        assert names_as_they_end(futures) == ["0", "1", "2", "3"]
+
+
+def test_an_urgent_operation_passes_all_that_wait(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file") as (_, file, _first):
+        normal = file.pwrite(b"n", CHUNK)
+        urgent = file.pwrite(bytes(3 * CHUNK), priority=Priority.URGENT)
+        assert names_as_they_end({"normal": normal, "urgent": urgent}) == ["urgent", "normal"]
+
+
+def test_a_sync_waits_for_an_earlier_write_of_another_lane(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file") as (_, file, _first):
+        large = file.pwrite(bytes(40 * CHUNK))
+        sync = file.sync()
+        assert names_as_they_end({"large": large, "sync": sync}) == ["large", "sync"]
+
+
+# --- taking back ----------------------------------------------------------------------------------
+
+
+def test_an_operation_past_its_deadline_never_begins(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file") as (queue, file, first):
+        late = file.pwrite(b"late", CHUNK, deadline_s=0)
+        with pytest.raises(DeadlineError) as caught:
+            late.result(TIMEOUT_S)
+        assert (caught.value.errno, caught.value.done) == (errno.ETIMEDOUT, 0)
+        assert isinstance(caught.value, TimeoutError)
+        first.result(TIMEOUT_S)
+        assert contents(queue, tmp_path / "file")[CHUNK : CHUNK + 4] == bytes(4)
+
+
+def test_a_deadline_far_away_changes_nothing(tmp_path: Path, queue: IOQueue) -> None:
+    with queue.open(tmp_path / "file", "w") as file:
+        assert file.pwrite(bytes(3 * CHUNK), deadline_s=1e300).result(TIMEOUT_S) == 3 * CHUNK
+        with pytest.raises(ValueError, match="deadline_s"):
+            file.pwrite(b"x", deadline_s=-1)
+
+
+def test_a_stopped_operation_says_how_much_it_moved(tmp_path: Path, backend: str) -> None:
+    slow = FaultPlan().delay(delay_us=20_000, every=1)
+    with (
+        IOQueue(backend, chunk_bytes=CHUNK, inflight_bytes=CHUNK, faults=slow) as queue,
+        queue.open(tmp_path / "file", "w") as file,
+    ):
+        data = pattern(200 * CHUNK, seed=3)
+        future = file.pwrite(data)
+        future.stop()
+        with pytest.raises(NVMeError, match="stopped") as caught:
+            future.result(TIMEOUT_S)
+        done = caught.value.done
+        assert caught.value.errno == errno.ECANCELED
+        assert done < len(data)
+        assert_same(contents(queue, tmp_path / "file")[:done], data[:done])
+
+
+# --- event loops ----------------------------------------------------------------------------------
+
+
+def test_asyncio_wait_takes_futures(tmp_path: Path, queue: IOQueue) -> None:
+    async def main() -> set[int]:
+        with queue.open(tmp_path / "file", "w") as file:
+            futures = {file.pwrite(bytes(number)) for number in (1, 2, 3)}
+            done, pending = await asyncio.wait(futures, timeout=TIMEOUT_S)
+            assert not pending
+            return {future.result() for future in done}
+
+    assert asyncio.run(main()) == {1, 2, 3}
+
+
+def test_a_callback_added_on_a_loop_runs_on_it(tmp_path: Path, queue: IOQueue) -> None:
+    async def main() -> int:
+        told = asyncio.get_running_loop().create_future()
+        with queue.open(tmp_path / "file", "w") as file:
+            future = file.pwrite(b"abc")
+            future.add_done_callback(lambda _: told.set_result(threading.get_ident()))
+            return await asyncio.wait_for(told, TIMEOUT_S)
+
+    assert asyncio.run(main()) == threading.get_ident()
+
+
+def test_two_loops_in_two_threads_await_through_one_queue(tmp_path: Path, queue: IOQueue) -> None:
+    queue.open(tmp_path / "file", "w", size=64 * PAGE).close()
+    failures: list[BaseException] = []
+
+    async def write(start: int) -> None:
+        with queue.open(tmp_path / "file", "r+") as file:
+            for turn in range(40):
+                places = [(start + number) * PAGE for number in range(8)]
+                data = [pattern(PAGE, turn * 8 + number) for number in range(8)]
+                await asyncio.gather(*map(file.pwrite, data, places))
+                buffers = [bytearray(PAGE) for _ in range(8)]
+                await asyncio.gather(*map(file.pread, buffers, places))
+                assert buffers == data
+
+    def run(start: int) -> None:
+        try:
+            asyncio.run(asyncio.wait_for(write(start), TIMEOUT_S))
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=(start,)) for start in (0, 16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * TIMEOUT_S)
+    assert not failures
