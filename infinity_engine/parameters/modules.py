@@ -431,17 +431,21 @@ class ModuleParameters:
         self._ask(self._read_uses[number], frame)
 
     def _ask(self, use: Use, frame: _Frame) -> None:
-        while True:
-            try:
-                self._fetcher.need(use)
-                break
-            except CapacityError:
-                if not self.let_go_of_oldest_read(use.parameters):
-                    raise
+        self._need(use)
         self._asked.update(use.parameters)
         self._asked_now.update(use.parameters)
         for number in use.parameters:
             self._hold(number, frame)
+
+    def _need(self, use: Use) -> None:
+        """Have these on the device; what was read outside of modules makes way."""
+        while True:
+            try:
+                self._fetcher.need(use)
+                return
+            except CapacityError:
+                if not self.let_go_of_oldest_read(use.parameters):
+                    raise
 
     def _hold(self, number: int, frame: _Frame) -> None:
         if number not in frame.held:
@@ -530,7 +534,7 @@ class ModuleParameters:
         # Ranks gather a leaf together when its backward begins. One that is shown must not be asked
         # for by one rank alone.
         if number not in self._leaves.parameters or number not in self._fetcher.shown:
-            self._fetcher.need(self._saved_uses[number])
+            self._need(self._saved_uses[number])
         values = self._fetcher.shown.values(number)
         if values.dtype is not saved.dtype:
             values = values.view(-1).view(saved.dtype)

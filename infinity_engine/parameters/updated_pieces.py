@@ -7,6 +7,7 @@ were written before are read from the drives.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -73,7 +74,9 @@ class UpdatedPieces:
         self._resident = resident
         self._lanes = lanes
         self._mover = mover
-        self._evict = evict
+        # Its object has this one: together they would be a cycle, which would keep the engine's
+        # threads until Python's collector runs.
+        self._evict = weakref.WeakMethod(evict)
         self._collects = collects
         self._collected: dict[int, _Collected] = {}
 
@@ -120,8 +123,10 @@ class UpdatedPieces:
             return
         if number in self._resident or self._resident.next_use(number) == NEVER:
             return
+        evict = self._evict()
+        assert evict is not None, "the one that evicts has this"
         for idle in self._resident.room_before(number):
-            self._evict(idle)
+            evict(idle)
         if parameter.nbytes > self._resident.free:
             return
         lease = self._lanes.device.try_lease(
