@@ -409,7 +409,8 @@ class Engine:
             )
 
     def _accept(self, number: int, gradient: torch.Tensor) -> None:
-        self._leave_no_half()  # a deferred update still uses the gradients of the step before
+        if not self._window.in_backward:
+            self._leave_no_half()  # a deferred update still uses the gradients of the step before
         self._window.accept(number, gradient)
 
     # --- looking and changing ---------------------------------------------------------------------

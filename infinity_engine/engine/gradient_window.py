@@ -40,6 +40,11 @@ class GradientWindow:
         self._in_backward = False
         self._modifying = 0  # how many `gathered` have a body that may change trained parameters
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether the engine's own backward is running, before which everything was checked."""
+        return self._in_backward
+
     # --- backwards --------------------------------------------------------------------------------
 
     @contextmanager
