@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import torch
 
@@ -38,16 +39,17 @@ _LONGEST_WAIT_S = 60.0
 thread holds a lock that the closing needs; the closing then goes on when the lock is free."""
 
 
-def while_alive(method: Callable[..., object]) -> Callable[..., None]:
+def while_alive(method: Any) -> Callable[..., None]:
     """Return a function that calls a bound method while its object lives. It does not keep the
     object alive.
     """
-    found = weakref.WeakMethod(method)
+    # A weakref.WeakMethod does the same, but makes a method for each call: of each gradient here.
+    found, function = weakref.ref(method.__self__), method.__func__
 
     def call(*args: object) -> None:
         living = found()
         if living is not None:
-            living(*args)
+            function(living, *args)
 
     return call
 

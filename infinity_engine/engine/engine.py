@@ -217,9 +217,7 @@ class Engine:
                     around.enter_context(
                         torch.autocast(kind, dtype=parts.autocast, cache_enabled=False)
                     )
-            output = call(*args, **kwargs)
-        self._window.nan_checks.check_output(output)
-        return output
+            return call(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, scale: bool = True, **kwargs: Any) -> None:
         """Compute the gradients of `loss`. With fp16, the engine multiplies it by the loss scale
@@ -242,6 +240,7 @@ class Engine:
         end = HeldEnd(self._signals)
         with self._explaining_out_of_memory(), end as around, end:
             self._begin_backward(around, averaged=scale)
+            self._parts.modules.prepare_backward(loss)
             scaled = loss if self._parts.scale.value == 1.0 else loss * self._parts.scale.value
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
             # torch's own default: the graph is retained if the backward can be differentiated.
@@ -415,7 +414,8 @@ class Engine:
             )
 
     def _accept(self, number: int, gradient: torch.Tensor) -> None:
-        self._leave_no_half()  # a deferred update still uses the gradients of the step before
+        if not self._window.in_backward:
+            self._leave_no_half()  # a deferred update still uses the gradients of the step before
         self._window.accept(number, gradient)
 
     # --- looking and changing ---------------------------------------------------------------------

@@ -40,6 +40,11 @@ class GradientWindow:
         self._in_backward = False
         self._modifying = 0  # how many `gathered` have a body that may change trained parameters
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether the engine's own backward is running, before which everything was checked."""
+        return self._in_backward
+
     # --- backwards --------------------------------------------------------------------------------
 
     @contextmanager
@@ -100,8 +105,8 @@ class GradientWindow:
             parts.gradients.note_refused(number)
             raise RuntimeError(
                 f"The gradient of {parts.trained[number].name} is NaN. If it is finite in plain "
-                "PyTorch, a torch.autograd.Function in your model keeps a parameter as an "
-                "attribute of its ctx, and its backward reads NaN there: let it call "
+                "PyTorch, a torch.autograd.Function in your model keeps a parameter where the "
+                "engine cannot find it, and its backward reads NaN there: let it call "
                 "ctx.save_for_backward(parameter). No parameter was updated. Call zero_grad() "
                 "before the next backward"
             )

@@ -129,7 +129,7 @@ class GradientKeeper:
         here on.
         """
         try:
-            self._slots[parameter].accumulate(gradient.detach().reshape(-1))
+            self._slots[parameter].accumulate(_flat(gradient))
         except Exception:
             self._refused_name = self._names[parameter]
             if gradient.dtype not in _GRADIENTS:
@@ -505,7 +505,7 @@ class _DeviceSlot:
     def clear(self) -> None:
         with self._lock:
             self._let_go()
-            self._left = set(self._pieces)
+            self._left.update(self._pieces)
             self._is_sum = False
 
 
@@ -802,6 +802,12 @@ class _Unplanned:
             nbytes, self._memory = self._memory.nbytes, None
             self._reservation.release(nbytes)
             self._reservation.shrink(nbytes)
+
+
+def _flat(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a gradient, without its graph, where it has one."""
+    values = gradient.detach() if gradient.requires_grad else gradient
+    return values if values.dim() == 1 and values.is_contiguous() else values.reshape(-1)
 
 
 def added_up(kernels: HostKernels, gradients: Sequence[Values], into: Values) -> _Sums:

@@ -1,4 +1,4 @@
-"""`NaNChecks`: refuses a NaN that the engine itself may have put into a loss, output or gradient.
+"""`NaNChecks`: refuses a NaN that the engine itself may have put into a loss or gradient.
 
 A parameter that is fetched around modules shows NaN everywhere else. Code that uses it there
 computes NaN without any error, so the checks say how such code is written.
@@ -13,11 +13,9 @@ import torch
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.gradients.scaling import LossScale
-from infinity_engine.parameters.modules import ModuleParameters, UnwatchedModules, tensors_in
+from infinity_engine.parameters.modules import ModuleParameters, UnwatchedModules, listed
 
 __all__ = ["NaNChecks"]
-
-_MOST_NAMED = 5  # parameters in a message
 
 
 class NaNChecks:
@@ -63,30 +61,10 @@ class NaNChecks:
                 "parameter) for the module that uses it"
             )
             if math.isnan(loss.item()) and self._may_be_ours:
-                raise RuntimeError(f"{problem}. No gradient was computed")
+                names = self._modules.used_outside(loss)
+                used = f"It uses {listed(names)} outside of modules. " if names else ""
+                raise RuntimeError(f"{problem}. {used}No gradient was computed")
             warnings.warn(problem, RuntimeWarning, stacklevel=3)
-
-    def check_output(self, output: object) -> None:
-        """Refuse NaN from a model while no module has asked for some of its parameters.
-
-        Raises:
-            RuntimeError: the output has NaN. The error names the parameters.
-        """
-        unseen = self._modules.never_asked()
-        if unseen and any(
-            tensor.is_floating_point() and bool(tensor.isnan().any())
-            for tensor in tensors_in(output)
-        ):
-            named = ", ".join(unseen[:_MOST_NAMED]) + (
-                " and others" if len(unseen) > _MOST_NAMED else ""
-            )
-            raise RuntimeError(
-                f"The model returned NaN, and no module has asked for {named} yet. If plain "
-                "PyTorch returns other values, your code uses them where the engine cannot see it, "
-                "such as through a list: they read as NaN. Call engine.register_external(module, "
-                "parameter) once for the module that uses each, or call the model under `with "
-                "engine.gathered(parameters)`"
-            )
 
     def is_suspect(self, gradient: torch.Tensor) -> bool:
         """Tell whether a gradient begins with a NaN that may come from a parameter read as NaN.

@@ -135,7 +135,7 @@ class Values:
         # numpy's arrays have no data_ptr.
         is_tensor = hasattr(values, "data_ptr")
         found = _format_of(values.dtype) if format is None else format
-        if found is None or values.dtype.itemsize != found.nbytes:
+        if found is None or (format is not None and values.dtype.itemsize != found.nbytes):
             expected = "float32, bfloat16 or float16, or `format` given for integers of its size"
             raise ConfigError(field="dtype", value=str(values.dtype), expected=expected)
         if not (values.is_contiguous() if is_tensor else values.flags.c_contiguous):

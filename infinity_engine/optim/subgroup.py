@@ -135,8 +135,10 @@ class SubgroupState:
                 expected=f"one stream for the subgroup, or {len(segments)}: one for each of its "
                 "segments",
             )
+        width = wanted.nbytes
         for number, (segment, stream) in enumerate(zip(segments, masters, strict=True)):
-            self._check(f"master[{number}]", stream, segment.numel, wanted)
+            if stream.numel != segment.numel or stream.format.nbytes != width:
+                self._check(f"master[{number}]", stream, segment.numel, wanted)
 
     def _check(self, name: str, stream: Values, numel: int, wanted: FloatFormat) -> None:
         if stream.numel != numel or stream.format.nbytes != wanted.nbytes:

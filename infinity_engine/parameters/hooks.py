@@ -126,6 +126,27 @@ class Hooks:
         # torch is; it goes with the tensor
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
+    def around_backward(
+        self,
+        node: torch.autograd.graph.Node,
+        before: Callable[[], None],
+        after: Callable[[], None],
+    ) -> None:
+        """Call `before` when the backward of a node of a graph begins, and `after` when it has
+        ended.
+        """
+
+        @self.signals.holding
+        def begins(_gradients: Any) -> None:
+            before()
+
+        @self.signals.holding
+        def ended(_inputs: Any, _outputs: Any) -> None:
+            after()
+
+        node.register_prehook(begins)  # they go with the node
+        node.register_hook(ended)
+
     def before_call(
         self, module: torch.nn.Module, hook: Callable[[torch.nn.Module, Any], None]
     ) -> None:
@@ -201,13 +222,18 @@ class Hooks:
         Not under checkpointing, whose own hooks must see what is saved, and would be hidden by
         ours. Not inside a transform of torch.func, which keeps what it needs itself.
         """
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if not self.transforms_nothing():
             return False
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks("asked whether there are any"):
                 return True
         except RuntimeError:
             return False
+
+    @staticmethod
+    def transforms_nothing() -> bool:
+        """Tell whether no transform of torch.func is under way, whose tensors have no values."""
+        return torch._C._functorch.peek_interpreter_stack() is None
 
     def remove(self) -> None:
         """Remove all hooks. It can be repeated after an interrupt."""

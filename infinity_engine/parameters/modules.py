@@ -7,6 +7,7 @@ returns. A parameter that the module returns then stays for its caller.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.parameters.graphs import GraphParts, custom_functions, tensors_kept_by
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.parameters.parameters import ModelParameter
 from infinity_engine.parameters.providing import ModuleProvider
@@ -28,8 +30,11 @@ __all__ = [
     "check_modules",
     "is_compiled",
     "leaves_of",
+    "listed",
     "tensors_in",
 ]
+
+_MOST_NAMED = 5  # parameters in a message
 
 
 def check_modules(model: torch.nn.Module) -> None:
@@ -181,7 +186,11 @@ class ModuleParameters:
         self._uses: dict[int, Use] = {}  # what each module needs when it runs, by its id
         self._leaves = _Leaves()
         self._called: set[int] = set()  # ids of the modules that have hooks around their calls
+        self._functions: list[_Frame] = []  # of custom functions whose backward is running
+        self._graph_parts = GraphParts()
+        self._sees_graph = False  # whether the newest outermost call returned what has a graph
         self._asked: set[int] = set()  # what a module or the caller has asked for so far
+        self._asked_now: set[int] = set()  # what was asked for in the newest outermost call
         self._closed = False
         for name, module in model.named_modules():
             is_leaf = name in leaves
@@ -238,12 +247,6 @@ class ModuleParameters:
         if number in self._parameters and number not in self._asked:
             raise self._unseen(number)
 
-    def never_asked(self) -> list[str]:
-        """Return the names of the parameters that neither a module nor the caller has asked for."""
-        if len(self._asked) >= len(self._parameters):
-            return []
-        return [self._names[number] for number in self._parameters if number not in self._asked]
-
     def saving(self) -> AbstractContextManager[None]:
         """Save no parameters for the backward in the body: the backward fetches them again.
 
@@ -253,6 +256,7 @@ class ModuleParameters:
             ConfigError: a module was compiled after the engine was made.
         """
         self._end_frames(1)
+        self._end_functions()
         model = self._model()
         if model is not None:
             check_modules(model)
@@ -269,6 +273,8 @@ class ModuleParameters:
         """
         self._end_frames(1)
         self._end(self._outside)
+        self._end_functions()
+        self._graph_parts.clear()
         self.end_backward()
 
     def let_go_of_oldest_read(self, wanted: Collection[int] = ()) -> bool:
@@ -289,14 +295,64 @@ class ModuleParameters:
         """Let go of what the backward of a leaf holds. No backward is running."""
         self._end(self._leaves.frame)
 
+    # --- custom functions -------------------------------------------------------------------------
+
+    def prepare_functions(self, output: object) -> None:
+        """Let custom functions in the graph of `output` find parameters that their `ctx` keeps.
+
+        Autograd saves what a function gives to `save_for_backward`, and that is fetched when it is
+        needed. What it keeps as an attribute of its `ctx` is fetched before its backward begins.
+        """
+        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        self._sees_graph = bool(tensors)
+        for node in custom_functions(tensors):
+            kept = dict.fromkeys(self._numbers.get(id(tensor)) for tensor in tensors_kept_by(node))
+            numbers = tuple(number for number in kept if number is not None)
+            if numbers:
+                use, frame = Use(f"{node.name()}, which keeps it", numbers), _Frame(None)
+                self._hooks.around_backward(
+                    node,
+                    partial(self._begin_function, use, frame),
+                    partial(self._end_function, frame),
+                )
+
+    def prepare_backward(self, loss: torch.Tensor) -> None:
+        """Do the same for a loss of which no module has returned a part."""
+        if not self._sees_graph:
+            self.prepare_functions(loss)
+
+    def used_outside(self, loss: torch.Tensor) -> list[str]:
+        """Return the names of the parameters that a loss uses and that no module used for it."""
+        used = [self._numbers.get(id(tensor)) for tensor in self._graph_parts.used_outside(loss)]
+        return [
+            self._names[number] for number in sorted(known for known in used if known is not None)
+        ]
+
+    def _begin_function(self, use: Use, frame: _Frame) -> None:
+        self._functions.append(frame)
+        self._ask(use, frame)
+
+    def _end_function(self, frame: _Frame) -> None:
+        if frame in self._functions:
+            self._functions.remove(frame)
+        self._end(frame)
+
+    def _end_functions(self) -> None:
+        """Let go of what functions held whose backward failed."""
+        while self._functions:
+            self._end(self._functions.pop())
+
     # --- modules ----------------------------------------------------------------------------------
 
     def _before(self, module: torch.nn.Module) -> None:
         use, frame = self._uses[id(module)], _Frame(module)
-        if len(self._frames) == 1 and self._hooks.can_save():
-            # This module was called past the engine. Without the hooks, autograd would save the
-            # parameter itself, and read NaN from it in the backward.
-            frame.save_with(self._hooks.saving(self._pack, self._unpack))
+        if len(self._frames) == 1:
+            self._asked_now.clear()
+            self._graph_parts.begin()
+            if self._hooks.can_save():
+                # This module was called past the engine. Without the hooks, autograd would save
+                # the parameter itself, and read NaN from it in the backward.
+                frame.save_with(self._hooks.saving(self._pack, self._unpack))
         self._frames.append(frame)
         if use.parameters:
             self._ask(use, frame)
@@ -312,11 +368,41 @@ class ModuleParameters:
             for number in self._returned(output):
                 self._hold(number, frames[at - 1])
             self._end_frames(at)
+        if at == 1:
+            self._graph_parts.end()
+            if self._hooks.transforms_nothing():
+                self._check_output(output)
+                self.prepare_functions(output)
         use = self._leaves.uses.get(id(module))
         if use is not None:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     self._hooks.before_backward(tensor, partial(self._before_backward, use))
+
+    def _check_output(self, output: object) -> None:
+        """Look for NaN in what the outermost module returns: parameters that no module asked for
+        read as NaN.
+
+        Raises:
+            RuntimeError: there is NaN, and nobody has ever asked for some parameters; names them.
+        """
+        unseen = [number for number in self._parameters if number not in self._asked_now]
+        unseen = [number for number in unseen if number not in self._fetcher.shown]
+        if not unseen or not any(map(_has_nan, tensors_in(output))):
+            return
+        never = [number for number in unseen if number not in self._asked]
+        named = listed([self._names[number] for number in never or unseen])
+        when = "yet" if never else "in this call"
+        told = (
+            f"The model returned NaN, and no module has asked for {named} {when}. If plain PyTorch "
+            "returns other values, your code uses them where the engine cannot see it, such as "
+            "through a list: they read as NaN. Call engine.register_external(module, parameter) "
+            "once for the module that uses each, or call the model under `with "
+            "engine.gathered(parameters)`"
+        )
+        if never:
+            raise RuntimeError(told)
+        warnings.warn(told, RuntimeWarning, stacklevel=2)
 
     def _before_backward(self, use: Use) -> None:
         """Hold all parameters of a leaf on every rank, until the backward of another leaf
@@ -345,16 +431,21 @@ class ModuleParameters:
         self._ask(self._read_uses[number], frame)
 
     def _ask(self, use: Use, frame: _Frame) -> None:
+        self._need(use)
+        self._asked.update(use.parameters)
+        self._asked_now.update(use.parameters)
+        for number in use.parameters:
+            self._hold(number, frame)
+
+    def _need(self, use: Use) -> None:
+        """Have these on the device; what was read outside of modules makes way."""
         while True:
             try:
                 self._fetcher.need(use)
-                break
+                return
             except CapacityError:
                 if not self.let_go_of_oldest_read(use.parameters):
                     raise
-        self._asked.update(use.parameters)
-        for number in use.parameters:
-            self._hold(number, frame)
 
     def _hold(self, number: int, frame: _Frame) -> None:
         if number not in frame.held:
@@ -443,7 +534,7 @@ class ModuleParameters:
         # Ranks gather a leaf together when its backward begins. One that is shown must not be asked
         # for by one rank alone.
         if number not in self._leaves.parameters or number not in self._fetcher.shown:
-            self._fetcher.need(self._saved_uses[number])
+            self._need(self._saved_uses[number])
         values = self._fetcher.shown.values(number)
         if values.dtype is not saved.dtype:
             values = values.view(-1).view(saved.dtype)
@@ -464,8 +555,11 @@ class UnwatchedModules:
     def check_asked(self, number: int) -> None:
         """Do nothing: whatever used the parameter had its values."""
 
-    def never_asked(self) -> list[str]:
-        """Return nothing."""
+    def prepare_backward(self, loss: torch.Tensor) -> None:
+        """Do nothing: custom functions find the parameters that they keep."""
+
+    def used_outside(self, loss: torch.Tensor) -> list[str]:
+        """Return nothing: what is used outside of modules has its values."""
         return []
 
     def saving(self) -> AbstractContextManager[None]:
@@ -496,3 +590,14 @@ def tensors_in(output: object) -> Iterator[torch.Tensor]:
     elif isinstance(output, list | tuple):
         for part in output:
             yield from tensors_in(part)
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor that can be looked at without waiting for a device has NaN."""
+    looks = tensor.is_floating_point() and tensor.device.type == "cpu"
+    return looks and bool(tensor.isnan().any())
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names of several, for a message."""
+    return ", ".join(names[:_MOST_NAMED]) + (" and others" if len(names) > _MOST_NAMED else "")

@@ -212,9 +212,7 @@ class StateKeeper:
         streams = [Values.of(row) for row in values]
         masters: Values | tuple[Values, ...]
         if self._in_place(subgroup, held.home):
-            masters = tuple(
-                self._values_of(held, number) for number in range(len(subgroup.segments))
-            )
+            masters = self._computed_in_place(held)
         else:
             masters = streams.pop(0)
         return SubgroupState(
@@ -260,6 +258,19 @@ class StateKeeper:
         return Values(
             whole.data_ptr() + format_.nbytes * segment.first_element, segment.numel, format_, whole
         )
+
+    def _computed_in_place(self, held: _Held) -> tuple[Values, ...]:
+        """Return what modules compute with, of every segment."""
+        if self._buffered(held) is not None:
+            return tuple(self._values_of(held, number) for number in range(len(held.pieces)))
+        format_ = held.subgroup.formats.values
+        width = format_.nbytes
+        found = []  # of thousands of segments, so nothing is looked up twice
+        for segment in held.subgroup.segments:
+            home = self._trained[segment.parameter].home
+            address = home.data_ptr() + width * segment.first_element
+            found.append(Values(address, segment.numel, format_, home))
+        return tuple(found)
 
     def _target_bytes(
         self, held: _Held, number: int, buffered: BufferedSubgroup | None = None
@@ -733,7 +744,7 @@ class StateKeeper:
         update = update_records(
             state,
             rules=[inputs.rules[self._trained[segment.parameter].group] for segment in segments],
-            gradients=[self._gradient(held, number, inputs) for number in range(len(segments))],
+            gradients=self._gradients_of(held, inputs),
             parameters=targets,
             gradient_factor=inputs.gradient_factor,
         )
@@ -744,6 +755,14 @@ class StateKeeper:
         if self._swapped.any:
             nbytes = self._nbytes(held.subgroup, held.home)
             self._lanes.meter.needs(Cargo.STATES, nbytes, found=held.lease is not None)
+
+    def _gradients_of(self, held: _Held, inputs: StepInputs) -> list[Values | None]:
+        """Return the gradients of all segments in the memory where their update runs."""
+        segments, kept = held.subgroup.segments, inputs.gradients
+        if self._buffered(held) is not None:
+            return [self._gradient(held, number, inputs) for number in range(len(segments))]
+        pairs = zip(segments, held.pieces, strict=True)
+        return [kept.values(segment.parameter, piece) for segment, piece in pairs]
 
     def _gradient(self, held: _Held, number: int, inputs: StepInputs) -> Values | None:
         """Return the gradient of a segment in the memory where its update runs."""
