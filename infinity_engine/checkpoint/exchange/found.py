@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepnvme.memory.arrays import ITEMSIZES
-from infinity_engine.checkpoint.foreign.torch_files import SavedArray
+from infinity_engine.checkpoint.exchange.torch_files import SavedArray
 from infinity_engine.checkpoint.manifest import SavedTensor
 from infinity_engine.checkpoint.rounding import FLOATS, converted
 from infinity_engine.checkpoint.streams import Stream
