@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 
 import torch
 
-from infinity_engine.engine.saving import Saves
+from infinity_engine.engine.checkpoints.saving import Saves
 from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.gradients.placeholders import GradientPlaceholders
 from infinity_engine.kept_errors import again, kept
