@@ -20,7 +20,7 @@ from deepnvme import IOQueue
 from deepnvme.formats.safetensors import STAGING_BYTES
 from deepnvme.volume.syncing import sync_file
 from infinity_engine.checkpoint.directory import CheckpointDirectory, tag_of_step
-from infinity_engine.checkpoint.foreign.found import ForeignCheckpoint, ForeignReader
+from infinity_engine.checkpoint.exchange.found import ForeignCheckpoint, ForeignReader
 from infinity_engine.checkpoint.manifest import Kind, Manifest, SavedFile, SavedTensor
 from infinity_engine.checkpoint.objects import objects_file, write_objects
 from infinity_engine.checkpoint.reader import CheckpointReader

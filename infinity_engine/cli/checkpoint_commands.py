@@ -19,10 +19,10 @@ from rich.text import Text
 from deepnvme.cli.report import Output
 from deepnvme.memory.arrays import ITEMSIZES
 from infinity_engine.checkpoint.directory import LATEST, CheckpointDirectory
+from infinity_engine.checkpoint.exchange.dcp_export import export_dcp
+from infinity_engine.checkpoint.exchange.origins import open_foreign
+from infinity_engine.checkpoint.exchange.torch_files import OpenFiles
 from infinity_engine.checkpoint.export import Dtype, export
-from infinity_engine.checkpoint.foreign.dcp_export import export_dcp
-from infinity_engine.checkpoint.foreign.origins import open_foreign
-from infinity_engine.checkpoint.foreign.torch_files import OpenFiles
 from infinity_engine.checkpoint.manifest import MANIFEST, Kind, Manifest, SavedTensor
 from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.checkpoint.rewriting import import_foreign, reshard

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from infinity_engine.engine.saving import Saves
+from infinity_engine.engine.checkpoints.saving import Saves
 from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.gradients.placeholders import GradientPlaceholders
 from infinity_engine.kept_errors import again, kept

@@ -23,20 +23,26 @@ from torch.autograd.graph import increment_version
 from deepnvme.choices import chosen
 from infinity_engine.checkpoint.directory import LATEST, CheckpointDirectory
 from infinity_engine.checkpoint.export import SHARD_BYTES
-from infinity_engine.engine.autosave import PREEMPTED_EXIT_CODE, Autosave
-from infinity_engine.engine.checkpointing import Run, Stateful
-from infinity_engine.engine.ending import Ending, SafePoint, adopt_early, while_alive
-from infinity_engine.engine.exporting import Exports, export_dtype
-from infinity_engine.engine.gradient_window import GradientWindow
-from infinity_engine.engine.guards import Guards
-from infinity_engine.engine.loading import Loaded, Loads
-from infinity_engine.engine.parts import EngineParts
-from infinity_engine.engine.saving import OnError, SaveReport, SaveRequest, Saves, SaveState
-from infinity_engine.engine.torch_states import (
+from infinity_engine.engine.checkpoints.autosave import PREEMPTED_EXIT_CODE, Autosave
+from infinity_engine.engine.checkpoints.checkpointing import Run, Stateful
+from infinity_engine.engine.checkpoints.exporting import Exports, export_dtype
+from infinity_engine.engine.checkpoints.loading import Loaded, Loads
+from infinity_engine.engine.checkpoints.saving import (
+    OnError,
+    SaveReport,
+    SaveRequest,
+    Saves,
+    SaveState,
+)
+from infinity_engine.engine.checkpoints.torch_states import (
     load_optimizer_state_dict,
     nbytes_of_states,
     optimizer_state_dict,
 )
+from infinity_engine.engine.ending import Ending, SafePoint, adopt_early, while_alive
+from infinity_engine.engine.gradient_window import GradientWindow
+from infinity_engine.engine.guards import Guards
+from infinity_engine.engine.parts import EngineParts
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.kept_errors import again, kept
 from infinity_engine.machine.capacity import free_for_copies

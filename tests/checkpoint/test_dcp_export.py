@@ -11,10 +11,10 @@ import pytest
 
 import infinity_engine
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
-from infinity_engine.checkpoint.foreign import dcp_export
-from infinity_engine.checkpoint.foreign.dcp_export import export_dcp
-from infinity_engine.checkpoint.foreign.origins import open_foreign
-from infinity_engine.checkpoint.foreign.torch_files import OpenFiles
+from infinity_engine.checkpoint.exchange import dcp_export
+from infinity_engine.checkpoint.exchange.dcp_export import export_dcp
+from infinity_engine.checkpoint.exchange.origins import open_foreign
+from infinity_engine.checkpoint.exchange.torch_files import OpenFiles
 from infinity_engine.checkpoint.rewriting import import_foreign
 from infinity_engine.cli.main import main
 from infinity_engine.errors import CheckpointError, ConfigError

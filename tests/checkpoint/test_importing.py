@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, Kind
-from infinity_engine.checkpoint.foreign.origins import open_foreign
-from infinity_engine.checkpoint.foreign.torch_files import OpenFiles
+from infinity_engine.checkpoint.exchange.origins import open_foreign
+from infinity_engine.checkpoint.exchange.torch_files import OpenFiles
 from infinity_engine.checkpoint.objects import read_objects
 from infinity_engine.checkpoint.rewriting import import_foreign
 from infinity_engine.cli.main import main

@@ -14,6 +14,7 @@ import pytest
 import env
 import infinity_engine
 from infinity_engine.cli.main import main
+from infinity_engine.errors import ManifestMismatch
 
 if TYPE_CHECKING:
     import torch
@@ -132,3 +133,22 @@ def test_a_run_saved_by_dcp_goes_on(tmp_path: Path) -> None:
         losses.append(loss.item())
     found = goes_on(tmp_path / "dcp", "fp32", tmp_path / "run")
     assert found == pytest.approx(losses[SAVED_AT:], rel=1e-6)
+
+
+def test_a_file_of_weights_is_loaded_with_a_new_optimizer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected = {name: value.clone() for name, value in Small().state_dict().items()}
+    torch.save(expected, tmp_path / "weights.pt")
+    saved = tmp_path / "run"
+    assert main(["checkpoint", "import", str(tmp_path / "weights.pt"), str(saved)]) == 0
+    torch.manual_seed(1)
+    model = Small()
+    optimizer = adamw(model, lr=1e-2, weight_decay=0.1)
+    with infinity_engine.initialize(
+        model, optimizer, strategy="host_only", accelerator="cpu", budget={"host": "64MiB"}
+    ) as engine:
+        with pytest.raises(ManifestMismatch, match=r"weight|bias"):
+            engine.load(saved)
+        engine.load(saved, weights_only=True)
+        found = engine.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

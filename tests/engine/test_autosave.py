@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from infinity_engine.checkpoint import CheckpointDirectory
-from infinity_engine.engine.autosave import PREEMPTED_EXIT_CODE, Autosave, Due
+from infinity_engine.engine.checkpoints.autosave import PREEMPTED_EXIT_CODE, Autosave, Due
 from infinity_engine.errors import ConfigError
 from support.saved_engines import PLACES, engine_at, one_step, small, steps
 
@@ -92,7 +92,7 @@ def test_a_time_is_counted_from_the_save_before(
     every: str, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("infinity_engine.engine.autosave.time.monotonic", lambda: now)
+    monkeypatch.setattr("infinity_engine.engine.checkpoints.autosave.time.monotonic", lambda: now)
     due = Due(every, 1)
     found = []
     for step in range(1, 40):

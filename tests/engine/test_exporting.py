@@ -156,3 +156,23 @@ def test_transformers_load_the_export_and_give_the_same_logits(tmp_path: Path) -
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=tokens).logits, expected)
+
+
+def test_load_into_fills_a_model_from_the_export(tmp_path: Path) -> None:
+    model, engine = trained(tmp_path)
+    with engine:
+        engine.export(tmp_path / "out", shard_bytes=2000)
+    (tmp_path / "drive").mkdir()
+    with torch.device("meta"):
+        other = Tied().to(torch.bfloat16)
+    other.register_buffer("positions", torch.arange(3.0), persistent=False)  # no file has it
+    budget = {"host": "128MiB", "nvme": {str(tmp_path / "drive"): "64MiB"}}
+    settings: dict[str, Any] = {"strategy": "nvme_streamed", "parameters": "nvme"}
+    infinity_engine.load_into(other, tmp_path / "out", budget)
+    optimizer = torch.optim.AdamW([item for item in other.parameters() if item.requires_grad])
+    with infinity_engine.initialize(
+        other, optimizer, accelerator="cpu", budget=budget, **settings
+    ) as second:
+        found = second.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(found[name], value), name

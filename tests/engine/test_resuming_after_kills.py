@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from infinity_engine.checkpoint import CheckpointDirectory
-from infinity_engine.engine.saving import _Save
+from infinity_engine.engine.checkpoints.saving import _Save
 from support import rank_checkpoints
 from support.determinism import deterministic_compute
 from support.engine_bits import bits_of

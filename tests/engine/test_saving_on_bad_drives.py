@@ -16,9 +16,9 @@ import torch
 import infinity_engine
 from deepnvme import FaultPlan, IOQueue, Requests
 from infinity_engine.checkpoint import CheckpointDirectory
-from infinity_engine.engine import saving
+from infinity_engine.engine.checkpoints import saving
+from infinity_engine.engine.checkpoints.saving import SaveState
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.saving import SaveState
 from infinity_engine.errors import TransferError
 from support.nvme_disks import DiskUnavailableError, loop_ext4
 from support.saved_engines import one_step, small

@@ -14,9 +14,9 @@ import torch
 
 import infinity_engine
 from infinity_engine.checkpoint import CheckpointDirectory
-from infinity_engine.engine.checkpointing import CheckpointMemory
+from infinity_engine.engine.checkpoints.checkpointing import CheckpointMemory
+from infinity_engine.engine.checkpoints.saving import SaveState, _Save
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.saving import SaveState, _Save
 from infinity_engine.errors import TransferError
 from infinity_engine.lanes.meter import Wait
 from infinity_engine.update.captured import CapturedPiece, CapturedStates, RunInMemory, RunOnDrives

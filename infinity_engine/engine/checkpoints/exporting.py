@@ -15,7 +15,7 @@ from deepnvme import IOQueue, Pool
 from infinity_engine.checkpoint import SavedFile, SavedTensor, Slice
 from infinity_engine.checkpoint.export import Dtype
 from infinity_engine.checkpoint.exporting import WeightDraft
-from infinity_engine.engine.checkpointing import CheckpointMemory, Run, RunRanks
+from infinity_engine.engine.checkpoints.checkpointing import CheckpointMemory, Run, RunRanks
 from infinity_engine.errors import ConfigError
 from infinity_engine.update.captured import CapturedPiece, CapturedStates, bytes_of
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepnvme.memory.arrays import ITEMSIZES
-from infinity_engine.checkpoint.foreign.torch_files import SavedArray
+from infinity_engine.checkpoint.exchange.torch_files import SavedArray
 from infinity_engine.checkpoint.manifest import SavedTensor
 from infinity_engine.checkpoint.rounding import FLOATS, converted
 from infinity_engine.checkpoint.streams import Stream
@@ -47,7 +47,7 @@ _READ_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a tensor: the elements of `array`, whose first one is at `offsets` of the tensor.
+    """A part of a tensor: the elements of `array`. Its first one is at `offsets` of the tensor.
 
     One offset alone is for an array of one dimension: it counts the tensor's elements in a row.
     """

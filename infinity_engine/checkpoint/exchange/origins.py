@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from infinity_engine.checkpoint.foreign.dcp import is_dcp, open_dcp
-from infinity_engine.checkpoint.foreign.deepspeed import is_deepspeed, open_deepspeed
-from infinity_engine.checkpoint.foreign.found import ForeignCheckpoint
-from infinity_engine.checkpoint.foreign.torch_files import OpenFiles
-from infinity_engine.checkpoint.foreign.torch_states import open_torch
+from infinity_engine.checkpoint.exchange.dcp import is_dcp, open_dcp
+from infinity_engine.checkpoint.exchange.deepspeed import is_deepspeed, open_deepspeed
+from infinity_engine.checkpoint.exchange.found import ForeignCheckpoint
+from infinity_engine.checkpoint.exchange.torch_files import OpenFiles
+from infinity_engine.checkpoint.exchange.torch_states import open_torch
 from infinity_engine.errors import IncompleteCheckpoint, UnsupportedCheckpoint
 
 __all__ = ["open_foreign"]

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from infinity_engine.building.previous import PreviousStates
-from infinity_engine.engine.checkpointing import Run
+from infinity_engine.engine.checkpoints.checkpointing import Run
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim import Segment, rules_of
 

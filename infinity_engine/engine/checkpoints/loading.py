@@ -18,7 +18,12 @@ from deepnvme import IOQueue, Pool
 from deepnvme.memory.arrays import ITEMSIZES, Returns, code_of, empty
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, Kind, SavedTensor
 from infinity_engine.checkpoint.objects import objects_file, read_objects
-from infinity_engine.engine.checkpointing import CheckpointMemory, Run, RunRanks, Stateful
+from infinity_engine.engine.checkpoints.checkpointing import (
+    CheckpointMemory,
+    Run,
+    RunRanks,
+    Stateful,
+)
 from infinity_engine.errors import ManifestMismatch
 from infinity_engine.optim import Segment
 

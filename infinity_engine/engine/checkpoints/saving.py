@@ -35,7 +35,7 @@ from infinity_engine.checkpoint.directory import tag_of_step
 from infinity_engine.checkpoint.objects import objects_file, write_objects
 from infinity_engine.checkpoint.streams import SHARD
 from infinity_engine.checkpoint.writer import write_shard
-from infinity_engine.engine.checkpointing import (
+from infinity_engine.engine.checkpoints.checkpointing import (
     CheckpointMemory,
     Run,
     RunRanks,

@@ -13,16 +13,16 @@ from typing import Any
 
 from deepnvme.volume.framing import shown
 from infinity_engine.checkpoint.directory import open_regular
-from infinity_engine.checkpoint.foreign.found import Block, ForeignCheckpoint
-from infinity_engine.checkpoint.foreign.inert_pickle import MOST_BYTES, Built, Named, plain_pickle
-from infinity_engine.checkpoint.foreign.torch_files import (
+from infinity_engine.checkpoint.exchange.found import Block, ForeignCheckpoint
+from infinity_engine.checkpoint.exchange.inert_pickle import MOST_BYTES, Built, Named, plain_pickle
+from infinity_engine.checkpoint.exchange.torch_files import (
     DTYPES,
     OpenFiles,
     SavedArray,
     TorchFile,
     plain_call,
 )
-from infinity_engine.checkpoint.foreign.torch_states import WholeTensor, checkpoint_of
+from infinity_engine.checkpoint.exchange.torch_states import WholeTensor, checkpoint_of
 from infinity_engine.errors import DamagedCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint
 
 __all__ = ["METADATA", "is_dcp", "open_dcp"]

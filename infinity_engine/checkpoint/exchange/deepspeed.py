@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deepnvme.volume.framing import shown
-from infinity_engine.checkpoint.foreign.found import (
+from infinity_engine.checkpoint.exchange.found import (
     HYPERPARAMETERS,
     Block,
     ForeignCheckpoint,
@@ -23,8 +23,8 @@ from infinity_engine.checkpoint.foreign.found import (
     pieces_of,
     step_count,
 )
-from infinity_engine.checkpoint.foreign.inert_pickle import Built
-from infinity_engine.checkpoint.foreign.torch_files import OpenFiles, SavedArray, TorchFile
+from infinity_engine.checkpoint.exchange.inert_pickle import Built
+from infinity_engine.checkpoint.exchange.torch_files import OpenFiles, SavedArray, TorchFile
 from infinity_engine.checkpoint.manifest import Kind, SavedTensor
 from infinity_engine.checkpoint.rounding import FLOATS
 from infinity_engine.errors import DamagedCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from deepnvme.volume.framing import shown
-from infinity_engine.checkpoint.foreign.found import (
+from infinity_engine.checkpoint.exchange.found import (
     HYPERPARAMETERS,
     Block,
     ForeignCheckpoint,
     number_in,
     step_count,
 )
-from infinity_engine.checkpoint.foreign.torch_files import OpenFiles, SavedArray, TorchFile
+from infinity_engine.checkpoint.exchange.torch_files import OpenFiles, SavedArray, TorchFile
 from infinity_engine.checkpoint.manifest import Kind, SavedTensor
 from infinity_engine.checkpoint.rounding import FLOATS
 from infinity_engine.errors import UnsupportedCheckpoint
@@ -51,8 +51,8 @@ def open_torch(
     `names` are the optimizer's parameters in its order, for one that knows them by number.
 
     Raises:
-        UnsupportedCheckpoint: it has no state dict of a model, or one cannot tell which state is
-            whose.
+        UnsupportedCheckpoint: it has no state dict of a model, or does not say which state belongs
+            to which parameter.
         DamagedCheckpoint: it is no file of torch.save.
     """
     file = TorchFile(files, path)
@@ -91,10 +91,10 @@ class _Reading:
         model_at = self._model_at(dicts, optimizer_at)
         model = self._unwrapped(dicts[model_at])
         optimizer = {} if optimizer_at is None else optimizers[optimizer_at]
-        whose, groups = self._owners(model, optimizer)
+        state_of, groups = self._owners(model, optimizer)
         self._note_others(content, model_at, optimizer_at)
         blocks: dict[tuple[str, str], tuple[Block, ...]] = {}
-        tensors = tuple(self._tensors(model, whose, blocks))
+        tensors = tuple(self._tensors(model, state_of, blocks))
         return ForeignCheckpoint(
             path=str(self._path),
             format=self._format,
@@ -145,7 +145,7 @@ class _Reading:
     def _tensors(
         self,
         model: Mapping[str, WholeTensor],
-        whose: Mapping[str, Mapping[str, Any]],
+        state_of: Mapping[str, Mapping[str, Any]],
         blocks: dict[tuple[str, str], tuple[Block, ...]],
     ) -> Iterator[SavedTensor]:
         """Yield what the model has, tied names once, and note the blocks of their streams."""
@@ -155,15 +155,15 @@ class _Reading:
         moments = sorted(
             {
                 key
-                for state in whose.values()
+                for state in state_of.values()
                 for key, value in state.items()
                 if _is_moment(key, value)
             }
         )
         for names in aliases.values():
-            owner = next((name for name in names if name in whose), names[0])
+            owner = next((name for name in names if name in state_of), names[0])
             first, others = names[0], tuple(names[1:])
-            tensor, state = model[owner], whose.get(owner)
+            tensor, state = model[owner], state_of.get(owner)
             if state is None:
                 blocks[first, "value"] = tensor.blocks
                 yield SavedTensor(
@@ -229,11 +229,11 @@ class _Reading:
             self._left.append(f"states of {', '.join(fresh[:5])}: they have none, and begin anew")
         if not groups:
             self._left.append("the options of the optimizer's groups: it does not have them")
-        whose = {
+        state_of = {
             name: self._with_step(state.get(number, {}), groups)
             for number, name in zip(ids, names, strict=True)
         }
-        return whose, [self._hyperparameters(group) for group in groups]
+        return state_of, [self._hyperparameters(group) for group in groups]
 
     def _names_of(
         self,

@@ -60,7 +60,7 @@ def export_dcp(
     """Write an open checkpoint into the directory `path` for torch; return the files.
 
     Weights are written in `dtype`, moments in fp32. Of the optimizer's groups, the options are
-    there if the checkpoint says whose parameters they are.
+    there if the checkpoint names the parameters of each group.
 
     Raises:
         ConfigError: `path` has something already, or a tensor is of a dtype that torch lacks.

@@ -21,7 +21,7 @@ from typing import Any
 from deepnvme.memory.arrays import ITEMSIZES, MAX_DIMENSIONS
 from deepnvme.volume.framing import shown
 from infinity_engine.checkpoint.directory import open_regular
-from infinity_engine.checkpoint.foreign.inert_pickle import Built, Named, plain_pickle
+from infinity_engine.checkpoint.exchange.inert_pickle import Built, Named, plain_pickle
 from infinity_engine.errors import DamagedCheckpoint, IncompleteCheckpoint
 
 __all__ = ["DTYPES", "OpenFiles", "SavedArray", "TorchFile", "plain_call"]

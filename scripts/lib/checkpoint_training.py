@@ -1,0 +1,253 @@
+"""One training whose checkpoints are measured: ours, torch.save's, DCP's or DeepSpeed's.
+
+A program of one system: trains a stack of linear layers in fp32 with AdamW, saves and loads it, and
+prints one JSON object of numbers. Bytes count as saved when they are on the drive: what the rivals
+leave in the page cache is synced within their time. Loads begin with cold files.
+Usage: system, layers, width, directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["STATE_BYTES", "SYSTEMS", "parameters_of"]
+
+STATE_BYTES = 12  # of a parameter: master and two moments, all fp32
+STEPS, BATCH = 6, 64
+_BUFFERS = 256 << 20
+
+
+def parameters_of(layers: int, width: int) -> int:
+    """Return how many parameters are trained."""
+    return layers * width * width
+
+
+def _model(layers: int, width: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+
+def _loss(model: Any, width: int, step: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(step)
+    loss: torch.Tensor = model(torch.randn(BATCH, width, generator=made)).pow(2).mean()
+    return loss
+
+
+def _timed(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def _sync(folder: Path) -> None:
+    """Let all files of a folder be on the drive."""
+    for path in _files(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _chill(folder: Path) -> None:
+    """Let no file of a folder be in the page cache."""
+    for path in _files(folder):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in _files(folder))
+
+
+def _ours(layers: int, width: int, folder: Path, *, drives: bool) -> dict[str, float]:
+    engine_module: Any = import_module("infinity_engine")
+    state = STATE_BYTES * parameters_of(layers, width)
+    host = _BUFFERS + (state * 2 // 3 if drives else state * 2)
+    settings: dict[str, Any] = {"strategy": "host_only", "budget": {"host": host}}
+    if drives:
+        (folder / "drive").mkdir()
+        budget = {"host": host, "nvme": {str(folder / "drive"): 2 * state + (64 << 20)}}
+        settings = {"strategy": "nvme_streamed", "budget": budget}
+    model = _model(layers, width)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with engine_module.initialize(model, optimizer, accelerator="cpu", **settings) as engine:
+
+        def step(number: int) -> None:
+            engine.backward(_loss(engine, width, number))
+            engine.step()
+
+        steps = [_timed(partial(step, number)) for number in range(STEPS)][2:]
+        saved = folder / "saved"
+        seconds = _timed(lambda: engine.save(saved, "waited"))
+        nbytes = _nbytes(saved)
+        engine.save(saved, "beside", wait=False)
+        for number in range(STEPS):
+            step(number)
+        engine.save(saved, "after")  # waits for the one before, whose report is read first
+        stalls = []
+        for number in range(2):
+            engine.save(saved, f"beside-{number}", wait=False)
+            while engine.last_save().state.value == "writing":
+                step(number)
+            stalls.append(engine.last_save().stall_seconds)
+        _chill(saved)
+        loading = _timed(lambda: engine.load(saved, "waited"))
+        over = max(
+            usage.peak_held - usage.limit for usage in engine.usage() if usage.tier.name == "HOST"
+        )
+    return {
+        "step": statistics.median(steps),
+        "save": seconds,
+        "load": loading,
+        "stall": statistics.median(stalls),
+        "bytes": nbytes,
+        "over": max(0, over),
+    }
+
+
+def _plain(layers: int, width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, list[float]]:
+    model = _model(layers, width)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(number: int) -> None:
+        _loss(model, width, number).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, [_timed(partial(step, number)) for number in range(STEPS)][2:]
+
+
+def _torch_save(layers: int, width: int, folder: Path) -> dict[str, float]:
+    model, optimizer, steps = _plain(layers, width)
+    path = folder / "saved.pt"
+
+    def save() -> None:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        _sync(folder)
+
+    def load() -> None:
+        state = torch.load(path)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    seconds = _timed(save)
+    _chill(folder)
+    numbers = {"step": statistics.median(steps), "save": seconds, "bytes": _nbytes(folder)}
+    return {**numbers, "load": _timed(load)}
+
+
+def _dcp(layers: int, width: int, folder: Path) -> dict[str, float]:
+    dcp: Any = import_module("torch.distributed.checkpoint")
+    states: Any = import_module("torch.distributed.checkpoint.state_dict")
+    _one_rank()
+    model, optimizer, steps = _plain(layers, width)
+
+    def state() -> dict[str, Any]:
+        of_model, of_optimizer = states.get_state_dict(model, optimizer)
+        return {"model": of_model, "optim": of_optimizer}
+
+    def save() -> None:
+        dcp.save(state(), checkpoint_id=str(folder / "saved"))
+        _sync(folder)
+
+    def load() -> None:
+        target = state()
+        dcp.load(target, checkpoint_id=str(folder / "saved"))
+        states.set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=target["model"],
+            optim_state_dict=target["optim"],
+        )
+
+    seconds, nbytes = _timed(save), _nbytes(folder)
+    _chill(folder)
+    loading = _timed(load)
+    stalls = []
+    for number in range(2):
+        began = time.perf_counter()
+        saving = dcp.async_save(state(), checkpoint_id=str(folder / f"beside-{number}"))
+        stalls.append(time.perf_counter() - began)
+        saving.result()
+    return {
+        "step": statistics.median(steps),
+        "save": seconds,
+        "load": loading,
+        "stall": statistics.median(stalls),
+        "bytes": nbytes,
+    }
+
+
+def _deepspeed(layers: int, width: int, folder: Path) -> dict[str, float]:
+    deepspeed: Any = import_module("deepspeed")
+    _one_rank()
+    model = _model(layers, width)
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step(number: int) -> None:
+        engine.backward(_loss(engine, width, number))
+        engine.step()
+
+    def save() -> None:
+        engine.save_checkpoint(str(folder))
+        _sync(folder)
+
+    steps = [_timed(partial(step, number)) for number in range(STEPS)][2:]
+    seconds, nbytes = _timed(save), _nbytes(folder)
+    _chill(folder)
+    loading = _timed(lambda: engine.load_checkpoint(str(folder)))
+    return {"step": statistics.median(steps), "save": seconds, "load": loading, "bytes": nbytes}
+
+
+def _one_rank() -> None:
+    """Be a whole process group, without a port."""
+    from torch import distributed
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    store = distributed.HashStore()  # type: ignore[attr-defined]  # its users' name for it
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+SYSTEMS: Mapping[str, Callable[[int, int, Path], dict[str, float]]] = {
+    "ours": lambda layers, width, folder: _ours(layers, width, folder, drives=False),
+    "ours, on drives": lambda layers, width, folder: _ours(layers, width, folder, drives=True),
+    "torch.save": _torch_save,
+    "DCP": _dcp,
+    "DeepSpeed": _deepspeed,
+}
+
+
+def main() -> None:
+    """Measure one system once."""
+    warnings.simplefilter("ignore")
+    system, layers, width, folder = sys.argv[1:]
+    said = os.dup(1)
+    os.dup2(2, 1)  # whatever libraries print is no part of the answer
+    numbers = SYSTEMS[system](int(layers), int(width), Path(folder))
+    os.write(said, (json.dumps(numbers) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()
