@@ -54,6 +54,7 @@ __all__ = [
     "add_arguments",
     "medians",
     "run",
+    "slower_than",
 ]
 
 NAME = "bench"
