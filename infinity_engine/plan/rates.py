@@ -173,5 +173,5 @@ def _rate(value: object, *, field: str) -> float | None:
     if field.endswith("_bytes_per_s"):
         return parse_rate(value, field=field)
     if field.endswith("_start_s"):
-        return positive(value, field=field, expected="seconds, more than 0")
+        return positive(value, field=field, expected="a positive number of seconds")
     return positive(value, field=field, expected="a positive number of parameters per second")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from infinity_engine.optim import FloatFormat, Formats
 from infinity_engine.placement.training import Means, Training
@@ -18,7 +19,7 @@ from infinity_engine.units import format_bytes
 __all__ = ["Needs", "Refusal", "Remedy", "explain_refusal"]
 
 _NAMES = ("nvme", "host", "device")  # the cheapest bytes first
-_WORDS = {"device": "the device", "host": "the host", "nvme": "NVMe"}
+_WORDS = MappingProxyType({"device": "the device", "host": "the host", "nvme": "NVMe"})
 _PLENTY = 1 << 60
 _SOME_DRIVE = "NVMe"
 _SOME_RATE = 1e9

@@ -57,7 +57,7 @@ def test_what_was_not_measured_is_none() -> None:
 
 @pytest.mark.parametrize("name", [*SCALARS, *DRIVE_SCALARS])
 def test_every_rate_has_its_unit_in_its_name(name: str) -> None:
-    assert name.endswith(("_bytes_per_s", "_params_per_s"))
+    assert name.endswith(("_bytes_per_s", "_params_per_s", "_start_s"))
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, 10**400, True, "fast"], ids=str)
@@ -65,7 +65,8 @@ def test_every_rate_has_its_unit_in_its_name(name: str) -> None:
 def test_a_rate_is_a_positive_finite_number(name: str, value: object) -> None:
     with pytest.raises(
         ConfigError,
-        match=rf"^Rates\.{name}: expected a positive number of (bytes|parameters) per second",
+        match=rf"^Rates\.{name}: expected a positive number of "
+        "((bytes|parameters) per second|seconds)",
     ):
         Rates(**{name: value})  # type: ignore[arg-type]
 
