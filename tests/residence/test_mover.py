@@ -450,7 +450,7 @@ def test_a_lease_for_a_shard_that_has_memory_there_is_refused(tmp_path: Path) ->
         made.mover.upload(record, source=Source.KEPT).result()
         made.mover.move(record, Tier.HOST, source=Source.KEPT).result()
         with made.device.lease(5000, holder="planned") as lease:
-            with pytest.raises(ConfigError, match="nothing, as w has memory in DEVICE already"):
+            with pytest.raises(ConfigError, match="None, as w has memory in DEVICE already"):
                 made.mover.upload(record, into=lease)
 
             assert not lease.closed

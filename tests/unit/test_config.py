@@ -186,7 +186,7 @@ def test_what_drives_are_rated_for_is_stated_of_all_or_of_each(given: object, re
             True,
             r"^storage\.endurance: expected bytes, as a number or text such as '600TB', or a mapping",
         ),
-        ({"/mnt/a": "600 TBW"}, r"^storage\.endurance\['/mnt/a'\]: expected a unit"),
+        ({"/mnt/a": "600 TBW"}, r"^storage\.endurance\['/mnt/a'\]: expected one of the units"),
         ({"/mnt/a": 1, "/mnt/a/": 2}, r"^storage\.endurance: expected each directory once"),
     ],
 )

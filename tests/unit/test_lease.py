@@ -580,7 +580,7 @@ def test_device_memory_is_freed_only_after_its_event() -> None:
 def test_io_on_device_memory_is_refused() -> None:
     memory = DeviceMemory(CountingDevice(), reservation(100, Tier.DEVICE))
 
-    with memory.lease(60, holder="a") as lease, pytest.raises(TypeError, match="of DEVICE memory"):
+    with memory.lease(60, holder="a") as lease, pytest.raises(TypeError, match="is DEVICE memory"):
         lease.memory()
 
 

@@ -91,9 +91,9 @@ def test_one_element_that_is_not_finite_shows(bad: float) -> None:
 def test_pieces_that_are_no_whole_blocks_are_refused() -> None:
     sums = GradientSums([5000])
 
-    with pytest.raises(ConfigError, match="whole blocks"):
+    with pytest.raises(ConfigError, match="pieces that begin at a multiple"):
         sums.put(0, 100, np.zeros(1))
-    with pytest.raises(ConfigError, match="whole blocks"):
+    with pytest.raises(ConfigError, match="pieces that begin at a multiple"):
         sums.put(0, NORM_BLOCK, np.zeros(2))
 
 
