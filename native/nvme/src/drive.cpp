@@ -350,7 +350,8 @@ void Drive::run(std::promise<void>& attached) {
 void Drive::serve() {
     std::unique_lock lock(mutex_);
     while (wait_for_turn(lock)) {
-        while (has_work() && !is_for_loops()) {
+        // It stands back for a loop that came: one that is busy or gone looks after nothing.
+        while (has_work() && !(loop_came_in_vain_ && is_for_loops())) {
             lock.unlock();
             (void)step(Wait::several);
             lock.lock();
