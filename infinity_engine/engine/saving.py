@@ -11,6 +11,7 @@ import json
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -122,7 +123,16 @@ class Saves:
         self._save: _Save | None = None  # which no call has waited for
         self._report = SaveReport()
         self._stall_s = 0.0
-        run.states.before_changes(self._wait_for_subgroup)
+        # The states are part of the run: together they would be a cycle, which would keep a closed
+        # engine's threads until Python's collector runs.
+        waits = weakref.WeakMethod(self._wait_for_subgroup)
+
+        def wait_for_subgroup(index: int) -> None:
+            wait = waits()
+            if wait is not None:
+                wait(index)
+
+        run.states.before_changes(wait_for_subgroup)
 
     @property
     def report(self) -> SaveReport:
