@@ -133,7 +133,9 @@ class IOFuture(concurrent.futures.Future[_T]):
 
     def done(self) -> bool:
         """Return whether the operation has ended or was cancelled."""
-        return self._state not in _UNDER_WAY
+        # A future that no thread waits for is completed here: the queue's own thread looks after
+        # such ones ten times a second only, and what polls would go on that much later.
+        return self._state not in _UNDER_WAY or self._waiter.wait_for(self._ticket, 0.0)
 
     def result(self, timeout: float | None = None) -> _T:
         """Wait for the end, at most `timeout` seconds; return the result or raise the operation's

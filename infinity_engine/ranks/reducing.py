@@ -179,6 +179,14 @@ class _Backward:
         self.reduced: set[int] = set()
         self.open = False
 
+    def note_gradient(self) -> None:
+        """Remember that a gradient has come since the last end."""
+        self.open = True
+
+    def close(self) -> None:
+        """Remember that all that came is reduced, or dropped."""
+        self.open = False
+
     def bucket(self, turn: int) -> tuple[int, ...]:
         """Return the bucket of a turn: first those of what is expected, then all of them again."""
         after = turn - len(self._first)
@@ -292,7 +300,7 @@ class GradientReducer:
         Raises:
             CollectiveError: there was no room before another reduce, and that failed.
         """
-        self._backward.open = True
+        self._backward.note_gradient()
         flat = gradient.detach().contiguous().view(-1)
         del gradient  # a copy that is contiguous already must not keep the original alive
         if not self.adds_up:
@@ -326,7 +334,7 @@ class GradientReducer:
         self._sums.clear()
         if self._backward.open and not self.adds_up:
             self.finish()
-        self._backward.open = False
+        self._backward.close()
 
     def finish(self) -> None:
         """Reduce all gradients that have come to any rank. Every rank calls this at the end of its

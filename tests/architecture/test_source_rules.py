@@ -113,6 +113,8 @@ OWN = {"self", "cls"}
 SET_ON_TENSORS = {"data", "grad", "requires_grad"}
 # in place of a module's own mapping, decision 0009
 WATCHES_READS = "infinity_engine/parameters/hooks.py"
+# Looks through the attributes of an autograd function\'s ctx, of which vars() gives all; sets none.
+READS_CTX = f"{ENGINE}/parameters/graphs.py"
 SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__", "vars"}
 
 PURE = {
@@ -376,6 +378,8 @@ def nothing_is_pasted_onto_parameters(root: Path) -> Iterator[str]:
                 watches = node.attr == "__dict__" and module.file == WATCHES_READS
                 owners = [node.value] if stores or (node.attr == "__dict__" and not watches) else []
             elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in SETTERS:
+                if ast.unparse(node.func) == "vars" and module.file == READS_CTX:
+                    continue
                 owners = [
                     *node.args[:1],
                     *([node.func.value] if isinstance(node.func, ast.Attribute) else []),

@@ -7,8 +7,8 @@ import pytest
 from infinity_engine.machine.busy import OthersWork, machine_busy_s
 
 
-def others(before: float | None, after: float | None, *, own: float, passed: float) -> float:
-    busy, spent, clock = (iter(pair) for pair in ((before, after), (0.0, own), (0.0, passed)))
+def others(before: float | None, after: float | None, *, own: float, passed: float) -> float | None:
+    busy, spent, clock = iter((before, after)), iter((0.0, own)), iter((0.0, passed))
     work = OthersWork(
         busy_s=lambda: next(busy), own_s=lambda: next(spent), clock_s=lambda: next(clock), cores=4
     )
