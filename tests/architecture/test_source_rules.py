@@ -113,8 +113,8 @@ OWN = {"self", "cls"}
 SET_ON_TENSORS = {"data", "grad", "requires_grad"}
 # in place of a module's own mapping, decision 0009
 WATCHES_READS = "infinity_engine/parameters/hooks.py"
-# Looks through the attributes of an autograd function\'s ctx, of which vars() gives all; sets none.
-READS_CTX = f"{ENGINE}/parameters/graphs.py"
+# Looks through the attributes of what a function keeps on its ctx, all of which vars() gives; sets none.
+READS_CTX = "infinity_engine/parameters/graphs.py"
 SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__", "vars"}
 
 PURE = {
