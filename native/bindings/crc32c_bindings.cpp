@@ -65,8 +65,8 @@ py::list list_of(const std::vector<std::uint32_t>& sums) {
     return list;
 }
 
-// One crc for every `piece` bytes of memory that deepnvme.memory.buffers.Memory describes, and keeps
-// alive.
+// One crc for every `piece` bytes of memory that deepnvme.memory.buffers.Memory describes, and
+// keeps alive.
 py::list sum_pieces(std::uintptr_t address, std::size_t nbytes, std::size_t piece) {
     if (piece == 0) throw py::value_error("a piece has at least 1 byte, got 0");
     const auto* const data = reinterpret_cast<const std::byte*>(address);
