@@ -8,11 +8,8 @@ has them. Called by the planner.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from math import ceil
 from typing import NamedTuple
 
 from infinity_engine.placement.placing import Plan
@@ -23,7 +20,7 @@ from infinity_engine.plan.ops import CopyOp, Op, UpdateOp
 from infinity_engine.plan.step import Home
 from infinity_engine.schedule.executor import Walk
 from infinity_engine.sim.contention import between, rates_of_update
-from infinity_engine.sim.walking import TimedCarrier
+from infinity_engine.sim.walking import ComputeTime, FetchingRoom, RankWire, TimedCarrier
 from infinity_engine.telemetry import NullTelemetry
 
 __all__ = [
@@ -37,7 +34,6 @@ __all__ = [
 _NS_PER_S = 10**9
 _BACKWARD = 2  # forwards that a backward computes as much as
 _ROUNDS = 8  # to find how much of their time updates and moves disturb one another
-_GATHERED = 2  # modules at once: one computes, and the next one is gathered
 _LOOK_AHEAD = 32  # modules among which the engine's fetcher looks for what to fetch
 
 
@@ -167,33 +163,21 @@ class _TimedStep:
         self._plan = plan
         self._steps_micro_batches = training.accumulation_steps
         self._free = means.free_lanes()
-        rate = means.compute_rate(training)
-        self._rate = None if rate is None else (Fraction(rate.forward), Fraction(rate.backward))
+        self._duration_ns = ComputeTime(means.compute_rate(training))
         self._compute = Lane.HOST if means.unified else Lane.DEVICE
         self._link = None if means.unified else Lane.H2D
-        self._checkpointing = training.checkpointing
-        self._limit = plan.demand.fetched
         self._modules = modules
         self.deferred = training.overlap is not False and _defers(plan, self._modules, means)
-        self._durations: dict[tuple[int, int], int] = {}  # modules are mostly alike
         self._clocks = LaneClocks(self._rates_of_update(means), free=self._free)
         # Says what a transfer takes while nothing goes the other way.
         self._alone = LaneClocks(means.alone or means.rates)
         self._spans: list[Span] = []
-        # by module, in the order of their uses: bytes, end of use
-        self._present: dict[int, tuple[int, int]] = {}
-        self._held = 0  # bytes of these
-        self._staged = sum(plan.steps.staging_bytes)
-        # bytes that it leaves the fetching
-        self._for_update = max(self._staged, self._limit) + sizing.on_their_way
-        # bytes of these that are not free before the second's time
-        self._leaving: deque[tuple[int, int]] = deque()
+        self._room = FetchingRoom(
+            plan.demand.fetched, sum(plan.steps.staging_bytes), sizing.on_their_way
+        )
         self._at = 0  # the next op of the plan
         self._thread = TimedCarrier(self._clocks, self._note)  # which calls the modules
-        self._other_ranks = means.ranks - 1
-        self._wire = means.wire_bytes_per_s if means.ranks > 1 else None
-        self._wire_free_ns = self._gathering_ns = 0
-        self._used_ns: deque[int] = deque(maxlen=_GATHERED)  # when the last modules were done with
+        self._wire = RankWire(means.ranks, means.wire_bytes_per_s)
         self._update_ns = 0
         self._update_busy_ns: dict[Lane, int] = {}
 
@@ -217,12 +201,12 @@ class _TimedStep:
             cuts[:2] = [("update and forward", 0, middle_ns)]
         spans = tuple(self._spans)
         moved = _moved(spans)
-        repeated_ns = 0
+        repeated_ns, gathering_ns = 0, self._wire.busy_ns
         more = self._steps_micro_batches - 1
         if more:
-            gathered_ns = self._gathering_ns
+            gathered_ns = self._wire.busy_ns
             repeated_ns = more * (self._backward(self._forward(end_ns, deferred=False)) - end_ns)
-            self._gathering_ns += (more - 1) * (self._gathering_ns - gathered_ns)
+            gathering_ns += more * (self._wire.busy_ns - gathered_ns)
             for lane, nbytes in _moved(self._spans[len(spans) :]).items():
                 moved[lane] = moved.get(lane, 0) + more * nbytes
         return StepTimeline(
@@ -232,7 +216,7 @@ class _TimedStep:
             update_ns=self._update_ns,
             update_busy_ns=self._update_busy_ns,
             moved=moved,
-            gathering_ns=self._gathering_ns,
+            gathering_ns=gathering_ns,
         )
 
     def _rates_of_update(self, means: Means) -> Rates:
@@ -304,10 +288,10 @@ class _TimedStep:
                 ready_ns = max(self._clocks.times[op].end_ns for op in ops)
                 needs = needs._replace(read=0)
             arrived_ns = self._fetch(number, needs, ready_ns)
-            ready_ns = self._gather(needs.gathered, max(arrived_ns, begin_ns))
+            ready_ns = self._wire.gather(needs.gathered, max(arrived_ns, begin_ns))
             duration_ns = self._duration_ns(needs.flops, 0)
             end_ns = self._work(self._compute, duration_ns, ready_ns).end_ns
-            self._used_ns.append(end_ns)
+            self._wire.note_use(end_ns)
             self._use(number, needs, end_ns)
         if deferred:
             self._go_on(len(self._plan.steps.ops))
@@ -338,10 +322,10 @@ class _TimedStep:
                 while not all(map(walk.has_arrived, needs.subgroups)):
                     if not walk.poll():
                         walk.arrive(needs.subgroups)
-            ready_ns = self._gather(needs.gathered, self._thread.now_ns)
+            ready_ns = self._wire.gather(needs.gathered, self._thread.now_ns)
             duration_ns = self._duration_ns(needs.flops, 0)
             end_ns = self._work(self._compute, duration_ns, ready_ns).end_ns
-            self._used_ns.append(end_ns)
+            self._wire.note_use(end_ns)
             self._use(number, needs, end_ns)
         walk.finish()
         return max(end_ns, self._thread.now_ns)
@@ -350,27 +334,27 @@ class _TimedStep:
         """Let the thread wait until what a module needs has been updated, and is there."""
         needs = self._modules[number]
         walk.poll()
-        if number not in self._present:
+        if number not in self._room:
             walk.reach(needs.subgroups)
             walk.arrive(needs.subgroups)
-            while self._limit - self._held < needs.fetched and self._give_up(number):
+            while self._room.free < needs.fetched and self._give_up(number):
                 pass
-            while not self._has_room(needs.fetched):
+            while not self._room.has_room(needs.fetched, self._thread):
                 if not self._give_up(number):
                     walk.finish()
-                    self._staged = 0
+                    self._room.end_update()
                     break
             self._fetch_now(number)
-        self._thread.wait_until(self._present[number][1])
+        self._thread.wait_until(self._room.end_of_use_ns(number))
 
     def _fetch_ahead(self, start: int, walk: Walk) -> None:
         """Begin to fetch what the modules from one on need, as far as there is room for it and it
         has been updated.
         """
-        left = self._limit - self._held
+        left = self._room.free
         for number in range(start, min(start + _LOOK_AHEAD, len(self._modules))):
             needs = self._modules[number]
-            if not needs.fetched or number in self._present:
+            if not needs.fetched or number in self._room:
                 continue
             while left < needs.fetched:
                 given = self._give_up(start - 1)
@@ -379,7 +363,7 @@ class _TimedStep:
                 left += given
             left -= needs.fetched
             if all(map(walk.has_arrived, needs.subgroups)):
-                if not self._has_room(needs.fetched):
+                if not self._room.has_room(needs.fetched, self._thread):
                     return
                 self._fetch_now(number)
 
@@ -397,30 +381,7 @@ class _TimedStep:
         0 where there is nothing but what the module that is running needs, and those that come
         after it.
         """
-        number = min(self._present, default=running)
-        if number >= running:
-            return 0
-        nbytes, _ = self._present.pop(number)
-        self._held -= nbytes
-        self._leaving.append((nbytes, self._clocks.free_ns(self._compute)))
-        return nbytes
-
-    def _has_room(self, nbytes: int) -> bool:
-        """Tell whether staging sets leave the device room for so much; what is leaving is waited
-        for.
-        """
-        while True:
-            while self._leaving and self._leaving[0][1] <= self._thread.now_ns:
-                self._leaving.popleft()
-            left = (
-                self._for_update
-                - self._staged
-                - self._held
-                - sum(leaving for leaving, _ in self._leaving)
-            )
-            if nbytes <= left or not self._leaving:
-                return nbytes <= left
-            self._thread.wait_until(self._leaving[0][1])
+        return self._room.evict_before(running, self._clocks.free_ns(self._compute))
 
     # ----------------------------------------------------------------------------------------------
 
@@ -432,13 +393,13 @@ class _TimedStep:
         for number in reversed(range(len(self._modules))):
             needs = self._modules[number]
             arrived_ns = self._fetch(number, needs, 0)
-            again = needs.flops if self._checkpointing and needs.recomputed else 0
+            again = needs.flops if needs.recomputed else 0
             duration_ns = self._duration_ns(again, _BACKWARD * needs.flops)
-            ready_ns = self._gather(needs.gathered, max(arrived_ns, begin_ns))
+            ready_ns = self._wire.gather(needs.gathered, max(arrived_ns, begin_ns))
             made_ns = self._work(self._compute, duration_ns, ready_ns).end_ns
-            self._used_ns.append(made_ns)
+            self._wire.note_use(made_ns)
             self._use(number, needs, made_ns)
-            made_ns = self._exchange(needs.reduced, made_ns)
+            made_ns = self._wire.exchange(needs.reduced, made_ns)
             end_ns = max(end_ns, made_ns)
             if needs.gradient_down:
                 made_ns = self._move(Lane.D2H, needs.gradient_down, made_ns).end_ns
@@ -447,33 +408,14 @@ class _TimedStep:
             end_ns = max(end_ns, made_ns)
         return end_ns
 
-    def _gather(self, nbytes: int, after_ns: int) -> int:
-        """Let ranks gather a module's parameters, one module ahead of the one that computes."""
-        if self._wire is None or not nbytes:
-            return after_ns
-        freed_ns = self._used_ns[0] if len(self._used_ns) == _GATHERED else 0
-        return max(self._exchange(nbytes, freed_ns), after_ns)
-
-    def _exchange(self, nbytes: int, after_ns: int) -> int:
-        """Let each rank send all others so many bytes; return when they have arrived."""
-        if self._wire is None or not nbytes:
-            return after_ns
-        duration_ns = ceil(nbytes * self._other_ranks / Fraction(self._wire) * _NS_PER_S)
-        self._wire_free_ns = max(self._wire_free_ns, after_ns) + duration_ns
-        self._gathering_ns += duration_ns
-        return self._wire_free_ns
-
     def _fetch(self, number: int, needs: _Needs, after_ns: int) -> int:
         """Let what a module needs be there; return when it is.
 
         What was used longest ago makes room.
         """
-        if not needs.fetched or number in self._present:
+        if not needs.fetched or number in self._room:
             return after_ns
-        while self._limit - self._held < needs.fetched and self._present:
-            nbytes, used_ns = self._present.pop(next(iter(self._present)))
-            self._held -= nbytes
-            after_ns = max(after_ns, used_ns)
+        after_ns = max(after_ns, self._room.make(needs.fetched))
         if needs.read:
             after_ns = self._read(needs.read, after_ns)
         if self._link is not None:
@@ -491,9 +433,7 @@ class _TimedStep:
 
     def _use(self, number: int, needs: _Needs, end_ns: int) -> None:
         if needs.fetched:
-            nbytes, _ = self._present.pop(number, (0, 0))
-            self._held += needs.fetched - nbytes
-            self._present[number] = needs.fetched, end_ns
+            self._room.use(number, needs.fetched, end_ns)
 
     def _move(self, lane: Lane, nbytes: int, after_ns: int) -> OpTime:
         return self._work(lane, self._alone.duration_ns(lane, nbytes), after_ns, nbytes)
@@ -503,16 +443,6 @@ class _TimedStep:
         if duration_ns:
             self._spans.append(Span(lane, time.start_ns, time.end_ns, nbytes))
         return time
-
-    def _duration_ns(self, forward: int, backward: int) -> int:
-        """Return what so many operations of forwards and of backwards take."""
-        if self._rate is None:
-            return 0
-        work = forward, backward
-        if work not in self._durations:
-            seconds = sum(flops / rate for flops, rate in zip(work, self._rate, strict=True))
-            self._durations[work] = ceil(seconds * _NS_PER_S)
-        return self._durations[work]
 
 
 def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
@@ -541,7 +471,7 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
                 fetched=nbytes,
                 read=read,
                 flops=module.flops(training.sequence) * training.tokens,
-                recomputed=place < len(modules) - 1,
+                recomputed=training.checkpointing and place < len(modules) - 1,
                 gradient_down=sum(down.get(number, 0) for number in own),
                 gradient_written=sum(written.get(number, 0) for number in own),
                 subgroups=tuple(
