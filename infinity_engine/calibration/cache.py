@@ -2,7 +2,7 @@
 machine or a directory.
 
 A file is named by a hash of what it holds for and says it as well. Files appear whole; what is
-wrong with one is told by a warning, and it counts as not there. Measures nothing, imports no torch.
+wrong with one is a warning, and it counts as not there. Measures nothing, imports no torch.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class CalibrationCache:
             os.close(descriptor)
 
     def path(self, what: str, identity: Mapping[str, str]) -> Path | None:
-        """Return the file of a "machine" or a "drive" that is told from others by these texts."""
+        """Return the file of a "machine" or a "drive" that these texts identify."""
         if self.folder is None:
             return None
         told = json.dumps(dict(sorted(identity.items())))

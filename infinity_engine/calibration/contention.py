@@ -49,7 +49,7 @@ def measure_contention(
     work: Callable[[Stops], _Result],
     part: MeasuringTime,
 ) -> Contention[_Result]:
-    """Measure the points beside `work`, which goes on until it is told to stop."""
+    """Measure the points beside `work`, which goes on until it is stopped."""
     others: list[Pair[_Result]] = []
 
     def part_left(point: HostPoint, sample_s: float) -> float:

@@ -168,7 +168,7 @@ def updates_state(numel: int, master: Values, states: tuple[Values, ...]) -> Sub
 def steps_of(
     rule: Rule, state: SubgroupState, gradient: Values, parameter: Values
 ) -> Callable[[Kernels], None]:
-    """Return what makes one step of the rule, by the kernels of whoever has the memory."""
+    """Return what makes one step of the rule, by the kernels of the device that has the memory."""
 
     def step(kernels: Kernels) -> None:
         update = update_records(state, rules=[rule], gradients=[gradient], parameters=[parameter])

@@ -421,7 +421,7 @@ class _CheckedFile:
             while reading:
                 self._wait(*reading.popleft())
         finally:
-            for future, _, _ in reading:  # whoever owns the memory may let go of it after this
+            for future, _, _ in reading:  # the owner of the memory may let go of it after this
                 future.exception()
 
     def _begin(self, block: int, room: Memory) -> IOFuture[int]:

@@ -212,7 +212,7 @@ def _in_words(error: ConfigError) -> str:
         "model": "--model",
     }
     names |= {"machine": "--machine", "subgroup_numel": "--subgroup"}
-    if error.field.startswith("Rates."):  # of a plan: what a file has wrong is told by its option
+    if error.field.startswith("Rates."):  # the option of the file names what it has wrong
         expected = (
             f"a file with {error.field}, which this plan uses: `infinity calibrate DIR` measures "
             "it on a machine with "

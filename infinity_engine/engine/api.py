@@ -47,8 +47,8 @@ def initialize(
     of your own, or the name of a built-in one, such as "eq1". It is asked once, with the subgroups,
     the `rates` and what the budget leaves of the device; its plan is that of every update. `queue`
     is a deepnvme.IOQueue to use for the budget's drives, which stays open; else the engine has one
-    of its own. `progress`, such as print, is told now and then how far parameters and states are on
-    their way to where they stay.
+    of its own. `progress`, such as print, is called now and then with how far parameters and states
+    are on their way to where they stay.
 
     Raises:
         MissingDependencyError: torch is missing or older than the engine supports.

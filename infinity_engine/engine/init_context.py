@@ -41,8 +41,8 @@ def init_context(
     `budget` is that of `initialize`, with one directory of NVMe at least; the device's part is not
     used. `cache` is how many bytes, as a number or text such as "2GiB", parameters take of the
     host's budget while the model is built: by default a quarter of what I/O leaves of it. Only what
-    one call needs, or somebody has views of, is more; never more than the budget. `progress`, such
-    as print, is told now and then how many bytes were written to the drives.
+    one call needs, or other tensors show, is more; never more than the budget. `progress`, such
+    as print, is called now and then with the bytes that were written to the drives.
 
     Of several ranks, all build the same, each with its part of the budget, and keep a shard of each
     parameter: `ranks` is what `initialize` takes under that name.
@@ -85,8 +85,8 @@ def load_into(
 
     The parameters stay the objects that they are, and their values go piece by piece from the files
     to the budget's directories; buffers get ordinary memory. A number is converted where the model
-    has another dtype than the file. `progress`, such as print, is told now and then how many bytes
-    are there.
+    has another dtype than the file. `progress`, such as print, is called now and then with the
+    bytes are there.
 
     Of several ranks, each reads its slices and keeps them, in its part of the budget: `ranks` is
     what `initialize` takes under that name.

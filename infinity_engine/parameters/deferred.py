@@ -2,7 +2,7 @@
 of it.
 
 Knows which subgroups hold which parts of each parameter; the walk carries out ops. Made by a step,
-followed by whoever lets modules have their parameters.
+followed by the object that brings parameters to modules.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class DeferredUpdate:
         return self._walk.poll()
 
     def end(self) -> None:
-        """Do all that is left of it, so that its memory is free; who follows it is told that there
+        """Do all that is left of it, so that its memory is free; its follower learns that there
         is none any more.
 
         Raises:
@@ -120,9 +120,9 @@ class DeferredUpdate:
 
 
 class Follower(Protocol):
-    """Whoever lets modules have their parameters."""
+    """An object that brings parameters to modules."""
 
     def follow(self, update: DeferredUpdate | None) -> None:
-        """Let nobody have from here on what this update has not made yet; None: all of it is
+        """Bring nothing from here on that this update has not made yet; None: all of it is
         made.
         """

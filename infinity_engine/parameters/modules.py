@@ -384,7 +384,7 @@ class ModuleParameters:
         read as NaN.
 
         Raises:
-            RuntimeError: there is NaN, and nobody has ever asked for some parameters; names them.
+            RuntimeError: there is NaN, and some parameters were never asked for; names them.
         """
         unseen = [number for number in self._parameters if number not in self._asked_now]
         unseen = [number for number in unseen if number not in self._fetcher.shown]

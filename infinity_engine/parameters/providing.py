@@ -1,5 +1,5 @@
-"""`Provider`: what modules and the engine ask of whoever brings parameters to modules, and takes
-them away.
+"""`Provider`: what modules and the engine ask of the object that brings parameters to modules, and
+takes them away.
 
 The fetcher is one, for parameters that this process has whole. Of those that are cut over ranks,
 the gatherer has whole what modules need, and replicas are whole all the time.
@@ -45,7 +45,7 @@ class Provider(Protocol):
         """Note that the values of these are others now, at home."""
 
     def write_home(self, number: int) -> None:
-        """Take what somebody wrote into a parameter that is shown home, as its values."""
+        """Bring the values home that code of the caller wrote into a shown parameter."""
 
     def copy_of(self, number: int) -> torch.Tensor:
         """Return a flat copy, on the host, of the values at home."""

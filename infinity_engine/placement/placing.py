@@ -1,4 +1,4 @@
-"""Which plan a budget allows, and what of it rests on the drives: what is best is tried first.
+"""Which plan a budget allows, and which parts of it rest on the drives: the best is tried first.
 
 Pure: asks policies and adds up bytes. Called by the engine, which carries out what it says, and by
     the planner.
@@ -50,7 +50,7 @@ class Wish:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A plan, what it takes, and what of it rests on the drives."""
+    """A plan, what it takes, and which parts of it rest on the drives."""
 
     steps: StepPlan
     demand: Demand
@@ -275,7 +275,7 @@ class _Placing:
     def _least_of_any_plan(
         self, parameters: Tier, homes: Mapping[int, Home], resting: Resting
     ) -> Callable[[int], int]:
-        """Return what of the host all plans take at least that update there, however many buffers
+        """Return the least of the host that plans take which update there, however many buffers
         they have.
         """
         rests = replace(resting, states=self.sizing.with_states(resting.states, homes, parameters))
@@ -287,7 +287,7 @@ class _Placing:
         return lambda buffers: nbytes
 
     def _least_of_host(self, plan: Plan, buffers: int) -> int:
-        """Return what of the host a plan takes at least that has so many buffers instead, and no
+        """Return the least of the host that a plan takes with so many buffers instead, and no
         more of them.
         """
         there = plan.steps.buffer_bytes

@@ -122,8 +122,8 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkFigures:
-    """Bytes per second between host and device, alone and both ways at once; what of the latter is
-    left beside updates.
+    """Bytes per second between host and device, alone and both ways at once; the part of the latter
+    that is left beside updates.
 
     Beside updates by all threads, that is.
     """

@@ -75,11 +75,11 @@ def with_rates(
     """Return the settings with rates, where these are needed, are not given, and may be taken from
     a calibration.
 
-    Plans are made for `room`, which is all of the budget or, of several ranks, what of it is for
-    shards. Whoever gives a policy of his own gives the rates that it needs. `auto` needs them where
-    not everything fits into one place, and where a training is so large that measuring takes less
-    than a good plan saves; it does without them where they cannot be had. A calibration file that
-    the settings name is read in any case, so that a wrong path never goes unnoticed.
+    Plans are made for `room`, which is all of the budget or, of several ranks, the part of it that
+    is for shards. A caller with a policy of its own gives the rates that it needs. `auto` needs
+    them where not everything fits into one place, and where a training is so large that measuring
+    takes less than a good plan saves; it does without them where they cannot be had. A calibration
+    file that the settings name is read in any case, so that a wrong path never goes unnoticed.
 
     Raises:
         ConfigError: the calibration file that the settings name cannot be used; or a calibration
@@ -150,7 +150,7 @@ def _leaves_a_choice(wish: Wish, sizing: Sizing, room: ResolvedBudget, io_bytes:
     """Tell whether something has to be elsewhere than where modules compute."""
     try:
         plan = place(sizing, wish, room, io_bytes=io_bytes)
-    except (CapacityError, ConfigError):  # whoever places it in earnest says so
+    except (CapacityError, ConfigError):  # placing it in earnest raises it
         return False
     if sizing.unified:
         return plan.demand.nvme > 0

@@ -78,9 +78,9 @@ def choose_together(
     """Return this rank's plan of what all ranks have chosen; None, on all of them, where what fits
     decides.
 
-    Each rank has the planner choose, at its own rates, with what of `budget` every rank has at
-    least. Of what they choose is taken what fits on all, and of that what is fastest where it is
-    slowest. All ranks come to this.
+    Each rank has the planner choose, at its own rates, with the part of `budget` that every rank
+    has at least. Of what they choose is taken what fits on all, and of that what is fastest where
+    it is slowest. All ranks come to this.
     """
     wish = sharding.wish(wish_of(config, policy))
     if not _is_open(wish):

@@ -115,7 +115,7 @@ class ParameterReplicas:
         group.gather(shards, into, wire=self._wire.flat() if group.gather_bytes() else None).wait()
 
     def write_home(self, number: int) -> None:
-        """Take this rank's shard of what somebody wrote into a parameter, as its values."""
+        """Copy what code of the caller wrote into a parameter to this rank's shard of it."""
         each = self._parameters.get(number)
         if each is not None:
             if each.shard.numel:
@@ -138,12 +138,12 @@ class ParameterReplicas:
         """Nothing: values rest on no drives."""
 
     def end_step(self) -> TraceMismatch | None:
-        """Return nothing: nobody's order is followed."""
+        """Return nothing: no trace is followed."""
         return None
 
     @property
     def stats(self) -> FetchingStats:
-        """What was gathered, which nobody has waited for but steps."""
+        """What was gathered, which only steps have waited for."""
         return FetchingStats(fetched=0, fetched_bytes=self._gathered_bytes, in_time=0, late=0)
 
     def leave_absent(self) -> None:

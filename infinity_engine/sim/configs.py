@@ -197,7 +197,7 @@ class _Gated:
     fused: bool = False
     """Queries, keys and values are one product, and so are gate and up."""
     norm_of: Literal["nothing", "each head", "all heads"] = "nothing"
-    """What of queries and keys has a norm."""
+    """Which of queries and keys have a norm."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     tied: bool = False
     """Where the config does not say it."""

@@ -1,4 +1,4 @@
-"""What of the states may be resident, and what may visit: the small program that memory makes, and
+"""Which states may be resident, and which may visit: the small program that memory makes, and
 its corners.
 
 Pure, and approximate: to whole subgroups, and with parameters of one size. It says what is worth

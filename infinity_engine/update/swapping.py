@@ -121,8 +121,8 @@ class _Places:
 
 
 class SwappedStates:
-    """What of one engine's subgroups is on the drives; `values` has the places of parameters that
-    are.
+    """The parts of one engine's subgroups that are on the drives; `values` has the places of
+    parameters that are.
 
     `pieces` gives, by subgroup, which piece of its parameter each segment is. `early` names the
     subgroups that may be updated before their step, which have a second place.
@@ -421,8 +421,8 @@ class SwappedStates:
         *,
         values: bool = True,
     ) -> Iterator[_Piece]:
-        """Yield what of a buffered subgroup is on the drives: its states and, unless `values` is
-        False, the values of its segments that are updated.
+        """Yield the parts of a buffered subgroup that are on the drives: its states and, unless
+        `values` is False, the values of its segments that are updated.
 
         They are where they are now, unless other places are given.
         """

@@ -72,7 +72,7 @@ class ForeignCheckpoint:
         default_factory=lambda: {"value": 1.0, "good_steps": 0}
     )
     left_behind: tuple[str, ...] = ()
-    """What of it cannot go along, by name."""
+    """The parts that cannot go along, by name."""
 
     def check(self) -> None:
         """Check that every stream is there, each of its elements once.

@@ -1,4 +1,4 @@
-"""What of an engine's run there is to be saved and loaded, and how its ranks do that together.
+"""What is saved and loaded of an engine's run, and how its ranks do that together.
 
 Lists tensors and small state; `saving` and `loading` move it. Imports no tier and no strategy.
 """
@@ -46,7 +46,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What of an engine there is to be saved."""
+    """The parts of an engine that are saved."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
