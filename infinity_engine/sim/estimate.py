@@ -37,7 +37,7 @@ class _Spill(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Bytes:
+class _OpBytes:
     """Bytes of one parameter that the host updates, that visits the device, or is resident."""
 
     host: float
@@ -77,7 +77,7 @@ class StepEstimate:
         gradient = sum(sizing.all_gradients.values()) / self._numel
         has_copies = sizing.formats.parameter is not None and not sizing.unified
         width = sizing.width if has_copies else 0
-        self._bytes = _Bytes(
+        self._bytes = _OpBytes(
             host=sizing.states_bytes(largest, Home.HOST, tier) / largest.numel,
             visiting=sizing.states_bytes(largest, Home.VISITING, tier) / largest.numel,
             resident=sizing.states_bytes(largest, Home.RESIDENT, tier) / largest.numel

@@ -100,7 +100,7 @@ _Kind = tuple[_Family, bool]
 """A family, with visitors or without."""
 
 
-class _Entry(NamedTuple):
+class _Ranked(NamedTuple):
     """A form with subgroups of one size; `inside` is for where it does not fit."""
 
     estimate_ns: float
@@ -167,12 +167,12 @@ class Search:
 
     # --- what there is ----------------------------------------------------------------------------
 
-    def _entries(self, numels: Iterable[int]) -> Iterator[_Entry]:
+    def _entries(self, numels: Iterable[int]) -> Iterator[_Ranked]:
         """Yield every form that may fit, with its estimate."""
         for numel, family in product(numels, list(self._families())):
             for form, inside in self._all_forms(family, numel):
                 estimate_ns = self._estimate_ns(form, numel)
-                yield _Entry(estimate_ns, form, numel, inside)
+                yield _Ranked(estimate_ns, form, numel, inside)
 
     def _all_forms(self, family: _Family, numel: int) -> Iterator[tuple[_Form, _Form]]:
         """Yield the forms of a family, each with one further from the edges, if it does not fit."""
@@ -291,7 +291,7 @@ class Search:
         found = [candidate for candidate in self._known.values() if candidate is not None]
         return min(found, key=lambda candidate: candidate.timeline.ns, default=None)
 
-    def _simulate(self, entry: _Entry) -> None:
+    def _simulate(self, entry: _Ranked) -> None:
         """Simulate a form if it may beat the best so far; if it does not fit, the one inside."""
         expected_ns = entry.estimate_ns * self._times.get(entry.form.kind, 1.0)
         if expected_ns > _HOPEFUL * self._least_ns or self._work > _MOST_WORK:
@@ -324,7 +324,7 @@ class Search:
         if not entries or isinf(min(entry.estimate_ns for entry in entries)):
             yield self._frugal, numels[-1]
 
-    def _shortfall(self, entry: _Entry, tried: tuple[float, ...] = _SLACK) -> float:
+    def _shortfall(self, entry: _Ranked, tried: tuple[float, ...] = _SLACK) -> float:
         """Return in how many times the memory an entry seems to fit; inf: in none of these."""
         for times in tried:
             if not isinf(self._estimate_ns(entry.form, entry.numel, times=times)):
@@ -377,7 +377,7 @@ class Search:
                     form, here = there, candidate
                     onwards = [way, *(it for it in _WAYS if it not in (way, (-way[0], -way[1])))]
 
-    def _other_sizes(self, entries: list[_Entry]) -> None:
+    def _other_sizes(self, entries: list[_Ranked]) -> None:
         """Try other sizes: smaller subgroups have smaller buffers, larger ones fewer starts."""
         if self._planner.subgroup_numel is not None:
             return
@@ -388,13 +388,13 @@ class Search:
         more = [len(homes) * _ENOUGH // others] if 0 < others < _ENOUGH else []
         numels = dict.fromkeys([*(entry.numel for entry in entries), *self._numels(more)])
         times = self._times_the_estimate()
-        tried: list[_Entry] = []
+        tried: list[_Ranked] = []
         for choice in self._of_each_kind():
             form, known = self._forms[choice]
             for numel in numels:
                 if numel != known:
                     inside = self._within(form, numel)
-                    tried.append(_Entry(self._estimate_ns(inside, numel), inside, numel, inside))
+                    tried.append(_Ranked(self._estimate_ns(inside, numel), inside, numel, inside))
         tried += _best_of_each_kind(entries)
         for entry in sorted(tried, key=lambda entry: entry.estimate_ns):
             expected_ns = entry.estimate_ns * times.get(entry.form.kind, 1.0)
@@ -473,7 +473,7 @@ class Search:
         return Choice(strategy=strategy, parameters=form.family.tier, subgroup_numel=numel)
 
 
-def _coarsest_near_the_best(entries: list[_Entry]) -> int:
+def _coarsest_near_the_best(entries: list[_Ranked]) -> int:
     """Return the largest size of subgroups whose best estimate is near the best of all."""
     least: dict[int, float] = {}
     for entry in entries:
@@ -482,9 +482,9 @@ def _coarsest_near_the_best(entries: list[_Entry]) -> int:
     return max(near)
 
 
-def _best_of_each_kind(entries: Iterable[_Entry]) -> list[_Entry]:
+def _best_of_each_kind(entries: Iterable[_Ranked]) -> list[_Ranked]:
     """Return the few best estimates of each kind and size, the fastest first."""
-    kept: list[_Entry] = []
+    kept: list[_Ranked] = []
     counts: dict[tuple[_Kind, int], int] = {}
     for entry in sorted(entries, key=lambda entry: entry.estimate_ns):
         kind = entry.form.kind, entry.numel

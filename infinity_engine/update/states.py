@@ -83,7 +83,7 @@ class StepInputs:
 
 
 @dataclass(slots=True)
-class _Held:
+class _SubgroupStates:
     """One subgroup, and where its states are between steps."""
 
     subgroup: Subgroup
@@ -132,7 +132,7 @@ class StateKeeper:
         # interrupted step repeats the others with the counts that these had before.
         self._done: dict[int, list[int]] = {}
         # Updated on the device, and in flight back to the host.
-        self._on_the_way: list[tuple[_Held, list[int], Event]] = []
+        self._on_the_way: list[tuple[_SubgroupStates, list[int], Event]] = []
         homes = plan.homes()
         # Of subgroups in staging sets: the step counts after their update.
         self._visits: dict[int, list[int]] = {}
@@ -183,7 +183,7 @@ class StateKeeper:
         pool = self._lanes.device if home is Home.RESIDENT else self._lanes.host
         return pool.lease(subgroup.formats.width * subgroup.numel, holder="updated parameters")
 
-    def _hold(self, subgroup: Subgroup, home: Home, pieces: tuple[int, ...]) -> _Held:
+    def _hold(self, subgroup: Subgroup, home: Home, pieces: tuple[int, ...]) -> _SubgroupStates:
         pool = (
             self._lanes.device if home is Home.RESIDENT and not self._unified else self._lanes.host
         )
@@ -191,7 +191,7 @@ class StateKeeper:
         if subgroup.index not in self._resting:
             lease = pool.lease(self._nbytes(subgroup, home), holder="optimizer states")
             copies = self._copies(subgroup, home)
-        return _Held(subgroup, home, lease, pieces, [0] * len(subgroup.segments), copies)
+        return _SubgroupStates(subgroup, home, lease, pieces, [0] * len(subgroup.segments), copies)
 
     def _nbytes(self, subgroup: Subgroup, home: Home) -> int:
         """Return the bytes of a subgroup's states: the masters, unless they are the parameters, and
@@ -203,7 +203,9 @@ class StateKeeper:
             * (len(self._state_names) + (0 if self._in_place(subgroup, home) else 1))
         )
 
-    def _state_in(self, flat: torch.Tensor, held: _Held, steps: Sequence[int]) -> SubgroupState:
+    def _state_in(
+        self, flat: torch.Tensor, held: _SubgroupStates, steps: Sequence[int]
+    ) -> SubgroupState:
         """Return a subgroup's states as they lie in `flat`: the masters first, then the moments."""
         subgroup = held.subgroup
         values = (
@@ -219,7 +221,7 @@ class StateKeeper:
             subgroup=subgroup, master=masters, states=tuple(streams), steps=list(steps)
         )
 
-    def _states_of(self, held: _Held) -> torch.Tensor:
+    def _states_of(self, held: _SubgroupStates) -> torch.Tensor:
         """Return the bytes of a subgroup's states: its lease, or the buffer of this step."""
         if held.lease is not None:
             return held.lease.flat()
@@ -227,7 +229,7 @@ class StateKeeper:
         assert buffered is not None, "states on the drives were loaded"
         return buffered.states()
 
-    def _buffered(self, held: _Held) -> BufferedSubgroup | None:
+    def _buffered(self, held: _SubgroupStates) -> BufferedSubgroup | None:
         return self._swapped.buffered(held.subgroup.index)
 
     def _in_place(self, subgroup: Subgroup, home: Home) -> bool:
@@ -244,7 +246,7 @@ class StateKeeper:
         return self._lanes.accelerator.unified
 
     def _values_of(
-        self, held: _Held, number: int, buffered: BufferedSubgroup | None = None
+        self, held: _SubgroupStates, number: int, buffered: BufferedSubgroup | None = None
     ) -> Values:
         """Return a segment's values that modules compute with: in the subgroup's buffer or in
         memory.
@@ -259,7 +261,7 @@ class StateKeeper:
             whole.data_ptr() + format_.nbytes * segment.first_element, segment.numel, format_, whole
         )
 
-    def _computed_in_place(self, held: _Held) -> tuple[Values, ...]:
+    def _computed_in_place(self, held: _SubgroupStates) -> tuple[Values, ...]:
         """Return what modules compute with, of every segment."""
         if self._buffered(held) is not None:
             return tuple(self._values_of(held, number) for number in range(len(held.pieces)))
@@ -273,7 +275,7 @@ class StateKeeper:
         return tuple(found)
 
     def _target_bytes(
-        self, held: _Held, number: int, buffered: BufferedSubgroup | None = None
+        self, held: _SubgroupStates, number: int, buffered: BufferedSubgroup | None = None
     ) -> torch.Tensor:
         """Return a segment's values that modules compute with, as bytes."""
         segment, width = held.subgroup.segments[number], held.subgroup.formats.width
@@ -329,7 +331,7 @@ class StateKeeper:
 
     def _fill(
         self,
-        held: _Held,
+        held: _SubgroupStates,
         flat: torch.Tensor,
         originals: _Originals,
         rules: Sequence[Rule],
@@ -366,7 +368,9 @@ class StateKeeper:
             )
         return whole
 
-    def _copy_out(self, held: _Held, index: int, into: Mapping[str, torch.Tensor]) -> None:
+    def _copy_out(
+        self, held: _SubgroupStates, index: int, into: Mapping[str, torch.Tensor]
+    ) -> None:
         """Copy a segment's master and moments. No view of the buffer is left on return."""
         with self._in_memory(held) as (flat, buffered):
             for name, piece in self._pieces(held, index, flat, buffered):
@@ -389,7 +393,7 @@ class StateKeeper:
         order = dict.fromkeys([*(op.subgroup for op in updates), *self._held])
         return CapturedStates([self._captured(self._held[index]) for index in order])
 
-    def _captured(self, held: _Held) -> CapturedSubgroup:
+    def _captured(self, held: _SubgroupStates) -> CapturedSubgroup:
         index, swapped, names = held.subgroup.index, self._swapped, self._state_names
         numbered = [
             (number, segment)
@@ -429,7 +433,7 @@ class StateKeeper:
             self._fill_segments(held, fill)
 
     def _fill_segments(
-        self, held: _Held, fill: Callable[[Segment, Mapping[str, torch.Tensor]], None]
+        self, held: _SubgroupStates, fill: Callable[[Segment, Mapping[str, torch.Tensor]], None]
     ) -> None:
         with self._in_memory(held, write_values=True) as (flat, buffered):
             for index, segment in enumerate(held.subgroup.segments):
@@ -460,7 +464,7 @@ class StateKeeper:
             if not self._in_place(held.subgroup, held.home):
                 self._write_master(held, index, _part(values, segment))
 
-    def _write_master(self, held: _Held, index: int, values: torch.Tensor) -> None:
+    def _write_master(self, held: _SubgroupStates, index: int, values: torch.Tensor) -> None:
         with self._in_memory(held, write_states=True) as (flat, buffered):
             master = dict(self._pieces(held, index, flat, buffered))["master"]
             for first in range(0, len(values), _COMPARED):
@@ -468,7 +472,7 @@ class StateKeeper:
                 new = values[first : first + _COMPARED].to(old.device)
                 old.copy_(torch.where(old.to(new.dtype) == new, old, new.to(old.dtype)))
 
-    def _segments_of(self, number: int) -> Iterator[tuple[_Held, int, Segment]]:
+    def _segments_of(self, number: int) -> Iterator[tuple[_SubgroupStates, int, Segment]]:
         """Yield the subgroup, number and segment of each segment of a parameter."""
         for held in self._held.values():
             for index, segment in enumerate(held.subgroup.segments):
@@ -477,7 +481,7 @@ class StateKeeper:
 
     @contextmanager
     def _in_memory(
-        self, held: _Held, *, write_states: bool = False, write_values: bool = False
+        self, held: _SubgroupStates, *, write_states: bool = False, write_values: bool = False
     ) -> Iterator[tuple[torch.Tensor, BufferedSubgroup | None]]:
         """Have a subgroup's states in memory between steps.
 
@@ -502,7 +506,11 @@ class StateKeeper:
             buffered.buffer.close()
 
     def _pieces(
-        self, held: _Held, number: int, flat: torch.Tensor, buffered: BufferedSubgroup | None
+        self,
+        held: _SubgroupStates,
+        number: int,
+        flat: torch.Tensor,
+        buffered: BufferedSubgroup | None,
     ) -> list[tuple[str, torch.Tensor]]:
         """Return views of a segment's master and moments."""
         segment, numel = held.subgroup.segments[number], held.subgroup.numel
@@ -629,7 +637,7 @@ class StateKeeper:
         # In one memory there is nothing to move.
         return None if self._unified else self._move(op, held, after)
 
-    def _was_done(self, held: _Held) -> bool:
+    def _was_done(self, held: _SubgroupStates) -> bool:
         """Tell whether an interrupted step has left nothing to do for a subgroup but to store it.
 
         One that is updated on the device counts as done when its states are back on the host. Its
@@ -640,7 +648,7 @@ class StateKeeper:
             return True
         return held.home is Home.VISITING and index in self._done
 
-    def _load(self, op: LoadStates, held: _Held) -> IOEvent | None:
+    def _load(self, op: LoadStates, held: _SubgroupStates) -> IOEvent | None:
         if op.subgroup in self._done:
             return None
         gradients, segments = self._step.gradients, held.subgroup.segments
@@ -655,7 +663,7 @@ class StateKeeper:
         assert self._inputs is not None, "a step has begun"
         return self._inputs
 
-    def _move(self, op: Op, held: _Held, after: Sequence[Event]) -> Event:
+    def _move(self, op: Op, held: _SubgroupStates, after: Sequence[Event]) -> Event:
         if isinstance(op, UploadStates):
             return self._copy(
                 op, Cargo.STATES, self._staged(op.staging, held), self._home_of(held), after
@@ -672,10 +680,12 @@ class StateKeeper:
             return self._download_parameters(op, held, after)
         raise TypeError(f"there is no way to carry out {op.name}")
 
-    def _home_of(self, held: _Held) -> Lease | torch.Tensor:
+    def _home_of(self, held: _SubgroupStates) -> Lease | torch.Tensor:
         return held.lease if held.lease is not None else self._states_of(held)
 
-    def _update_on_device(self, op: UpdateOnDevice, held: _Held, after: Sequence[Event]) -> Event:
+    def _update_on_device(
+        self, op: UpdateOnDevice, held: _SubgroupStates, after: Sequence[Event]
+    ) -> Event:
         inputs = self._step
         visits = op.staging is not None and not self._unified
         flat = (
@@ -705,7 +715,7 @@ class StateKeeper:
     def _update(
         self,
         op: UpdateOp,
-        held: _Held,
+        held: _SubgroupStates,
         state: SubgroupState,
         targets: Sequence[Values | None],
         *,
@@ -722,7 +732,7 @@ class StateKeeper:
             self._note_update(held, state.steps)
             self._hand_over(held)
 
-    def _hand_over(self, held: _Held) -> None:
+    def _hand_over(self, held: _SubgroupStates) -> None:
         buffered, width = self._buffered(held), held.subgroup.formats.width
         if self._receiver is None or buffered is None or not self._at_home:
             return
@@ -734,7 +744,7 @@ class StateKeeper:
     def _apply(
         self,
         op: UpdateOp,
-        held: _Held,
+        held: _SubgroupStates,
         state: SubgroupState,
         targets: Sequence[Values | None],
         inputs: StepInputs,
@@ -756,7 +766,7 @@ class StateKeeper:
             nbytes = self._nbytes(held.subgroup, held.home)
             self._lanes.meter.needs(Cargo.STATES, nbytes, found=held.lease is not None)
 
-    def _gradients_of(self, held: _Held, inputs: StepInputs) -> list[Values | None]:
+    def _gradients_of(self, held: _SubgroupStates, inputs: StepInputs) -> list[Values | None]:
         """Return the gradients of all segments in the memory where their update runs."""
         segments, kept = held.subgroup.segments, inputs.gradients
         if self._buffered(held) is not None:
@@ -764,7 +774,7 @@ class StateKeeper:
         pairs = zip(segments, held.pieces, strict=True)
         return [kept.values(segment.parameter, piece) for segment, piece in pairs]
 
-    def _gradient(self, held: _Held, number: int, inputs: StepInputs) -> Values | None:
+    def _gradient(self, held: _SubgroupStates, number: int, inputs: StepInputs) -> Values | None:
         """Return the gradient of a segment in the memory where its update runs."""
         buffered = self._buffered(held)
         segment, piece = held.subgroup.segments[number], held.pieces[number]
@@ -794,18 +804,18 @@ class StateKeeper:
         flat = buffered.gradient(number, micro_batch, format_.nbytes * segment.numel)
         return Values(flat.data_ptr(), segment.numel, format_, flat)
 
-    def _note_update(self, held: _Held, steps: list[int]) -> None:
+    def _note_update(self, held: _SubgroupStates, steps: list[int]) -> None:
         inputs = self._step
         self._done[held.subgroup.index] = list(steps)
         for segment, piece in zip(held.subgroup.segments, held.pieces, strict=True):
             inputs.gradients.release(segment.parameter, piece)
 
-    def _targets(self, held: _Held) -> tuple[Values | None, ...]:
+    def _targets(self, held: _SubgroupStates) -> tuple[Values | None, ...]:
         """Return where the host's update writes new values for modules."""
         copies = self._copies_of(held)
         return self._computed_with(held) if copies is None else self._parts_of(copies, held)
 
-    def _copies_of(self, held: _Held) -> torch.Tensor | None:
+    def _copies_of(self, held: _SubgroupStates) -> torch.Tensor | None:
         """Return the bytes in which the host's update leaves new values for the device, None where
         modules compute on the host.
         """
@@ -816,7 +826,9 @@ class StateKeeper:
             return None
         return buffered.copies(formats.width * held.subgroup.numel)
 
-    def _targets_on_device(self, staging: int | None, held: _Held) -> tuple[Values | None, ...]:
+    def _targets_on_device(
+        self, staging: int | None, held: _SubgroupStates
+    ) -> tuple[Values | None, ...]:
         """Return where the device's update writes new values for modules."""
         if self._unified or not self._at_home:
             return self._computed_with(held)
@@ -824,13 +836,13 @@ class StateKeeper:
             return (None,) * len(held.subgroup.segments)
         return self._parts_of(self._updated_on_device(staging, held), held)
 
-    def _parts_of(self, flat: torch.Tensor, held: _Held) -> tuple[Values, ...]:
+    def _parts_of(self, flat: torch.Tensor, held: _SubgroupStates) -> tuple[Values, ...]:
         whole = Values(flat.data_ptr(), held.subgroup.numel, held.subgroup.formats.values, flat)
         return tuple(
             whole.part(segment.offset, segment.numel) for segment in held.subgroup.segments
         )
 
-    def _updated_on_device(self, staging: int | None, held: _Held) -> torch.Tensor:
+    def _updated_on_device(self, staging: int | None, held: _SubgroupStates) -> torch.Tensor:
         """Return the new values as the device's update leaves them: 16-bit values, or the
         masters.
         """
@@ -844,7 +856,7 @@ class StateKeeper:
             : subgroup.formats.width * subgroup.numel
         ]
 
-    def _computed_with(self, held: _Held) -> tuple[Values | None, ...]:
+    def _computed_with(self, held: _SubgroupStates) -> tuple[Values | None, ...]:
         numbers = range(len(held.subgroup.segments))
         if held.subgroup.formats.parameter is None:
             return (None,) * len(numbers)
@@ -867,7 +879,7 @@ class StateKeeper:
             piece = whole[segment.offset : segment.offset + segment.numel]
             target[segment.first_element : segment.first_element + segment.numel].copy_(piece)
 
-    def _staged(self, staging: int, held: _Held) -> torch.Tensor:
+    def _staged(self, staging: int, held: _SubgroupStates) -> torch.Tensor:
         return self._staging[staging].flat()[: self._nbytes(held.subgroup, held.home)]
 
     def _copy(
@@ -883,7 +895,7 @@ class StateKeeper:
         )
 
     def _upload_parameters(
-        self, op: UploadParameters, held: _Held, after: Sequence[Event]
+        self, op: UploadParameters, held: _SubgroupStates, after: Sequence[Event]
     ) -> Event:
         """Copy what the host updated to where modules compute with it."""
         copies = self._copies_of(held)
@@ -894,7 +906,7 @@ class StateKeeper:
         return self._behind(self._lanes.upload, after)
 
     def _download_parameters(
-        self, op: DownloadParameters, held: _Held, after: Sequence[Event]
+        self, op: DownloadParameters, held: _SubgroupStates, after: Sequence[Event]
     ) -> Event:
         """Copy what the device updated to where modules fetch it, or into the buffer that is
         stored.
@@ -913,7 +925,7 @@ class StateKeeper:
         return self._lanes.accelerator.record(stream)
 
     def _copied(
-        self, held: _Held, source: torch.Tensor
+        self, held: _SubgroupStates, source: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield, for each updated segment, the bytes where modules have it and those in
         `source`.

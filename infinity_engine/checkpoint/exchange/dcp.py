@@ -51,7 +51,7 @@ def open_dcp(
         DamagedCheckpoint: a file is not what torch.distributed.checkpoint writes.
     """
     try:
-        nested = _Reading(path, files).nested()
+        nested = _DcpReading(path, files).nested()
         return checkpoint_of(path, "torch.distributed.checkpoint", nested, names=names)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as flaw:
         raise DamagedCheckpoint(
@@ -59,7 +59,7 @@ def open_dcp(
         ) from None
 
 
-class _Reading:
+class _DcpReading:
     """One directory that is being read."""
 
     def __init__(self, path: Path, files: OpenFiles) -> None:

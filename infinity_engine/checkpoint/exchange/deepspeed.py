@@ -69,7 +69,7 @@ def open_deepspeed(path: Path, files: OpenFiles) -> ForeignCheckpoint:
     folder = _folder(path)
     if folder is None:
         raise IncompleteCheckpoint(path=str(path), missing=("a checkpoint of DeepSpeed",))
-    reading = _Reading(folder, files)
+    reading = _DeepSpeedReading(folder, files)
     try:
         return reading.universal() if (folder / "zero").is_dir() else reading.sharded()
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as flaw:
@@ -107,7 +107,7 @@ class _Found:
         self.blocks.setdefault((name, stream), []).append(Block(array, (first,)))
 
 
-class _Reading:
+class _DeepSpeedReading:
     """One checkpoint that is being read."""
 
     def __init__(self, folder: Path, files: OpenFiles) -> None:

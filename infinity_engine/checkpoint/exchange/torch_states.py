@@ -67,10 +67,10 @@ def checkpoint_of(
     path: Path, format_: str, content: Any, *, names: Sequence[str] | None = None
 ) -> ForeignCheckpoint:
     """Return what nested dicts hold: see open_torch."""
-    return _Reading(path, format_, names).checkpoint(content)
+    return _TorchReading(path, format_, names).checkpoint(content)
 
 
-class _Reading:
+class _TorchReading:
     """One file that is being read."""
 
     def __init__(self, path: Path, format_: str, names: Sequence[str] | None) -> None:
