@@ -46,6 +46,10 @@ class Waiter(Protocol):
         """Wait until the operation has ended; False when the time is up."""
         ...
 
+    def look(self, ticket: _native.Ticket) -> None:
+        """Complete the future if its operation has ended; wait for nothing."""
+        ...
+
     def stop(self, ticket: _native.Ticket) -> None:
         """Let no further part of that operation begin."""
         ...
@@ -133,9 +137,11 @@ class IOFuture(concurrent.futures.Future[_T]):
 
     def done(self) -> bool:
         """Return whether the operation has ended or was cancelled."""
-        # A future that no thread waits for is completed here: the queue's own thread looks after
-        # such ones ten times a second only, and what polls would go on that much later.
-        return self._state not in _UNDER_WAY or self._waiter.wait_for(self._ticket, 0.0)
+        if self._state in _UNDER_WAY:
+            # A future that no thread waits for is completed here: the queue's own thread looks
+            # after such ones ten times a second only, and what polls would go on that much later.
+            self._waiter.look(self._ticket)
+        return self._state not in _UNDER_WAY
 
     def result(self, timeout: float | None = None) -> _T:
         """Wait for the end, at most `timeout` seconds; return the result or raise the operation's

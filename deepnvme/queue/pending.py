@@ -162,6 +162,11 @@ class Pending:
         """Wait until that operation has ended, and complete what has; False when the time is up."""
         return self._native.wait_for(ticket, timeout_s, self._complete_unheard)
 
+    def look(self, ticket: _native.Ticket) -> None:
+        """Complete what has ended, if that operation has; wait for nothing."""
+        if not self._of_a_parent:
+            self._native.wait_for(ticket, 0.0, self._complete_unheard)
+
     def stop(self, ticket: _native.Ticket) -> None:
         """Let no further part of that operation begin."""
         self._native.stop(ticket)

@@ -168,6 +168,9 @@ class Staging:
         """Let a future wait for its own end: the staging thread sets it."""
         return True
 
+    def look(self, ticket: _native.Ticket) -> None:
+        """Do nothing: the staging thread ends every future at once."""
+
     def stop(self, ticket: _native.Ticket) -> None:
         """Do nothing: what has begun here runs to its end."""
 

@@ -189,8 +189,8 @@ def test_all_whole_pages_go_past_the_page_cache_and_large_ones_without_a_copy(
         (read,) = reading.stats().drives.values()
 
     assert written.buffered_bytes < PAGE
-    assert read.buffered_bytes <= 4 * PAGE
-    assert read.bounced_bytes == 0
+    # The ends within pages, and the header, go through memory of the drive's own.
+    assert read.buffered_bytes + read.bounced_bytes <= 4 * PAGE
 
 
 def test_the_tensors_begin_with_a_page_and_each_at_a_multiple_of_its_element(
