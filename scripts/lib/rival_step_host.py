@@ -152,6 +152,7 @@ class Trainer:
     """Ends with no gradients left."""
     accounted_bytes: Callable[[], int] | None = None
     """The most host memory that it says it ever held."""
+    close: Callable[[], object] = lambda: None
 
 
 Wrap = Callable[["torch.nn.Module"], Trainer]
@@ -184,6 +185,10 @@ class Training:
             bytearray((env.ROOT / "LICENSE").read_bytes()), dtype=torch.uint8
         ).long()
         self._data = batches(text, sequences=1, length=job.context, seed=0)
+
+    def close(self) -> None:
+        """End the training."""
+        self._trainer.close()
 
     def train(self, steps: int) -> Answer:
         """Take so many steps."""
@@ -261,6 +266,7 @@ def _ours(threads: int) -> Wrap:
             engine.backward,
             engine.step,
             lambda: sum(usage.peak_held for usage in engine.usage() if usage.tier is Tier.HOST),
+            engine.close,
         )
 
     return wrap

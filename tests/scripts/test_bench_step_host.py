@@ -5,6 +5,7 @@ DeepSpeed and FSDP2 stay out.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -32,8 +33,12 @@ def answers() -> dict[str, Answer]:
     """Three steps of the systems that the project's own environment has without a process group."""
     torch = pytest.importorskip("torch", reason="trains")
     threads = torch.get_num_threads()
+    found = {}
     try:
-        return {system: Training(Job(system, **SHAPE)).train(3) for system in ("ours", "plain")}
+        for system in ("ours", "plain"):
+            with contextlib.closing(Training(Job(system, **SHAPE))) as training:
+                found[system] = training.train(3)
+        return found
     finally:
         torch.set_num_threads(threads)
 
