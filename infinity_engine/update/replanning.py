@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from types import MappingProxyType
 
+from deepnvme.sizes import PAGE
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.lanes.meter import busy, updated
 from infinity_engine.parameters.describing import pieces_of
@@ -25,7 +26,7 @@ from infinity_engine.plan.ops import UpdateOnDevice, UpdateOnHost
 from infinity_engine.plan.step import Home
 from infinity_engine.sim.contention import rates_of_update
 from infinity_engine.sim.timeline import time_step
-from infinity_engine.units import format_rate
+from infinity_engine.units import align_up, format_rate
 
 __all__ = ["KeptPlan", "Question", "Replan", "Replanner"]
 
@@ -255,7 +256,7 @@ class Replanner:
             if before[subgroup.index] is Home.HOST and after[subgroup.index] is Home.VISITING
         )
         return sum(
-            subgroup.formats.width * subgroup.numel + _PAGE
+            align_up(subgroup.formats.width * subgroup.numel, PAGE)
             for subgroup in leaving
             if subgroup.formats.parameter is not None
         )
@@ -264,9 +265,6 @@ class Replanner:
         """Return what updates and moves of a step take."""
         means = replace(self._question.means, rates=rates)
         return time_step(plan, self._sizing, self._question.training, means).ns
-
-
-_PAGE = 4096
 
 
 def _device_with(plan: Plan, fetched: int) -> int:

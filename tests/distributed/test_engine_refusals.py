@@ -29,7 +29,8 @@ def test_a_parameter_that_tensor_parallelism_has_cut_is_refused() -> None:
     model.weight = Placed(torch.zeros(4, 4))
 
     with pytest.raises(
-        ConfigError, match=r"^parameter weight: expected an ordinary tensor: a DTensor is a shard"
+        ConfigError,
+        match=r"^parameter weight: expected an ordinary tensor, as a DTensor is a shard",
     ):
         check_cut(model, EngineConfig(), built_alone=False)
 
@@ -38,7 +39,7 @@ def test_a_model_that_torch_cuts_or_averages_itself_is_refused() -> None:
     class DistributedDataParallel(nn.Sequential):
         __module__ = "torch.nn.parallel.distributed"
 
-    told = r"^module 1: expected the model itself, without it: .*, got 'DistributedDataParallel'$"
+    told = r"^module 1: expected the model without this wrapper: .*, got 'DistributedDataParallel'$"
     with pytest.raises(ConfigError, match=told):
         check_cut(
             nn.Sequential(nn.Linear(2, 2), DistributedDataParallel(nn.Linear(2, 2))),

@@ -36,7 +36,7 @@ def test_ranks_with_fewer_batches_use_their_last_again_and_do_not_count_it(
 
 def test_a_rank_without_any_batch_is_named_on_all() -> None:
     for told in launched(2, partial(programs.evaluate, in_step=True), [2, 0], LITTLE):
-        assert told.startswith("ConfigError: batches: expected one on each rank at least")
+        assert told.startswith("ConfigError: batches: expected at least one on each rank")
         assert "none on rank 1" in told
 
 

@@ -163,7 +163,7 @@ def test_states_put_into_the_optimizer_past_its_methods_are_refused(tmp_path: Pa
         optimizer.state[next(model.parameters())]["exp_avg"] = torch.ones(300, 40)
         engine.backward(loss_of(engine, model, 0))
 
-        with pytest.raises(RuntimeError, match=r"the optimizer was given states.*0\.weight"):
+        with pytest.raises(RuntimeError, match=r"The optimizer was given states.*0\.weight"):
             engine.step()
         optimizer.state.clear()
         engine.step()

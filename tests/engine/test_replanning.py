@@ -140,7 +140,7 @@ def test_the_report_of_the_first_step_with_another_plan_says_why() -> None:
         ("device", {"max_grad_norm": 1.0}),
         ("device", {"overlap": "off"}),
         ("host", {}),
-        ("host", {"accumulation_steps": 2, "max_grad_norm": 1.0}),
+        ("host", {"max_grad_norm": 1.0}),
         ("host", {"overlap": "off"}),
     ],
 )

@@ -48,7 +48,7 @@ updates on device    8192 parameters in 0.008 ms
 busy in the update   device 5%, h2d 59%, d2h 68% of 0.168 ms
 parameters fetched   3 in time, 0 late
 peak of DEVICE       144 KiB of 1 MiB
-peak of HOST         204 KiB of 1 MiB
+peak of HOST         192 KiB of 1 MiB
 """
 
 

@@ -129,21 +129,23 @@ def test_a_file_is_not_synced_by_a_choice_that_there_is_not(queue: IOQueue, path
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"size": 1.5}, {"size": -1}, {"size": "1MiB"}, {"permissions": -1}]
+    "wrong", [{"size": 1.5}, {"size": -1}, {"size": "1 apple"}, {"permissions": -1}]
 )
 def test_a_wrong_number_empties_no_file(queue: IOQueue, path: Path, wrong: Any) -> None:
     with pytest.raises(
-        (ValueError, TypeError), match=r"is a whole number, got|must not be negative, got"
+        (ValueError, TypeError),
+        match=r"is a whole number, got|must not be negative, got|expected a whole number",
     ):
         queue.open(path, "w", **wrong)
 
     assert path.read_bytes() == b"kept"
 
 
-@pytest.mark.parametrize("wrong", [-1, 0, "8MiB", 1.5])
+@pytest.mark.parametrize("wrong", [-1, 0, "8 apples", 1.5])
 def test_a_pool_has_a_whole_number_of_bytes(wrong: Any) -> None:
     with pytest.raises(
-        (ValueError, TypeError), match=r"the bytes of a pool (is a whole number|must be 1 or more)"
+        (ValueError, TypeError),
+        match=r"the bytes of a pool( is a whole number| must be 1 or more|: expected a whole number)",
     ):
         Pool(wrong)
 

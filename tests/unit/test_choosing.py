@@ -131,6 +131,11 @@ def test_what_one_rank_would_gain_more_by_is_not_taken_where_another_loses_by_it
     assert mixed != [on_device(each) for each in plans([FAST_DEVICE, FAST_DEVICE])]
 
 
+def homes(plan: Plan | None) -> Mapping[int, Home]:
+    assert plan is not None
+    return plan.steps.homes()
+
+
 def test_ranks_plan_with_what_every_rank_has_at_least() -> None:
     roomy, poor = (
         ResolvedBudget(device=nbytes, host=64 * MIB, nvme={}) for nbytes in (8 * MIB, 4 * MIB)
@@ -138,7 +143,9 @@ def test_ranks_plan_with_what_every_rank_has_at_least() -> None:
 
     mixed = plans([FAST_DEVICE, FAST_DEVICE], [roomy, poor])
 
-    assert mixed == plans([FAST_DEVICE, FAST_DEVICE], [poor, poor])
+    both_poor = plans([FAST_DEVICE, FAST_DEVICE], [poor, poor])
+    # The roomy rank has more staging sets, and updates the same subgroups in the same places.
+    assert [homes(plan) for plan in mixed] == [homes(plan) for plan in both_poor]
     assert on_device(mixed[0]) != on_device(plans([FAST_DEVICE], [roomy])[0])
 
 

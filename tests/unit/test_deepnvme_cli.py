@@ -434,7 +434,7 @@ def test_the_first_round_is_whole_and_the_others_end_with_the_time() -> None:
 
 @pytest.mark.parametrize(
     ("operation", "inflight", "pending"),
-    [(MIB // 16, 16 * MIB, 512), (MIB, 16 * MIB, 32), (16 * MIB, 4 * MIB, 2)],
+    [(MIB // 16, 16 * MIB, 64), (MIB, 16 * MIB, 32), (16 * MIB, 4 * MIB, 2)],
 )
 def test_twice_what_is_in_flight_is_kept_pending(
     operation: int, inflight: int, pending: int

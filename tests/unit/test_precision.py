@@ -90,7 +90,8 @@ def test_a_trained_parameter_of_another_dtype_is_refused_by_name(
         assert collect_parameters(model, optimizer, Precision.BF16)[0].dtype == torch.bfloat16
         return
     with pytest.raises(
-        ConfigError, match=f"parameter odd: expected torch.float32, .*Cast .*freeze .*got '{dtype}'"
+        ConfigError,
+        match=f"dtype of parameter odd: expected torch.float32, .*cast .*freeze .*got '{dtype}'",
     ):
         collect_parameters(model, optimizer, Precision(precision))
 
