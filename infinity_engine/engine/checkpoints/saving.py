@@ -252,7 +252,9 @@ class Saves:
             save.join()
             return save.error
         save.written.wait()
-        error = save.error
+        # That another rank has failed, this rank may have seen in the directory already. The ranks
+        # tell one another why below, and that is the error to show.
+        error = None if isinstance(save.error, _AnotherRankFailed) else save.error
         try:
             told = self._ranks.tell("writing the checkpoint", error and str(error))
             try:
@@ -415,6 +417,10 @@ class Saves:
         }
 
 
+class _AnotherRankFailed(RuntimeError):
+    """A rank has left a mark in the directory: it could not write its part."""
+
+
 class _Save:
     """One save: its thread writes this rank's states; that of rank 0 commits when all have."""
 
@@ -561,7 +567,7 @@ class _Save:
         main, orphaned_s = threading.main_thread(), 0.0
         while not part.exists():
             if part.with_suffix(_FAILED).exists():
-                raise RuntimeError(f"rank {rank} could not write its part")
+                raise _AnotherRankFailed(f"rank {rank} could not write its part")
             if self._given_up:
                 raise RuntimeError(self._given_up)
             orphaned_s += 0.0 if main.is_alive() else _POLL_S
