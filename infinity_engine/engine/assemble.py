@@ -344,6 +344,7 @@ def _gradients(
         staying=staying,
         sums=sums,
         sums_early=sums_early,
+        plans_sums=sizing.sums,
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import numpy as np
@@ -71,6 +71,7 @@ class GradientKeeper:
         *,
         staying: Reservation,
         sums: Reservation,
+        plans_sums: bool = True,
         sums_early: bool = False,
     ) -> None:
         self._names = tuple(names)
@@ -78,7 +79,7 @@ class GradientKeeper:
         self._lanes = lanes
         self.room = staying.nbytes  # the bytes planned for gradients that stay on the device
         self._staying = staying
-        self._sum_memory = _SumMemory(lanes.host, sums)
+        self._sum_memory = _SumMemory(lanes.host, sums, planned=plans_sums)
         self._offload = offload
         self._sums_early = sums_early
         self._slots: tuple[_Slots, ...] = ()
@@ -741,14 +742,16 @@ class _DriveSlot:
 class _SumMemory:
     """Memory for sums of gradients: first the host's pool, then what the budget has left.
 
-    A plan has room for the sums of `accumulation_steps` gradients. A parameter may get more: from
+    A plan has room for the sums of `accumulation_steps` gradients, none for a single one, where the
+    budget's rest comes first. A parameter may get more: from
     several losses, from a graph that is differentiated twice, or from a block that is checkpointed
     in several places.
     """
 
-    def __init__(self, pool: PinnedPool, unplanned: Reservation) -> None:
+    def __init__(self, pool: PinnedPool, unplanned: Reservation, *, planned: bool) -> None:
         self._pool = pool
         self._unplanned = unplanned
+        self._planned = planned
 
     @staticmethod
     def nbytes(numel: int) -> int:
@@ -773,10 +776,17 @@ class _SumMemory:
             CapacityError: neither the pool nor the budget has that much left.
         """
         nbytes = FloatFormat.FP32.nbytes * numel
-        try:
-            return self._pool.lease(nbytes, holder="sums of gradients")
-        except CapacityError:
+        if self._planned:
+            with suppress(CapacityError):
+                return self._pool.lease(nbytes, holder="sums of gradients")
             return _Unplanned(self._unplanned, nbytes)
+        try:
+            return _Unplanned(self._unplanned, nbytes)
+        except CapacityError:
+            # What the pool has free, a gradient that has yet to come may need: the last resort.
+            with suppress(CapacityError):
+                return self._pool.lease(nbytes, holder="sums of gradients")
+            raise
 
 
 class _Unplanned:

@@ -254,7 +254,7 @@ class Saves:
         save.written.wait()
         # That another rank has failed, this rank may have seen in the directory already. The ranks
         # tell one another why below, and that is the error to show.
-        error = None if isinstance(save.error, _AnotherRankFailed) else save.error
+        error = None if isinstance(save.error, _AnotherRankError) else save.error
         try:
             told = self._ranks.tell("writing the checkpoint", error and str(error))
             try:
@@ -417,7 +417,7 @@ class Saves:
         }
 
 
-class _AnotherRankFailed(RuntimeError):
+class _AnotherRankError(RuntimeError):
     """A rank has left a mark in the directory: it could not write its part."""
 
 
@@ -567,7 +567,7 @@ class _Save:
         main, orphaned_s = threading.main_thread(), 0.0
         while not part.exists():
             if part.with_suffix(_FAILED).exists():
-                raise _AnotherRankFailed(f"rank {rank} could not write its part")
+                raise _AnotherRankError(f"rank {rank} could not write its part")
             if self._given_up:
                 raise RuntimeError(self._given_up)
             orphaned_s += 0.0 if main.is_alive() else _POLL_S
