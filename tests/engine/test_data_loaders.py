@@ -152,7 +152,7 @@ def test_an_engine_that_is_used_in_a_worker_says_whose_it_is(where: str, tmp_pat
 
         with pytest.raises(
             RuntimeError,
-            match=rf"engine belongs to process {os.getpid()}.*This process, \d+, was forked",
+            match=rf"engine belongs to process {os.getpid()}\. This process, \d+, was forked",
         ):
             next(batches)
         # what collects it with its error waits 10 s

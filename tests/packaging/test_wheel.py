@@ -102,8 +102,9 @@ def test_one_wheel_holds_both_packages_their_types_and_native_modules(wheel: Pat
 
 def test_the_wheel_contains_no_code_of_the_papers(wheel: Path) -> None:
     papers = {path.name for path in (ROOT / "scripts" / "papers").glob("*.py")}
-    papers -= {path.name for path in (ROOT / "infinity_engine").rglob("*.py")}  # other things
-    names = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
+    papers -= {"__init__.py"}
+    names = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
+    names -= {Path("infinity_engine/gradients/offloading.py")}  # the engine's own, of that name
 
     assert papers
     assert [name for name in names if "papers" in name.parts or name.name in papers] == []
