@@ -73,12 +73,14 @@ py::bytearray doubles(u64 count, const Fill& fill) {
 }  // namespace
 
 void bind_optim(py::module_& module) {
-    using Released = py::call_guard<py::gil_scoped_release>;
-
     py::class_<ThreadPool>(module, "ThreadPool")
-        .def(py::init(
-                 [](const std::vector<int>& cores) { return std::make_unique<ThreadPool>(cores); }),
-             py::arg("cores"), Released())
+        // Not a call_guard, which would let go of the GIL while pybind11 enters the new object in
+        // its table of instances.
+        .def(py::init([](const std::vector<int>& cores) {
+                 const py::gil_scoped_release released;
+                 return std::make_unique<ThreadPool>(cores);
+             }),
+             py::arg("cores"))
         .def("__len__", &ThreadPool::size);
 
     module.attr("SEGMENT_NBYTES") = sizeof(Segment);

@@ -255,8 +255,13 @@ void bind_memory(py::module_& module) {
         },
         py::arg("address"), py::arg("nbytes"), py::call_guard<py::gil_scoped_release>());
     py::class_<Pool, std::shared_ptr<Pool>>(module, "Pool")
-        .def(py::init(&Pool::make), py::arg("nbytes"), py::arg("numa_node"),
-             py::call_guard<py::gil_scoped_release>())
+        // Not a call_guard, which would let go of the GIL while pybind11 enters the new object in
+        // its table of instances.
+        .def(py::init([](std::size_t nbytes, std::optional<unsigned> numa_node) {
+                 const py::gil_scoped_release unlocked;
+                 return Pool::make(nbytes, numa_node);
+             }),
+             py::arg("nbytes"), py::arg("numa_node"))
         .def("take", &Pool::take, py::arg("nbytes"))
         .def("take_at", &Pool::take_at, py::arg("offset"), py::arg("nbytes"))
         .def(
