@@ -50,6 +50,30 @@ class _OpBytes:
     """A gradient where it is kept, with the sum of several."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Computing:
+    """How long modules compute in one micro-batch, and in which lane."""
+
+    lane: Lane
+    forward_ns: float
+    backward_ns: float
+
+    @classmethod
+    def of(cls, training: Training, means: Means) -> _Computing:
+        """Return that of a training; no time where the rate is unknown."""
+        lane, rate = Lane.HOST if means.unified else Lane.DEVICE, means.compute_rate(training)
+        if rate is None:
+            return cls(lane, 0.0, 0.0)
+        modules = training.model.modules
+        flops = [module.flops(training.sequence) * training.tokens for module in modules]
+        again = sum(flops[:-1]) if training.checkpointing else 0
+        return cls(
+            lane,
+            forward_ns=1e9 * sum(flops) / rate.forward,
+            backward_ns=1e9 * (again / rate.forward + 2 * sum(flops) / rate.backward),
+        )
+
+
 class StepEstimate:
     """Estimates for parameters in one tier, states on drives or not, and one size of subgroups."""
 
@@ -88,15 +112,7 @@ class StepEstimate:
         )
         self._update = LaneClocks(rates_of_update(means.rates), free=means.free_lanes())
         self._pass = LaneClocks(means.alone or means.rates, free=means.free_lanes())
-        self._compute = Lane.HOST if means.unified else Lane.DEVICE
-        rate = means.compute_rate(training)
-        modules = training.model.modules
-        flops = [module.flops(training.sequence) * training.tokens for module in modules]
-        again = sum(flops[:-1]) if training.checkpointing else 0
-        self._forward_ns = 1e9 * sum(flops) / rate.forward if rate else 0.0
-        self._backward_ns = (
-            1e9 * (again / rate.forward + 2 * sum(flops) / rate.backward) if rate else 0.0
-        )
+        self._computing = _Computing.of(training, means)
         self._overlaps = {None: (True, False), True: (True,), False: (False,)}[training.overlap]
 
     def ns(self, parts: Parts) -> float:
@@ -150,7 +166,7 @@ class StepEstimate:
         on_host = max(1 - parts.resident - parts.visiting, 0) * numel
         states = at.host * on_host + at.visiting * parts.visiting * numel
         gradients = at.kept * (numel if sizing.unified else on_host)
-        left = self._budget.host - self._computing(gradients)
+        left = self._budget.host - self._host_for_modules(gradients)
         copies = at.copied * on_host
         if not self._drives and (sizing.unified or self._tier is not Tier.NVME):
             return _Spill(states + copies + (0 if sizing.unified else gradients) <= left)
@@ -169,7 +185,7 @@ class StepEstimate:
                 return _Spill(True, buffers=buffers)
         return self._with_gradients_on_drives(left, one, states, gradients, copies)
 
-    def _computing(self, gradients: float) -> float:
+    def _host_for_modules(self, gradients: float) -> float:
         """Return what parameters take of the host, and in one memory what a backward does."""
         sizing = self._sizing
         if not sizing.unified:
@@ -222,12 +238,12 @@ class StepEstimate:
         come = self._parameters if self._at_home and not self._means.unified else 0
         again = max(come - fetched, 0)
         forward = {
-            self._compute: self._forward_ns,
+            self._computing.lane: self._computing.forward_ns,
             Lane.H2D: self._took(self._pass, Lane.H2D, come),
             Lane.NVME_READ: self._took(self._pass, Lane.NVME_READ, values),
         }
         backward = {
-            self._compute: self._backward_ns,
+            self._computing.lane: self._computing.backward_ns,
             Lane.H2D: self._took(self._pass, Lane.H2D, again),
             Lane.D2H: self._took(self._pass, Lane.D2H, self._bytes.gradient * on_host),
             Lane.NVME_READ: self._took(self._pass, Lane.NVME_READ, again if values else 0),

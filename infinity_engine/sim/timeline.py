@@ -8,7 +8,7 @@ has them. Called by the planner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -149,6 +149,39 @@ class _Needs(NamedTuple):
     """Bytes of its gradients likewise."""
 
 
+class _TimedUpdate:
+    """The update of a step on the step's clocks: the ops of the plan, in the plan's order."""
+
+    def __init__(
+        self, ops: Sequence[Op], clocks: LaneClocks, spans: list[Span], *, free: Collection[Lane]
+    ) -> None:
+        self.end_ns = 0
+        self.busy_ns: dict[Lane, int] = {}
+        self._ops = ops
+        self._clocks = clocks
+        self._spans = spans
+        self._free = free  # lanes that take no time
+        self._at = 0  # the number of the next op
+
+    def run_until(self, number: int) -> None:
+        """Run the ops up to this one, unless they have run."""
+        for op in self._ops[self._at : number + 1]:
+            self.note(op, self._clocks.run(op))
+        self._at = max(self._at, number + 1)
+
+    def finish(self) -> None:
+        """Run the ops that are left."""
+        self.run_until(len(self._ops) - 1)
+
+    def note(self, op: Op, time: OpTime) -> None:
+        """Write down when an op runs."""
+        if op.lane not in self._free:
+            nbytes = op.nbytes if isinstance(op, CopyOp) else 0
+            self._spans.append(Span(op.lane, time.start_ns, time.end_ns, nbytes))
+            self.busy_ns[op.lane] = self.busy_ns.get(op.lane, 0) + time.end_ns - time.start_ns
+        self.end_ns = max(self.end_ns, time.end_ns)
+
+
 class _TimedStep:
     """The clocks of one step, and what has been written down."""
 
@@ -162,35 +195,35 @@ class _TimedStep:
     ) -> None:
         self._plan = plan
         self._steps_micro_batches = training.accumulation_steps
-        self._free = means.free_lanes()
         self._duration_ns = ComputeTime(means.compute_rate(training))
         self._compute = Lane.HOST if means.unified else Lane.DEVICE
         self._link = None if means.unified else Lane.H2D
         self._modules = modules
         self.deferred = training.overlap is not False and _defers(plan, self._modules, means)
-        self._clocks = LaneClocks(self._rates_of_update(means), free=self._free)
+        self._clocks = LaneClocks(self._rates_of_update(means), free=means.free_lanes())
         # Says what a transfer takes while nothing goes the other way.
         self._alone = LaneClocks(means.alone or means.rates)
         self._spans: list[Span] = []
         self._room = FetchingRoom(
             plan.demand.fetched, sum(plan.steps.staging_bytes), sizing.on_their_way
         )
-        self._at = 0  # the next op of the plan
-        self._thread = TimedCarrier(self._clocks, self._note)  # which calls the modules
+        self._update = _TimedUpdate(
+            plan.steps.ops, self._clocks, self._spans, free=means.free_lanes()
+        )
+        # The thread that calls the modules.
+        self._thread = TimedCarrier(self._clocks, self._update.note)
         self._wire = RankWire(means.ranks, means.wire_bytes_per_s)
-        self._update_ns = 0
-        self._update_busy_ns: dict[Lane, int] = {}
 
     def run(self) -> StepTimeline:
         deferred = self.deferred
         if not deferred:
-            self._go_on(len(self._plan.steps.ops))
-        begin_ns = 0 if deferred else self._update_ns
+            self._update.finish()
+        begin_ns = 0 if deferred else self._update.end_ns
         if deferred and self._link is not None:
             computed_ns = self._forward_beside()
         else:
             computed_ns = self._forward(begin_ns, deferred=deferred)
-        middle_ns = max(computed_ns, self._update_ns)
+        middle_ns = max(computed_ns, self._update.end_ns)
         end_ns = self._backward(middle_ns)
         cuts = [
             ("update", 0, begin_ns),
@@ -213,8 +246,8 @@ class _TimedStep:
             cuts=tuple(cuts),
             spans=spans,
             repeated_ns=repeated_ns,
-            update_ns=self._update_ns,
-            update_busy_ns=self._update_busy_ns,
+            update_ns=self._update.end_ns,
+            update_busy_ns=self._update.busy_ns,
             moved=moved,
             gathering_ns=gathering_ns,
         )
@@ -229,10 +262,10 @@ class _TimedStep:
         beside = rates_of_update(means.rates)
         if means.alone is None:
             return beside
-        alone = rates_of_update(means.alone)
+        alone, free = rates_of_update(means.alone), means.free_lanes()
         amounts: dict[Lane, int] = {}
         for op in self._plan.steps.ops:
-            if op.lane not in self._free:
+            if op.lane not in free:
                 amounts[op.lane] = amounts.get(op.lane, 0) + op.amount
         computing_s = 0.0
         if self.deferred and self._compute is Lane.HOST:
@@ -242,7 +275,7 @@ class _TimedStep:
         rates, disturbed = alone, (0.0, 0.0)
         for _ in range(_ROUNDS):
             rates = between(alone, beside, *disturbed)
-            clocks = LaneClocks(rates, free=self._free)
+            clocks = LaneClocks(rates, free=free)
             seconds = {
                 lane: clocks.duration_ns(lane, amount) / _NS_PER_S
                 for lane, amount in amounts.items()
@@ -256,22 +289,6 @@ class _TimedStep:
             disturbed = (min(moving_s / every_s, 1.0), min(updating_s / every_s, 1.0))
         return rates
 
-    def _go_on(self, count: int) -> None:
-        """Run the plan's ops up to so many."""
-        for op in self._plan.steps.ops[self._at : count]:
-            self._note(op, self._clocks.run(op))
-        self._at = max(self._at, count)
-
-    def _note(self, op: Op, time: OpTime) -> None:
-        """Write down when an op of the update runs."""
-        if op.lane not in self._free:
-            nbytes = op.nbytes if isinstance(op, CopyOp) else 0
-            self._spans.append(Span(op.lane, time.start_ns, time.end_ns, nbytes))
-            self._update_busy_ns[op.lane] = (
-                self._update_busy_ns.get(op.lane, 0) + time.end_ns - time.start_ns
-            )
-        self._update_ns = max(self._update_ns, time.end_ns)
-
     def _forward(self, begin_ns: int, *, deferred: bool) -> int:
         """Run all modules, from `begin_ns` on at the earliest; return when the last has ended.
 
@@ -284,7 +301,7 @@ class _TimedStep:
             needs, ready_ns = each, begin_ns
             if deferred and needs.subgroups:
                 ops = [updates[index] for index in needs.subgroups]
-                self._go_on(max(ops) + 1)
+                self._update.run_until(max(ops))
                 ready_ns = max(self._clocks.times[op].end_ns for op in ops)
                 needs = needs._replace(read=0)
             arrived_ns = self._fetch(number, needs, ready_ns)
@@ -294,7 +311,7 @@ class _TimedStep:
             self._wire.note_use(end_ns)
             self._use(number, needs, end_ns)
         if deferred:
-            self._go_on(len(self._plan.steps.ops))
+            self._update.finish()
         return end_ns
 
     # --- beside an update, on a device with memory of its own -------------------------------------
