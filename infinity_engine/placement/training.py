@@ -135,6 +135,32 @@ class Means:
         """Return the links over which nothing goes: those of one memory."""
         return frozenset({Lane.H2D, Lane.D2H}) if self.unified else frozenset()
 
+    def undisturbed(self) -> Rates:
+        """Return the rates that no update exceeds, however little its parts work at the same
+        time.
+        """
+        beside = self.rates.both_at_once()
+        if self.alone is None:
+            return beside
+        alone = self.alone.both_at_once()
+
+        def fastest(name: str, one: object, other: object) -> float | None:
+            found: tuple[float | None, float | None] = getattr(one, name), getattr(other, name)
+            return None if None in found else max(rate for rate in found if rate is not None)
+
+        drives = {
+            name: replace(
+                drive,
+                **{
+                    key: fastest(key, drive, beside.nvme[name])
+                    for key in ("read_bytes_per_s", "write_bytes_per_s")
+                },
+            )
+            for name, drive in alone.nvme.items()
+        }
+        links = ("host_update_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
+        return replace(alone, **{key: fastest(key, alone, beside) for key in links}, nvme=drives)
+
     def compute_rate(self, training: Training) -> ComputeRate | None:
         """Return how fast the modules of a training compute, None where that is not known."""
         if self.blocks is not None:

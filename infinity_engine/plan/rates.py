@@ -107,6 +107,17 @@ class Rates:
             },
         )
 
+    def both_at_once(self) -> Rates:
+        """Return the rates while both directions of the links, and of the drives, are in use, as
+        in an update.
+        """
+        return replace(
+            self,
+            h2d_bytes_per_s=self.duplex_h2d_bytes_per_s or self.h2d_bytes_per_s,
+            d2h_bytes_per_s=self.duplex_d2h_bytes_per_s or self.d2h_bytes_per_s,
+            nvme={name: drive.both_at_once() for name, drive in self.nvme.items()},
+        )
+
     @classmethod
     def from_mapping(cls, mapping: object, *, field: str = "rates") -> Rates:
         """Return the rates that a JSON-like `mapping` says; errors name the place in it, below

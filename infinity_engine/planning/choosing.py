@@ -26,7 +26,6 @@ from infinity_engine.plan import Auto, Rates, ResolvedBudget, Strategy, Tier, pa
 from infinity_engine.ranks.ranks import Ranks
 from infinity_engine.ranks.sharding import Sharding
 from infinity_engine.sim.candidate import Choice
-from infinity_engine.sim.contention import rates_of_update
 from infinity_engine.sim.planner import Planner
 from infinity_engine.sim.timeline import time_step
 from infinity_engine.update.replanning import Question
@@ -219,7 +218,7 @@ def _choice(training: Training, means: Means, wish: Wish, config: EngineConfig) 
 
 
 def _with(wish: Wish, strategy: Strategy, parameters: Tier, rates: Rates) -> Wish:
-    return replace(wish, strategy=strategy, tiers=(parameters,), rates=rates_of_update(rates))
+    return replace(wish, strategy=strategy, tiers=(parameters,), rates=rates.both_at_once())
 
 
 def _told(choice: Choice) -> dict[str, object]:

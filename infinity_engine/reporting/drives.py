@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from infinity_engine.plan import DriveRates, Lane, Rates
 from infinity_engine.reporting.wear import Endurance, Wear
-from infinity_engine.sim.contention import rates_of_update
 from infinity_engine.storage import SwapFile, Traffic
 from infinity_engine.telemetry import StepRecord, Telemetry
 
@@ -81,7 +80,7 @@ class DriveMeter:
         """Return the bytes per second of all drives together in an update, where these are known of
         each.
         """
-        drives = rates_of_update(Rates(nvme=self._rates)).nvme
+        drives = Rates(nvme=self._rates).both_at_once().nvme
         known = [drives[directory] for directory in self._counted if directory in drives]
         found = {}
         for lane, rates in (

@@ -17,7 +17,6 @@ from infinity_engine.placement.placing import Plan, Wish, place
 from infinity_engine.placement.sizing import Sizing
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import ResolvedBudget, Strategy, Tier
-from infinity_engine.sim.contention import rates_of_update
 from infinity_engine.sim.timeline import StepTimeline, time_quickest_step
 
 __all__ = ["Candidate", "Choice", "Evaluator"]
@@ -146,7 +145,7 @@ class Evaluator:
             tiers=(choice.parameters,),
             accumulation_steps=self.training.accumulation_steps,
             small_bytes=self.training.small_bytes,
-            rates=rates_of_update(self.means.rates),
+            rates=self.means.rates.both_at_once(),
         )
         budget = self.left(sizing)
         plan = place(sizing, wish, budget, io_bytes=self.means.io_bytes)

@@ -17,7 +17,6 @@ from infinity_engine.placement.sizing import Sizing
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Lane, LaneClocks, ResolvedBudget, Tier
 from infinity_engine.plan.step import Home
-from infinity_engine.sim.contention import rates_of_update
 from infinity_engine.sim.room import Parts
 
 __all__ = ["StepEstimate"]
@@ -110,7 +109,7 @@ class StepEstimate:
             gradient=gradient,
             kept=4 + gradient if sizing.sums else gradient,
         )
-        self._update = LaneClocks(rates_of_update(means.rates), free=means.free_lanes())
+        self._update = LaneClocks(means.rates.both_at_once(), free=means.free_lanes())
         self._pass = LaneClocks(means.alone or means.rates, free=means.free_lanes())
         self._computing = _Computing.of(training, means)
         self._overlaps = {None: (True, False), True: (True,), False: (False,)}[training.overlap]

@@ -16,7 +16,6 @@ from infinity_engine.plan import Lane, NvmeStreamed, Strategy, Tier
 from infinity_engine.plan.step import BytesPerParameter, Home
 from infinity_engine.sim.bound import update_bound
 from infinity_engine.sim.candidate import Candidate, Choice, Evaluator
-from infinity_engine.sim.contention import undisturbed
 from infinity_engine.sim.search import Search
 from infinity_engine.sim.simulate import simulate
 
@@ -92,7 +91,7 @@ class Planner(Evaluator):
         steps = best.plan.steps
         numel = sum(each.numel for each in steps.subgroups)
         states = 4 * (1 + len(best.sizing.state_names))
-        rates = replace(undisturbed(self.means), dram_bytes_per_s=None)
+        rates = replace(self.means.undisturbed(), dram_bytes_per_s=None)
         busy = simulate(steps, rates, free=self.means.free_lanes()).busy_ns
         if self.means.unified:
             return max(busy.values())

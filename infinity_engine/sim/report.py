@@ -15,7 +15,6 @@ from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Lane, Tier
 from infinity_engine.plan.step import Home, StepPlan
 from infinity_engine.sim.candidate import Candidate
-from infinity_engine.sim.contention import rates_of_update
 from infinity_engine.sim.planner import Decision, Planner
 from infinity_engine.sim.timeline import StepTimeline
 
@@ -261,7 +260,7 @@ def _settings(best: Candidate, means: Means) -> Mapping[str, object]:
     choice = best.choice
     overlap = {} if best.overlap else {"overlap": "off"}
     rates = (
-        {"rates": rates_of_update(means.rates).to_mapping()}
+        {"rates": means.rates.both_at_once().to_mapping()}
         if _asks_rates(choice.strategy.to_plain())
         else {}
     )

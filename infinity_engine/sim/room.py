@@ -19,7 +19,6 @@ from infinity_engine.placement.training import Means
 from infinity_engine.plan import ResolvedBudget, Tier
 from infinity_engine.plan.step import BytesPerParameter, Home
 from infinity_engine.sim.bound import update_bound
-from infinity_engine.sim.contention import rates_of_update
 
 __all__ = ["MemoryEdges", "Parts"]
 
@@ -255,7 +254,7 @@ def _best_share(means: Means, per_parameter: BytesPerParameter, *, at_home: bool
     rate is missing.
     """
     try:
-        rates = rates_of_update(means.rates)
+        rates = means.rates.both_at_once()
         return float(update_bound(rates, per_parameter=per_parameter, at_home=at_home).best_share)
     except ConfigError:
         return None

@@ -19,7 +19,6 @@ from infinity_engine.plan import Lane, LaneClocks, OpTime, Rates, Tier
 from infinity_engine.plan.ops import CopyOp, Op, UpdateOp
 from infinity_engine.plan.step import Home
 from infinity_engine.schedule.executor import Walk
-from infinity_engine.sim.contention import between, rates_of_update
 from infinity_engine.sim.walking import ComputeTime, FetchingRoom, RankWire, TimedCarrier
 from infinity_engine.telemetry import NullTelemetry
 
@@ -259,10 +258,10 @@ class _TimedStep:
         The host's updates, and all that is moved, take the longer of the two together; each of them
         is disturbed for as much of its time as the other one works.
         """
-        beside = rates_of_update(means.rates)
+        beside = means.rates.both_at_once()
         if means.alone is None:
             return beside
-        alone, free = rates_of_update(means.alone), means.free_lanes()
+        alone, free = means.alone.both_at_once(), means.free_lanes()
         amounts: dict[Lane, int] = {}
         for op in self._plan.steps.ops:
             if op.lane not in free:
@@ -274,7 +273,7 @@ class _TimedStep:
             )
         rates, disturbed = alone, (0.0, 0.0)
         for _ in range(_ROUNDS):
-            rates = between(alone, beside, *disturbed)
+            rates = _rates_between(alone, beside, *disturbed)
             clocks = LaneClocks(rates, free=free)
             seconds = {
                 lane: clocks.duration_ns(lane, amount) / _NS_PER_S
@@ -534,6 +533,35 @@ def _defers(plan: Plan, modules: Iterable[_Needs], means: Means) -> bool:
 def _updates(ops: Sequence[Op]) -> dict[int, int]:
     """Return the number of the op that updates each subgroup."""
     return {op.subgroup: number for number, op in enumerate(ops) if isinstance(op, UpdateOp)}
+
+
+def _rates_between(alone: Rates, beside: Rates, updates: float, moves: float) -> Rates:
+    """Return the rates of updates and of moves that are disturbed for these parts of their time."""
+
+    def mean(one: float | None, other: float | None, part: float) -> float | None:
+        return None if one is None or other is None else 1 / ((1 - part) / one + part / other)
+
+    drives = {
+        name: replace(
+            drive,
+            read_bytes_per_s=mean(
+                drive.read_bytes_per_s, beside.nvme[name].read_bytes_per_s, moves
+            ),
+            write_bytes_per_s=mean(
+                drive.write_bytes_per_s, beside.nvme[name].write_bytes_per_s, moves
+            ),
+        )
+        for name, drive in alone.nvme.items()
+    }
+    return replace(
+        alone,
+        host_update_params_per_s=mean(
+            alone.host_update_params_per_s, beside.host_update_params_per_s, updates
+        ),
+        h2d_bytes_per_s=mean(alone.h2d_bytes_per_s, beside.h2d_bytes_per_s, moves),
+        d2h_bytes_per_s=mean(alone.d2h_bytes_per_s, beside.d2h_bytes_per_s, moves),
+        nvme=drives,
+    )
 
 
 def _busy(spans: Iterable[Span], start_ns: int, end_ns: int) -> dict[Lane, int]:

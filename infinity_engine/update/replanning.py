@@ -24,7 +24,6 @@ from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import HostOnly, Interleaved, Lane, Rates, StaticSplit, Strategy, Tier
 from infinity_engine.plan.ops import UpdateOnDevice, UpdateOnHost
 from infinity_engine.plan.step import Home
-from infinity_engine.sim.contention import rates_of_update
 from infinity_engine.sim.timeline import time_step
 from infinity_engine.units import align_up, format_rate
 
@@ -110,7 +109,7 @@ class Replanner:
         # bytes of the host between leases: what made room for others, and may be too small for them
         self._lost = 0
         # that the plan was made or looked at with
-        self._rates = rates_of_update(question.means.rates)
+        self._rates = question.means.rates.both_at_once()
         self._before: dict[str, int] = {}
         self._samples: dict[str, list[float]] = {name: [] for name in _AMOUNTS}
         self._steps = -_WARMING_UP

@@ -29,7 +29,6 @@ from infinity_engine.plan import (
 )
 from infinity_engine.plan.step import Home
 from infinity_engine.sim.candidate import Candidate, Choice
-from infinity_engine.sim.contention import undisturbed
 from infinity_engine.sim.planner import Planner
 
 __all__ = ["Bounds", "best_of_all", "everything"]
@@ -91,7 +90,7 @@ class Bounds:
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         training, means = planner.training, planner.means
-        self._clocks = LaneClocks(undisturbed(means), free=means.free_lanes())
+        self._clocks = LaneClocks(means.undisturbed(), free=means.free_lanes())
         self._sizings: dict[int, Sizing] = {}
         self._homes: dict[tuple[int, Strategy], tuple[int, int, int]] = {}
         self._compute = Lane.HOST if means.unified else Lane.DEVICE

@@ -15,7 +15,6 @@ from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.placement.placing import Plan, Wish, place
 from infinity_engine.placement.sizing import Sizing
 from infinity_engine.plan import NvmeStreamed, ResolvedBudget, Tier
-from infinity_engine.sim.contention import rates_of_update
 from support.plannings import random_case
 
 
@@ -48,7 +47,7 @@ def test_a_policy_that_says_where_it_updates_gets_the_plan_of_one_that_does_not(
             tiers=(tier,),
             accumulation_steps=training.accumulation_steps,
             small_bytes=training.small_bytes,
-            rates=rates_of_update(means.rates),
+            rates=means.rates.both_at_once(),
             early_updates=early,
             policy=says,
         )

@@ -37,7 +37,6 @@ from infinity_engine.plan import (
 from infinity_engine.plan.step import Home
 from infinity_engine.sim import simulate
 from infinity_engine.sim.candidate import Choice
-from infinity_engine.sim.contention import rates_of_update
 from infinity_engine.sim.planner import Planner, decide
 from infinity_engine.sim.presets import preset
 from infinity_engine.sim.remedies import explain_refusal
@@ -445,7 +444,7 @@ def test_the_update_of_the_timeline_is_the_simulated_plan() -> None:
     training = replace(training_of(SMALL), overlap=False)  # nothing else goes on beside it
     best = decide(training, means(3.0, 20)).best
 
-    assert best.timeline.update_ns == simulate(best.plan.steps, rates_of_update(DESKTOP)).end_ns
+    assert best.timeline.update_ns == simulate(best.plan.steps, DESKTOP.both_at_once()).end_ns
 
 
 # --- a step ---------------------------------------------------------------------------------------
@@ -620,7 +619,7 @@ def test_further_micro_batches_add_forwards_and_backwards_and_no_updates() -> No
 
 def test_an_update_takes_half_of_a_drives_mixed_rate_each_way() -> None:
     drive = DriveRates(read_bytes_per_s=7e9, write_bytes_per_s=5e9, mixed_bytes_per_s=6e9)
-    rates = rates_of_update(replace(DESKTOP, duplex_h2d_bytes_per_s=20e9, nvme={"a": drive}))
+    rates = replace(DESKTOP, duplex_h2d_bytes_per_s=20e9, nvme={"a": drive}).both_at_once()
 
     found = rates.nvme["a"]
     assert (found.read_bytes_per_s, found.write_bytes_per_s) == (3e9, 3e9)
@@ -730,7 +729,7 @@ def test_a_phase_names_what_binds_it() -> None:
 def test_the_report_says_how_busy_every_lane_is_with_the_update_itself() -> None:
     decision = decide(replace(training_of(SMALL), overlap=False), means(3.0, 20))
 
-    simulated = simulate(decision.best.plan.steps, rates_of_update(DESKTOP))
+    simulated = simulate(decision.best.plan.steps, DESKTOP.both_at_once())
     assert report_of(decision).update_utilisation == simulated.utilisation
 
 
