@@ -11,10 +11,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.plan import Auto, Budget, Partitioning, Rates, Strategy, parse_strategy
+from infinity_engine.plan import Auto, Budget, Rates, Strategy, parse_strategy
 from infinity_engine.plan.mappings import Directories, known_mapping
 from infinity_engine.plan.strategy import STRATEGIES
 from infinity_engine.units import parse_bytes, positive
@@ -308,6 +309,15 @@ def _plain(value: object) -> object:
     return value.to_mapping() if isinstance(value, Budget | Rates | _Settings) else value
 
 
+_REMOVED = MappingProxyType(
+    {
+        "ranks.partitioning": "nothing, as this setting was removed and each rank now always owns "
+        "a part of every parameter: delete it"
+    }
+)
+"""What to do about settings that there are no longer, by their dotted path."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Settings:
     """A section of settings: each field has _about as its metadata and is read by its kind."""
@@ -321,8 +331,12 @@ class _Settings:
     @classmethod
     def _at(cls: type[_Section], place: str, mapping: object) -> _Section:
         kinds = {item.name: _kind(item) for item in fields(cls)}
-        given = known_mapping(mapping, field=place, known=kinds)
         within = f"{place}." if place else ""
+        for name, value in mapping.items() if isinstance(mapping, Mapping) else ():
+            expected = _REMOVED.get(f"{within}{name}")
+            if expected:
+                raise ConfigError(field=f"{within}{name}", value=value, expected=expected)
+        given = known_mapping(mapping, field=place, known=kinds)
         return cls(
             **{name: kinds[name].read(within + name, value) for name, value in given.items()}
         )
@@ -387,13 +401,6 @@ class RanksConfig(_Settings):
         default=ShardingStage.PARAMETERS,
         metadata=_about(
             _member(ShardingStage), "what the ranks shard, beside the optimizer's states"
-        ),
-    )
-    partitioning: Partitioning = field(
-        default=Partitioning.BANDWIDTH_CENTRIC,
-        metadata=_about(
-            _member(Partitioning),
-            "whether each rank owns a part of every parameter, or one rank all of it",
         ),
     )
     shard_ranks: int | None = field(

@@ -376,7 +376,7 @@ def _sample(descriptor: int, source: _Source) -> bytes:
 
 def _cut(ranks: Ranks, targets: Sequence[_Target]) -> list[_Target]:
     """Return the targets with how the ranks share those that go to the drives."""
-    partitioner = Partitioner(ranks.shards.size, ranks.partitioning)
+    partitioner = Partitioner(ranks.shards.size)
     return [
         replace(target, spec=partitioner.cut(target.tensor.numel()), rank=ranks.shards.rank)
         if target.is_streamed

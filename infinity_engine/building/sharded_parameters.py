@@ -55,7 +55,7 @@ class ShardedParameters(BuiltParameters):
         )
         super().__init__(swap, ledger, budget, least, written)
         self._ranks = ranks
-        self._partitioner = Partitioner(ranks.shards.size, ranks.partitioning)
+        self._partitioner = Partitioner(ranks.shards.size)
         # elements and bytes, least recently used first
         self._recent: dict[BuiltParameter, tuple[int, int]] = {}
         self._recent_bytes = 0

@@ -13,7 +13,6 @@ from infinity_engine.partition.group import (
 from infinity_engine.partition.replicas import HybridReduce, ReplicaSums
 from infinity_engine.partition.shard import Partitioner, Shard, ShardSpec
 from infinity_engine.partition.sums import share_block_sums
-from infinity_engine.plan import Partitioning
 
 __all__ = [
     "MOST_ANNOUNCED",
@@ -23,7 +22,6 @@ __all__ = [
     "GroupMember",
     "HybridReduce",
     "Partitioner",
-    "Partitioning",
     "ReplicaSums",
     "Shard",
     "ShardGroup",

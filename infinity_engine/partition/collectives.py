@@ -31,9 +31,9 @@ from infinity_engine.partition.failures import Failures, Store
 from infinity_engine.partition.header import Header, digest, disagreement
 from infinity_engine.partition.rounds import (
     AllGather,
-    Broadcast,
     Exchange,
     HostWork,
+    NoWire,
     Pending,
     Round,
     Rounds,
@@ -152,7 +152,7 @@ class _Alone:
     store: Store | None = None
 
     def start(self, wire: Wire, *, on_host: bool) -> HostWork:
-        if not isinstance(wire, Broadcast):
+        if not isinstance(wire, NoWire):
             wire.into[: wire.mine.numel()].copy_(wire.mine)
         return _Done()
 
@@ -212,16 +212,11 @@ class _Groups:
         group = self._groups[0 if on_host else 1]
         if isinstance(wire, AllGather):
             return _Torch(_all_gather()(wire.into, wire.mine, group=group, async_op=True))
-        if isinstance(wire, Exchange):
-            sent, received = list(wire.sent), list(wire.received)
-            return _Torch(
-                dist.all_to_all_single(
-                    wire.into, wire.mine, received, sent, group=group, async_op=True
-                )
-            )
-        # torch numbers the sender in the world, not in the group.
-        owner = dist.get_global_rank(group, wire.owner)
-        return _Torch(dist.broadcast(wire.buffer, owner, group=group, async_op=True))
+        assert isinstance(wire, Exchange), "several ranks send one another something"
+        sent, received = list(wire.sent), list(wire.received)
+        return _Torch(
+            dist.all_to_all_single(wire.into, wire.mine, received, sent, group=group, async_op=True)
+        )
 
     def close(self) -> None:
         while self._groups:

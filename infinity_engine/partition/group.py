@@ -18,10 +18,9 @@ from infinity_engine.accel import Event
 from infinity_engine.errors import ConfigError
 from infinity_engine.partition.collectives import CollectiveEvent, Collectives
 from infinity_engine.partition.header import digest
-from infinity_engine.partition.rounds import AllGather, Broadcast, Exchange, Round, ignore, nothing
+from infinity_engine.partition.rounds import AllGather, Exchange, NoWire, Round, ignore, nothing
 from infinity_engine.partition.shard import Shard, ShardSpec
 from infinity_engine.partition.wire import WIRE_ALIGNMENT, Piece, Window, WireLayout
-from infinity_engine.plan import Partitioning
 from infinity_engine.units import align_down
 
 __all__ = [
@@ -74,8 +73,7 @@ class TorchAdder:
 class ShardGroup:
     """The parameters `members`, cut over the ranks of `collectives`.
 
-    With BROADCAST, the rank that owns a parameter sends all of it, in a collective for each
-    parameter. Otherwise every rank contributes its part of all of them to one collective.
+    Every rank contributes its part of all of them to one collective.
     """
 
     def __init__(
@@ -83,8 +81,6 @@ class ShardGroup:
         name: str,
         members: Sequence[GroupMember],
         collectives: Collectives,
-        *,
-        partitioning: Partitioning = Partitioning.BANDWIDTH_CENTRIC,
     ) -> None:
         for member in members:
             if member.spec.ranks != collectives.size:
@@ -104,11 +100,10 @@ class ShardGroup:
         self.name = name
         self.members = tuple(members)
         self._collectives = collectives
-        self._partitioning = partitioning
         self._layout = WireLayout(
             [member.spec for member in members], [member.dtype.itemsize for member in members]
         )
-        self._key = digest(partitioning.name, *((member.spec, member.dtype) for member in members))
+        self._key = digest(*((member.spec, member.dtype) for member in members))
 
     def shard(self, member: int) -> Shard:
         """Return this rank's shard of a member."""
@@ -120,7 +115,7 @@ class ShardGroup:
         """Return the buffer size with which a gather goes in one round; 0 where none is needed."""
         return (
             0
-            if self._sends_whole or self._layout.is_one_run
+            if self._layout.ranks == 1 or self._layout.is_one_run
             else self._layout.width * (self._layout.ranks + 1)
         )
 
@@ -152,11 +147,6 @@ class ShardGroup:
             f"gather of {self.name}", rounds, key=digest(self._key, most), after=after
         )
 
-    @property
-    def _sends_whole(self) -> bool:
-        """Whether owners send to the other ranks what lies in the parameter itself."""
-        return self._layout.ranks == 1 or self._partitioning is Partitioning.BROADCAST
-
     def _gathering(
         self,
         shards: Sequence[torch.Tensor],
@@ -165,11 +155,17 @@ class ShardGroup:
         most: int,
     ) -> list[Round]:
         layout, rank = self._layout, self._collectives.rank
-        if self._sends_whole:
+        if layout.ranks == 1:
+            # Also where the shard is the whole parameter there is a round: it waits for `after`.
             return [
-                self._sending(owner, piece, shards, into)
-                for owner in range(layout.ranks)
-                for piece in layout.segments[owner]
+                Round(
+                    NoWire(),
+                    nothing
+                    if shard.data_ptr() == target.data_ptr()
+                    else partial(target.copy_, shard),
+                )
+                for shard, target in zip(shards, into, strict=True)
+                if shard.numel()
             ]
         if layout.is_one_run:
             return [Round(AllGather(_bytes(shards[0]), _bytes(into[0])))]
@@ -181,15 +177,6 @@ class ShardGroup:
             unpack = partial(self._unpack_parameters, window, all_, width, into)
             rounds.append(Round(AllGather(mine, all_), pack, unpack))
         return rounds
-
-    def _sending(
-        self, owner: int, piece: Piece, shards: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
-    ) -> Round:
-        target = into[piece.member][piece.first_element :][: piece.numel]
-        mine = shards[piece.member]
-        if owner != self._collectives.rank or mine.data_ptr() == target.data_ptr():
-            return Round(Broadcast(_bytes(target), owner))
-        return Round(Broadcast(_bytes(target), owner), pack=partial(target.copy_, mine))
 
     def _pack_shards(
         self, window: Window, rank: int, shards: Sequence[torch.Tensor], mine: torch.Tensor
@@ -268,7 +255,7 @@ class ShardGroup:
         if layout.ranks == 1:
             return [
                 Round(
-                    Broadcast(_bytes(total), 0),
+                    NoWire(),
                     total.zero_ if gradient is None else partial(adder.begin, gradient, total),
                 )
                 for gradient, total in zip(gradients, into, strict=True)

@@ -20,9 +20,9 @@ from infinity_engine.partition.header import Header
 
 __all__ = [
     "AllGather",
-    "Broadcast",
     "Exchange",
     "HostWork",
+    "NoWire",
     "Pending",
     "Round",
     "Rounds",
@@ -53,15 +53,11 @@ class Exchange:
     received: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Broadcast:
-    """Every rank gets the bytes of `owner`, which has them there already."""
-
-    buffer: torch.Tensor
-    owner: int
+class NoWire:
+    """Nothing is sent: there is one rank, and packing is all that there is to do."""
 
 
-Wire = AllGather | Exchange | Broadcast
+Wire = AllGather | Exchange | NoWire
 
 
 def nothing() -> None:

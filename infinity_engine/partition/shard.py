@@ -6,12 +6,10 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity_engine import _native
 from infinity_engine.errors import ConfigError
-from infinity_engine.plan import Partitioning
 
 __all__ = ["Partitioner", "Shard", "ShardSpec"]
 
@@ -51,12 +49,6 @@ class ShardSpec:
         """How many ranks it is cut over."""
         return len(self.shards)
 
-    @property
-    def owner(self) -> int | None:
-        """The rank that owns all of it; None where several have elements, or there are none."""
-        whole = [rank for rank, shard in enumerate(self.shards) if shard.numel == self.numel]
-        return whole[0] if self.numel and whole else None
-
     def in_order(self) -> list[Shard]:
         """Return the shards that have elements, as they follow one another in the parameter."""
         return sorted(
@@ -79,17 +71,13 @@ class Partitioner:
     elements.
 
     The cut of a parameter depends on those before it and on nothing else, so code that builds a
-    model can cut while it grows. BANDWIDTH_CENTRIC: at any time no rank owns more than a block
-    (NORM_BLOCK elements) more than another.
-    BROADCAST: none more than the largest parameter.
+    model can cut while it grows. At any time no rank owns more than a block (NORM_BLOCK elements)
+    more than another.
     """
 
-    def __init__(
-        self, ranks: int, partitioning: Partitioning = Partitioning.BANDWIDTH_CENTRIC
-    ) -> None:
+    def __init__(self, ranks: int) -> None:
         if ranks < 1:
             raise ConfigError(field="ranks", value=ranks, expected="1 or more")
-        self._partitioning = partitioning
         self._owned = [0] * ranks
 
     @property
@@ -105,12 +93,7 @@ class Partitioner:
         """
         if numel < 0:
             raise ConfigError(field="numel", value=numel, expected="0 or more")
-        poorest_first = sorted(range(len(self._owned)), key=lambda rank: self._owned[rank])
-        if self._partitioning is Partitioning.BROADCAST:
-            shards = [Shard(0, 0)] * len(self._owned)
-            shards[poorest_first[0]] = Shard(0, numel)
-        else:
-            shards = self._pieces(numel, poorest_first)
+        shards = self._pieces(numel)
         for rank, shard in enumerate(shards):
             self._owned[rank] += shard.numel
         return ShardSpec(numel, tuple(shards))
@@ -119,13 +102,14 @@ class Partitioner:
     # first one. So no block of the gradient norm has two owners, and its sum is the same bits on
     # any number of ranks; and every piece but a parameter's last is whole pages, which drives read
     # and write without a detour.
-    def _pieces(self, numel: int, poorest_first: Sequence[int]) -> list[Shard]:
+    def _pieces(self, numel: int) -> list[Shard]:
         """Give each rank as many blocks, and the left-over ones to the ranks that own least.
 
         A short last block goes to the richest of those with the most blocks, so that no two ranks
         grow apart.
         """
         block, ranks = _native.NORM_BLOCK, len(self._owned)
+        poorest_first = sorted(range(ranks), key=lambda rank: self._owned[rank])
         each, left_over = divmod(-(-numel // block), ranks)
         blocks = dict.fromkeys(range(ranks), each)
         for rank in poorest_first[:left_over]:

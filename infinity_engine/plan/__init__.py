@@ -31,7 +31,6 @@ from infinity_engine.plan.ops import (
     UploadParameters,
     UploadStates,
 )
-from infinity_engine.plan.partitioning import Partitioning
 from infinity_engine.plan.placement import Placement
 from infinity_engine.plan.rates import DriveRates, Rates
 from infinity_engine.plan.step import ADAM_BYTES, BytesPerParameter, Home, StepPlan, SubgroupSpec
@@ -79,7 +78,6 @@ __all__ = [
     "NvmeStreamed",
     "Op",
     "OpTime",
-    "Partitioning",
     "Percent",
     "Placement",
     "Rates",

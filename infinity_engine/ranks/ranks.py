@@ -34,7 +34,6 @@ from infinity_engine.partition import (
     Collectives,
     GroupMember,
     Partitioner,
-    Partitioning,
     ShardGroup,
     ShardSpec,
     share_block_sums,
@@ -95,7 +94,6 @@ class Ranks:
 
     def __init__(self, collectives: Collectives, config: RanksConfig) -> None:
         self.config = config
-        self.partitioning = Partitioning(config.partitioning.value)
         self.neighbours = 1
         """How many ranks this machine has, after `share_budget`."""
         self.users: Mapping[str, int] = MappingProxyType({})
@@ -287,7 +285,6 @@ class Ranks:
         before = self.config
         for name, now, then in (
             ("stage", config.stage is ShardingStage.ALONE, before.stage is ShardingStage.ALONE),
-            ("partitioning", config.partitioning, before.partitioning),
             ("shard_ranks", config.shard_ranks, before.shard_ranks),
             ("timeout_s", config.timeout_s, before.timeout_s),
         ):
@@ -418,7 +415,7 @@ class Ranks:
 
         This rank's shards are views of the whole values until they are moved.
         """
-        partitioner = Partitioner(self.shards.size, self.partitioning)
+        partitioner = Partitioner(self.shards.size)
         built = {known.number: is_cut(known.parameter) for known in (*trained, *frozen)}
         specs = tuple(
             built[known.number] or partitioner.cut(known.numel) for known in (*trained, *frozen)
@@ -474,7 +471,7 @@ class Ranks:
         self, name: str, members: Sequence[GroupMember], collectives: Collectives | None = None
     ) -> ShardGroup:
         """Return a group of parameters that one collective moves."""
-        return ShardGroup(name, members, collectives or self.shards, partitioning=self.partitioning)
+        return ShardGroup(name, members, collectives or self.shards)
 
     def whole(self, name: str, spec: ShardSpec, shard: torch.Tensor) -> torch.Tensor:
         """Return a whole flat tensor, on every rank and in new host memory, from the shards

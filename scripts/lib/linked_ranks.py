@@ -1,4 +1,4 @@
-"""Ranks with a link each: what a bench of partitionings runs on every rank, with real bytes and
+"""Ranks with a link each: what the bench of partitioning runs on every rank, with real bytes and
 real collectives.
 
 A link copies in pieces, each of which is done no sooner than its bytes would have come at the
@@ -18,8 +18,9 @@ from infinity_engine.partition import (
     Collectives,
     GroupMember,
     Partitioner,
-    Partitioning,
+    Shard,
     ShardGroup,
+    ShardSpec,
     TorchAdder,
 )
 
@@ -30,11 +31,12 @@ _PIECE = 1 << 14  # bytes
 
 @dataclass(frozen=True)
 class Work:
-    """Parameters of so many elements each, in fp32, that are cut so, and what passes a rank's link
-    in a second.
+    """Parameters of so many elements each, in fp32, and what passes a rank's link in a second.
+
+    Each is cut over all ranks, as the engine does it, or one rank owns all of it.
     """
 
-    partitioning: Partitioning
+    over_all_ranks: bool
     parameters: int
     numel: int
     bytes_per_s: float
@@ -71,17 +73,17 @@ def measure(work: Work) -> Times:
     others.
     """
     with Collectives.join(timeout_s=600) as ranks:
-        partitioner = Partitioner(ranks.size, work.partitioning)
-        specs = [partitioner.cut(work.numel) for _ in range(work.parameters)]
-        groups = [
-            ShardGroup(
-                f"p{at}",
-                [GroupMember("w", spec, torch.float32)],
-                ranks,
-                partitioning=work.partitioning,
-            )
-            for at, spec in enumerate(specs)
-        ]
+        partitioner = Partitioner(ranks.size)
+        groups = []
+        for at in range(work.parameters):
+            if work.over_all_ranks:
+                spec = partitioner.cut(work.numel)
+            else:
+                shards = [Shard(0, 0)] * ranks.size
+                shards[at % ranks.size] = Shard(0, work.numel)
+                spec = ShardSpec(work.numel, tuple(shards))
+            member = GroupMember("w", spec, torch.float32)
+            groups.append(ShardGroup(f"p{at}", [member], ranks))
         link = Link(work.bytes_per_s)
         _fetch(groups[:1], link, ranks)  # connections are made and pages are there
         _offload(groups[:1], link, ranks)

@@ -26,19 +26,18 @@ LAYER_BYTES = 4 << 20
 
 
 @pytest.mark.parametrize(
-    ("names", "size", "cache", "settings"),
+    ("names", "size", "cache"),
     [
-        (tuple(programs.BUILDERS), 2, 0, {}),
-        (tuple(programs.BUILDERS), 3, 100_000, {}),
-        (programs.FEW_BUILDERS, 2, 100_000, {"partitioning": "broadcast"}),
-        (programs.FEW_BUILDERS, 4, None, {}),
+        (tuple(programs.BUILDERS), 2, 0),
+        (tuple(programs.BUILDERS), 3, 100_000),
+        (programs.FEW_BUILDERS, 4, None),
     ],
-    ids=["2 ranks", "3 ranks", "broadcast", "4 ranks"],
+    ids=["2 ranks", "3 ranks", "4 ranks"],
 )
 def test_ranks_build_the_bits_of_one_and_write_a_shard_each(
-    names: Sequence[str], size: int, cache: int | None, settings: dict[str, Any], tmp_path: Path
+    names: Sequence[str], size: int, cache: int | None, tmp_path: Path
 ) -> None:
-    ranks = launched(size, programs.build, names, str(tmp_path), cache, settings)
+    ranks = launched(size, programs.build, names, str(tmp_path), cache, {})
 
     for rank in ranks:
         for name, found in rank.items():
@@ -71,10 +70,6 @@ def test_ranks_can_read_parts_of_what_they_build_in_the_body(tmp_path: Path) -> 
         (
             "more",
             r"CollectiveError: .*the ranks differ in parameter 12, Linear\.weight: nothing on ranks 0, 1, float32",
-        ),
-        (
-            "partitioning",
-            r"ConfigError: ranks\.partitioning: expected .*BANDWIDTH_CENTRIC.*, as init_context or load_into had it",
         ),
         (
             "mesh",
@@ -157,7 +152,6 @@ def runs(drive: str) -> dict[str, Run]:
             "emulated": True,
             "settings": {"budget": {**machine, "device": "8MiB"}, "parameters": "host"},
         },
-        "broadcast": {"settings": {"budget": machine, "ranks": {"partitioning": "broadcast"}}},
         "odd": {"model": "odd", "optimizer": "sgd", "settings": {"budget": machine}},
     }
     return {name: Run(steps=2, **kind) for name, kind in kinds.items()}
@@ -183,12 +177,8 @@ def test_models_that_ranks_have_built_or_loaded_train_as_those_from_memory(tmp_p
 # --- loading --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("size", "settings"), [(2, {}), (3, {}), (2, {"partitioning": "broadcast"})]
-)
-def test_each_rank_reads_its_slices_of_the_files_and_no_more(
-    size: int, settings: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_rank_reads_its_slices_of_the_files_and_no_more(size: int, tmp_path: Path) -> None:
     (drive := tmp_path / "drive").mkdir()
     folder = programs.wide_files(tmp_path / "files")
     model = programs.wide()
@@ -196,14 +186,13 @@ def test_each_rank_reads_its_slices_of_the_files_and_no_more(
     # small ones, and buffers
     by_all = 8 + sum(each.numel() * each.element_size() for each in model.buffers()) + 4
 
-    ranks = launched(size, programs.load, str(folder), str(drive), settings)
+    ranks = launched(size, programs.load, str(folder), str(drive), {})
 
     for rank in ranks:
         assert rank["differs"] == []
         assert rank["tied"]
-        if not settings:
-            # a block for each parameter
-            assert rank["read"] < nbytes / size + by_all + 4096 * 4 * 6
+        # a block for each parameter
+        assert rank["read"] < nbytes / size + by_all + 4096 * 4 * 6
         assert rank["written"] <= rank["read"]
     assert sum(rank["read"] for rank in ranks) <= nbytes + size * by_all
     assert list(drive.iterdir()) == []

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from infinity_engine.optim import GradientSums, HostKernels, UpdateThreads, Values
-from infinity_engine.partition import Partitioning
 from support import rank_programs as programs
 from support.rank_programs import (
     DTYPES,
@@ -40,28 +39,24 @@ def ran(size: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("partitioning", Partitioning)
 @pytest.mark.parametrize("how", ["together", "alone"])
-def test_a_gather_gives_every_rank_the_whole_parameters(
-    size: int, partitioning: Partitioning, how: str
-) -> None:
+def test_a_gather_gives_every_rank_the_whole_parameters(size: int, how: str) -> None:
     wanted = [
         values(numel, dtype, seed)
         for seed, (dtype, numel) in enumerate((d, n) for d in DTYPES for n in NUMELS)
     ]
 
     for rank in ran(size):
-        found = rank["gathers"][f"{partitioning.value} {how}"]
+        found = rank["gathers"][how]
         assert [bits(each) for each in found] == [bits(each) for each in wanted]
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("partitioning", Partitioning)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_reduce_is_the_fp32_sum_in_the_ranks_order_whatever_goes_together(
-    size: int, partitioning: Partitioning, dtype: torch.dtype
+    size: int, dtype: torch.dtype
 ) -> None:
-    specs = cut(NUMELS, size, partitioning)
+    specs = cut(NUMELS, size)
     whole = [serial_sum(gradients(numel, dtype, size)) for numel in NUMELS]
 
     for number, rank in enumerate(ran(size)):
@@ -69,9 +64,7 @@ def test_a_reduce_is_the_fp32_sum_in_the_ranks_order_whatever_goes_together(
             total[spec.shards[number].first_element :][: spec.shards[number].numel]
             for total, spec in zip(whole, specs, strict=True)
         ]
-        ways = [
-            name for name in rank["reduces"] if name.startswith(f"{partitioning.value} {dtype} ")
-        ]
+        ways = [name for name in rank["reduces"] if name.startswith(f"{dtype} ")]
         assert len(ways) == 4
         for way in ways:
             assert [bits(each) for each in rank["reduces"][way]] == [

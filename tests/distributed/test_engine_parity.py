@@ -38,7 +38,6 @@ CLIPPED = {"max_grad_norm": 0.05}
 FEW = {
     "small": Run(),
     "one by one": Run(settings=TIGHT),
-    "broadcast": Run(settings={**ONE_BY_ONE, "ranks": {"partitioning": "broadcast"}}),
     "emulated": Run(emulated=True, settings={"strategy": "interleaved", "rates": RATES}),
     "at home on the host": Run(emulated=True, settings=AT_HOME),
     "stage gradients": Run(settings={"ranks": {"stage": "gradients", "bucket_bytes": 8192}}),
@@ -84,7 +83,6 @@ FEW = {
 }
 AS_SMALL = (
     "one by one",
-    "broadcast",
     "emulated",
     "at home on the host",
     "stage gradients",
@@ -155,7 +153,7 @@ def test_all_ranks_have_the_same_bits_and_the_same_norm(size: int) -> None:
 
 
 @pytest.mark.parametrize("name", AS_SMALL)
-def test_strategies_and_partitionings_have_the_same_bits(name: str) -> None:
+def test_strategies_and_stages_have_the_same_bits(name: str) -> None:
     [found, *_] = ran(2)
 
     assert differing(found[name]["states"], found["small"]["states"]) == []

@@ -29,7 +29,6 @@ CLIPPED: dict[str, Any] = {"precision": "bf16", "max_grad_norm": 0.05}
 RUNS: dict[str, tuple[Run, dict[str, Any]]] = {
     "small": (Run(), {}),
     "one by one": (Run(settings=TIGHT), {"bucket_bytes": 8192}),
-    "broadcast": (Run(settings=ONE_BY_ONE), {"partitioning": "broadcast"}),
     "stage gradients": (Run(), {"stage": "gradients", "bucket_bytes": 8192}),
     "stage optimizer": (Run(emulated=True), {"stage": "optimizer"}),
     "interleaved": (Run(emulated=True, settings={"strategy": "interleaved", "rates": RATES}), {}),
@@ -56,7 +55,7 @@ RUNS: dict[str, tuple[Run, dict[str, Any]]] = {
         {"leaf_modules": ["Experts"], "bucket_bytes": 4096},
     ),
 }
-AS_SMALL = ("one by one", "broadcast", "stage gradients", "stage optimizer", "interleaved")
+AS_SMALL = ("one by one", "stage gradients", "stage optimizer", "interleaved")
 FEW = ("small", "stage gradients", "routed, little room", "routed")
 
 
@@ -116,7 +115,7 @@ def test_all_replicas_have_the_same_bits_and_the_same_norm(size: int, shard_rank
 
 
 @pytest.mark.parametrize("name", AS_SMALL)
-def test_strategies_and_partitionings_have_the_same_bits_on_one_mesh(name: str) -> None:
+def test_strategies_and_stages_have_the_same_bits_on_one_mesh(name: str) -> None:
     [found, *_] = ran(4, 2)
 
     assert differing(found[name]["states"], found["small"]["states"]) == []

@@ -219,11 +219,8 @@ def on_a_mesh(shard_ranks: int, run: Run, drive: str, folder: str, files: str) -
 
 
 def _train_built(run: Run, how: str, folder: str) -> dict[str, Any]:
-    ranks = {
-        key: run.settings["ranks"][key]
-        for key in ("partitioning", "shard_ranks")
-        if key in run.settings.get("ranks", {})
-    }
+    settings = run.settings.get("ranks", {})
+    ranks = {key: settings[key] for key in ("shard_ranks",) if key in settings}
     with deterministic_compute(), ExitStack() as around:
         task, optimizer = _begun(run, how, folder, ranks)
         engine = engine_of(run, task, optimizer, around)
@@ -355,10 +352,7 @@ def build_otherwise(what: str, drive: str) -> dict[str, Any]:
                 nn.init.zeros_(model[0 if last else 1].weight)  # type: ignore[arg-type]
             if what == "more" and last:
                 model.append(nn.Linear(50, 50))
-        others: dict[str, dict[str, object]] = {
-            "partitioning": {"partitioning": "broadcast"},
-            "mesh": {"shard_ranks": 1},
-        }
+        others: dict[str, dict[str, object]] = {"mesh": {"shard_ranks": 1}}
         infinity_engine.initialize(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),

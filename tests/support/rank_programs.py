@@ -22,7 +22,6 @@ from infinity_engine.partition import (
     Collectives,
     GroupMember,
     Partitioner,
-    Partitioning,
     ReplicaSums,
     ShardGroup,
     ShardSpec,
@@ -63,9 +62,9 @@ def serial_sum(gradients_: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def cut(numels: Sequence[int], size: int, partitioning: Partitioning) -> list[ShardSpec]:
+def cut(numels: Sequence[int], size: int) -> list[ShardSpec]:
     """Return how parameters of these sizes are cut."""
-    partitioner = Partitioner(size, partitioning)
+    partitioner = Partitioner(size)
     return [partitioner.cut(numel) for numel in numels]
 
 
@@ -97,29 +96,23 @@ def wires(needed: int, size: int) -> list[torch.Tensor | None]:
 
 def gathers(ranks: Collectives) -> dict[str, list[torch.Tensor]]:
     """Gather all parameters, of all dtypes, in one group and each in its own."""
-    gathered = {}
-    for partitioning in Partitioning:
-        specs = cut(NUMELS * len(DTYPES), ranks.size, partitioning)
-        dtypes = [dtype for dtype in DTYPES for _ in NUMELS]
-        members = [
-            GroupMember(f"p{number}", spec, dtype)
-            for number, (spec, dtype) in enumerate(zip(specs, dtypes, strict=True))
-        ]
-        gathered[f"{partitioning.value} together"] = gather(ranks, members, partitioning, 0)
-        alone = [
-            gather(ranks, [member], partitioning, number) for number, member in enumerate(members)
-        ]
-        gathered[f"{partitioning.value} alone"] = [each for whole in alone for each in whole]
-    return gathered
+    dtypes = [dtype for dtype in DTYPES for _ in NUMELS]
+    members = [
+        GroupMember(f"p{number}", spec, dtype)
+        for number, (spec, dtype) in enumerate(
+            zip(cut(NUMELS * len(DTYPES), ranks.size), dtypes, strict=True)
+        )
+    ]
+    alone = [gather(ranks, [member], number) for number, member in enumerate(members)]
+    return {
+        "together": gather(ranks, members, 0),
+        "alone": [whole for [whole] in alone],
+    }
 
 
-def gather(
-    ranks: Collectives, members: list[GroupMember], partitioning: Partitioning, seed: int
-) -> list[torch.Tensor]:
+def gather(ranks: Collectives, members: list[GroupMember], seed: int) -> list[torch.Tensor]:
     """Gather with every size of buffer; return the whole parameters if they are always the same."""
-    group = ShardGroup(
-        "all" if len(members) > 1 else members[0].name, members, ranks, partitioning=partitioning
-    )
+    group = ShardGroup("all" if len(members) > 1 else members[0].name, members, ranks)
     shards = []
     for number, member in enumerate(members):
         shard = group.shard(number)
@@ -141,22 +134,18 @@ def gather(
 def reduces(ranks: Collectives) -> dict[str, list[torch.Tensor]]:
     """Reduce gradients of every dtype with every size of buffer; return this rank's sums."""
     sums = {}
-    for partitioning in Partitioning:
-        for dtype in DTYPES:
-            specs = cut(NUMELS, ranks.size, partitioning)
-            members = [GroupMember(f"p{number}", spec, dtype) for number, spec in enumerate(specs)]
-            mine = [gradients(numel, dtype, ranks.size)[ranks.rank] for numel in NUMELS]
-            group = ShardGroup(f"{dtype}", members, ranks, partitioning=partitioning)
-            for number, wire in enumerate(wires(group.reduce_bytes(), ranks.size)):
-                sums[f"{partitioning.value} {dtype} wire {number}"] = reduce(group, mine, wire)
-            apart = [
-                ShardGroup(member.name, [member], ranks, partitioning=partitioning)
-                for member in members
-            ]
-            sums[f"{partitioning.value} {dtype} alone"] = [
-                reduce(one, [gradient], wires(one.reduce_bytes(), ranks.size)[0])[0]
-                for one, gradient in zip(apart, mine, strict=True)
-            ]
+    for dtype in DTYPES:
+        specs = cut(NUMELS, ranks.size)
+        members = [GroupMember(f"p{number}", spec, dtype) for number, spec in enumerate(specs)]
+        mine = [gradients(numel, dtype, ranks.size)[ranks.rank] for numel in NUMELS]
+        group = ShardGroup(f"{dtype}", members, ranks)
+        for number, wire in enumerate(wires(group.reduce_bytes(), ranks.size)):
+            sums[f"{dtype} wire {number}"] = reduce(group, mine, wire)
+        apart = [ShardGroup(member.name, [member], ranks) for member in members]
+        sums[f"{dtype} alone"] = [
+            reduce(one, [gradient], wires(one.reduce_bytes(), ranks.size)[0])[0]
+            for one, gradient in zip(apart, mine, strict=True)
+        ]
     return sums
 
 
@@ -180,7 +169,7 @@ def one_without_a_gradient(ranks: Collectives) -> list[torch.Tensor]:
     is.
     """
     numel = 4 * BLOCK * ranks.size
-    [spec] = cut([numel], ranks.size, Partitioning.BANDWIDTH_CENTRIC)
+    [spec] = cut([numel], ranks.size)
     members = [GroupMember(name, spec, torch.bfloat16) for name in "ab"]
     gradient = (
         None
@@ -198,7 +187,7 @@ def one_without_a_gradient(ranks: Collectives) -> list[torch.Tensor]:
 def norm_bits(ranks: Collectives) -> float:
     """Return the sum of squares of gradients of which each rank knows its shards."""
     kernels = HostKernels(UpdateThreads.anywhere(1))
-    specs = cut(NUMELS, ranks.size, Partitioning.BANDWIDTH_CENTRIC)
+    specs = cut(NUMELS, ranks.size)
     mine = []
     for spec in specs:
         shard = spec.shards[ranks.rank]
@@ -215,7 +204,7 @@ def several_at_once(ranks: Collectives) -> list[torch.Tensor]:
     rank.
     """
     numel = 3 * BLOCK * ranks.size + 5
-    [spec] = cut([numel], ranks.size, Partitioning.BANDWIDTH_CENTRIC)
+    [spec] = cut([numel], ranks.size)
     under_way: list[CollectiveEvent] = []
     results = []
     for number in range(6):
@@ -237,7 +226,7 @@ def several_at_once(ranks: Collectives) -> list[torch.Tensor]:
 
 def among_the_users_own(ranks: Collectives) -> float:
     """Let a collective of the user's own run while one of ours is under way."""
-    [spec] = cut([BLOCK * ranks.size], ranks.size, Partitioning.BANDWIDTH_CENTRIC)
+    [spec] = cut([BLOCK * ranks.size], ranks.size)
     group = ShardGroup("w", [GroupMember("w", spec, torch.float32)], ranks)
     into = torch.empty(spec.numel)
     total = torch.tensor([float(ranks.rank)])
@@ -255,7 +244,7 @@ def on_a_device(name: str = "cpu") -> list[torch.Tensor]:
         lane = (accelerator, accelerator.stream(StreamKind.COLLECTIVE))
         device = accelerator.torch_device
         with Collectives.join(timeout_s=600, name="device", lane=lane) as ranks:
-            [spec] = cut([DEVICE_NUMEL], ranks.size, Partitioning.BANDWIDTH_CENTRIC)
+            [spec] = cut([DEVICE_NUMEL], ranks.size)
             group = ShardGroup("w", [GroupMember("w", spec, torch.float32)], ranks)
             shard, into = group.shard(0), torch.empty(spec.numel, device=device)
             mine = values(spec.numel, torch.float32, 3)[shard.first_element : shard.end].to(
@@ -275,7 +264,7 @@ def on_a_device(name: str = "cpu") -> list[torch.Tensor]:
 
 def check_on_a_device(found: Sequence[Sequence[torch.Tensor]]) -> None:
     """Hold what every rank got on its device to the bits of a loop over the ranks."""
-    [spec] = cut([DEVICE_NUMEL], len(found), Partitioning.BANDWIDTH_CENTRIC)
+    [spec] = cut([DEVICE_NUMEL], len(found))
     total = serial_sum(gradients(DEVICE_NUMEL, torch.float32, len(found)))
     for shard, (whole, mine) in zip(spec.shards, found, strict=True):
         assert bits(whole) == bits(values(DEVICE_NUMEL, torch.float32, 3))
@@ -318,7 +307,7 @@ def crossing() -> list[bytes]:
     """Start collectives of two sequences in other orders on each rank; return what came of both."""
     with Collectives.join(timeout_s=600) as ranks, ranks.beside() as others:
         numel = BLOCK * ranks.size
-        [spec] = cut([numel], ranks.size, Partitioning.BANDWIDTH_CENTRIC)
+        [spec] = cut([numel], ranks.size)
         into = [torch.empty(numel), torch.empty(numel)]
         groups = [
             ShardGroup("w", [GroupMember("w", spec, torch.float32)], each)
@@ -433,7 +422,7 @@ def layer(
     ranks: Collectives, name: str, numel: int = 8 * BLOCK + 1
 ) -> tuple[ShardGroup, list[torch.Tensor], Any]:
     """Return a group, this rank's shard, and a buffer."""
-    [spec] = cut([numel], ranks.size, Partitioning.BANDWIDTH_CENTRIC)
+    [spec] = cut([numel], ranks.size)
     group = ShardGroup(name, [GroupMember(name, spec, torch.float32)], ranks)
     return (
         group,

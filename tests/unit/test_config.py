@@ -37,7 +37,6 @@ from infinity_engine.plan import (
     HostOnly,
     Interleaved,
     NvmeStreamed,
-    Partitioning,
     StaticSplit,
 )
 from infinity_engine.units import TB, GiB
@@ -82,7 +81,6 @@ CONFIGS = st.builds(
     ranks=st.builds(
         RanksConfig,
         stage=st.sampled_from(ShardingStage),
-        partitioning=st.sampled_from(Partitioning),
         leaf_modules=st.lists(st.sampled_from(["experts", "Block"])),
         bucket_bytes=st.integers(4096, 2**62),
         timeout_s=st.floats(0, exclude_min=True, allow_infinity=False),
@@ -295,6 +293,14 @@ def test_an_unknown_keyword_is_told_the_right_one() -> None:
 def test_a_wrong_value_of_a_keyword_is_refused_by_its_dotted_path() -> None:
     with pytest.raises(ConfigError, match=r"^telemetry\.keep_steps: "):
         EngineConfig.from_keywords(telemetry={"keep_steps": 0})
+
+
+def test_a_removed_setting_is_refused_with_what_to_do() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"^ranks\.partitioning: .*setting was removed.*: delete it, got 'broadcast'$",
+    ):
+        EngineConfig.from_keywords(ranks={"partitioning": "broadcast"})
 
 
 def test_an_unknown_key_is_refused_beside_known_ones() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch", reason="the package gathers tensors of torch")
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.partition import Partitioner, Partitioning, Shard, ShardSpec
+from infinity_engine.partition import Partitioner, Shard, ShardSpec
 
 BLOCK = 4096
 
@@ -20,18 +20,18 @@ models = st.lists(numels, max_size=30)
 ranks = st.integers(1, 9)
 
 
-def cut(
-    model: list[int], count: int, partitioning: Partitioning = Partitioning.BANDWIDTH_CENTRIC
-) -> list[ShardSpec]:
-    partitioner = Partitioner(count, partitioning)
+def cut(model: list[int], count: int) -> list[ShardSpec]:
+    partitioner = Partitioner(count)
     return [partitioner.cut(numel) for numel in model]
 
 
-@given(models, ranks, st.sampled_from(Partitioning))
-def test_every_element_is_owned_exactly_once(
-    model: list[int], count: int, partitioning: Partitioning
-) -> None:
-    for numel, spec in zip(model, cut(model, count, partitioning), strict=True):
+def owners(spec: ShardSpec) -> list[int]:
+    return [rank for rank, shard in enumerate(spec.shards) if shard.numel]
+
+
+@given(models, ranks)
+def test_every_element_is_owned_exactly_once(model: list[int], count: int) -> None:
+    for numel, spec in zip(model, cut(model, count), strict=True):
         owned = sorted((shard.first_element, shard.end) for shard in spec.shards if shard.numel)
 
         assert len(spec.shards) == count
@@ -41,11 +41,9 @@ def test_every_element_is_owned_exactly_once(
         assert not owned or owned[0][0] == 0
 
 
-@given(models, ranks, st.sampled_from(Partitioning))
-def test_cuts_are_at_multiples_of_the_norms_block(
-    model: list[int], count: int, partitioning: Partitioning
-) -> None:
-    for spec in cut(model, count, partitioning):
+@given(models, ranks)
+def test_cuts_are_at_multiples_of_the_norms_block(model: list[int], count: int) -> None:
+    for spec in cut(model, count):
         assert all(shard.first_element % BLOCK == 0 for shard in spec.shards)
 
 
@@ -60,17 +58,6 @@ def test_at_no_time_does_a_rank_own_more_than_a_block_more_than_another(
         blocks = [-(-shard.numel // BLOCK) for shard in spec.shards]
         assert max(blocks) - min(blocks) <= 1
         assert max(partitioner.owned) - min(partitioner.owned) <= BLOCK
-
-
-@given(models, ranks)
-def test_broadcast_gives_each_parameter_to_one_rank_and_all_ranks_about_as_much(
-    model: list[int], count: int
-) -> None:
-    specs = cut(model, count, Partitioning.BROADCAST)
-    owned = [sum(spec.shards[rank].numel for spec in specs) for rank in range(count)]
-
-    assert all((spec.owner is None) == (spec.numel == 0) for spec in specs)
-    assert max(owned) - min(owned) <= max(model, default=0)
 
 
 @given(models, ranks, st.integers(0, 30))
@@ -89,15 +76,15 @@ def test_whole_blocks_for_each_rank_are_cut_in_the_ranks_order() -> None:
 def test_what_is_less_than_a_block_for_each_rank_goes_to_the_poorest() -> None:
     specs = cut([5, BLOCK, 7, 3 * BLOCK + 1], 3)
 
-    assert [spec.owner for spec in specs[:3]] == [0, 1, 2]
+    assert [owners(spec) for spec in specs[:3]] == [[0], [1], [2]]
     assert [shard.numel for shard in specs[3].shards] == [BLOCK + 1, BLOCK, BLOCK]
 
 
 def test_one_rank_owns_all() -> None:
     [spec, empty] = cut([BLOCK + 1, 0], 1)
 
-    assert (spec.owner, spec.in_order()) == (0, [Shard(0, BLOCK + 1)])
-    assert (empty.owner, empty.in_order()) == (None, [])
+    assert spec.in_order() == [Shard(0, BLOCK + 1)]
+    assert empty.in_order() == []
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,13 @@ from infinity_engine.partition import (
     Collectives,
     GroupMember,
     Partitioner,
-    Partitioning,
     ShardGroup,
     TorchAdder,
     share_block_sums,
 )
 from infinity_engine.partition.failures import Failures, Process
 from infinity_engine.partition.header import Header, digest, disagreement
-from infinity_engine.partition.rounds import Broadcast, Round
+from infinity_engine.partition.rounds import NoWire, Round
 
 BLOCK = 4096
 
@@ -136,9 +135,7 @@ def test_joining_without_others_is_being_alone(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_rank_that_has_left_starts_nothing() -> None:
     ranks = Collectives.alone()
-    waiting = ranks.start(
-        "waiting", [Round(Broadcast(torch.empty(0, dtype=torch.uint8), 0))], after=[Ending()]
-    )
+    waiting = ranks.start("waiting", [Round(NoWire())], after=[Ending()])
 
     ranks.close()
     ranks.close()
@@ -189,7 +186,7 @@ def test_a_parameter_cut_over_other_ranks_is_refused() -> None:
             "layer", [GroupMember("p0", Partitioner(2).cut(5), torch.float32)], Collectives.alone()
         )
     with pytest.raises(ConfigError, match="one parameter or more"):
-        ShardGroup("layer", [], Collectives.alone(), partitioning=Partitioning.BROADCAST)
+        ShardGroup("layer", [], Collectives.alone())
 
 
 def test_a_timeout_that_is_none_is_refused() -> None:

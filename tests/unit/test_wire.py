@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="the package gathers tensors of torch")
 
-from infinity_engine.partition import Partitioner, Partitioning
+from infinity_engine.partition import Partitioner
 from infinity_engine.partition.wire import WIRE_ALIGNMENT, WireLayout
 
 BLOCK = 4096
@@ -22,16 +22,16 @@ ranks = st.integers(1, 5)
 widths = st.integers(1, 400).map(lambda lines: lines * WIRE_ALIGNMENT)
 
 
-def laid_out(given_: list[tuple[int, int]], count: int, partitioning: Partitioning) -> WireLayout:
-    partitioner = Partitioner(count, partitioning)
+def laid_out(given_: list[tuple[int, int]], count: int) -> WireLayout:
+    partitioner = Partitioner(count)
     return WireLayout([partitioner.cut(numel) for numel, _ in given_], [size for _, size in given_])
 
 
-@given(members, ranks, st.sampled_from(Partitioning), widths)
+@given(members, ranks, widths)
 def test_the_windows_of_all_segments_have_each_element_once(
-    given_: list[tuple[int, int]], count: int, partitioning: Partitioning, most: int
+    given_: list[tuple[int, int]], count: int, most: int
 ) -> None:
-    layout = laid_out(given_, count, partitioning)
+    layout = laid_out(given_, count)
     seen = sorted(
         (piece.member, piece.first_element, piece.numel)
         for window in layout.windows(most)
@@ -46,11 +46,11 @@ def test_the_windows_of_all_segments_have_each_element_once(
     assert at == [numel for numel, _ in given_]
 
 
-@given(members, ranks, st.sampled_from(Partitioning), widths)
+@given(members, ranks, widths)
 def test_pieces_lie_apart_within_their_window_and_where_their_elements_can(
-    given_: list[tuple[int, int]], count: int, partitioning: Partitioning, most: int
+    given_: list[tuple[int, int]], count: int, most: int
 ) -> None:
-    layout = laid_out(given_, count, partitioning)
+    layout = laid_out(given_, count)
     for window in layout.windows(most):
         assert window.end - window.start <= most
         for rank in range(count):
@@ -68,15 +68,14 @@ def test_padding_is_a_block_and_a_line_for_each_member_at_most(
     given_: list[tuple[int, int]], count: int
 ) -> None:
     given_ = [(numel, 2) for numel, _ in given_]
-    layout = laid_out(given_, count, Partitioning.BANDWIDTH_CENTRIC)
+    layout = laid_out(given_, count)
 
     assert layout.width - min(layout.nbytes) <= 2 * BLOCK + len(given_) * WIRE_ALIGNMENT
 
 
 def test_one_parameter_of_whole_blocks_for_each_rank_lies_as_in_memory() -> None:
-    assert laid_out([(6 * BLOCK, 2)], 3, Partitioning.BANDWIDTH_CENTRIC).is_one_run
-    assert not laid_out([(6 * BLOCK - 1, 2)], 3, Partitioning.BANDWIDTH_CENTRIC).is_one_run
-    assert not laid_out([(7 * BLOCK, 2)], 3, Partitioning.BANDWIDTH_CENTRIC).is_one_run
-    assert not laid_out([(6 * BLOCK, 2), (3, 2)], 3, Partitioning.BANDWIDTH_CENTRIC).is_one_run
-    assert not laid_out([(6 * BLOCK, 2)], 3, Partitioning.BROADCAST).is_one_run
-    assert not laid_out([(0, 2)], 3, Partitioning.BANDWIDTH_CENTRIC).is_one_run
+    assert laid_out([(6 * BLOCK, 2)], 3).is_one_run
+    assert not laid_out([(6 * BLOCK - 1, 2)], 3).is_one_run
+    assert not laid_out([(7 * BLOCK, 2)], 3).is_one_run
+    assert not laid_out([(6 * BLOCK, 2), (3, 2)], 3).is_one_run
+    assert not laid_out([(0, 2)], 3).is_one_run
