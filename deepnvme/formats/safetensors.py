@@ -520,7 +520,7 @@ class SafetensorsWriter:
         self._layout = dict(layout if order is Order.GIVEN else sorted(layout.items(), key=_rank))
         self.names = tuple(self._layout)
         """The order in which the tensors lie in the file."""
-        start = _encoded(self._layout, metadata or {}, self.path)
+        start = encoded_header(self._layout, metadata or {}, self.path)
         self._written = 0
         total = len(start) + sum(nbytes_of(*kind) for kind in self._layout.values())
         self.nbytes = total
@@ -655,8 +655,6 @@ class _PageWriter:
 
     def append(self, memory: Memory) -> None:
         """Write it after what was appended before. It must not change before `wait`."""
-        if self._sums is not None:
-            self._sums.append(memory)
         done = 0
         while done < memory.nbytes:
             left = memory.nbytes - done
@@ -671,6 +669,8 @@ class _PageWriter:
                 self._batch.futures.append(self._write(memory.part(done, whole)))
                 self._at += whole
                 done += whole
+        if self._sums is not None:
+            self._sums.append(memory)  # while the drive writes it
 
     def wait(self) -> None:
         """Wait until the drive has what was appended, except for what is still in staging
@@ -729,7 +729,7 @@ def _rank(named: tuple[str, tuple[str, tuple[int, ...]]]) -> tuple[bool, int, st
     return bool(math.prod(shape) * ITEMSIZES[code] % PAGE), -ITEMSIZES[code], str(name)
 
 
-def _encoded(
+def encoded_header(
     layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str], path: Path
 ) -> bytes:
     """Return length and header.

@@ -329,6 +329,22 @@ class Volume:
         self._check_writable()
         return self._submit(extents, memory_of(buffer, writable=False), MemberFile.pwrite)
 
+    def share(self, extents: Sequence[Extent], descriptor: int, offset: int) -> None:
+        """Let another file have the pages of these extents from `offset` on.
+
+        Nothing is copied: it is a reflink. When either file is written to later, the file system
+        gives that file new blocks, so neither sees the change. All writes to the extents must have
+        ended.
+
+        Raises:
+            OSError: the file system cannot share (EOPNOTSUPP), or the file is on another (EXDEV).
+        """
+        self._check_open()
+        for extent in extents:
+            pages = whole_pages(extent.nbytes)
+            self._part_of(extent).member.share(extent.offset, pages, descriptor, offset)
+            offset += pages
+
     def sync(self) -> None:
         """Make every write submitted before durable: all members at once, and wait.
 

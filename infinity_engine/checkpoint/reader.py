@@ -37,7 +37,7 @@ from deepnvme.queue.queue import File
 from deepnvme.volume.framing import shown
 from infinity_engine.checkpoint.directory import open_regular, read_manifest
 from infinity_engine.checkpoint.manifest import BLOCK_BYTES, MANIFEST, SavedFile
-from infinity_engine.checkpoint.streams import SHARD, Slice, Stream, parse_tensor
+from infinity_engine.checkpoint.streams import SHARD, Slice, Stream, is_fill, parse_tensor
 from infinity_engine.errors import (
     ChecksumError,
     DamagedCheckpoint,
@@ -199,6 +199,8 @@ class CheckpointReader:
             if not name.startswith(SHARD):
                 continue
             for tensor, entry in file.header.tensors.items():
+                if is_fill(tensor):
+                    continue
                 parsed = parse_tensor(tensor)
                 stream = None if parsed is None else streams.get(parsed[:2])
                 if stream is None or parsed is None:

@@ -19,6 +19,7 @@ __all__ = ["SHARD", "Slice", "Stream", "StreamSource", "parse_tensor"]
 SHARD = "rank-"
 """How the names of the files begin whose tensors are slices of streams."""
 
+_FILL = re.compile(r"fill@[0-9]{1,19}")
 _TENSOR = re.compile(
     r"(?P<parameter>.*)#(?P<stream>[a-z0-9_]{1,64})@(?P<first>0|[1-9][0-9]{0,18})", re.DOTALL
 )
@@ -69,6 +70,16 @@ class StreamSource(Protocol):
         each.
         """
         ...
+
+
+def fill_name(number: int) -> str:
+    """Return the name of bytes that only fill up a page in a shard, and mean nothing."""
+    return f"fill@{number}"
+
+
+def is_fill(name: str) -> bool:
+    """Tell whether a tensor of a shard only fills up a page. No slice has such a name."""
+    return _FILL.fullmatch(name) is not None
 
 
 def parse_tensor(name: str) -> tuple[str, str, int] | None:

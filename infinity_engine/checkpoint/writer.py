@@ -25,7 +25,7 @@ from infinity_engine.checkpoint.streams import SHARD, Slice, StreamSource
 from infinity_engine.errors import TransferError
 from infinity_engine.storage import transfer_error
 
-__all__ = ["FILE_BYTES", "write_shard"]
+__all__ = ["FILE_BYTES", "shard_names", "write_shard"]
 
 FILE_BYTES = 4 << 30
 """A file ends with the slice that fills it up to here."""
@@ -50,11 +50,16 @@ def write_shard(
         TransferError: the drive is full or failed. What was written is no checkpoint and stays for
             `abandon`.
     """
-    names = (f"{SHARD}{rank:05d}-{number:05d}.safetensors" for number in count(first_file))
+    names = shard_names(rank, first_file)
     to_write = list(_files(source.slices(), file_bytes))
     with _ShardFiles(directory, names, to_write, queue, staging_bytes) as files:
         source.hand_out(files.take)
     return tuple(files.saved)
+
+
+def shard_names(rank: int, first: int) -> Iterator[str]:
+    """Yield the names of a rank's shard files from number `first` on."""
+    return (f"{SHARD}{rank:05d}-{number:05d}.safetensors" for number in count(first))
 
 
 def _files(slices: Sequence[Slice], file_bytes: int) -> Iterator[list[Slice]]:

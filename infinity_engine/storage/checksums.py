@@ -33,6 +33,12 @@ class BlockSums:
         self._block = block_bytes
         self._sums = array("I", bytes(4 * -(-nbytes // block_bytes)))
 
+    def copy(self) -> BlockSums:
+        """Return the sums as they are now."""
+        copied = BlockSums(0, self._block)
+        copied._nbytes, copied._sums = self._nbytes, self._sums[:]
+        return copied
+
     def check_cut(self, start: int, nbytes: int) -> None:
         """Raise ValueError unless these are whole blocks."""
         end = start + nbytes

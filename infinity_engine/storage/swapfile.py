@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -266,6 +266,26 @@ class SwapFile:
             # Beside the write that is under way already: both only read the memory.
             place.sums.put(place.start, memory_of(source, writable=False))
         return IOHop(futures, what)
+
+    def share(
+        self, place: Place, descriptor: int, offset: int
+    ) -> Callable[[int, Memory], DamageError | None]:
+        """Let another file have the bytes of `place` from `offset` on, without a copy.
+
+        Returns what compares them, as that file gives them back, with what was written: it takes
+        where in `place` they begin, and the bytes. All writes to `place` must have ended.
+
+        Raises:
+            OSError: the file system cannot share blocks, or the file is on another one.
+        """
+        self._volume.share(place.extents, descriptor, offset)
+        if place.sums is None:
+            return lambda _start, _memory: None
+        # A copy: the next update overwrites the place, and its checksums with it.
+        sums = place.sums.copy()
+        return lambda start, memory: self._damage(
+            place.part(start, memory.nbytes), sums, memory, "states for a checkpoint"
+        )
 
     def close(self) -> None:
         """Wait for reads and writes, and give the drives' space back. Again: does nothing, or the

@@ -15,7 +15,8 @@ from typing import Protocol
 
 import torch
 
-from infinity_engine.errors import TransferError
+from deepnvme.memory.buffers import Memory
+from infinity_engine.errors import DamageError, TransferError
 from infinity_engine.optim import Segment
 from infinity_engine.storage import Hop, Place
 
@@ -24,8 +25,10 @@ __all__ = [
     "CapturedRun",
     "CapturedStates",
     "CapturedSubgroup",
+    "CheckShared",
     "RunInMemory",
     "RunOnDrives",
+    "StateDrives",
     "TakePart",
     "bytes_of",
 ]
@@ -48,6 +51,22 @@ class CapturedPiece:
 
 TakePart = Callable[[CapturedPiece, memoryview], None]
 """Is called with a piece and its next bytes, which are valid until it returns."""
+
+
+CheckShared = Callable[[int, Memory], DamageError | None]
+"""Compares the bytes from a place of a run on with what was written; returns the error."""
+
+
+class StateDrives(Protocol):
+    """The drives with states, as a save sees them. Any thread may call it."""
+
+    def read(self, place: Place, into: memoryview) -> Hop:
+        """Begin to read a place, or a part of one."""
+        ...
+
+    def share(self, place: Place, descriptor: int, offset: int) -> CheckShared:
+        """Let another file have the bytes of a place without a copy."""
+        ...
 
 
 class CapturedRun(Protocol):
@@ -87,7 +106,16 @@ class RunOnDrives:
 
     pieces: tuple[CapturedPiece, ...]
     place: Place
-    read: Callable[[Place, memoryview], Hop]
+    drives: StateDrives
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are."""
+        return self.place.nbytes
+
+    def share(self, descriptor: int, offset: int) -> CheckShared:
+        """Let another file have the bytes without a copy; see `SwapFile.share`."""
+        return self.drives.share(self.place, descriptor, offset)
 
     def hand_out(self, take: TakePart, rooms: Sequence[memoryview]) -> None:
         """Read through the rooms in turn, so that the next part is read while one is handed out."""
@@ -108,7 +136,7 @@ class RunOnDrives:
                 while starts and free:
                     start, room = starts.popleft(), free.popleft()
                     nbytes = min(step, self.place.nbytes - start)
-                    hop = self.read(self.place.part(start, nbytes), room[:nbytes])
+                    hop = self.drives.read(self.place.part(start, nbytes), room[:nbytes])
                     reading.append((hop, room, nbytes))
                 hop, room, nbytes = reading.popleft()
                 hop.wait()
@@ -169,6 +197,26 @@ class CapturedStates:
         self._subgroups = deque(subgroups)
         self._left = {subgroup.index for subgroup in subgroups}
         self._changed = threading.Condition()
+
+    def runs_on_drives(self) -> list[RunOnDrives]:
+        """Return what lies on drives."""
+        return [
+            run
+            for subgroup in self._subgroups
+            for run in subgroup.runs
+            if isinstance(run, RunOnDrives)
+        ]
+
+    def without(self, runs: Sequence[RunOnDrives]) -> CapturedStates:
+        """Return the states that are not in these runs; subgroups with no others may change."""
+        gone = set(map(id, runs))
+        left = (
+            CapturedSubgroup(
+                subgroup.index, tuple(run for run in subgroup.runs if id(run) not in gone)
+            )
+            for subgroup in self._subgroups
+        )
+        return CapturedStates([subgroup for subgroup in left if subgroup.runs])
 
     @classmethod
     def nothing(cls) -> CapturedStates:

@@ -408,7 +408,7 @@ class StateKeeper:
                 master = CapturedPiece(segment, "master")
                 place = swapped.values_place(index, number)
                 if place is not None:
-                    runs.append(RunOnDrives((master,), place, swapped.read))
+                    runs.append(RunOnDrives((master,), place, swapped))
                 else:
                     runs.append(RunInMemory(master, self._target_bytes(held, number)))
         pieces = [CapturedPiece(segment, name) for name in names for _, segment in numbered]
@@ -418,7 +418,7 @@ class StateKeeper:
                 first = names.index(piece.stream) * held.subgroup.numel + piece.segment.offset
                 runs.append(RunInMemory(piece, flat[4 * first :][: piece.nbytes]))
         elif (place := swapped.states_place(index)) is not None:
-            runs.append(RunOnDrives(tuple(pieces), place, swapped.read))
+            runs.append(RunOnDrives(tuple(pieces), place, swapped))
         return CapturedSubgroup(index, tuple(runs))
 
     def overwrite_segments(

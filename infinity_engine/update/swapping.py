@@ -22,6 +22,7 @@ from infinity_engine.optim import NORM_BLOCK, Subgroup
 from infinity_engine.placement.buffers import BufferLayout, buffer_slot, early_slot
 from infinity_engine.plan.ops import Lane, LoadStates, StoreStates
 from infinity_engine.storage import Hop, IOEvent, Place, SwapFile
+from infinity_engine.update.captured import CheckShared
 
 __all__ = ["BufferedSubgroup", "SwappedStates"]
 
@@ -400,6 +401,10 @@ class SwappedStates:
     def read(self, place: Place, into: memoryview) -> Hop:
         """Begin to read a place, or a part of one. Any thread may call it."""
         return self._swap.read(place, into, what="states for a checkpoint")
+
+    def share(self, place: Place, descriptor: int, offset: int) -> CheckShared:
+        """Let another file have the bytes of a place without a copy; see `SwapFile.share`."""
+        return self._swap.share(place, descriptor, offset)
 
     def close(self) -> None:
         """Return all memory and all places."""

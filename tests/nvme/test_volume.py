@@ -131,6 +131,24 @@ def test_a_megabyte_per_member_is_where_splitting_begins(volume: Volume) -> None
     assert len(volume.allocate(2 * MIB)) == 2
 
 
+def test_pages_are_shared_with_another_file_only_where_the_file_system_can(
+    volume: Volume, tmp_path: Path
+) -> None:
+    extents = volume.allocate(3 * MIB + 5)
+    content = pattern(3 * MIB + 5)
+    for future in volume.pwrite(extents, content):
+        future.result()
+    with (tmp_path / "other").open("w+b") as other:
+        try:
+            volume.share(extents, other.fileno(), PAGE)
+        except OSError as refused:
+            assert refused.errno in (errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV)
+            assert os.fstat(other.fileno()).st_size == 0
+        else:
+            other.seek(PAGE)
+            assert other.read(len(content)) == content
+
+
 def test_capacity_is_split_as_the_bytes_will_be(tmp_path: Path, plain_queue: IOQueue) -> None:
     with Volume.create(members(tmp_path, 3.0, 1.0), 16 * MIB, queue=plain_queue) as volume:
         assert [member.capacity for member in volume.stats()] == [12 * MIB, 4 * MIB]

@@ -54,6 +54,15 @@ def loop_ext4(folder: Path, nbytes: int, *, sector_bytes: int = 512) -> Iterator
 
 
 @contextmanager
+def loop_reflinks(folder: Path, kind: str) -> Iterator[Path]:
+    """Yield an empty file system that lets files share blocks: xfs or btrfs, of 384 MiB."""
+    with loop_device(folder, 384 << 20) as device:
+        _try(f"mkfs.{kind}", "-q", "-f", str(device))
+        with _mounted(folder / kind, "-t", kind, str(device)) as mount_point:
+            yield mount_point
+
+
+@contextmanager
 def _mounted(mount_point: Path, *arguments: str) -> Iterator[Path]:
     mount_point.mkdir()
     _try("mount", *arguments, str(mount_point))

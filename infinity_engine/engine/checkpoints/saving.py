@@ -33,8 +33,9 @@ from infinity_engine.checkpoint import (
 )
 from infinity_engine.checkpoint.directory import tag_of_step
 from infinity_engine.checkpoint.objects import objects_file, write_objects
+from infinity_engine.checkpoint.sharing import LEAST_BYTES, SharedFile, share_runs
 from infinity_engine.checkpoint.streams import SHARD
-from infinity_engine.checkpoint.writer import write_shard
+from infinity_engine.checkpoint.writer import FILE_BYTES, shard_names, write_shard
 from infinity_engine.engine.checkpoints.checkpointing import (
     CheckpointMemory,
     Run,
@@ -89,6 +90,8 @@ class SaveReport:
     step: int = -1
     state: SaveState = SaveState.NONE
     nbytes: int = 0
+    shared_nbytes: int = 0
+    """Of `nbytes`, what was not copied: the file system shares these blocks with the swap file."""
     seconds: float = 0.0
     stall_seconds: float = 0.0
     error: str = ""
@@ -345,7 +348,8 @@ class Saves:
         )
         files = [_saved_file(entry) for entry in written[ranks.rank]["files"]]
         source = _BackgroundStreams(run, captured, tensors, self._frozen_in_memory())
-        return manifest, files, captured, source
+        source.share(draft, shard_names(ranks.rank, _shards(files)))
+        return manifest, files, source.captured, source
 
     def _write_small(
         self,
@@ -449,6 +453,7 @@ class _Save:
         self._keep = request.keep
         self._rank, self._size = ranks
         self._source = source
+        self._shared_nbytes = source.shared_nbytes
         self._files = files
         self._memory = memory
         self._queue = queue
@@ -507,6 +512,7 @@ class _Save:
             step=self._manifest.step,
             state=state,
             nbytes=sum(file.nbytes for file in self._files),
+            shared_nbytes=self._shared_nbytes,
             seconds=end - self._began,
             stall_seconds=stall_s,
             error=error,
@@ -533,17 +539,19 @@ class _Save:
         draft = self._directory.draft_of(self.tag)
         source, memory = self._source, self._memory
         self._source = _NoStreams()  # whose views of states end with this call
-        with _rooms(memory) as rooms:
+        with source.shared_files() as shared, _rooms(memory) as rooms:
             source.use(rooms)
+            # First what updates wait for. What is shared is safe from them.
             self._files += write_shard(
                 draft,
                 self._rank,
                 source,
                 queue=self._queue,
                 staging_bytes=memory.small,
-                first_file=sum(file.name.startswith(SHARD) for file in self._files),
+                first_file=_shards(self._files) + len(shared),
             )
-        self.captured.let_go()
+            self.captured.let_go()
+            self._files += [file.finish(self._queue, rooms) for file in shared]
         if self._rank:
             files = [[file.name, file.nbytes, list(file.checksums)] for file in self._files]
             path = draft / f"{_part(self._rank)}.tmp"
@@ -613,7 +621,8 @@ class _BackgroundStreams:
         tensors: Mapping[str, SavedTensor],
         frozen: Sequence[ModelParameter],
     ) -> None:
-        self._captured = captured
+        self.captured = captured
+        self._shared: list[SharedFile] = []
         self._streams = {
             known.number: (tensors[known.name], run.first_element(known.number))
             for known in run.trained
@@ -623,13 +632,38 @@ class _BackgroundStreams:
         ]
         self._rooms: Sequence[memoryview] = ()
 
+    def share(self, draft: Path, names: Iterator[str]) -> None:
+        """Let files of the checkpoint share what rests on drives, where the file system can.
+
+        The next update may change that at once.
+        """
+        runs = [run for run in self.captured.runs_on_drives() if run.nbytes >= LEAST_BYTES]
+        slices = [(run, [self._slice_of(piece) for piece in run.pieces]) for run in runs]
+        self._shared = share_runs(draft, names, slices, FILE_BYTES)
+        if self._shared:
+            self.captured = self.captured.without(runs)
+
+    @property
+    def shared_nbytes(self) -> int:
+        """How many bytes are in the checkpoint without a copy."""
+        return sum(file.nbytes for file in self._shared)
+
+    @contextmanager
+    def shared_files(self) -> Iterator[Sequence[SharedFile]]:
+        """Have the files that share their bytes, to be finished in the body."""
+        try:
+            yield self._shared
+        finally:
+            for file in self._shared:
+                file.close()
+
     def use(self, rooms: Sequence[memoryview]) -> None:
         """Copy and read through this memory."""
         self._rooms = rooms
 
     def slices(self) -> list[Slice]:
         """Return what is written."""
-        states = [self._slice_of(piece) for piece in self._captured.pieces]
+        states = [self._slice_of(piece) for piece in self.captured.pieces]
         return [*states, *(part for part, _ in self._frozen)]
 
     def hand_out(self, take: Callable[[Slice, memoryview], None]) -> None:
@@ -638,7 +672,7 @@ class _BackgroundStreams:
         def take_piece(piece: CapturedPiece, values: memoryview) -> None:
             take(self._slice_of(piece), values)
 
-        self._captured.hand_out(take_piece, self._rooms)
+        self.captured.hand_out(take_piece, self._rooms)
         for part, values in self._frozen:
             for piece in bytes_of(values, self._rooms[0]):
                 take(part, piece)
@@ -653,8 +687,8 @@ class _NoStreams(_BackgroundStreams):
     """Nothing to write."""
 
     def __init__(self) -> None:
-        self._captured = CapturedStates.nothing()
-        self._streams, self._frozen = {}, []
+        self.captured = CapturedStates.nothing()
+        self._streams, self._frozen, self._shared = {}, [], []
         self._rooms = ()
 
 
@@ -702,6 +736,11 @@ class _OtherStreams:
 def _whole_of(tensor: SavedTensor) -> Slice:
     """Return all of a tensor that nothing trains."""
     return Slice(tensor.stream("value"), 0, tensor.numel)
+
+
+def _shards(files: Sequence[SavedFile]) -> int:
+    """Return how many of these files are shards."""
+    return sum(file.name.startswith(SHARD) for file in files)
 
 
 def _saved_file(entry: Sequence[Any]) -> SavedFile:
