@@ -70,6 +70,7 @@ __all__ = [
     "SafetensorsFile",
     "SafetensorsHeader",
     "SafetensorsWriter",
+    "encoded_header",
     "header_of",
     "read_safetensors",
     "safetensors_header",

@@ -8,6 +8,7 @@ Each rank has a file of the tensors in them; their structures are JSON in the ma
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from deepnvme import IOQueue
 from deepnvme.errors import NVMeError
 from deepnvme.formats.safetensors import SafetensorsWriter
-from deepnvme.memory.arrays import describe, empty, nbytes_of
+from deepnvme.memory.arrays import Description, describe, empty, nbytes_of
 from deepnvme.memory.buffers import memory_of
 from deepnvme.memory.checksum import BlockChecksums
 from deepnvme.store.manifest import ManifestError
@@ -25,7 +26,10 @@ from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.errors import DamagedCheckpoint
 from infinity_engine.storage import transfer_error
 
-__all__ = ["objects_file", "read_objects", "write_objects"]
+__all__ = ["COPIED_BYTES", "RankObjects", "objects_file", "read_objects"]
+
+COPIED_BYTES = 1 << 20
+"""Up to here the tensors of objects are copied, and no budget counts the copies."""
 
 
 def objects_file(rank: int) -> str:
@@ -33,28 +37,46 @@ def objects_file(rank: int) -> str:
     return f"objects-{rank:05d}.safetensors"
 
 
-def write_objects(
-    directory: Path, rank: int, state: Mapping[str, Any], *, queue: IOQueue, staging_bytes: int
-) -> tuple[Any, SavedFile]:
-    """Write the tensors of a rank's objects; return the structure for the manifest, and the file.
+class RankObjects:
+    """The objects of one rank as they are now: their structure, for the manifest, and tensors.
+
+    Small tensors are copied at once, so that they can be written while training changes the
+    originals. `must_be_written` tells whether there are larger ones, which are not.
 
     Raises:
         TypeError: something in `state` cannot be kept: where it is, what it is, what to do.
-        TransferError: the drive is full or failed.
     """
-    structure, found = flatten(dict(state))
-    described = {name: describe(leaf) for name, leaf in found.items()}
-    layout = {name: (leaf.code, leaf.shape) for name, leaf in described.items()}
-    sums, path = BlockChecksums(BLOCK_BYTES), directory / objects_file(rank)
-    try:
-        with SafetensorsWriter(
-            path, layout, sums=sums, staging_bytes=staging_bytes, queue=queue
-        ) as writer:
-            writer.write({name: described[name] for name in writer.names})
-            nbytes = writer.nbytes
-    except NVMeError as error:
-        raise transfer_error(error, f"checkpoint {directory}") from None
-    return structure, SavedFile(name=path.name, nbytes=nbytes, checksums=sums.checksums())
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.structure, found = flatten(dict(state))
+        described = {name: describe(leaf) for name, leaf in found.items()}
+        self.must_be_written = sum(leaf.nbytes for leaf in described.values()) > COPIED_BYTES
+        if not self.must_be_written:
+            described = {name: _copied(leaf) for name, leaf in described.items()}
+        self._described = described
+
+    def write(self, directory: Path, rank: int, *, queue: IOQueue, staging_bytes: int) -> SavedFile:
+        """Write the tensors into a file of the checkpoint.
+
+        Raises:
+            TransferError: the drive is full or failed.
+        """
+        layout = {name: (leaf.code, leaf.shape) for name, leaf in self._described.items()}
+        sums, path = BlockChecksums(BLOCK_BYTES), directory / objects_file(rank)
+        try:
+            with SafetensorsWriter(
+                path, layout, sums=sums, staging_bytes=staging_bytes, queue=queue
+            ) as writer:
+                writer.write({name: self._described[name] for name in writer.names})
+                nbytes = writer.nbytes
+        except NVMeError as error:
+            raise transfer_error(error, f"checkpoint {directory}") from None
+        return SavedFile(name=path.name, nbytes=nbytes, checksums=sums.checksums())
+
+
+def _copied(leaf: Description) -> Description:
+    values = bytearray(ctypes.string_at(leaf.memory.address, leaf.nbytes))
+    return leaf._replace(memory=memory_of(values, writable=False))
 
 
 def read_objects(reader: CheckpointReader, rank: int) -> Any:

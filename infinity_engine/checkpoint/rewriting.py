@@ -22,7 +22,7 @@ from deepnvme.volume.syncing import sync_file
 from infinity_engine.checkpoint.directory import CheckpointDirectory, tag_of_step
 from infinity_engine.checkpoint.exchange.found import ForeignCheckpoint, ForeignReader
 from infinity_engine.checkpoint.manifest import Kind, Manifest, SavedFile, SavedTensor
-from infinity_engine.checkpoint.objects import objects_file, write_objects
+from infinity_engine.checkpoint.objects import RankObjects, objects_file
 from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.checkpoint.streams import SHARD, Slice, Stream
 from infinity_engine.checkpoint.writer import FILE_BYTES, write_shard
@@ -92,10 +92,9 @@ def import_foreign(
     structures: dict[str, Any] = {}
 
     def write_state(draft: Path, queue: IOQueue) -> list[SavedFile]:
-        structures[objects_file(0)], file = write_objects(
-            draft, 0, objects, queue=queue, staging_bytes=STAGING_BYTES
-        )
-        return [file]
+        of_rank_0 = RankObjects(objects)
+        structures[objects_file(0)] = of_rank_0.structure
+        return [of_rank_0.write(draft, 0, queue=queue, staging_bytes=STAGING_BYTES)]
 
     foreign.check()
     described = Manifest(

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from deepnvme.memory.arrays import ITEMSIZES
 
-__all__ = ["SHARD", "Slice", "Stream", "StreamSource", "parse_tensor"]
+__all__ = ["SHARD", "Slice", "Stream", "StreamSource", "fill_name", "is_fill", "parse_tensor"]
 
 SHARD = "rank-"
 """How the names of the files begin whose tensors are slices of streams."""

@@ -7,6 +7,7 @@ writes of parts are cut where a block begins.
 
 from __future__ import annotations
 
+import copy
 from array import array
 from typing import NamedTuple
 
@@ -35,9 +36,7 @@ class BlockSums:
 
     def copy(self) -> BlockSums:
         """Return the sums as they are now."""
-        copied = BlockSums(0, self._block)
-        copied._nbytes, copied._sums = self._nbytes, self._sums[:]
-        return copied
+        return copy.deepcopy(self)
 
     def check_cut(self, start: int, nbytes: int) -> None:
         """Raise ValueError unless these are whole blocks."""

@@ -25,7 +25,7 @@ import torch
 __all__ = ["STATE_BYTES", "SYSTEMS", "parameters_of"]
 
 STATE_BYTES = 12  # of a parameter: master and two moments, all fp32
-STEPS, BATCH = 6, 64
+STEPS, BATCH = 6, 256
 _BUFFERS = 256 << 20
 
 

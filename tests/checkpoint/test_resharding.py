@@ -21,7 +21,7 @@ from infinity_engine.checkpoint import (
     SavedTensor,
     write_shard,
 )
-from infinity_engine.checkpoint.objects import objects_file, read_objects, write_objects
+from infinity_engine.checkpoint.objects import RankObjects, objects_file, read_objects
 from infinity_engine.checkpoint.rewriting import reshard
 from infinity_engine.cli.main import main
 from infinity_engine.errors import CheckpointError, ConfigError
@@ -47,9 +47,9 @@ def saved_by(path: Path, ranks: int, values: Streams) -> Path:
             source = ArraySource(TENSORS, values, rank, ranks, 30_000)
             files += write_shard(draft, rank, source, queue=queue, file_bytes=1 << 20)
             state = {"rank": rank, "random": np.full(9, rank)}
-            structure, file = write_objects(draft, rank, state, queue=queue, staging_bytes=1 << 20)
-            files.append(file)
-            objects[objects_file(rank)] = structure
+            kept = RankObjects(state)
+            files.append(kept.write(draft, rank, queue=queue, staging_bytes=1 << 20))
+            objects[objects_file(rank)] = kept.structure
     manifest = Manifest(
         tag="tag",
         step=3,

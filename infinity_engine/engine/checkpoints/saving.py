@@ -11,7 +11,7 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -32,7 +32,7 @@ from infinity_engine.checkpoint import (
     Slice,
 )
 from infinity_engine.checkpoint.directory import tag_of_step
-from infinity_engine.checkpoint.objects import objects_file, write_objects
+from infinity_engine.checkpoint.objects import COPIED_BYTES, RankObjects, objects_file
 from infinity_engine.checkpoint.sharing import LEAST_BYTES, SharedFile, share_runs
 from infinity_engine.checkpoint.streams import SHARD
 from infinity_engine.checkpoint.writer import FILE_BYTES, shard_names, write_shard
@@ -324,15 +324,23 @@ class Saves:
         queue: IOQueue,
         memory: CheckpointMemory,
     ) -> tuple[Manifest, list[SavedFile], CapturedStates, _BackgroundStreams]:
-        """Write what is small; return what else there is to write."""
+        """Take what changes before the next update; return what there is to write."""
         run, ranks = self._run, self._ranks
         draft = CheckpointDirectory(request.path).draft_of(tag)
         tensors = {tensor.name: tensor for tensor in run.saved_tensors()}
+        objects: list[RankObjects] = []
+        small = _SmallBuffers(run.model, tensors)
 
         def write() -> dict[str, Any]:
-            objects = self._objects(request.extra)
+            objects.append(RankObjects(self._objects(request.extra)))
             with _as_transfer(request.path):
-                return self._write_small(draft, objects, tensors, queue=queue, memory=memory)
+                files = self._write_now(
+                    draft, objects[0], tensors, small.names, queue=queue, memory=memory
+                )
+            return {
+                "files": [[file.name, file.nbytes, list(file.checksums)] for file in files],
+                "objects": objects[0].structure,
+            }
 
         written = ranks.on_all("writing the checkpoint", write)
         captured = run.states.capture() if ranks.has_states else CapturedStates.nothing()
@@ -348,19 +356,21 @@ class Saves:
         )
         files = [_saved_file(entry) for entry in written[ranks.rank]["files"]]
         source = _BackgroundStreams(run, captured, tensors, self._frozen_in_memory())
+        source.add(objects[0], small.copies() if ranks.rank == 0 else [])
         source.share(draft, shard_names(ranks.rank, _shards(files)))
         return manifest, files, source.captured, source
 
-    def _write_small(
+    def _write_now(
         self,
         draft: Path,
-        objects: Mapping[str, Any],
+        objects: RankObjects,
         tensors: Mapping[str, SavedTensor],
+        copied: Collection[str],
         *,
         queue: IOQueue,
         memory: CheckpointMemory,
-    ) -> dict[str, Any]:
-        """Write what this rank has of small things, and what a thread cannot read."""
+    ) -> list[SavedFile]:
+        """Write what is too large to be copied, and what a thread cannot read."""
         if not draft.is_dir():
             raise ConfigError(
                 field="path",
@@ -370,22 +380,24 @@ class Saves:
             )
         in_memory = {id(known) for known in self._frozen_in_memory()}
         frozen = [known for known in self._run.frozen if id(known) not in in_memory]
+        files: list[SavedFile] = []
         with _rooms(memory) as rooms:
-            others = _OtherStreams(self._run, tensors, frozen, rooms[0], self._ranks.rank == 0)
-            files = list(
-                write_shard(
-                    draft, self._ranks.rank, others, queue=queue, staging_bytes=memory.small
-                )
+            others = _OtherStreams(
+                self._run,
+                tensors,
+                frozen,
+                copied=copied,
+                room=rooms[0],
+                is_first=self._ranks.rank == 0,
             )
-        structure, file = write_objects(
-            draft, self._ranks.rank, objects, queue=queue, staging_bytes=memory.small
-        )
-        return {
-            "files": [
-                [saved.name, saved.nbytes, list(saved.checksums)] for saved in (*files, file)
-            ],
-            "objects": structure,
-        }
+            files += write_shard(
+                draft, self._ranks.rank, others, queue=queue, staging_bytes=memory.small
+            )
+        if objects.must_be_written:
+            files.append(
+                objects.write(draft, self._ranks.rank, queue=queue, staging_bytes=memory.small)
+            )
+        return files
 
     def _frozen_in_memory(self) -> list[ModelParameter]:
         """Return the frozen parameters that a thread can read: this process has them whole."""
@@ -551,6 +563,9 @@ class _Save:
                 first_file=_shards(self._files) + len(shared),
             )
             self.captured.let_go()
+            self._files += source.write_objects(
+                draft, self._rank, queue=self._queue, staging_bytes=memory.small
+            )
             self._files += [file.finish(self._queue, rooms) for file in shared]
         if self._rank:
             files = [[file.name, file.nbytes, list(file.checksums)] for file in self._files]
@@ -612,7 +627,7 @@ class _Save:
 
 
 class _BackgroundStreams:
-    """What a thread writes: this rank's states, then frozen parameters that are in memory."""
+    """What a thread writes: this rank's states, frozen parameters in memory, copies of buffers."""
 
     def __init__(
         self,
@@ -622,15 +637,29 @@ class _BackgroundStreams:
         frozen: Sequence[ModelParameter],
     ) -> None:
         self.captured = captured
+        self._objects: RankObjects | None = None
         self._shared: list[SharedFile] = []
         self._streams = {
             known.number: (tensors[known.name], run.first_element(known.number))
             for known in run.trained
         }
-        self._frozen = [
+        self._whole = [
             (_whole_of(tensors[known.name]), known.home.detach().view(-1)) for known in frozen
         ]
         self._rooms: Sequence[memoryview] = ()
+
+    def add(self, objects: RankObjects, copies: Sequence[tuple[Slice, torch.Tensor]]) -> None:
+        """Write these too: objects, unless they were written already, and copies of buffers."""
+        self._objects = None if objects.must_be_written else objects
+        self._whole += copies
+
+    def write_objects(
+        self, draft: Path, rank: int, *, queue: IOQueue, staging_bytes: int
+    ) -> list[SavedFile]:
+        """Write the file of the objects, where it is not there yet."""
+        if self._objects is None:
+            return []
+        return [self._objects.write(draft, rank, queue=queue, staging_bytes=staging_bytes)]
 
     def share(self, draft: Path, names: Iterator[str]) -> None:
         """Let files of the checkpoint share what rests on drives, where the file system can.
@@ -664,7 +693,7 @@ class _BackgroundStreams:
     def slices(self) -> list[Slice]:
         """Return what is written."""
         states = [self._slice_of(piece) for piece in self.captured.pieces]
-        return [*states, *(part for part, _ in self._frozen)]
+        return [*states, *(part for part, _ in self._whole)]
 
     def hand_out(self, take: Callable[[Slice, memoryview], None]) -> None:
         """Hand out the bytes of all slices."""
@@ -673,7 +702,7 @@ class _BackgroundStreams:
             take(self._slice_of(piece), values)
 
         self.captured.hand_out(take_piece, self._rooms)
-        for part, values in self._frozen:
+        for part, values in self._whole:
             for piece in bytes_of(values, self._rooms[0]):
                 take(part, piece)
 
@@ -688,8 +717,33 @@ class _NoStreams(_BackgroundStreams):
 
     def __init__(self) -> None:
         self.captured = CapturedStates.nothing()
-        self._streams, self._frozen, self._shared = {}, [], []
+        self._streams, self._whole, self._shared = {}, [], []
+        self._objects = None
         self._rooms = ()
+
+
+class _SmallBuffers:
+    """The model's buffers, where all of them are small: a forward may change them, so a thread
+    writes copies.
+    """
+
+    def __init__(self, model: torch.nn.Module, tensors: Mapping[str, SavedTensor]) -> None:
+        buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
+        if sum(buffer.nbytes for buffer in buffers.values()) > COPIED_BYTES:
+            buffers = {}
+        self._buffers, self._tensors = buffers, tensors
+
+    @property
+    def names(self) -> Collection[str]:
+        """Return their names; none where they are not small."""
+        return self._buffers.keys()
+
+    def copies(self) -> list[tuple[Slice, torch.Tensor]]:
+        """Return their values as they are now, in host memory."""
+        return [
+            (_whole_of(self._tensors[name]), buffer.detach().to("cpu", copy=True).reshape(-1))
+            for name, buffer in self._buffers.items()
+        ]
 
 
 class _OtherStreams:
@@ -700,6 +754,8 @@ class _OtherStreams:
         run: Run,
         tensors: Mapping[str, SavedTensor],
         frozen: Sequence[ModelParameter],
+        *,
+        copied: Collection[str],
         room: memoryview,
         is_first: bool,
     ) -> None:
@@ -707,7 +763,9 @@ class _OtherStreams:
         self._tensors = tensors
         self._frozen = [known for known in frozen if tensors[known.name].numel]
         self._buffers = [
-            (name, buffer) for name, buffer in run.model.named_buffers() if buffer.numel()
+            (name, buffer)
+            for name, buffer in run.model.named_buffers()
+            if buffer.numel() and name not in copied
         ]
         self._room = room
         self._is_first = is_first
