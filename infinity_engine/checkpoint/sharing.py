@@ -48,7 +48,7 @@ class SharedRun(Protocol):
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SharedPart:
     """Pages of a shared file, and what checks the `nbytes` of a run in them."""
 
     offset: int
@@ -71,13 +71,13 @@ class SharedFile:
 
     def __init__(self, path: Path, header: bytes, runs: Sequence[SharedRun]) -> None:
         self._path = path
-        self._parts = [_Part(0, len(header), lambda _start, _memory: None)]
+        self._parts = [_SharedPart(0, len(header), lambda _start, _memory: None)]
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             os.pwrite(self._descriptor, header, 0)
             for run in runs:
                 at = self.nbytes
-                self._parts.append(_Part(at, run.nbytes, run.share(self._descriptor, at)))
+                self._parts.append(_SharedPart(at, run.nbytes, run.share(self._descriptor, at)))
         except BaseException:
             self.remove()
             raise
@@ -171,8 +171,10 @@ def _layout(
 
 
 def _read(
-    pread: Callable[[Memory, int], IOFuture[int]], parts: Sequence[_Part], rooms: Sequence[Memory]
-) -> Iterator[tuple[_Part, int, Memory]]:
+    pread: Callable[[Memory, int], IOFuture[int]],
+    parts: Sequence[_SharedPart],
+    rooms: Sequence[Memory],
+) -> Iterator[tuple[_SharedPart, int, Memory]]:
     """Yield the bytes of all parts in order, with where they begin in their part.
 
     While the caller has some, the next ones are read. They are valid until the next are asked for.
@@ -182,7 +184,7 @@ def _read(
         (part, start) for part in parts for start in range(0, part.end - part.offset, step)
     )
     free = deque(rooms)
-    reading: deque[tuple[IOFuture[int], _Part, int, Memory, Memory]] = deque()
+    reading: deque[tuple[IOFuture[int], _SharedPart, int, Memory, Memory]] = deque()
     try:
         while starts or reading:
             while starts and free:
