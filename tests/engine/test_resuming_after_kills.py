@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -87,6 +88,39 @@ def killed_again_and_again(
     return folder, killed
 
 
+@cache
+def bits_of_a_whole_run(drives: bool) -> str:
+    """Return the digest of a run that nothing kills. How it saves changes none of its bits."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder)
+        whole = started(Killed(drives=drives), path / "whole", None, path / "expected")
+        whole.join()
+        assert whole.exitcode == 0
+        return (path / "expected").read_text()
+
+
+@cache
+def bits_of_whole_ranks(drives: bool) -> list[str]:
+    """Return the digests of two ranks that nothing kills."""
+    with TemporaryDirectory() as folder:
+        ranks = ranks_of(Path(folder) / "whole", drives, beside=False, kill=None, victim=0)
+        digests = [rank.value for rank in ranks]
+        assert None not in digests
+        return digests
+
+
+def ranks_of(
+    path: Path, drives: bool, *, beside: bool, kill: Kill | None, victim: int
+) -> list[Any]:
+    """Let two ranks go on from the checkpoints in `path` to their end; return how each ended."""
+    drive = path.parent / "drive" if drives else None
+    if drive is not None:
+        drive.mkdir(exist_ok=True)
+    how = Run(settings=ON_DRIVES if drives else ONE_BY_ONE)
+    arguments = (how, path, drive, STEPS, beside, kill, victim)
+    return launch(2, rank_checkpoints.resumes, *arguments, timeout_s=200)
+
+
 @pytest.mark.parametrize("rounds", long_run(4, 40))
 @pytest.mark.parametrize(
     "kind",
@@ -96,9 +130,7 @@ def killed_again_and_again(
 def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
     tmp_path: Path, kind: Killed, rounds: int
 ) -> None:
-    whole = started(kind, tmp_path / "whole", None, tmp_path / "expected")
-    whole.join()
-    assert whole.exitcode == 0
+    expected = bits_of_a_whole_run(kind.drives)
     chosen = random.Random(rounds + kind.drives + 2 * kind.beside)
 
     def start(path: Path, kill: Kill | None) -> bool:
@@ -115,7 +147,7 @@ def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
     last = started(kind, path, None, tmp_path / "found")
     last.join()
     assert last.exitcode == 0
-    assert (tmp_path / "found").read_text() == (tmp_path / "expected").read_text()
+    assert (tmp_path / "found").read_text() == expected
     assert killed
     assert not [entry for entry in path.iterdir() if entry.name.startswith(".")]
 
@@ -126,23 +158,20 @@ def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
 def test_two_ranks_of_which_one_is_killed_end_with_the_bits_of_a_whole_run(
     tmp_path: Path, drives: bool, beside: bool, rounds: int
 ) -> None:
-    drive = tmp_path / "drive" if drives else None
-    if drive is not None:
-        drive.mkdir()
-    how = Run(settings=ON_DRIVES if drives else ONE_BY_ONE)
-
-    def ranks_of(path: Path, kill: Kill | None, victim: int) -> list[Any]:
-        program = rank_checkpoints.resumes
-        return launch(2, program, how, path, drive, STEPS, beside, kill, victim, timeout_s=200)
-
-    expected = [rank.value for rank in ranks_of(tmp_path / "whole", None, 0)]
-    assert None not in expected
+    expected = bits_of_whole_ranks(drives)
     chosen = random.Random(rounds + drives + 2 * beside)
 
     def start(path: Path, kill: Kill | None) -> bool:
-        ranks = ranks_of(path, kill or Kill("step", 3), chosen.randrange(2))
+        ranks = ranks_of(
+            path,
+            drives,
+            beside=beside,
+            kill=kill or Kill("step", 3),
+            victim=chosen.randrange(2),
+        )
         return -signal.SIGKILL in [rank.exitcode for rank in ranks]
 
     path, killed = killed_again_and_again(tmp_path, rounds, chosen, start)
-    assert [rank.value for rank in ranks_of(path, None, 0)] == expected
+    last = ranks_of(path, drives, beside=beside, kill=None, victim=0)
+    assert [rank.value for rank in last] == expected
     assert killed
