@@ -135,6 +135,12 @@ class IOFuture(concurrent.futures.Future[_T]):
         """
         self._waiter.stop(self._ticket)
 
+    def cancelled(self) -> bool:
+        """Return whether the operation was cancelled."""
+        # Future's own takes its lock. Here that would make one, and ask the drive's own thread to
+        # lead from now on, which an event loop that awaits would then pay for at each operation.
+        return self._state not in _UNDER_WAY and self._state != _FINISHED
+
     def done(self) -> bool:
         """Return whether the operation has ended or was cancelled."""
         if self._state in _UNDER_WAY:

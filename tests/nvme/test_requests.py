@@ -200,6 +200,17 @@ def test_asyncio_wait_takes_futures(tmp_path: Path, queue: IOQueue) -> None:
     assert asyncio.run(main()) == {1, 2, 3}
 
 
+def test_awaiting_asks_only_the_loop_to_complete_the_future(tmp_path: Path, queue: IOQueue) -> None:
+    async def main() -> set[str]:
+        with queue.open(tmp_path / "file", "w") as file:
+            future = file.pwrite(b"abc")
+            await future
+            return vars(future).keys() & {"_condition", "_seen"}
+
+    # these two are made where the queue's own thread is to complete the future, besides
+    assert not asyncio.run(main())
+
+
 def test_a_callback_added_on_a_loop_runs_on_it(tmp_path: Path, queue: IOQueue) -> None:
     async def main() -> int:
         told = asyncio.get_running_loop().create_future()
