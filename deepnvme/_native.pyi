@@ -207,7 +207,9 @@ class Queue:
         patience_s: float,
         priority: int,
         deadline_s: float,
+        bell: Doorbell | None,
     ) -> bool: ...
+    def submit_many(self, operations: list[tuple[Any, ...]], patience_s: float) -> bool: ...
     def submit_pieces(
         self,
         id: int,

@@ -102,14 +102,19 @@ class IOFuture(concurrent.futures.Future[_T]):
     _waiters: list[Any] = _MadeWhenSeen[list[Any]](list)  # type: ignore[assignment]
     _done_callbacks: list[Any] = _MadeWhenSeen[list[Any]](list)  # type: ignore[assignment]
     _seen = False
-    _awaiting: tuple[asyncio.Future[None], ...] | list[asyncio.Future[None]] = ()
 
     def __init__(
-        self, ticket: _native.Ticket, waiter: Waiter, memory: Memory | None = None
+        self,
+        ticket: _native.Ticket,
+        waiter: Waiter,
+        memory: Memory | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._ticket = ticket
         self._waiter = waiter
         self._memory = memory
+        self._loop = loop  # which completes it, if it was submitted there
+        self._awaiting: list[asyncio.Future[None]] = []
 
     def __reduce__(self) -> str:
         """Refuse to be pickled or copied."""
@@ -184,14 +189,14 @@ class IOFuture(concurrent.futures.Future[_T]):
         """Wait on the running event loop. Cancelling the wait leaves the operation running."""
         import asyncio  # costs a third of importing this package, and a program that awaits has it
 
-        if not self.done():
+        if self._state in _UNDER_WAY:
             loop = asyncio.get_running_loop()
             waiting = loop.create_future()
-            self.__dict__.setdefault("_awaiting", []).append(
-                waiting
-            )  # before it is looked at again
-            self._waiter.hear_on(loop, self._ticket)
-            if not self.done():
+            self._awaiting.append(waiting)
+            if loop is not self._loop:
+                self._waiter.hear_on(loop, self._ticket)
+            # Another thread may have ended it before it could see who waits.
+            if self._state in _UNDER_WAY:
                 yield from waiting
         if self.cancelled():
             raise asyncio.CancelledError

@@ -11,15 +11,24 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import sys
 import threading
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from deepnvme import _native
-from deepnvme.errors import ForkedError, NVMeError, QueueFull, ShortReadError, io_error
+from deepnvme.errors import (
+    ClosedError,
+    ForkedError,
+    NVMeError,
+    QueueFull,
+    ShortReadError,
+    io_error,
+)
 from deepnvme.memory.buffers import Memory
 from deepnvme.queue.future import SLICE_S, IOFuture, tell_loops
 
@@ -36,7 +45,12 @@ _SUCCEEDED, _END_OF_FILE, _CANCELLED = (
 
 
 _FAILS = _native.AtEndOfFile.FAILS
+_TICKET = 7  # its place among the arguments of a gathered operation
 NO_DEADLINE_S = 1e9  # and more
+# A batch submits what it has gathered when it holds this many operations, or one larger than this:
+# the drive then works while the caller goes on gathering.
+_MOST_GATHERED = 64
+_LARGEST_GATHERED = 64 << 10  # bytes; the largest that native code issues in the caller's thread
 # What its error says of an operation, and its future, which holds its memory: a tuple, as it is
 # made for each.
 _Work: TypeAlias = (
@@ -60,6 +74,20 @@ class _Places:
         return offset
 
 
+class _Listener:
+    """What completes operations on one event loop: `bell` wakes the loop.
+
+    It holds no loop, so that a loop that nothing else holds can be collected.
+    """
+
+    def __init__(self) -> None:
+        self.bell = _native.Doorbell()
+        self.answers_soon = False  # the loop will call `Pending._answer` in its next turn
+
+
+_NO_LOOP: tuple[weakref.ref[asyncio.AbstractEventLoop] | None, _Listener | None] = (None, None)
+
+
 class Pending:
     """The operations under way, by number."""
 
@@ -73,8 +101,10 @@ class Pending:
         self._numbers = itertools.count()
         self._want_room: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._of_a_parent = False
-        self._bells: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _native.Doorbell]
-        self._bells = weakref.WeakKeyDictionary()
+        self._unsent: deque[tuple[Any, ...]] = deque()  # arguments of native submit_many
+        self._listeners: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Listener]
+        self._listeners = weakref.WeakKeyDictionary()
+        self._latest = _NO_LOOP  # one of these, found faster
         Pending._living.add(self)
 
     def submit(
@@ -95,9 +125,12 @@ class Pending:
         Raises:
             QueueFull: no room came in time.
         """
+        if self._unsent:
+            self.send()
         address, asked = (memory.address, memory.nbytes) if memory else (0, 0)
         ticket = _native.Ticket()
-        future: IOFuture[Any] = IOFuture(ticket, self, memory)
+        loop, listener = self._loop_here()
+        future: IOFuture[Any] = IOFuture(ticket, self, memory, loop)
         number = next(self._numbers)
         wait_s = SLICE_S if patience_s is None else patience_s
         try:
@@ -114,6 +147,7 @@ class Pending:
                 wait_s,
                 priority,
                 deadline_s,
+                None if listener is None else listener.bell,
             ):
                 if patience_s is not None:
                     raise QueueFull(self._max_pending)
@@ -122,7 +156,61 @@ class Pending:
             if not ticket.taken:
                 self._works.pop(number, None)
             raise
+        # Small operations that one turn of the loop submits reach the kernel together, in the next.
+        if listener is not None and not listener.answers_soon:
+            listener.answers_soon = True
+            loop.call_soon(self._answer, listener)  # type: ignore[union-attr]
         return future
+
+    def gather(
+        self, verb: _native.Verb, file: _native.OpenFile, memory: Memory, offset: int
+    ) -> IOFuture[int]:
+        """Keep an operation, to be submitted with others in one native call.
+
+        That is when enough are gathered, and before anything else is asked of this queue or of one
+        of these futures.
+        """
+        ticket = _native.Ticket()
+        future: IOFuture[int] = IOFuture(ticket, self, memory)
+        number = next(self._numbers)
+        address, nbytes, _ = memory
+        self._works[number] = (future, verb, file, offset, nbytes, _FAILS)
+        self._unsent.append(
+            (number, verb, file, address, nbytes, offset, _FAILS, ticket, 0, NO_DEADLINE_S)
+        )
+        if nbytes > _LARGEST_GATHERED or len(self._unsent) >= _MOST_GATHERED:
+            self.send()
+        return future
+
+    def send(self) -> None:
+        """Submit what was gathered; wait for room where there is none.
+
+        A signal may interrupt it anywhere, and several threads may call it at a time: a ticket goes
+        to native code once.
+        """
+        while group := list(self._unsent):
+            try:
+                has_all = self._native.submit_many(group, SLICE_S)
+            except (ClosedError, ForkedError) as error:
+                self._fail_unsent(group, error)
+                return
+            for operation in group:
+                if operation[_TICKET].taken:
+                    self._forget_unsent(operation)
+            if has_all:  # or another thread is submitting the rest
+                return
+
+    def _fail_unsent(self, group: list[tuple[Any, ...]], error: BaseException) -> None:
+        for operation in group:
+            self._forget_unsent(operation)
+            if not operation[_TICKET].taken:
+                future = self._works.pop(operation[0])[0]
+                future._end(None, error)
+                tell_loops((future,))
+
+    def _forget_unsent(self, operation: tuple[Any, ...]) -> None:
+        with suppress(ValueError):  # another thread was faster
+            self._unsent.remove(operation)
 
     def submit_many(
         self,
@@ -136,6 +224,8 @@ class Pending:
         deadline_s: float,
     ) -> IOFuture[int]:
         """Submit one operation on several pieces of memory, as `submit` does."""
+        if self._unsent:
+            self.send()
         numbers = array("Q")
         for memory, offset in zip(memories, offsets, strict=True):
             numbers.extend((memory.address, memory.nbytes, offset))
@@ -160,41 +250,67 @@ class Pending:
 
     def wait_for(self, ticket: _native.Ticket, timeout_s: float) -> bool:
         """Wait until that operation has ended, and complete what has; False when the time is up."""
+        if self._unsent:
+            self.send()
         return self._native.wait_for(ticket, timeout_s, self._complete_unheard)
 
     def look(self, ticket: _native.Ticket) -> None:
         """Complete what has ended, if that operation has; wait for nothing."""
         if not self._of_a_parent:
-            self._native.wait_for(ticket, 0.0, self._complete_unheard)
+            self.wait_for(ticket, 0.0)
 
     def stop(self, ticket: _native.Ticket) -> None:
         """Let no further part of that operation begin."""
+        if self._unsent:
+            self.send()
         self._native.stop(ticket)
 
     def hear(self, ticket: _native.Ticket) -> None:
         """Let the queue's own thread complete that operation as soon as it ends."""
+        if self._unsent:
+            self.send()
         self._native.hear(ticket, None)
 
     def hear_on(self, loop: asyncio.AbstractEventLoop, ticket: _native.Ticket) -> None:
         """Let that loop complete the operation once it ends. Called on the loop."""
-        bell = self._bells.get(loop)
-        if bell is None:
-            bell = self._bells[loop] = _native.Doorbell()
+        if self._unsent:
+            self.send()
+        listener = self._listeners.get(loop)
+        if listener is None:
+            listener = self._listeners[loop] = _Listener()
+            self._latest = weakref.ref(loop), listener
             # A loop of another kind has the queue's own thread tell it.
             with suppress(NotImplementedError):
-                loop.add_reader(bell.descriptor, self._answer, bell)
-        self._native.hear(ticket, bell)
+                loop.add_reader(listener.bell.descriptor, self._answer, listener)
+        self._native.hear(ticket, listener.bell)
 
     def leave_loops(self) -> None:
         """Let event loops forget this queue, which is closed."""
-        while self._bells:
+        self._latest = _NO_LOOP
+        while self._listeners:
             with suppress(KeyError, RuntimeError):  # collected meanwhile; closed
-                loop, bell = self._bells.popitem()
-                loop.call_soon_threadsafe(_stop_listening, loop, bell)
+                loop, listener = self._listeners.popitem()
+                loop.call_soon_threadsafe(_stop_listening, loop, listener.bell)
 
-    def _answer(self, bell: _native.Doorbell) -> None:
-        """Complete what has ended, on an event loop."""
-        self._native.serve_loop(bell, self._complete_unheard)
+    def _loop_here(self) -> tuple[asyncio.AbstractEventLoop | None, _Listener | None]:
+        """Return the event loop that runs in this thread, if an operation was awaited on it, and
+        what completes operations there.
+        """
+        known, listener = self._latest
+        if known is None:
+            return None, None
+        loop = sys.modules["asyncio"]._get_running_loop()
+        if loop is None or known() is loop:
+            return loop, listener if loop else None
+        listener = self._listeners.get(loop)
+        if listener is not None:
+            self._latest = weakref.ref(loop), listener
+        return loop if listener else None, listener
+
+    def _answer(self, listener: _Listener) -> None:
+        """Issue what was submitted on an event loop, and complete what has ended. On that loop."""
+        listener.answers_soon = False
+        self._native.serve_loop(listener.bell, self._complete_unheard)
 
     def run(self) -> None:
         """Complete futures as operations end, until the queue is closed and drained. The queue's
@@ -236,6 +352,7 @@ class Pending:
         ever.
         """
         self._of_a_parent = True
+        self._unsent.clear()
         for future, verb, file, *_ in self._works.values():
             message = f"{verb.name.lower()} of {file.path} was submitted by the parent process"
             future._end_in_child(ForkedError(message))

@@ -106,6 +106,7 @@ class DriveStats:
     operations: int
     failed: int
     chunks: int
+    submissions: int
     read_bytes: int
     written_bytes: int
     bounced_bytes: int
@@ -419,6 +420,22 @@ class IOQueue:
             deadline_s=deadline_s,
         )
 
+    def _gather(
+        self, verb: _native.Verb, file: _native.OpenFile, buffer: Any, offset: int
+    ) -> IOFuture[int]:
+        """Submit a read or write together with others of a batch, where that is possible."""
+        try:
+            memory = memory_of(buffer, writable=verb is _native.Verb.READ)
+        except TypeError:
+            return self._move(verb, file, buffer, offset)  # an array on a GPU, or the error again
+        if self.when_full is WhenFull.RAISE:
+            return self._submit(verb, file, memory, offset)
+        offset = operator.index(offset)
+        _check_range("offset", offset, memory.nbytes)
+        if self.closed:
+            raise ClosedError("the queue is closed")
+        return self._pending.gather(verb, file, memory, offset)
+
     def _move_many(
         self,
         verb: _native.Verb,
@@ -610,6 +627,7 @@ class File:
     def sync(self, what: Sync = Sync.DATA) -> IOFuture[int]:
         """Make every write to this file that was submitted before durable. Ends in 0."""
         verb = chosen(Sync, what, "sync").value
+        self._queue._pending.send()  # the writes of a batch come before it
         if self._queue._staging.pending:  # writes that the drive has not heard of yet
             return self._queue._staging.submit(verb, self._open(), None, 0)
         return self._queue._submit(verb, self._open(), None, 0)
@@ -675,11 +693,11 @@ class Batch:
 
     def pread(self, file: File, buffer: Any, offset: int = 0) -> None:
         """As `File.pread`."""
-        self.futures.append(file.pread(buffer, offset))
+        self.futures.append(file._queue._gather(_native.Verb.READ, file._open(), buffer, offset))
 
     def pwrite(self, file: File, buffer: Any, offset: int = 0) -> None:
         """As `File.pwrite`."""
-        self.futures.append(file.pwrite(buffer, offset))
+        self.futures.append(file._queue._gather(_native.Verb.WRITE, file._open(), buffer, offset))
 
     def wait(self) -> int:
         """Wait for all; return the bytes moved in all.
@@ -789,6 +807,7 @@ def _shut_down(
             name="deepnvme-close",
         ).start()
         return
+    pending.send()
     staging.close()
     while not native.close(SLICE_S):
         pass

@@ -93,6 +93,38 @@ std::vector<Piece> pieces_of(const py::buffer& numbers) {
     return pieces;
 }
 
+// Submits them together, each a tuple of the arguments of operation_of. Leaves out what another
+// thread is submitting. False: there was no room for all of them in time; the rest may be tried
+// again.
+bool submit_many(Queue& queue, const py::list& operations, double patience_s) {
+    std::vector<Operation> fresh;
+    std::vector<std::shared_ptr<Ticket>> tickets;
+    for (const py::handle item : operations) {
+        const auto fields = py::reinterpret_borrow<py::tuple>(item);
+        auto ticket = fields[7].cast<std::shared_ptr<Ticket>>();
+        if (!ticket->hand_in()) continue;
+        tickets.push_back(ticket);
+        fresh.push_back(operation_of(
+            fields[0].cast<std::uint64_t>(), fields[1].cast<int>(),
+            fields[2].cast<std::shared_ptr<OpenFile>>(), fields[3].cast<std::uintptr_t>(),
+            fields[4].cast<std::uint64_t>(), fields[5].cast<std::uint64_t>(), fields[6].cast<int>(),
+            std::move(ticket), fields[8].cast<int>(), fields[9].cast<double>()));
+    }
+    std::size_t taken = 0;
+    const auto take_back = [&] {
+        for (std::size_t i = taken; i < tickets.size(); ++i) tickets[i]->take_back();
+    };
+    try {
+        const py::gil_scoped_release unlocked;
+        taken = queue.submit_many(std::move(fresh), nanoseconds(patience_s));
+    } catch (...) {
+        take_back();
+        throw;
+    }
+    take_back();
+    return taken == tickets.size();
+}
+
 py::list list_of(const std::vector<Outcome>& ended) {
     py::list list(ended.size());
     for (std::size_t i = 0; i < ended.size(); ++i) {
@@ -149,6 +181,7 @@ py::dict stats_of(const DriveStats& stats) {
     dict["operations"] = stats.operations;
     dict["failed"] = stats.failed;
     dict["chunks"] = stats.chunks;
+    dict["submissions"] = stats.submissions;
     dict["read_bytes"] = stats.read_bytes;
     dict["written_bytes"] = stats.written_bytes;
     dict["bounced_bytes"] = stats.bounced_bytes;
@@ -393,16 +426,18 @@ void bind_queue(py::module_& module) {
             "submit",
             [](Queue& queue, std::uint64_t id, int verb, std::shared_ptr<OpenFile> file,
                std::uintptr_t address, std::uint64_t length, std::uint64_t offset, int at_end,
-               std::shared_ptr<Ticket> ticket, double patience_s, int priority, double deadline_s) {
+               std::shared_ptr<Ticket> ticket, double patience_s, int priority, double deadline_s,
+               const std::shared_ptr<Doorbell>& bell) {
                 Operation operation =
                     operation_of(id, verb, std::move(file), address, length, offset, at_end,
                                  std::move(ticket), priority, deadline_s);
                 const py::gil_scoped_release unlocked;
-                return queue.submit(std::move(operation), nanoseconds(patience_s));
+                return queue.submit(std::move(operation), nanoseconds(patience_s), bell);
             },
             py::arg("id"), py::arg("verb"), py::arg("file"), py::arg("address"), py::arg("length"),
             py::arg("offset"), py::arg("at_end"), py::arg("ticket"), py::arg("patience_s"),
-            py::arg("priority"), py::arg("deadline_s"))
+            py::arg("priority"), py::arg("deadline_s"), py::arg("bell"))
+        .def("submit_many", &submit_many, py::arg("operations"), py::arg("patience_s"))
         .def(
             "submit_pieces",
             [](Queue& queue, std::uint64_t id, int verb, std::shared_ptr<OpenFile> file,

@@ -709,7 +709,7 @@ TEST(a_drive_that_has_no_room_is_not_woken_for_what_it_could_not_begin) {
         operation.file = other.file;
         operation.memory = memory.data();
         operation.length = memory.size();
-        drive.submit(std::move(operation));
+        drive.submit(std::span(&operation, 1), Issue::now);
     };
     submit();
     while (drive.stats().chunks == 0) std::this_thread::sleep_for(1ms);

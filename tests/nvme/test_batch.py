@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 
@@ -14,7 +15,7 @@ import pytest
 from deepnvme import BatchError, FaultPlan, File, IOQueue, NVMeError
 from deepnvme.queue.queue import Batch
 from support.nvme_held import held
-from support.nvme_io import CHUNK, contents, pattern
+from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, contents, pattern
 
 HOLD_US = 200_000
 
@@ -112,6 +113,88 @@ def test_a_batch_whose_body_fails_waits_and_lets_that_error_through(tmp_path: Pa
         with pytest.raises(RuntimeError, match="the program's own"), batch:
             raise RuntimeError("the program's own")
         assert all(future.done() for future in futures)
+
+
+@pytest.mark.parametrize("count", [64, 200])
+def test_a_batch_hands_many_operations_to_the_kernel_at_once(
+    tmp_path: Path, disk_backend: str, count: int
+) -> None:
+    data = pattern(count * PAGE, seed=5)
+    (tmp_path / "file").write_bytes(data)
+    buffers = [bytearray(PAGE) for _ in range(count)]
+    with IOQueue(disk_backend, max_requests=256) as queue, queue.open(tmp_path / "file") as file:
+        with queue.batch() as batch:
+            for number, buffer in enumerate(buffers):
+                batch.pread(file, buffer, number * PAGE)
+        (drive,) = queue.stats().drives.values()
+    assert b"".join(buffers) == data
+    assert drive.operations == count
+    assert drive.submissions <= 2 * (count // 64 + 1)
+
+
+def test_a_sync_covers_the_writes_that_a_batch_has_gathered(tmp_path: Path, queue: IOQueue) -> None:
+    with queue.open(tmp_path / "file", "w") as file:
+        batch = queue.batch()
+        batch.pwrite(file, b"abc")
+        file.sync().result(TIMEOUT_S)
+        assert batch.futures[0].done()
+        assert batch.wait() == 3
+
+
+def test_waiting_for_one_operation_of_a_batch_submits_all(tmp_path: Path, queue: IOQueue) -> None:
+    with queue.open(tmp_path / "file", "w") as file:
+        batch = queue.batch()
+        three_writes(batch, file)
+        futures = list(batch.futures)
+        assert futures[1].result(TIMEOUT_S) == CHUNK
+        del batch
+        assert [future.result(TIMEOUT_S) for future in futures] == [CHUNK] * 3
+
+
+def test_closing_a_queue_ends_what_a_batch_has_gathered(tmp_path: Path, backend: str) -> None:
+    queue = IOQueue(backend)
+    with queue.open(tmp_path / "file", "w") as file:
+        batch = queue.batch()
+        batch.pwrite(file, b"abc")
+        queue.close()
+    assert batch.wait() == 3
+
+
+def test_a_batch_whose_future_was_given_a_callback_ends_without_a_wait(
+    tmp_path: Path, queue: IOQueue
+) -> None:
+    ended = threading.Event()
+    with queue.open(tmp_path / "file", "w") as file:
+        batch = queue.batch()
+        batch.pwrite(file, b"abc")
+        batch.futures[0].add_done_callback(lambda _: ended.set())
+        assert ended.wait(TIMEOUT_S)
+
+
+def test_threads_gather_batches_of_one_queue_at_a_time(tmp_path: Path, queue: IOQueue) -> None:
+    def write(number: int) -> int:
+        with queue.batch() as batch:
+            for turn in range(100):
+                batch.pwrite(file, bytes([number]), number * 100 + turn)
+            return len(batch.futures)
+
+    with queue.open(tmp_path / "file", "w") as file:
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(write, range(8))) == [100] * 8
+        assert contents(queue, tmp_path / "file") == b"".join(
+            bytes([number]) * 100 for number in range(8)
+        )
+
+
+def test_a_batch_waits_for_room_in_its_queue(tmp_path: Path, backend: str) -> None:
+    with (
+        IOQueue(backend, max_pending=5) as queue,
+        queue.open(tmp_path / "file", "w") as file,
+        queue.batch() as batch,
+    ):
+        for number in range(100):
+            batch.pwrite(file, b"x", number)
+        assert batch.wait() == 100
 
 
 @contextlib.contextmanager

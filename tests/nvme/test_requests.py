@@ -211,6 +211,57 @@ def test_awaiting_asks_only_the_loop_to_complete_the_future(tmp_path: Path, queu
     assert not asyncio.run(main())
 
 
+def test_operations_of_one_turn_of_a_loop_reach_the_kernel_together(
+    tmp_path: Path, disk_backend: str
+) -> None:
+    if disk_backend == "aio":
+        pytest.skip("aio serves no event loop: the drive's own thread leads")
+    data = pattern(64 * PAGE, seed=4)
+    (tmp_path / "file").write_bytes(data)
+    buffers = [bytearray(PAGE) for _ in range(64)]
+
+    async def main(queue: IOQueue) -> int:
+        with queue.open(tmp_path / "file") as file:
+            await file.pread(bytearray(1))  # the queue knows the loop from here on
+            before = submissions(queue)
+            reads = [file.pread(buffer, at * PAGE) for at, buffer in enumerate(buffers)]
+            for read in reads:
+                assert await read == PAGE
+            return submissions(queue) - before
+
+    with IOQueue(disk_backend, max_requests=64) as queue:
+        assert asyncio.run(main(queue)) <= 16
+    assert b"".join(buffers) == data
+
+
+def submissions(queue: IOQueue) -> int:
+    """Return how often the queue handed requests to the kernel."""
+    return sum(drive.submissions for drive in queue.stats().drives.values())
+
+
+def test_an_operation_of_a_loop_that_never_turns_again_is_done(
+    tmp_path: Path, queue: IOQueue
+) -> None:
+    async def main() -> IOFuture[int]:
+        await file.pwrite(b"abc")
+        return file.pwrite(b"defg")
+
+    with queue.open(tmp_path / "file", "w") as file:
+        assert asyncio.run(main()).result(TIMEOUT_S) == 4
+
+
+def test_an_operation_is_done_while_its_loop_is_busy(tmp_path: Path, queue: IOQueue) -> None:
+    async def main() -> int:
+        await file.pwrite(b"abc")
+        future = file.pwrite(b"defg")
+        while not future.done():
+            threading.Event().wait(0.001)
+        return future.result(0)
+
+    with queue.open(tmp_path / "file", "w") as file:
+        assert asyncio.run(main()) == 4
+
+
 def test_a_callback_added_on_a_loop_runs_on_it(tmp_path: Path, queue: IOQueue) -> None:
     async def main() -> int:
         told = asyncio.get_running_loop().create_future()

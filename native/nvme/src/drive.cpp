@@ -122,7 +122,7 @@ void Doorbell::ring() noexcept {
 
 void Doorbell::watch(int descriptor) {
     epoll_event event = {};
-    event.events = EPOLLIN;
+    event.events = EPOLLIN | EPOLLET;  // each signal is an event, whether the last was read or not
     event.data.fd = descriptor;
     if (::epoll_ctl(poll_, EPOLL_CTL_ADD, descriptor, &event) != 0 && errno != EEXIST) {
         throw std::system_error(errno, std::generic_category(), "epoll_ctl");
@@ -130,14 +130,11 @@ void Doorbell::watch(int descriptor) {
 }
 
 void Doorbell::answer() noexcept {
-    rung_ = false;  // before what it rang for is looked at
+    rung_ = true;
     std::array<epoll_event, 16> events;
-    const int count = ::epoll_wait(poll_, events.data(), events.size(), 0);
-    for (int i = 0; i < count; ++i) {
-        std::uint64_t value = 0;
-        [[maybe_unused]] const ssize_t read =
-            ::read(events[static_cast<std::size_t>(i)].data.fd, &value, sizeof(value));
-    }
+    // Nothing is read from the descriptors: taking an edge's event is enough, and their counters
+    // would be full after 2^64 signals only.
+    [[maybe_unused]] const int count = ::epoll_wait(poll_, events.data(), events.size(), 0);
 }
 
 Drive::Drive(std::unique_ptr<Backend> backend, DriveOptions options, Ended ended)
@@ -175,17 +172,27 @@ void Drive::stop() {
     thread_.join();
 }
 
-void Drive::submit(Operation operation) {
-    std::list<Active> one(1);
-    one.front().operation = std::move(operation);
-    one.front().submitted = Clock::now();
+void Drive::submit(std::span<Operation> operations, Issue when) {
+    std::list<Active> fresh(operations.size());
+    const Clock::time_point now = Clock::now();
+    bool all_small = true;
+    std::size_t number = 0;
+    for (Active& active : fresh) {
+        active.operation = std::move(operations[number++]);
+        active.submitted = now;
+        all_small = all_small && is_inline(active.operation);
+    }
     {
         const std::lock_guard lock(mutex_);
-        one.front().sequence = next_sequence_++;
-        const bool leads = may_lead() && !has_waiting() && is_inline(one.front().operation);
-        inbox_.splice(inbox_.end(), one);
+        for (Active& active : fresh) active.sequence = next_sequence_++;
+        inbox_.splice(inbox_.end(), fresh);
         if (broken_ != 0) changed_.notify_all();
-        if (!leads) return call_leader();
+        if (!may_lead() || !all_small) return call_leader();
+        if (when == Issue::soon) {
+            if (!watching_) turn_.notify_one();  // it looks from now on, until nothing is left
+            return;
+        }
+        if (has_waiting()) return call_leader();
         led_ = true;
         ++turns_;
     }
@@ -302,6 +309,7 @@ DriveStats Drive::stats() const {
     stats.operations = counters_.operations;
     stats.failed = counters_.failed;
     stats.chunks = counters_.chunks;
+    stats.submissions = counters_.submissions;
     stats.read_bytes = counters_.read_bytes;
     stats.written_bytes = counters_.written_bytes;
     stats.bounced_bytes = counters_.bounced_bytes;
@@ -387,7 +395,7 @@ bool Drive::wait_for_turn(std::unique_lock<std::mutex>& lock) {
         if (!is_left && looks_without_news == looks_before_rest) {
             turn_.wait(lock);
             looks_without_news = 0;
-            pause = shortest_watch;
+            pause = loops_.empty() ? shortest_watch : longest_watch;
             left_alone = false;
             continue;
         }
@@ -397,6 +405,8 @@ bool Drive::wait_for_turn(std::unique_lock<std::mutex>& lock) {
         left_alone = in_vain && is_left && turns_ == seen;
         looks_without_news = turns_ != seen || is_left ? 0 : looks_without_news + 1;
         pause = turns_ != seen ? std::min(2 * pause, longest_watch) : shortest_watch;
+        // One turn of an event loop submits for longer than that.
+        if (!loops_.empty()) pause = longest_watch;
     }
     led_ = true;
     wants_own_thread_ = false;
@@ -441,6 +451,7 @@ bool Drive::step(Wait longest) {
     issue();
     report();
     std::array<Completion, completions_per_call> completions;
+    if (std::exchange(pushed_, false)) counters_.submissions += 1;
     const std::size_t count = backend_->submit_and_reap(completions, how_to_wait(longest));
     for (std::size_t i = 0; i < count; ++i) complete(completions[i]);
     report();
@@ -812,6 +823,7 @@ void Drive::push(std::uint32_t index) {
         throw std::system_error(EBUSY, std::generic_category(),
                                 "more chunks than the backend has room for");
     chunks_[index].in_kernel = true;
+    pushed_ = true;
     ++in_kernel_;
     if (chunk.direct) ++direct_in_kernel_;
 }

@@ -10,6 +10,7 @@
 #include <climits>
 #include <ctime>
 #include <iterator>
+#include <span>
 #include <utility>
 
 #include "deepnvme/error.hpp"
@@ -113,40 +114,77 @@ std::shared_ptr<OpenFile> Queue::open(const std::string& path, OpenMode mode, Di
     return file;
 }
 
-bool Queue::submit(Operation operation, std::chrono::nanoseconds patience) {
+bool Queue::submit(Operation operation, std::chrono::nanoseconds patience,
+                   const std::shared_ptr<Doorbell>& bell) {
     refuse_if_forked();
-    {
-        std::unique_lock lock(mutex_);
-        if (!room_.wait_for(lock, patience,
-                            [this] { return pending_ < options_.max_pending || closed_; }))
-            return false;
-        if (closed_) throw ClosedError("the queue is closed");
-        ++pending_;
-        if (std::exchange(rests_, false)) news_.notify_one();
+    if (take_room(1, patience) == 0) return false;
+    try {
+        const std::shared_ptr<Drive> drive = drive_of(operation);
+        const std::shared_ptr<Ticket> ticket = operation.ticket;
+        if (ticket) {
+            ticket->drive_ = drive;
+            ticket->bell_ = bell;
+        }
+        const bool has_loop = bell && drive->serve_loop(bell);
+        drive->submit(std::span(&operation, 1), has_loop ? Issue::soon : Issue::now);
+        if (bell && !has_loop) drive->attend();
+        if (ticket) ticket->taken_ = true;
+    } catch (...) {
+        give_room(1);
+        throw;
     }
-    const std::shared_ptr<Ticket> ticket = operation.ticket;
-    hand_over(std::move(operation));
-    if (ticket) ticket->taken_ = true;
     return true;
 }
 
-void Queue::hand_over(Operation operation) {
+std::size_t Queue::submit_many(std::vector<Operation> operations,
+                               std::chrono::nanoseconds patience) {
+    refuse_if_forked();
+    const std::size_t count = take_room(operations.size(), patience);
+    std::map<std::shared_ptr<Drive>, std::vector<Operation>> by_drive;
+    std::vector<std::shared_ptr<Ticket>> tickets;
     try {
-        std::shared_ptr<Drive> drive;
-        {
-            const std::lock_guard lock(drives_mutex_);
-            const auto known = drives_.find(operation.file->device());
-            if (known == drives_.end()) throw ClosedError("the file is of another queue");
-            drive = known->second;
+        for (Operation& operation : std::span(operations).first(count)) {
+            const std::shared_ptr<Drive> drive = drive_of(operation);
+            if (operation.ticket) {
+                operation.ticket->drive_ = drive;
+                tickets.push_back(operation.ticket);
+            }
+            by_drive[drive].push_back(std::move(operation));
         }
-        if (operation.ticket) operation.ticket->drive_ = drive;
-        drive->submit(std::move(operation));
     } catch (...) {
-        const std::lock_guard lock(mutex_);
-        --pending_;
-        room_.notify_all();
+        give_room(count);
         throw;
     }
+    for (auto& [drive, its_operations] : by_drive) drive->submit(its_operations, Issue::now);
+    for (const std::shared_ptr<Ticket>& ticket : tickets) ticket->taken_ = true;
+    return count;
+}
+
+// Counts as many operations as there is room for as pending, at most so many. Throws ClosedError.
+std::size_t Queue::take_room(std::size_t wanted, std::chrono::nanoseconds patience) {
+    if (wanted == 0) return 0;
+    std::unique_lock lock(mutex_);
+    if (!room_.wait_for(lock, patience,
+                        [this] { return pending_ < options_.max_pending || closed_; }))
+        return 0;
+    if (closed_) throw ClosedError("the queue is closed");
+    const auto count = std::min<std::uint64_t>(wanted, options_.max_pending - pending_);
+    pending_ += count;
+    if (std::exchange(rests_, false)) news_.notify_one();
+    return count;
+}
+
+void Queue::give_room(std::size_t unused) {
+    const std::lock_guard lock(mutex_);
+    pending_ -= unused;
+    room_.notify_all();
+}
+
+std::shared_ptr<Drive> Queue::drive_of(const Operation& operation) const {
+    const std::lock_guard lock(drives_mutex_);
+    const auto known = drives_.find(operation.file->device());
+    if (known == drives_.end()) throw ClosedError("the file is of another queue");
+    return known->second;
 }
 
 std::unique_ptr<Backend> Queue::backend_for_another(const DriveOptions& drive) const {
@@ -249,9 +287,9 @@ std::vector<Outcome> Queue::wait_ended() {
         if (in_vain && has_some && seen == takes_ && coming_ == 0) break;
         looks_in_vain = pending_ == 0 && ended_.empty() ? looks_in_vain + 1 : 0;
     }
-    std::vector<Outcome> all = taken();
-    std::move(handed_back_.begin(), handed_back_.end(), std::back_inserter(all));
-    handed_back_.clear();
+    std::vector<Outcome> all = std::exchange(handed_back_, {});  // these ended first
+    std::vector<Outcome> others = taken();
+    std::move(others.begin(), others.end(), std::back_inserter(all));
     return all;
 }
 
@@ -283,7 +321,7 @@ void Queue::hear(Ticket& ticket, const std::shared_ptr<Doorbell>& bell) {
             }
         }
     }
-    const std::shared_ptr<Drive> drive = ticket.drive_.lock();
+    const std::shared_ptr<Drive> drive = ticket.taken() ? ticket.drive_.lock() : nullptr;
     if (drive && !(bell && drive->serve_loop(bell))) drive->attend();
 }
 
@@ -296,11 +334,14 @@ void Queue::serve_loop(Doorbell& bell) {
         for (const auto& [device, drive] : drives_) drives.push_back(drive);
     }
     for (const std::shared_ptr<Drive>& drive : drives) drive->lead_for_loops();
+    // Before the caller takes what has ended: what ends later rings.
+    bell.listen();
 }
 
 void Queue::stop(Ticket& ticket) {
     if (belongs_to_a_parent()) return;
     ticket.stop();
+    if (!ticket.taken()) return;
     if (const std::shared_ptr<Drive> drive = ticket.drive_.lock()) drive->end_stopped();
 }
 
@@ -325,7 +366,7 @@ std::optional<std::vector<Outcome>> Queue::wait_for(Ticket& ticket,
 }
 
 void Queue::wait_for_end(Ticket& ticket, std::chrono::nanoseconds timeout) const {
-    const std::shared_ptr<Drive> drive = ticket.drive_.lock();
+    const std::shared_ptr<Drive> drive = ticket.taken() ? ticket.drive_.lock() : nullptr;
     const bool may_lead = drive && timeout >= brief;
     if (may_lead && drive->lead_while_zero(ticket.state_)) return;
     ++ticket.sleepers_;

@@ -15,6 +15,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -41,14 +42,17 @@ class Doorbell {
 
     [[nodiscard]] int descriptor() const noexcept { return poll_; }
     void ring() noexcept;
-    // Lets it ring when `descriptor` can be read, which answer() reads, until it is closed.
+    // Lets it ring each time that an event is signalled on `descriptor`, until that is closed.
     void watch(int descriptor);
+    // Stops ringing. What ring() is called for until listen() makes no sound: the caller looks
+    // after all that has ended by then.
     void answer() noexcept;
+    void listen() noexcept { rung_ = false; }
 
   private:
     int poll_;
     int signal_;
-    std::atomic<bool> rung_ = false;  // and not answered
+    std::atomic<bool> rung_ = false;  // and not answered, or answered just now
 };
 
 // The submitter's hold on an operation: to take it back while it has not begun, and to wait for its
@@ -58,6 +62,10 @@ class Ticket {
     // Whoever comes first decides. True: the drive may begin; it never will.
     [[nodiscard]] bool begin() noexcept { return claim(Claim::begun); }
     [[nodiscard]] bool cancel() noexcept { return claim(Claim::cancelled); }
+    // True for the first caller: it hands the operation to a queue, and no other thread does. Until
+    // the queue has taken it, take_back() lets another thread do so.
+    [[nodiscard]] bool hand_in() noexcept { return !handed_in_.exchange(true); }
+    void take_back() noexcept { handed_in_ = false; }
     // Whether a queue took the operation: it then ends, exactly once.
     [[nodiscard]] bool taken() const noexcept { return taken_; }
     // Lets go whoever waits for the end now or later: it was cancelled, and the drive may be long
@@ -80,9 +88,10 @@ class Ticket {
     }
 
     std::atomic<Claim> claim_{Claim::free};
+    std::atomic<bool> handed_in_ = false;
     std::atomic<bool> taken_ = false;
     std::atomic<bool> stopped_ = false;
-    std::weak_ptr<Drive> drive_;      // set before it is taken
+    std::weak_ptr<Drive> drive_;      // set before it is taken, and read only after that
     bool heard_ = false;              // the queue's own thread is told of its end at once
     std::shared_ptr<Doorbell> bell_;  // rings at its end
     static constexpr std::uint32_t ended = 1;
@@ -143,11 +152,19 @@ struct DriveOptions {
 // Returns them as they are; throws std::invalid_argument where they make no sense together.
 [[nodiscard]] DriveOptions checked(DriveOptions options);
 
+// When small operations are handed to the kernel, where no thread leads their drive.
+enum class Issue : std::uint8_t {
+    now,
+    soon,  // with others, by an event loop or a thread that waits; else by the drive's own thread,
+           // when it looks for what was left (see docs/decisions/0032)
+};
+
 struct DriveStats {
     std::string backend;
     std::uint64_t operations = 0;
     std::uint64_t failed = 0;
     std::uint64_t chunks = 0;
+    std::uint64_t submissions = 0;  // times that requests were handed to the kernel
     std::uint64_t read_bytes = 0;
     std::uint64_t written_bytes = 0;
     std::uint64_t bounced_bytes = 0;  // copied through the drive's own memory
@@ -177,8 +194,9 @@ class Drive {
     Drive(const Drive&) = delete;
     Drive& operator=(const Drive&) = delete;
 
-    // Small operations reach the kernel before it returns, where no other thread leads.
-    void submit(Operation operation);
+    // Issue::now: where no other thread leads and all are small, they reach the kernel before it
+    // returns, in one call.
+    void submit(std::span<Operation> operations, Issue when);
     // Leads until `state` is not 0, a signal handler has run or Wait::briefly is over. False at
     // once where another thread leads: the caller then counts as one that waits, until
     // stop_following.
@@ -364,13 +382,14 @@ class Drive {
     std::uint64_t inflight_ = 0;
     std::uint32_t in_kernel_ = 0;
     std::uint32_t direct_in_kernel_ = 0;
+    bool pushed_ = false;            // requests that the backend did not hand on yet
     std::vector<Outcome> outcomes_;  // not yet reported
 
     struct Counters {
-        std::atomic<std::uint64_t> operations{0}, failed{0}, chunks{0}, read_bytes{0},
-            written_bytes{0}, bounced_bytes{0}, buffered_bytes{0}, retries{0}, short_transfers{0},
-            direct_refused{0}, inflight_bytes{0}, peak_inflight_bytes{0}, registered_bytes{0},
-            own_bytes{0};
+        std::atomic<std::uint64_t> operations{0}, failed{0}, chunks{0}, submissions{0},
+            read_bytes{0}, written_bytes{0}, bounced_bytes{0}, buffered_bytes{0}, retries{0},
+            short_transfers{0}, direct_refused{0}, inflight_bytes{0}, peak_inflight_bytes{0},
+            registered_bytes{0}, own_bytes{0};
         std::atomic<int> registration_error{0};
     };
     Counters counters_;

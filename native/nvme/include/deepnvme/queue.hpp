@@ -43,9 +43,16 @@ class Queue {
     [[nodiscard]] std::shared_ptr<OpenFile> open(
         const std::string& path, OpenMode mode, DirectIO direct, unsigned permissions,
         const std::optional<DriveOptions>& drive = std::nullopt);
-    // Waits at most `patience` for room. False: max_pending operations are still pending. Throws
-    // ClosedError, ForkedError.
-    [[nodiscard]] bool submit(Operation operation, std::chrono::nanoseconds patience);
+    // Waits at most `patience` for room. False: max_pending operations are still pending. `bell` is
+    // as in hear(), for an operation with a ticket; its event loop then issues small operations as
+    // well, which it does together: the caller lets it call serve_loop soon. Throws ClosedError,
+    // ForkedError.
+    [[nodiscard]] bool submit(Operation operation, std::chrono::nanoseconds patience,
+                              const std::shared_ptr<Doorbell>& bell = nullptr);
+    // Submits as many of them as there is room for, in their order, together; returns how many.
+    // Waits at most `patience` for room for the first.
+    [[nodiscard]] std::size_t submit_many(std::vector<Operation> operations,
+                                          std::chrono::nanoseconds patience);
 
     // Lets the pool's arenas be registered with every ring, beside those of other pools, as soon as
     // nothing is in flight there; lets them be forgotten again.
@@ -94,7 +101,9 @@ class Queue {
     [[nodiscard]] std::unique_ptr<Backend> backend_for_another(const DriveOptions& drive) const;
     void refuse_if_forked() const;
     void refuse_if_unusable() const;
-    void hand_over(Operation operation);
+    [[nodiscard]] std::size_t take_room(std::size_t wanted, std::chrono::nanoseconds patience);
+    void give_room(std::size_t unused);
+    [[nodiscard]] std::shared_ptr<Drive> drive_of(const Operation& operation) const;
     [[nodiscard]] std::vector<std::shared_ptr<Arena>> arenas() const;
     void tell_drives_of_arenas();
     void ended(std::vector<Outcome> outcomes);
