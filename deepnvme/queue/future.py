@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from deepnvme import _native
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["SLICE_S", "IOFuture", "Waiter", "awaited", "tell_loops"]
 
 _T = TypeVar("_T")
+# What its repr says of an operation: the verb, the file's path, the offset and the bytes. Not the
+# file itself, which would stay open as long as the future is held.
+About: TypeAlias = "tuple[_native.Verb, str, int | str, int]"
 SLICE_S = 0.1
 """How long one call may wait in native code.
 
@@ -109,10 +112,13 @@ class IOFuture(concurrent.futures.Future[_T]):
         waiter: Waiter,
         memory: Memory | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        about: About,
     ) -> None:
         self._ticket = ticket
         self._waiter = waiter
         self._memory = memory
+        self._about = about
         self._loop = loop  # which completes it, if it was submitted there
         self._awaiting: list[asyncio.Future[None]] = []
 
@@ -122,6 +128,21 @@ class IOFuture(concurrent.futures.Future[_T]):
             "a future is neither pickled nor copied: pass its result on, or itself within this "
             "process"
         )
+
+    def __repr__(self) -> str:
+        """Show the file, the place, the size and the state. Waits for nothing."""
+        verb, path, offset, nbytes = self._about
+        if self._state in _UNDER_WAY:
+            state = "under way"
+        elif self._state != _FINISHED:
+            state = "cancelled"
+        elif self._exception is None:
+            state = f"ended with {self._result}"
+        else:
+            state = f"failed: {self._exception}"
+        what = verb.name.lower().replace("_", " ")
+        place = "" if what.startswith("sync") else f" of {nbytes} B at offset {offset}"
+        return f"<IOFuture: {what}{place}, {path}, {state}>"
 
     def cancel(self) -> bool:
         """Take the operation back if it has not begun; return whether that was so."""

@@ -130,7 +130,9 @@ class Pending:
         address, asked = (memory.address, memory.nbytes) if memory else (0, 0)
         ticket = _native.Ticket()
         loop, listener = self._loop_here()
-        future: IOFuture[Any] = IOFuture(ticket, self, memory, loop)
+        future: IOFuture[Any] = IOFuture(
+            ticket, self, memory, loop, about=(verb, file.path, offset, asked)
+        )
         number = next(self._numbers)
         wait_s = SLICE_S if patience_s is None else patience_s
         try:
@@ -171,9 +173,11 @@ class Pending:
         of these futures.
         """
         ticket = _native.Ticket()
-        future: IOFuture[int] = IOFuture(ticket, self, memory)
-        number = next(self._numbers)
         address, nbytes, _ = memory
+        future: IOFuture[int] = IOFuture(
+            ticket, self, memory, about=(verb, file.path, offset, nbytes)
+        )
+        number = next(self._numbers)
         self._works[number] = (future, verb, file, offset, nbytes, _FAILS)
         self._unsent.append(
             (number, verb, file, address, nbytes, offset, _FAILS, ticket, 0, NO_DEADLINE_S)
@@ -231,7 +235,10 @@ class Pending:
             numbers.extend((memory.address, memory.nbytes, offset))
         ticket = _native.Ticket()
         holder = Memory(0, sum(numbers[1::3]), tuple(memory.holder for memory in memories))
-        future: IOFuture[int] = IOFuture(ticket, self, holder)
+        where = f"{offsets[0] if offsets else 0} and {len(offsets) - 1} more"
+        future: IOFuture[int] = IOFuture(
+            ticket, self, holder, about=(verb, file.path, where, holder.nbytes)
+        )
         number = next(self._numbers)
         wait_s = SLICE_S if patience_s is None else patience_s
         places = _Places(numbers)

@@ -262,6 +262,22 @@ class IOQueue:
                 raise
         return file
 
+    async def open_async(
+        self,
+        path: str | os.PathLike[str],
+        mode: _Mode = "r",
+        *,
+        size: int | str | None = None,
+        direct: Direct = Direct.AUTO,
+        permissions: int = 0o666,
+    ) -> File:
+        """As `open`, in a thread: the event loop goes on meanwhile."""
+        import asyncio  # costs a third of importing this package, and a coroutine has it
+
+        return await asyncio.to_thread(
+            self.open, path, mode, size=size, direct=direct, permissions=permissions
+        )
+
     def settings_for(self, path: str | os.PathLike[str]) -> Settings:
         """Return how this queue uses the drive that `path` is on, or would be if there were such a
         file.
@@ -282,9 +298,7 @@ class IOQueue:
         )
 
     def batch(self) -> Batch:
-        """Return a context in which several operations are submitted, and waited for together at
-        its end.
-        """
+        """Return a context whose operations are submitted together, and waited for at its end."""
         return Batch()
 
     def use_pool(self, pool: Pool) -> None:
@@ -347,6 +361,25 @@ class IOQueue:
     ) -> None:
         """Close."""
         self.close()
+
+    async def close_async(self) -> None:
+        """As `close`, in a thread: the event loop goes on meanwhile."""
+        import asyncio  # as in open_async
+
+        await asyncio.to_thread(self.close)
+
+    async def __aenter__(self) -> IOQueue:
+        """Return itself."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close without stopping the event loop."""
+        await self.close_async()
 
     def __reduce__(self) -> str:
         """Refuse to be pickled or copied."""
@@ -644,6 +677,18 @@ class File:
         _check_range("size", nbytes)
         self._open().truncate(nbytes)
 
+    async def preallocate_async(self, nbytes: int | str) -> None:
+        """As `preallocate`, in a thread: the event loop goes on meanwhile."""
+        import asyncio  # as in IOQueue.open_async
+
+        await asyncio.to_thread(self.preallocate, nbytes)
+
+    async def truncate_async(self, nbytes: int | str) -> None:
+        """As `truncate`, in a thread: the event loop goes on meanwhile."""
+        import asyncio  # as in IOQueue.open_async
+
+        await asyncio.to_thread(self.truncate, nbytes)
+
     @property
     def closed(self) -> bool:
         """Whether `close()` was called."""
@@ -652,6 +697,19 @@ class File:
     def close(self) -> None:
         """Take no more operations. Those under way keep the file open until they have ended."""
         self._native = None
+
+    async def __aenter__(self) -> File:
+        """Return itself."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close, which waits for nothing."""
+        self.close()
 
     def __reduce__(self) -> str:
         """Refuse to be pickled or copied."""

@@ -347,3 +347,35 @@ def test_other_threads_run_while_one_waits_for_room(tmp_path: Path) -> None:
 def test_any_whole_number_of_seconds_can_be_waited(tmp_path: Path, queue: IOQueue) -> None:
     with queue.open(tmp_path / "file", "w") as file:
         assert file.pwrite(b"x").result(10**400) == 1
+
+
+# --- what it shows --------------------------------------------------------------------------------
+
+
+def test_a_future_shows_file_offset_size_and_state(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with held("memory", path) as (_, file, first):
+        later = file.pwrite(b"abc", 7)
+        many = file.pwrite_many([b"ab", b"c"], [20, 30])
+        cancelled = file.pread(bytearray(3))
+        assert cancelled.cancel()
+        sync = file.sync()
+        assert repr(later) == f"<IOFuture: write of 3 B at offset 7, {path}, under way>"
+        assert repr(cancelled) == f"<IOFuture: read of 3 B at offset 0, {path}, cancelled>"
+        assert repr(sync) == f"<IOFuture: sync data, {path}, under way>"
+        first.result(TIMEOUT_S)
+        assert many.result(TIMEOUT_S) == 3
+        assert repr(many) == (
+            f"<IOFuture: write of 3 B at offset 20 and 1 more, {path}, ended with 3>"
+        )
+        assert later.result(TIMEOUT_S) == 3
+        assert repr(later) == f"<IOFuture: write of 3 B at offset 7, {path}, ended with 3>"
+        failed = file.pread(bytearray(10), 1 << 30)
+        assert isinstance(failed.exception(TIMEOUT_S), ShortReadError)
+        assert f"{path}, failed: " in repr(failed)
+
+
+def test_showing_a_future_neither_waits_nor_asks_for_its_end(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file") as (_, _, first):
+        assert "under way" in repr(first)
+        assert not first.__dict__.keys() & {"_condition", "_seen"}

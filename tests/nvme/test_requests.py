@@ -189,6 +189,40 @@ def test_a_stopped_operation_says_how_much_it_moved(tmp_path: Path, backend: str
 # --- event loops ----------------------------------------------------------------------------------
 
 
+def test_coroutines_open_change_and_close_without_stopping_the_loop(
+    tmp_path: Path, backend: str
+) -> None:
+    async def main() -> int:
+        async with (
+            IOQueue(backend) as queue,
+            await queue.open_async(tmp_path / "file", "w", size="8KiB") as file,
+        ):
+            await file.pwrite(b"abc")
+            await file.truncate_async(2 * PAGE)
+            await file.preallocate_async("16KiB")
+            await file.sync()
+            size = file.size
+        assert (file.closed, queue.closed) == (True, True)
+        return size
+
+    assert asyncio.run(main()) == 4 * PAGE
+
+
+def test_a_coroutine_is_told_that_there_is_no_such_file(tmp_path: Path, queue: IOQueue) -> None:
+    with pytest.raises(FileNotFoundError, match="missing"):
+        asyncio.run(queue.open_async(tmp_path / "missing"))
+
+
+def test_leaving_a_queue_in_a_coroutine_waits_for_its_operations(
+    tmp_path: Path, backend: str
+) -> None:
+    async def main() -> IOFuture[int]:
+        async with IOQueue(backend, faults=FaultPlan().delay(delay_us=50_000, every=1)) as queue:
+            return queue.open(tmp_path / "file", "w").pwrite(b"abc")
+
+    assert asyncio.run(main()).result(0) == 3
+
+
 def test_asyncio_wait_takes_futures(tmp_path: Path, queue: IOQueue) -> None:
     async def main() -> set[int]:
         with queue.open(tmp_path / "file", "w") as file:

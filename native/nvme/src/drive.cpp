@@ -731,13 +731,19 @@ void Drive::widen_to_pages(Chunk& chunk, std::uint64_t rest) const {
     chunk.trail = static_cast<std::uint32_t>(outer(chunk.length) - lead - chunk.length);
 }
 
-bool Drive::needs_block(const Chunk& chunk) const {
+bool Drive::is_widened(const Chunk& chunk) {
     return chunk.lead > 0 || chunk.trail > 0;
+}
+
+// Of a chunk that needs_bounce(). A slot has room for a whole chunk: small ones in slots would leave
+// little in flight.
+bool Drive::needs_block(const Chunk& chunk) const {
+    return is_widened(chunk) || (block_bytes_ > 0 && chunk.length <= largest_block);
 }
 
 bool Drive::needs_bounce(const Chunk& chunk) const {
     if (!chunk.direct) return false;
-    if (needs_block(chunk)) return true;
+    if (is_widened(chunk)) return true;
     const std::byte* const memory = chunk.memory;
     if (reinterpret_cast<std::uintptr_t>(memory) %
             chunk.active->operation.file->memory_alignment() !=

@@ -249,7 +249,7 @@ class Drive {
         std::uint32_t lead = 0;   // direct reads: bytes asked for before the first that is wanted
         std::uint32_t trail = 0;  // and behind the last
         std::int32_t slot = -1;   // bounce slot, -1: none
-        std::shared_ptr<Block> block = nullptr;  // in place of a slot, for a small read
+        std::shared_ptr<Block> block = nullptr;  // in place of a slot, for a small chunk
         bool direct = false;
         bool in_kernel = false;
         std::uint8_t attempts = 0;
@@ -302,6 +302,7 @@ class Drive {
     [[nodiscard]] static Piece rest_of_piece(const Active& active);
     void widen_to_pages(Chunk& chunk, std::uint64_t rest) const;
     [[nodiscard]] bool needs_bounce(const Chunk& chunk) const;
+    [[nodiscard]] static bool is_widened(const Chunk& chunk);
     [[nodiscard]] bool needs_block(const Chunk& chunk) const;
     [[nodiscard]] bool make_bounce_slots();
     [[nodiscard]] bool make_blocks();
