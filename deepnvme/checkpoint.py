@@ -51,8 +51,8 @@ def save(
     far as that needs. The new state lies beside the last two commits, so a place that is saved to
     again and again takes three times the state; a `capacity` of that reserves it at once.
 
-    Tensors on a GPU, or whose bytes are not one piece of memory, are copied one by one as they are
-    written.
+    Tensors on a GPU, and tensors that are not one piece of memory, are copied one by one while they
+    are written.
 
     Raises:
         VolumeError: a drive has no such room; what was saved before is still there.

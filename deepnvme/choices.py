@@ -27,10 +27,10 @@ def chosen(kind: type[_Choice], value: _Choice | str, what: str) -> _Choice:
     """
     if isinstance(value, kind):
         return value
-    for each in kind:
-        if isinstance(value, str) and value == _text_of(each):
-            return each
-    choices = ", ".join(f"{kind.__name__}.{each.name} ({_text_of(each)!r})" for each in kind)
+    for member in kind:
+        if isinstance(value, str) and value == _text_of(member):
+            return member
+    choices = ", ".join(f"{kind.__name__}.{member.name} ({_text_of(member)!r})" for member in kind)
     raise ValueError(f"{what}: expected one of {choices}; got {value!r}")
 
 

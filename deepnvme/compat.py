@@ -105,7 +105,7 @@ class aio_handle:  # noqa: N801 - the name that programs use
 
     `wait()` waits for all that is pending, and raises what failed.
 
-    `queue` is the IOQueue below, for whoever wants more than this. `block_size` decides its chunk
+    `queue` is the IOQueue below, for all that this class lacks. `block_size` decides its chunk
     and `queue_depth` its bytes in flight; the other parameters have no effect and are kept for the
     `get_` methods. With a `file_offset`, a write changes those bytes and no others; without, the
     file becomes what the buffer holds.
@@ -328,7 +328,7 @@ class aio_handle:  # noqa: N801 - the name that programs use
             return self.queue.open(path, "r+")
         try:
             return self.queue.open(path, "x", permissions=0o600)
-        except FileExistsError:  # made by somebody else meanwhile
+        except FileExistsError:  # another process made it meanwhile
             return self.queue.open(path, "r+")
 
     def _validation(
@@ -447,9 +447,7 @@ class _LockedTensors:
                 "numpy arrays of the same memory"
             ) from None
         if not isinstance(example, torch.Tensor):
-            raise TypeError(
-                f"expected an example tensor, whose dtype is taken; got {type(example).__name__}"
-            )
+            raise TypeError(f"expected a tensor, for its dtype; got {type(example).__name__}")
         if num_elem == 0:
             return torch.empty(0, dtype=example.dtype)
         nbytes = _positive("num_elem", num_elem) * example.element_size()
@@ -497,7 +495,7 @@ class _LockedTensors:
 
     @classmethod
     def _forget_unused(cls) -> None:
-        """Let go of the pools whose tensors are gone.
+        """Let go of the pools without tensors.
 
         Not as they go: that may be on a thread which the queue needs.
         """
@@ -536,7 +534,7 @@ def _end(operation: _HandleOperation) -> int:
 def _abandon(queue: IOQueue, pending: list[_HandleOperation], owner: int) -> None:
     """End the operations of a handle that is gone.
 
-    Nobody is left to raise to, so errors are told by a warning.
+    No caller is left to raise to: errors become a warning.
     """
     if os.getpid() != owner:
         return

@@ -175,17 +175,17 @@ class VolumeError(NVMeError):
 
 
 class VolumeLockedError(VolumeError):
-    """Somebody else has the directory open for `use`; `pid` is a process, None where the kernel
-    does not tell.
+    """Another process or handle has the directory open for `use`.
+
+    `pid` is that process; None where the kernel does not say which.
     """
 
     def __init__(self, path: str, pid: int | None, use: str = "writing") -> None:
         who = {None: "another process", os.getpid(): "this process"}.get(pid, f"process {pid}")
         super().__init__(
             errno_names.EWOULDBLOCK,
-            f"{who} has this volume open for {use}; close it there first. Several may read at "
-            "once, and nobody while "
-            "one writes",
+            f"{who} has this volume open for {use}. Close it there first: several processes may "
+            "read a volume at once, and none may open it while one writes.",
             path=path,
         )
         self.pid = pid

@@ -114,7 +114,7 @@ def _copy(source: _Source, target: _Target, advance: Callable[[int], None]) -> N
             if writing is not None:
                 writing.result()
             writing = writer.submit(target.write, tensors)
-            advance(sum(each.memory.nbytes for each in tensors.values()))
+            advance(sum(tensor.memory.nbytes for tensor in tensors.values()))
         if writing is not None:
             writing.result()
 
@@ -170,7 +170,9 @@ def _of_store(store: TensorStore, *, to_file: bool) -> _Source:
 
     def read(names: Sequence[str]) -> _Tensors:
         out = {prefix + name: _new(*kinds[name]) for name in names}
-        return {name.removeprefix(prefix): each for name, each in store.get_many(out, out).items()}
+        return {
+            name.removeprefix(prefix): tensor for name, tensor in store.get_many(out, out).items()
+        }
 
     in_order = sorted(
         records, key=lambda name: [(it.member, it.offset) for it in records[name].extents]
@@ -256,7 +258,7 @@ def _room_for_store(place: Place, *, force: bool) -> Iterator[Sequence[Path]]:
             "--force"
         )
         raise FileExistsError(errno.EEXIST, what, str(taken[0]))
-    with Volume.open(place.paths) as old:  # nobody uses it, and it is whole
+    with Volume.open(place.paths) as old:  # no process uses it, and it is whole
         directories = [Path(os.path.realpath(directory)) for directory in old.directories]
         for directory in directories:
             _check_replaceable(directory)
@@ -266,7 +268,7 @@ def _room_for_store(place: Place, *, force: bool) -> Iterator[Sequence[Path]]:
         aside = [
             directory.with_name(f".{directory.name}.deepnvme-old") for directory in directories
         ]
-        # of a copy that was killed: whoever makes one has the old store locked
+        # Left by a copy that was killed: a running copy has the old store locked.
         _remove_all([*beside, *aside])
         with ExitStack() as undo:
             undo.callback(_remove_all, beside)

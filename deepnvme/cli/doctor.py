@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def settings_text(measured: Settings | None) -> str:
-    """Return in words what a queue that is told nothing does with a drive."""
+    """Return in words how a queue without settings of its own uses a drive."""
     settings = settle(measured)
     return (
         f"chunks of {format_bytes(settings.chunk_bytes)}, {format_bytes(settings.inflight_bytes)} "

@@ -122,7 +122,7 @@ def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def printable(name: str) -> str:
-    """Return a name as a terminal may show it: whoever wrote the file chose it."""
+    """Return a name as a terminal may show it: the name comes from a file, and may be hostile."""
     return name if name.isprintable() else ascii(name)[1:-1]
 
 

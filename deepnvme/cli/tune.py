@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
             f"there is no place for a profile: let the environment variable {PROFILE_VARIABLE} "
             "name one"
         )
-    read_profile(kept_in)  # a file that cannot be added to is told now
+    read_profile(kept_in)  # fails before the measurement, where the file cannot be read
     directory = usable_directory(options.directory, _FILE_BYTES)
     key, backend = drive_key(directory), usable_backend("auto")
     sizes, ways = _measure(directory, options.seconds, backend)

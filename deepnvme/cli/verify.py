@@ -70,12 +70,12 @@ def _verified_store(place: Place, generation: int | None) -> int:
         with byte_progress(f"verifying {place}", total) as advance:
             damage = store.verify(lambda _name, nbytes: advance(nbytes))
         generation = store.generation if generation is None else generation
-    for each in damage:
-        where = f"bytes {each.offset} to {each.offset + each.nbytes}"
-        print(f"{place}: damaged: {printable(each.name)}, {where}: {each.reason}")
+    for piece in damage:
+        where = f"bytes {piece.offset} to {piece.offset + piece.nbytes}"
+        print(f"{place}: damaged: {printable(piece.name)}, {where}: {piece.reason}")
     unsummed = sum(record.checksums is None for record in records)
     only_read = f"; without checksums, so only read: {unsummed}" if unsummed else ""
-    outcome = f"damaged: {len({each.name for each in damage})}" if damage else "all sound"
+    outcome = f"damaged: {len({piece.name for piece in damage})}" if damage else "all sound"
     what = f"generation {generation}, {tensor_count(len(records))}, {format_bytes(total)}"
     print(f"{place}: {what}: {outcome}{only_read}")
     return _DAMAGED if damage else _SOUND

@@ -1,3 +1,3 @@
-"""Files whose format other libraries read and write as well."""
+"""Files in formats that other libraries read and write as well."""
 
 __all__ = ()

@@ -34,7 +34,7 @@ def open(  # the name that gzip, bz2 and numpy's friends give it
     block_bytes: int | str = "1MiB",
     queue: IOQueue | None = None,
 ) -> FileObject:
-    """Open a file as a binary file object whose bytes go past the page cache.
+    """Open a file as a binary file object that reads and writes past the page cache.
 
     `block_bytes` is how much is read ahead or collected at a time, a multiple of 4096; three such
     blocks of memory are taken. "wb" and "xb" write only, unlike "r+b".

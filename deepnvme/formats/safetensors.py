@@ -188,7 +188,7 @@ def write_safetensors(
         NVMeError: the drive failed; what had that name is still there.
     """
     given = {name: described(name, tensor, describe) for name, tensor in tensors.items()}
-    layout = {name: (each.code, each.shape) for name, each in given.items()}
+    layout = {name: (tensor.code, tensor.shape) for name, tensor in given.items()}
     with SafetensorsWriter(path, layout, metadata, durability=durability, queue=queue) as writer:
         writer.write({name: given[name] for name in writer.names})
 
@@ -197,7 +197,7 @@ def write_safetensors(
 
 
 class SafetensorsFile:
-    """An open file whose header was checked. A context manager; one thread at a time.
+    """An open file with a checked header. A context manager; one thread at a time.
 
     Raises:
         SafetensorsError: it is not a valid file of this format.
@@ -489,8 +489,8 @@ class Order(Enum):
 
 
 class SafetensorsWriter:
-    """Writes one file: is told of all tensors first, then given them in the order of `names`, in
-    one or several calls.
+    """Writes one file: gets the names and shapes of all tensors first, then their bytes in the
+    order of `names`, in one or several calls.
 
     With `sums`, these are computed of the bytes as they are written. Small tensors pass
     `staging_bytes` of memory.
@@ -548,13 +548,12 @@ class SafetensorsWriter:
         due = self.names[self._written : self._written + len(tensors)]
         if tuple(tensors) != due:
             raise ValueError(f"expected the tensors {shown(due)} next, got {shown(tuple(tensors))}")
-        for name, each in tensors.items():
-            if (each.code, each.shape) != self._layout[name]:
-                raise ValueError(
-                    f"{name!r} was announced as {self._layout[name]}, not {(each.code, each.shape)}"
-                )
-        for each in tensors.values():
-            self._pages.append(each.memory)
+        for name, tensor in tensors.items():
+            layout = tensor.code, tensor.shape
+            if layout != self._layout[name]:
+                raise ValueError(f"{name!r} was announced as {self._layout[name]}, not {layout}")
+        for tensor in tensors.values():
+            self._pages.append(tensor.memory)
         self._pages.wait()
         self._written += len(tensors)
 
@@ -579,7 +578,7 @@ class SafetensorsWriter:
         self.end_tensor()
 
     def append(self, part: Memory) -> None:
-        """Write the next bytes of the tensor whose turn it is. They are free when this returns."""
+        """Write the next bytes of the current tensor. Their memory is free when this returns."""
         self._pages.append(part)
         self._pages.wait()
 

@@ -48,7 +48,7 @@ class Severity(str, Enum):
 class Chosen(Enum):
     """How a directory came to be looked at."""
 
-    BY_NAME = "by name"  # somebody wants to use it: that it cannot be used is a blocker
+    BY_NAME = "by name"  # the user wants this one: if it cannot be used, that is a blocker
     BY_DEFAULT = "by default"  # it is only where the command was started: another one can be named
 
 
@@ -67,7 +67,7 @@ class Finding:
 
 
 def blocker(id: str, subject: str, what: str, remedy: str) -> Finding:
-    """Return a finding in whose face nothing works."""
+    """Return a finding with which deepnvme cannot work here."""
     return Finding(id=id, severity=Severity.BLOCKER, subject=subject, what=what, remedy=remedy)
 
 

@@ -1,8 +1,8 @@
 """How a queue uses each drive: the settings, their defaults, and the file that keeps what `deepnvme
 tune` found best.
 
-A queue reads that file once, when it is made; what is wrong with it is told by one warning and
-fails no operation. Drives are known by what sysfs says of them, never by opening one.
+A queue reads that file once, when it is made. A damaged file gives one warning and fails no
+operation. sysfs identifies the drives; none is opened for that.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Profile:
             device = _device(path)
             if device not in self._by_device:
                 self._by_device[device] = self.drives.get(drive_key(path))
-        except OSError:  # whoever opens the file is told why
+        except OSError:  # opening the file will raise the same, with its reason
             return None
         return self._by_device[device]
 
@@ -128,8 +128,8 @@ def settle(
 ) -> Settings:
     """Return the settings to use: what is asked for, else what was `measured`, else the defaults.
 
-    Chunk and bytes in flight were measured as a pair: whoever asks for one of them gets the default
-    of the other.
+    Chunk and bytes in flight were measured as a pair. If you ask for one of them, the other is the
+    default.
     """
     known = measured or Settings()
     pair = known if chunk_bytes is None and inflight_bytes is None else Settings()
@@ -153,7 +153,7 @@ def profile_path() -> Path | None:
     if not Path(folder).is_absolute():
         try:
             folder = str(Path.home() / ".config")
-        except RuntimeError:  # nobody's home, as in a container with an arbitrary user
+        except RuntimeError:  # the user has no home, as in a container with an arbitrary user
             return None
     return Path(folder, "deepnvme", "profile.json")
 

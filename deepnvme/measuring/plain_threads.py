@@ -34,7 +34,8 @@ def measure_threads(load: Load, buffers: Sequence[memoryview]) -> Measured:
             failures.append(error)
 
     threads = [
-        threading.Thread(target=work, args=each) for each in zip(buffers, latencies, strict=True)
+        threading.Thread(target=work, args=arguments)
+        for arguments in zip(buffers, latencies, strict=True)
     ]
     before_s, start_s = time.process_time(), time.perf_counter()
     for thread in threads:

@@ -128,9 +128,7 @@ class Description(NamedTuple):
 
 @dataclass(frozen=True)
 class Scattered:
-    """A tensor or array whose bytes are to be copied before they can be written: on a device, in
-    strides, or lazy.
-    """
+    """A tensor or array that must be copied before it is written: on a device, strided, or lazy."""
 
     code: str
     shape: tuple[int, ...]
@@ -237,8 +235,8 @@ def describe(thing: Any) -> Description:
     """Return what is stored of a tensor on the CPU, a numpy array or any buffer: bytes are U8 of
     one dimension.
 
-    A description is returned as it is: so whoever has neither torch nor a numpy dtype can pass on
-    what was read. The memory is for reading, and stays valid as long as the description lives.
+    A description is returned as it is: a program with neither torch nor a numpy dtype can pass on
+    what it read. The memory is for reading, and stays valid as long as the description lives.
 
     Raises:
         TypeError: its dtype has no code, or its memory is not the host's.

@@ -91,7 +91,7 @@ def not_contiguous(kind: str, *, how: str) -> ValueError:
 
 
 def refuse_unless_plain(tensor: Any, torch: Any) -> None:
-    """Refuse a torch tensor, wherever it is, whose bytes in order are not its values in order.
+    """Refuse a torch tensor, on any device, if its bytes in order are not its values in order.
 
     Raises:
         TypeError: it is not dense.
@@ -120,9 +120,7 @@ def _of_tensor(tensor: Any, torch: Any) -> Memory:
 
 
 def _of_array_interface(array: Any, *, writable: bool) -> Memory:
-    """Handle arrays whose element type the buffer protocol cannot name, such as ml_dtypes'
-    bfloat16.
-    """
+    """Handle arrays of types that the buffer protocol cannot name, such as ml_dtypes' bfloat16."""
     interface = array.__array_interface__
     address, read_only = interface["data"]
     if interface.get("strides") is not None:

@@ -1,9 +1,9 @@
-"""Memory for I/O in buffers of any size, whose pages are used again for buffers of other sizes.
+"""Memory for I/O in buffers of any size; their pages are used again for buffers of other sizes.
 
 New pages cost as much time as filling them, as the kernel clears them first; pages that were given
-back only change their addresses. For whoever takes and gives back many MiB all the time within one
-limit, and would lose room to gaps in a `Pool`. No ring registers this memory: the kernel looks its
-pages up in each transfer.
+back only change their addresses. For programs that take and give back many MiB all the time within
+one limit, and would lose room to gaps in a `Pool`. No ring registers this memory: the kernel looks
+its pages up in each transfer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PageStock:
         self._native = _native.PageStock()
 
     def take(self, nbytes: int | str, *, keep: int | str = 0) -> memoryview:
-        """Return `nbytes` of memory as a writable memoryview, with whatever somebody left in it.
+        """Return `nbytes` of memory as a writable memoryview, with arbitrary content.
 
         At most `keep` bytes of what was given back are idle when it returns, and were before new
         pages were asked for; what is given back later stays until the next call.
@@ -46,7 +46,7 @@ class PageStock:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that nobody has, kept for buffers to come."""
+        """Bytes in no buffer, kept for buffers to come."""
         return self._native.idle_bytes
 
     def __reduce__(self) -> str:

@@ -42,8 +42,8 @@ class Pool:
     """`nbytes` of memory for I/O, mapped and touched at once, of which buffers are cut.
 
     Give it to `IOQueue(pool=...)`: reads and writes of its buffers then go without any copy and
-    without page lookups. `numa_node` names the node whose memory it should be, best that of the
-    drive (or GPU) it serves; without it the memory is near the thread that makes the pool.
+    without page lookups. `numa_node` says which node's memory it is, best that of the drive (or
+    GPU) it serves; without it the memory is near the thread that makes the pool.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class Pool:
         return memoryview(self._native.take(byte_count("the bytes of a buffer", nbytes, 1)))
 
     def buffer_at(self, offset: int, nbytes: int) -> memoryview:
-        """Return the `nbytes` at `offset`, a multiple of 4096, for whoever planned where each
+        """Return the `nbytes` at `offset`, a multiple of 4096: for a caller that plans where each
         buffer lies.
 
         Raises:
-            PoolExhaustedError: somebody holds some of them.
+            PoolExhaustedError: some of them are in another buffer.
         """
         return memoryview(self._native.take_at(offset, nbytes))
 
@@ -131,7 +131,7 @@ class Pool:
 
         if not isinstance(dtype, torch.dtype) or str(dtype).startswith("torch.q"):  # type: ignore[redundant-expr]
             raise TypeError(
-                f"expected a dtype of torch whose values are their bytes, got {dtype!r}"
+                f"expected a dtype of torch with values that are plain bytes, got {dtype!r}"
             )
         sizes = _sizes(shape)
         count = math.prod(sizes)

@@ -1,9 +1,8 @@
 """Faults on demand: a plan of what goes wrong with which request, the same every time for the same
 seed.
 
-For the tests of whoever uses deepnvme: `IOQueue(faults=FaultPlan(seed=1).fail(nth=3,
-errno=errno.EIO))`. The faults happen below the queue, where a device's would, so everything above
-shows how it copes.
+For the tests of your program: `IOQueue(faults=FaultPlan(seed=1).fail(nth=3, errno=errno.EIO))`.
+The faults happen below the queue, where a device's would, so that all code above runs as usual.
 """
 
 from __future__ import annotations

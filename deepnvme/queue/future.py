@@ -43,7 +43,7 @@ _UNDER_WAY = (_PENDING, "RUNNING")
 
 
 class Waiter(Protocol):
-    """Whoever an operation was submitted through."""
+    """The object that an operation was submitted through."""
 
     def wait_for(self, ticket: _native.Ticket, timeout_s: float) -> bool:
         """Wait until the operation has ended; False when the time is up."""
@@ -58,7 +58,7 @@ class Waiter(Protocol):
         ...
 
     def hear(self, ticket: _native.Ticket) -> None:
-        """Complete the future as soon as its operation ends: nobody waits for it here."""
+        """Complete the future as soon as its operation ends, though no thread waits for it."""
         ...
 
     def hear_on(self, loop: asyncio.AbstractEventLoop, ticket: _native.Ticket) -> None:
@@ -240,13 +240,14 @@ class IOFuture(concurrent.futures.Future[_T]):
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def _end_unheard(self, result: _T | None, error: BaseException | None) -> bool:
-        """End unless somebody is to be told: that is for the queue's own thread.
+        """End, unless callbacks or waiters are to be called: the queue's own thread does that.
 
-        Again: only tells who sleeps here.
+        Called again for a future that has ended, it only wakes the threads that sleep here.
         """
-        # before the future ends: whoever it wakes may resize or hand on the memory at once
+        # Before the future ends: a thread that it wakes may resize or reuse the memory at once.
         self._memory = None
-        # nor is it locked: whoever sees it from here on sees its end, or is seen below
+        # No lock is taken. A thread that looks at the future from here on sees its end, or sets
+        # `_seen`, which is read again below.
         if not self._seen:
             self._result, self._exception = result, error
             self._state = _FINISHED
@@ -280,9 +281,9 @@ class IOFuture(concurrent.futures.Future[_T]):
         self.set_running_or_notify_cancel()
 
     def _end_in_child(self, error: BaseException) -> None:
-        """In a forked child: fail, and call nobody.
+        """Fail in a forked child, without calling callbacks.
 
-        The thread that held the lock at that moment may not exist here.
+        The lock is replaced: the thread that held it at the fork may not exist here.
         """
         self._memory = None
         self._seen = True
@@ -325,7 +326,7 @@ def tell_loops(ended: Iterable[IOFuture[Any]]) -> None:
             else:
                 elsewhere.setdefault(loop, []).append(waiting)
     for loop, waits in elsewhere.items():
-        with suppress(RuntimeError):  # that loop is closed: nobody waits on it
+        with suppress(RuntimeError):  # that loop is closed: no coroutine waits on it
             loop.call_soon_threadsafe(_wake_all, waits)
 
 
@@ -344,7 +345,7 @@ def awaited(future: concurrent.futures.Future[_T]) -> Generator[Any, None, _T]:
 
     Cancelling the wait leaves the operation running.
     """
-    import asyncio  # costs a third of importing this package, and whoever awaits has it
+    import asyncio  # costs a third of importing this package; a program that awaits has it
 
     waiting = asyncio.wrap_future(future)
     waiting.add_done_callback(_look_at)
@@ -352,8 +353,6 @@ def awaited(future: concurrent.futures.Future[_T]) -> Generator[Any, None, _T]:
 
 
 def _look_at(ended: asyncio.Future[Any]) -> None:
-    """Keep asyncio from reporting the error of an operation whose await was cancelled: `self` still
-    has it.
-    """
+    """Keep asyncio from reporting an error after the await was cancelled: the future has it."""
     if not ended.cancelled():
         ended.exception()

@@ -2,8 +2,8 @@
 end.
 
 Submits them. Completes futures, from the queue's own thread (`run`) or from a thread that waits for
-one of them (`wait_for`). It is all that futures and that thread know of a queue, so that a queue
-nobody holds can be collected.
+one of them (`wait_for`). Futures and that thread know no other part of a queue, so that a queue
+without references can be collected.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ class Pending:
 
     async def room(self) -> None:
         """Wait on the running loop until an operation can be submitted at once."""
-        import asyncio  # costs a third of importing this package, and whoever awaits has it
+        import asyncio  # costs a third of importing this package; a program that awaits has it
 
         loop = asyncio.get_running_loop()
         if self._of_a_parent:
@@ -366,9 +366,9 @@ class Pending:
         self._works.clear()
 
     def _complete_unheard(self, ended: list[tuple[int, int, int, int]]) -> list[int]:
-        """Complete where that calls nobody back; return the places of the others in the list.
+        """Complete futures without callbacks; return the places of the others in the list.
 
-        A signal may interrupt it anywhere, and it is called again then: each step can be repeated.
+        A signal may interrupt it anywhere. It is then called again: each step can be repeated.
         """
         declined = []
         awaited = []
@@ -411,12 +411,12 @@ class Pending:
 
         Takes no lock and may be interrupted anywhere: telling twice is harmless.
         """
-        for each in tuple(self._want_room):
-            loop, waiting = each
-            with suppress(RuntimeError):  # that loop is closed: nobody waits on it
+        for waiter in tuple(self._want_room):
+            loop, waiting = waiter
+            with suppress(RuntimeError):  # that loop is closed: no coroutine waits on it
                 loop.call_soon_threadsafe(_tell, waiting)
             with suppress(ValueError):  # another thread was faster
-                self._want_room.remove(each)
+                self._want_room.remove(waiter)
 
     def _error_of(self, work: _Work, ending: int, done: int, error: int) -> NVMeError | None:
         if ending in (_SUCCEEDED, _CANCELLED):
@@ -445,7 +445,7 @@ def short_read_error(
     why = "readinto() accepts fewer"
     if at_end is _native.AtEndOfFile.STOPS:  # the end was welcome, but not there
         why = (
-            "the file was longer when it was opened or last written here: somebody else cut it "
+            "the file was longer when it was opened or last written here: another process cut it "
             "meanwhile"
         )
     message = (

@@ -138,8 +138,8 @@ class Pipeline:
         interrupted = False
         try:
             if kind is not None and not issubclass(kind, Exception):
-                # Ctrl-C may have come between an operation and whoever notes it: memory is free
-                # once nobody holds it.
+                # Ctrl-C may have come after an operation was submitted and before its step was
+                # noted. Memory is free only once no reference to it is left.
                 self._steps = deque(replace(step, release=_nothing) for step in self._steps)
             while self._steps and kind is None:
                 self.finish_oldest()
@@ -177,8 +177,8 @@ class Staged:
         """Return free memory for one run; ends the pipeline's oldest steps for it before it waits
         for other calls.
 
-        It is free again when it was given back, and at the latest when nobody holds it: Ctrl-C
-        cannot lose it.
+        It is free again when the caller gives it back, and at the latest when no reference is left:
+        Ctrl-C cannot lose it.
         """
         while True:
             memory = self.take_unless_others_have_it(pipeline)
@@ -215,7 +215,7 @@ class Staged:
         each time.
         """
         with self._making:
-            if self._closed:  # nobody would take the registration back
+            if self._closed:  # the registration would never be taken back
                 raise ClosedError("what this staging memory belongs to is closed")
             if self._pools != before:  # another thread did
                 return
@@ -234,7 +234,7 @@ class Staged:
     def close(self) -> None:
         """Let go of the memory, which queues that go on would keep.
 
-        Whoever still reads or writes gets no more.
+        A thread that still reads or writes gets no more memory.
         """
         with self._making, suppress(ForkedError):  # the parent's queues are none of ours
             self._closed = True

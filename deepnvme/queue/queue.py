@@ -92,7 +92,7 @@ class Sync(Enum):
 
 
 class Priority(Enum):
-    """Whose turn it is among the operations that wait for a drive."""
+    """Which of the operations that wait for a drive begins first."""
 
     NORMAL = 0  # in order, among operations of its size; small ones hardly wait for large ones
     URGENT = 1  # before all normal ones
@@ -228,8 +228,8 @@ class IOQueue:
         """Open a file for I/O through this queue.
 
         Modes: "r" reads; "r+" reads and writes an existing file; "w" makes it or empties it; "x"
-        makes a new one. `size` reserves that many bytes on the drive, so that a full disk is told
-        now.
+        makes a new one. `size` reserves that many bytes on the drive now: a full disk fails here,
+        and not in a later write.
 
         Raises:
             BackendUnavailableError: only a backend that `require` does not name serves that file
@@ -298,7 +298,7 @@ class IOQueue:
         )
 
     def batch(self) -> Batch:
-        """Return a context whose operations are submitted together, and waited for at its end."""
+        """Return a context that submits its operations together and waits for them at its end."""
         return Batch()
 
     def use_pool(self, pool: Pool) -> None:
@@ -552,7 +552,8 @@ class File:
         """Fill `buffer` from `offset`. Ends in its size in bytes; a file that is too short is a
         ShortReadError.
 
-        What of it has not begun `deadline_s` seconds from now never will: a DeadlineError.
+        The parts that have not begun `deadline_s` seconds from now are not read; the operation then
+        ends in a DeadlineError.
         """
         return self._queue._move(
             _native.Verb.READ,
@@ -666,7 +667,7 @@ class File:
         return self._queue._submit(verb, self._open(), None, 0)
 
     def preallocate(self, nbytes: int | str) -> None:
-        """Reserve the first `nbytes` of the file on the drive; a full disk is told now."""
+        """Reserve the first `nbytes` of the file on the drive, where that is not full."""
         nbytes = byte_count("size", nbytes)
         _check_range("size", nbytes)
         self._open().preallocate(nbytes)

@@ -205,7 +205,7 @@ class Staging:
         """In a forked child: what the parent submitted ends there, and would be waited for here for
         ever.
         """
-        self._changed = threading.Condition()  # whoever held the parent's is not here
+        self._changed = threading.Condition()  # the thread that held the parent's is not here
         for operation in list(self._pending):
             message = f"{operation.op} of {operation.file.path} was submitted by the parent process"
             operation.future._end_in_child(ForkedError(message))
@@ -299,9 +299,7 @@ class Staging:
         return True
 
     def _with_room(self) -> _Operation | None:
-        """Return the operation whose turn it is, if there is room for its next piece, or it needs
-        none.
-        """
+        """Return the next operation, if there is room for its next piece or it needs none."""
         operation = self._current or (self._waiting[0] if self._waiting else None)
         if operation is None or operation.future.cancelled():
             return operation
@@ -407,7 +405,7 @@ class Staging:
             self._current = None
 
     def _end_piece(self, piece: _Piece, moved: int) -> None:
-        # By name: whoever still holds the views, such as a traceback, must not keep the memory from
+        # Released by name: a traceback that still holds the views must not keep their memory from
         # the next piece.
         if piece.view is not None:
             piece.view.release()
@@ -429,7 +427,7 @@ class Staging:
             operation.future.set_exception(error)
 
     def _forget(self, operation: _Operation) -> None:
-        """Let go of the array and make room for another, before whoever waits is told."""
+        """Let go of the array and make room for another, before the future ends."""
         operation.array = None
         with self._changed:
             self._pending.pop(operation, None)

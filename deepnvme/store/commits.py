@@ -2,8 +2,8 @@
 the last ones.
 
 Owns the generation, what is durable when, and that nothing is promised any more after a step that
-failed in doubt. What a commit holds, and whose space that is, `Holdings` knows. Called by the
-store, by one thread at a time.
+failed in doubt. `Holdings` knows what a commit holds, and in which space. Called by the store, by
+one thread at a time.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Commits:
         self._volume = volume
         self._synced = synced
         self._files = ManifestFiles(volume.directories[0], volume.queues[0])
-        self._last_is_durable = False  # whoever made it may have synced less
+        self._last_is_durable = False  # the process that made it may have synced less
         self._poison: PoisonedError | None = None
 
     @property
     def poisoned(self) -> bool:
-        """Whether a step failed after which nobody knows what is on the drives."""
+        """Whether a step failed that leaves open what is on the drives."""
         return self._poison is not None
 
     def check(self) -> None:
@@ -54,7 +54,8 @@ class Commits:
             raise copy(self._poison)  # each with a traceback of its own
 
     def make(self, tensors: Mapping[str, Record], trees: Mapping[str, Any]) -> None:
-        """Make a commit of this content. Its bytes are written, and nobody writes to their space.
+        """Make a commit of this content. Its bytes are written already, and no thread writes to
+        their space.
 
         Where this raises, `generation` and `poisoned` tell what came of it: with the old generation
         and no poison, nothing of it is on the drives.
@@ -68,7 +69,7 @@ class Commits:
         with self._in_doubt_where_it_fails("fdatasync of the tensors"):
             self._volume.sync()
         if self.generation and not self._last_is_durable:
-            # No power loss may bring back older commits, whose space is used again.
+            # No power loss may bring back older commits: their space is used again.
             with self._in_doubt_where_it_fails("fsync of the commit before"):
                 self._files.sync(self.generation)
         with self._files.draft(content) as draft:
@@ -86,7 +87,7 @@ class Commits:
         try:
             yield
         except BaseException as error:
-            # after Ctrl-C, too: what was interrupted may have failed, and is told once
+            # After Ctrl-C, too: the interrupted call may have failed, and raises only once.
             self._poison = self._poisoned(what, error)
             if not isinstance(error, OSError):
                 raise

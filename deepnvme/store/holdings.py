@@ -244,7 +244,7 @@ class Holdings:
         return structure, kinds, self.hold(kinds)
 
     def let_go(self, held: Mapping[str, Record]) -> None:
-        """Take back that somebody reads them."""
+        """Note that a reader of these has ended."""
         self._need_no_more(held.values())
 
     # --- commits ----------------------------------------------------------------------------------
@@ -305,12 +305,12 @@ class Holdings:
                 self._release(record)
 
     def _need(self, records: Iterable[Record]) -> None:
-        """Note that somebody more needs the space of each."""
+        """Count one more user of the space of each."""
         for record in records:
             self._needs[record.places] = self._needs.get(record.places, 0) + 1
 
     def _need_no_more(self, records: Iterable[Record]) -> None:
-        """Note that somebody less needs the space of each; give back what nobody needs."""
+        """Count one user less of the space of each; free space that has none left."""
         for record in records:
             left = self._needs[record.places] - 1
             if left:

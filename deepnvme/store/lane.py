@@ -55,7 +55,7 @@ def _ignore(group: Sequence[Request]) -> None:
 class Lane:
     """Requests in the order of the calls, on up to `most_threads` threads of an executor.
 
-    `ended` hears of each group whose futures have ended, those that were cancelled included.
+    `ended` is called with each group once all its futures have ended, cancelled ones included.
     """
 
     def __init__(

@@ -153,8 +153,8 @@ def _entry(record: Record) -> dict[str, Any]:
 
 
 def parse(data: bytes, *, volume: str, capacities: Sequence[int], path: str = "") -> Manifest:
-    """Return the manifest in `data`, of the volume of that name, whose members have so many bytes
-    behind their header.
+    """Return the manifest in `data`, of the volume of that name. `capacities` are the bytes that
+    its members have behind their header.
 
     Trees are checked to be JSON, no more: `tree.leaves` checks one. `path` is where `data`
     comes from.

@@ -2,8 +2,8 @@
 
 Refuses what must not be done now.
 
-Owns the one lock over what a store holds. Nobody who has it waits for a drive, and no space is read
-or written under it. What a name means and who needs which space, `Holdings` knows. Called by the
+Owns the one lock over what a store holds. No thread waits for a drive while it has that lock, or
+reads or writes space. `Holdings` knows what a name means, and which space is needed. Called by the
 store, from any thread.
 """
 
@@ -64,8 +64,8 @@ class NamedTensors:
 
     @contextmanager
     def opened(self) -> Iterator[Holdings]:
-        """Let nobody else look at what is held, or change it, if the store is open."""
-        # first: whoever had the lock when the process was forked is not here
+        """Lock out other threads, which read or change what is held; refuse a closed store."""
+        # First: in a forked child, the thread that had the lock may not exist.
         self.io.refuse_if_forked()
         with self.lock:
             self._check_open()

@@ -37,7 +37,7 @@ class Selection:
 
 
 def select(shape: Sequence[int], itemsize: int, key: Any) -> Selection:
-    """Return what `tensor[key]` selects of a tensor of that shape, whose bytes lie in C order.
+    """Return what `tensor[key]` selects of a tensor of that shape, with its bytes in C order.
 
     A key is an integer, a slice, an Ellipsis, or a tuple of these, as numpy and torch take them.
 

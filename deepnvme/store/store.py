@@ -170,8 +170,8 @@ class TensorStore:
         """Open a store at its last commit, or at the commit before it where `generation` names
         that.
 
-        With Access.READ nothing is written, and any number of processes may have it open so at
-        once; whatever would change the store is refused, and meanwhile so is whoever opens it with
+        With Access.READ nothing is written, and any number of processes may have the store open so
+        at once. Calls that would change it are refused. Meanwhile no process can open it with
         Access.WRITE.
 
         Raises:
@@ -312,7 +312,7 @@ class TensorStore:
             self._read_on()
 
     def forget_prefetched(self, names: Iterable[str] | None = None) -> None:
-        """Let go of what `prefetch` read and nobody got, all of it without `names`.
+        """Let go of what `prefetch` read and no `get` took: of `names`, or of all without them.
 
         What has not begun is not read.
         """
@@ -418,7 +418,7 @@ class TensorStore:
 
         Replaces one of that name.
 
-        Tensors on a GPU, or whose bytes are not one piece of memory, are copied one by one as they
+        Tensors on a GPU, and those that are not one piece of memory, are copied one by one as they
         are written.
         """
         structure, found = flatten(state)
@@ -616,7 +616,7 @@ class TensorStore:
         with self._tensors.lock:
             self._ahead.forget()
         self._threads.join()
-        # or a manifest would be renamed after somebody else has opened the store
+        # else a manifest could be renamed after another process has opened the store
         with self._committing:
             if self._ended:
                 return False
@@ -628,7 +628,7 @@ class TensorStore:
         return True
 
     def __del__(self) -> None:
-        """Tell of changes that nobody will find, where nobody closed the store."""
+        """Warn of changes that are lost, where the store was not closed."""
         if not self._ended and not self.closed and not self._tensors.io.is_forked:
             self._tell_of_loss("forgotten without close()")
 

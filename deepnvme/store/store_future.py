@@ -22,7 +22,7 @@ class StoreFuture(Future[_T]):
 
     Its callbacks run on a thread of the store, in which they must not wait for another operation
     that was begun there, nor for a lock that is held around one, as `commit`. Waiting holds no lock
-    that Ctrl-C could leave locked: whoever waits sleeps at one of its own.
+    that Ctrl-C could leave locked: each waiting thread sleeps at a lock of its own.
     """
 
     def __init__(self) -> None:

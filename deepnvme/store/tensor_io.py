@@ -119,7 +119,7 @@ class TensorIO:
     def close(self) -> None:
         """Let go of the staging memory, which queues that go on would keep.
 
-        Whoever reads or writes has ended.
+        No read or write is under way any more.
         """
         self.staged.close()
         self._staged_large.close()
@@ -178,14 +178,14 @@ class TensorIO:
         batch = pipeline.start(staging.nbytes, release=partial(self.staged.give, staging))
         described = [tensor.gathered() for _, tensor in group]
         sums = gather(
-            staging, places, sizes, [each.memory for each in described], summing=self._summing
+            staging, places, sizes, [tensor.memory for tensor in described], summing=self._summing
         )
         for start, stretch in stretches:
             store(self._volume, (stretch,), staging.part(start, stretch.nbytes), batch)
         checksums = [(crc,) for crc in sums] if self._summing else [None] * len(group)
         return {
-            index: Record(tensor.code, tensor.shape, (extent,), each)
-            for (index, tensor), extent, each in zip(group, extents, checksums, strict=True)
+            index: Record(tensor.code, tensor.shape, (extent,), checksum)
+            for (index, tensor), extent, checksum in zip(group, extents, checksums, strict=True)
         }
 
     # --- reading ----------------------------------------------------------------------------------
@@ -310,9 +310,7 @@ class TensorIO:
         return True
 
     def damage(self, name: str, record: Record) -> Iterator[Damage]:
-        """Read a tensor and yield what of it is wrong: one piece is summed while the next one is
-        read.
-        """
+        """Read a tensor and yield its damaged pieces. It sums one piece while it reads the next."""
         self.refuse_if_forked()
         buffers = [
             memory_of(bytearray(min(_PIECE_BYTES, record.nbytes)), writable=True) for _ in range(2)
@@ -378,16 +376,16 @@ def _cut(tensors: Iterable[_Numbered]) -> Iterator[list[_Numbered]]:
     """Yield small ones in runs that fit into staging memory, and the others one by one."""
     run: list[_Numbered] = []
     room = RUN_BYTES
-    for each in tensors:
-        nbytes = each[1].nbytes
+    for tensor in tensors:
+        nbytes = tensor[1].nbytes
         if not 0 < nbytes <= SMALL_BYTES:
-            yield [each]
+            yield [tensor]
             continue
         room -= whole_pages(nbytes)
         if room < 0:
             yield run
             run, room = [], RUN_BYTES - whole_pages(nbytes)
-        run.append(each)
+        run.append(tensor)
     if run:
         yield run
 

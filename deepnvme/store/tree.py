@@ -121,10 +121,10 @@ class _Flattening:
     def _container(self, value: Any, path: _Path) -> Any:
         if isinstance(value, dict):
             pairs = [
-                [_key(key, path), self.node(each, (*path, key))] for key, each in value.items()
+                [_key(key, path), self.node(item, (*path, key))] for key, item in value.items()
             ]
             return {"ordered" if type(value) is OrderedDict else "dict": pairs}
-        nodes = [self.node(each, (*path, index)) for index, each in enumerate(value)]
+        nodes = [self.node(item, (*path, index)) for index, item in enumerate(value)]
         return nodes if type(value) is list else {"tuple": nodes}
 
     def _name_of(self, leaf: Any, path: _Path) -> str:

@@ -66,8 +66,8 @@ class SpaceMap:
     At first all are; pieces that touch become one.
 
     Taking and giving cost two searches in sorted lists, however many pieces there are. Ctrl-C may
-    come anywhere: what it interrupts has not happened, or happens wholly. Room that was taken then,
-    and nobody was told where, stays taken.
+    come anywhere: what it interrupts has not happened, or happens wholly. Room that was taken when
+    it came, without its place having been returned, stays taken.
     """
 
     def __init__(self, start: int, end: int) -> None:
@@ -141,7 +141,7 @@ class SpaceMap:
         self._replace(joined, ((begins, ends - begins),))
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Take the room of `nbytes` at `offset`, as somebody else's record says they lie there.
+        """Take the room of `nbytes` at `offset`, which a record of the caller says are in use.
 
         Raises:
             ValueError: it is not within this space, or some of it is in use.
@@ -198,7 +198,10 @@ class SpaceMap:
         """Let the pieces at `gone` be free no more, and those of these offsets and lengths
         instead.
         """
-        self._under_way = gone, new  # from here on it is done: interrupted, by whoever comes next
+        self._under_way = (
+            gone,
+            new,
+        )  # from here on it happens: the next call ends what is interrupted
         for offset in gone:
             self._remove(offset)
         for offset, length in new:

@@ -246,7 +246,7 @@ class MemberFile:
 
         Raises:
             VolumeError: there is none.
-            VolumeLockedError: somebody else has it so that this access is excluded.
+            VolumeLockedError: another process has it open in a way that excludes this access.
         """
         lock = _opened_and_locked(directory, access)
         # it was removed before it was ours; another may be in its place
@@ -299,8 +299,7 @@ class MemberFile:
             VolumeError: the drive has not so much.
         """
         with self._room_for(new_end):
-            # Never shorter: after a failure nobody knows whether the header on the drive counts on
-            # more.
+            # Never shorter: after a failure, the header on the drive may count on more.
             self.file.truncate(max(self.length, new_end))
             # of the new bytes alone: where this is done by writing, others may be writing to the
             # old ones
@@ -345,8 +344,8 @@ class MemberFile:
                 os.fsync(self._lock)
 
     def finish_making(self) -> None:
-        """Let nobody else into the directory, and make its name durable; nothing of that for a
-        temporary one.
+        """Keep other users out of the directory and make its name durable, unless it is
+        temporary.
         """
         if self._temporary:
             return
@@ -505,7 +504,7 @@ def _made_and_locked(path: Path) -> int:
 
     Raises:
         FileExistsError: there is one already.
-        BlockingIOError: somebody locked it first; it is gone again.
+        BlockingIOError: another process locked it first; it is gone again.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -537,7 +536,7 @@ def _opened_and_locked(directory: Path, access: Access) -> int:
 
 def _opened_data(directory: Path, access: Access) -> int:
     flags = os.O_RDONLY if access is Access.READ else os.O_RDWR
-    try:  # O_NONBLOCK: somebody's pipe of that name would be waited for
+    try:  # O_NONBLOCK: opening a pipe of that name would wait for its other end
         data = os.open(directory / DATA, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         what = (
@@ -565,9 +564,7 @@ def _foreign(directory: Path) -> VolumeError:
 
 
 def _flawed(page: bytes, problem: ValueError) -> str:
-    """Return what is wrong with a member, and what to do: nothing of somebody else's is to be
-    removed.
-    """
+    """Return what is wrong with a member, and what to do without removing files of others."""
     if any(page) and not page.startswith(_KIND.encode()):
         return (
             f"its {DATA} is a file of something else, or the damaged one of a volume: {problem}. "
@@ -658,7 +655,7 @@ def _starts(
 
 def _after_fork_in_child() -> None:
     for member in list(MemberFile._living):
-        member._changing = threading.Lock()  # whoever held it is not here
+        member._changing = threading.Lock()  # the thread that held it is not here
         with suppress(OSError):  # closed at that moment
             member._close_lock()
 

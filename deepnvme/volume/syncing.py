@@ -13,7 +13,7 @@ __all__ = ["sync_directory", "sync_file"]
 
 
 def sync_file(path: Path) -> None:
-    """Make a file durable, whoever wrote it."""
+    """Make a file durable, whichever process wrote it."""
     _sync(path, 0)
 
 

@@ -3,8 +3,8 @@
 Hands out extents, moves bytes to and from them.
 
 The one class for extents and striping (decision 0004). Knows no names, no checksums and no
-generations; it remembers which bytes are in use only while it is open, so whoever opens one says
-again what is (`reserve`).
+generations. It remembers which bytes are in use only while it is open: the opener says again which
+are (`reserve`).
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ class Volume:
 
         Raises:
             VolumeError: one is missing, damaged or of another volume.
-            VolumeLockedError: somebody else has it open for writing, or for reading where `access`
-                is for writing.
+            VolumeLockedError: another process has it open for writing, or for reading where
+                `access` is for writing.
         """
         specs = _specs(members)
         access = chosen(Access, access, "access")
@@ -295,7 +295,7 @@ class Volume:
         return taken
 
     def release(self, extents: Iterable[Extent]) -> None:
-        """Give room back. Whoever reads or writes it has ended.
+        """Give room back. No read or write of it is under way any more.
 
         Raises:
             ValueError: some of it is not in use, or not of this volume; those before it are
@@ -391,9 +391,9 @@ class Volume:
                 Header(self.uuid, index, end - PAGE, self.rates) for index, end in enumerate(ends)
             ]
             grown = [
-                each
-                for each in zip(self._parts, ends, headers, strict=True)
-                if each[1] > each[0].space.end
+                member
+                for member in zip(self._parts, ends, headers, strict=True)
+                if member[1] > member[0].space.end
             ]
             with ExitStack() as undo:
                 for part, end, header in grown:
@@ -476,7 +476,7 @@ class Volume:
         return f"Volume({where}; {'closed' if self.closed else f'{self.free_bytes} B free'})"
 
     def _refuse_if_forked(self) -> None:
-        """Whoever held the lock when the process was forked is not here."""
+        """Refuse in a forked child: the thread that held the lock at the fork is not here."""
         if os.getpid() != self._owner:
             raise ForkedError(
                 f"this volume belongs to process {self._owner}; a forked child opens one of its own"
@@ -602,7 +602,7 @@ class Volume:
                 futures.append(verb(part.member, memory.part(start, extent.nbytes), extent.offset))
                 start += extent.nbytes
         except BaseException:
-            # nobody else knows of those under way, and their memory and room are to be free now
+            # The caller never gets these futures, and their memory and room are to be free now.
             for future in futures:
                 with suppress(CancelledError):
                     future.exception()

@@ -309,7 +309,7 @@ def test_a_file_that_another_process_cut_is_an_error_not_a_short_success(
         error = file.readinto(bytearray(3 * CHUNK), offset).exception(TIMEOUT_S)
     assert isinstance(error, ShortReadError)
     assert error.done == max(0, CHUNK + 10 - offset)
-    assert "somebody else cut it" in str(error)
+    assert "another process cut it" in str(error)
     assert "accepts fewer" not in str(error)
 
 

@@ -613,7 +613,7 @@ def test_a_file_that_somebody_else_cut_is_an_error_that_says_so(
     (tmp_path / "file").write_bytes(pattern(3 * PIECE, seed=1))
     with rig(backend) as it, it.queue.open(tmp_path / "file") as file:
         os.truncate(tmp_path / "file", PIECE + 10)
-        with pytest.raises(ShortReadError, match="somebody else cut it") as caught:
+        with pytest.raises(ShortReadError, match="another process cut it") as caught:
             it.readinto(file, it.device.fresh(3 * PIECE)).result(TIMEOUT_S)
         assert (caught.value.asked, caught.value.done) == (3 * PIECE, PIECE + 10)
         with pytest.raises(ShortReadError, match=r"readinto\(\) accepts fewer"):
