@@ -151,6 +151,7 @@ class IOFuture(concurrent.futures.Future[_T]):
         if self.done() or not self._ticket.cancel():
             return False
         cancelled = super().cancel()
+        # Threads that wait sleep in native code, and the drive may come to the operation late.
         self._ticket.release_waiters()
         tell_loops((self,))
         return cancelled
@@ -180,8 +181,10 @@ class IOFuture(concurrent.futures.Future[_T]):
         error.
         """
         left = self._wait(timeout)
+        # Future's own takes the lock, which would be made for that alone.
         if self._state == _FINISHED and self._exception is None:
             return self._result  # type: ignore[return-value]  # it has one then
+        # It failed, the time is up, or another thread is about to complete it.
         return super().result(left)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -201,6 +204,7 @@ class IOFuture(concurrent.futures.Future[_T]):
     def remove_done_callback(self, fn: Callable[..., object]) -> int:
         """Forget a callback, as asyncio.wait does; return how often it was there."""
         with self._condition:
+            # An _OnLoop equals the function that it wraps.
             kept = [callback for callback in self._done_callbacks if callback != fn]
             removed = len(self._done_callbacks) - len(kept)
             self._done_callbacks = kept
@@ -228,6 +232,7 @@ class IOFuture(concurrent.futures.Future[_T]):
 
         The future may be completed a little later.
         """
+        # Locks refuse to wait for longer than TIMEOUT_MAX, and Future waits for the rest.
         deadline = (
             None if timeout is None else time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
         )
@@ -269,6 +274,7 @@ class IOFuture(concurrent.futures.Future[_T]):
                 if self._state in _UNDER_WAY:
                     self._result, self._exception = result, error
                     self._state = _FINISHED
+                # of concurrent.futures.wait and as_completed
                 for waiter in self._waiters:
                     (waiter.add_result if self._exception is None else waiter.add_exception)(self)
                 self._condition.notify_all()
@@ -277,8 +283,8 @@ class IOFuture(concurrent.futures.Future[_T]):
     def _end_cancelled(self) -> None:
         """Tell everybody that the operation was taken back before it began."""
         self._memory = None
-        super().cancel()
-        self.set_running_or_notify_cancel()
+        super().cancel()  # calls callbacks, unless the caller's cancel() did
+        self.set_running_or_notify_cancel()  # tells concurrent.futures.wait
 
     def _end_in_child(self, error: BaseException) -> None:
         """Fail in a forked child, without calling callbacks.
@@ -319,7 +325,7 @@ def tell_loops(ended: Iterable[IOFuture[Any]]) -> None:
     here = events._get_running_loop() if events else None
     elsewhere: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for future in ended:
-        for waiting in tuple(future._awaiting):
+        for waiting in tuple(future._awaiting):  # another loop's thread may add to it
             loop = waiting.get_loop()
             if loop is here:
                 _wake(waiting)
@@ -331,7 +337,7 @@ def tell_loops(ended: Iterable[IOFuture[Any]]) -> None:
 
 
 def _wake(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():
+    if not waiting.done():  # its task may be cancelled, or woken already
         waiting.set_result(None)
 
 
@@ -349,6 +355,7 @@ def awaited(future: concurrent.futures.Future[_T]) -> Generator[Any, None, _T]:
 
     waiting = asyncio.wrap_future(future)
     waiting.add_done_callback(_look_at)
+    # wrap_future would pass a cancelled task's cancel() on to the operation.
     return asyncio.shield(waiting).__await__()
 
 

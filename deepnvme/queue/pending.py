@@ -134,8 +134,10 @@ class Pending:
             ticket, self, memory, loop, about=(verb, file.path, offset, asked)
         )
         number = next(self._numbers)
+        # In slices: Python runs signal handlers between calls only.
         wait_s = SLICE_S if patience_s is None else patience_s
         try:
+            # First: it may have ended before the native call returns.
             self._works[number] = (future, verb, file, offset, asked, at_end)
             while not self._native.submit(
                 number,
@@ -234,6 +236,7 @@ class Pending:
         for memory, offset in zip(memories, offsets, strict=True):
             numbers.extend((memory.address, memory.nbytes, offset))
         ticket = _native.Ticket()
+        # What all pieces need to stay alive, as if it were one piece of memory.
         holder = Memory(0, sum(numbers[1::3]), tuple(memory.holder for memory in memories))
         where = f"{offsets[0] if offsets else 0} and {len(offsets) - 1} more"
         future: IOFuture[int] = IOFuture(
@@ -297,6 +300,7 @@ class Pending:
         while self._listeners:
             with suppress(KeyError, RuntimeError):  # collected meanwhile; closed
                 loop, listener = self._listeners.popitem()
+                # A loop's readers are changed on its own thread.
                 loop.call_soon_threadsafe(_stop_listening, loop, listener.bell)
 
     def _loop_here(self) -> tuple[asyncio.AbstractEventLoop | None, _Listener | None]:
@@ -323,7 +327,7 @@ class Pending:
         """Complete futures as operations end, until the queue is closed and drained. The queue's
         own thread.
         """
-        while ended := self._native.wait_ended():
+        while ended := self._native.wait_ended():  # none: closed, and all was returned
             for index in self._complete_unheard(ended):
                 try:
                     self._complete(*ended[index])
@@ -370,10 +374,11 @@ class Pending:
 
         A signal may interrupt it anywhere. It is then called again: each step can be repeated.
         """
+        works = self._works
         declined = []
         awaited = []
         for place, (number, ending, done, error) in enumerate(ended):
-            work = self._works.get(number)
+            work = works.get(number)
             if work is None:
                 continue
             future = work[0]
@@ -384,10 +389,11 @@ class Pending:
                 awaited.append(future)
         if awaited:
             tell_loops(awaited)
+        # Removed only now: had a signal come before, the same operations would be completed again.
         left = set(declined)
-        for place, (number, *_) in enumerate(ended):
+        for place, (number, _, _, _) in enumerate(ended):
             if place not in left:
-                self._works.pop(number, None)
+                works.pop(number, None)
         if self._want_room:
             self._tell_of_room()
         return declined
@@ -403,7 +409,7 @@ class Pending:
                 future._end_cancelled()
             else:
                 future._end(done, self._error_of(work, ending, done, error))
-        finally:
+        finally:  # also when a callback raised
             tell_loops((future,))
 
     def _tell_of_room(self) -> None:

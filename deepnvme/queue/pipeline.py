@@ -106,7 +106,7 @@ class Pipeline:
         try:
             self.wait_for_room()
         except BaseException:
-            release()
+            release()  # the step is not among those that __exit__ releases
             raise
         self._steps.append(step)
         self._nbytes += nbytes
@@ -184,6 +184,7 @@ class Staged:
             memory = self.take_unless_others_have_it(pipeline)
             if memory is not None:
                 return memory
+            # Nothing tells when memory is free because its last reference is gone.
             time.sleep(_UNTIL_ROOM_S)
 
     def take_unless_others_have_it(self, pipeline: Pipeline) -> Memory | None:

@@ -193,6 +193,7 @@ class IOQueue:
                 faults=None if faults is None else faults.native,
             ),
         )
+        # Where the caller says all of it, no file is read for it.
         told = None not in (chunk_bytes, inflight_bytes, user_memory)
         self._profile = Profile() if told or self.backend == "memory" else load_profile()
         self._pending = Pending(self._native, self.backend, max_pending)
@@ -211,6 +212,7 @@ class IOQueue:
         self._shut_down = partial(
             _shut_down, self._native, self._pending, self._completer, self._staging, os.getpid()
         )
+        # Runs when the queue is collected, and at the interpreter's exit. It holds no queue.
         self._finalizer = weakref.finalize(self, self._shut_down)
         IOQueue._living.add(self)
         if pool is not None:
@@ -247,6 +249,7 @@ class IOQueue:
             raise ValueError(f"a path has no null bytes; got {str(path)!r}")
         drive = self.settings_for(path).native()
         absolute = str(Path(path).absolute())
+        # Before it is opened, which may make or empty the file.
         refuse_where_threads_must(self.backend, self._require, absolute)
         file = File(
             self, self._native.open(absolute, _MODES[plain], direct.value, permissions, drive)
@@ -257,7 +260,7 @@ class IOQueue:
                 file.preallocate(size)
             except BaseException:
                 file.close()
-                if plain == "x":
+                if plain == "x":  # of "w" it is not known whether the file was there before
                     Path(absolute).unlink(missing_ok=True)
                 raise
         return file
@@ -594,6 +597,7 @@ class File:
         """
         asked = byte_count("nbytes", nbytes)
         _check_range("offset", offset, asked)
+        # No more memory than the file can fill.
         room = empty("U8", (min(asked, max(0, self.size - offset)),), Returns.BYTES)
         done: memoryview = room[: self.readinto(room, offset).result()]
         return done
@@ -768,11 +772,13 @@ class Batch:
         # From the last one: when that has ended most have, which saves wake-ups.
         ends = [_end_of(future) for future in reversed(self.futures)]
         futures, self.futures = self.futures, []
+        # in the order of submission again
         errors = [end for end in reversed(ends) if isinstance(end, NVMeError)]
         if len(errors) == 1:
             raise errors[0]
         if errors:
             raise BatchError(errors)
+        # all have ended; of one that was cancelled, result() raises
         return sum(future.result() for future in futures)
 
     def drain(self) -> None:
@@ -868,8 +874,9 @@ def _shut_down(
         return
     pending.send()
     staging.close()
-    while not native.close(SLICE_S):
+    while not native.close(SLICE_S):  # in slices: Ctrl-C may end the wait
         pass
+    # It may be: the last reference to a queue can go in a callback.
     if completer is not threading.current_thread():
         completer.join()
     pending.leave_loops()

@@ -302,8 +302,8 @@ class Staging:
         """Return the next operation, if there is room for its next piece or it needs none."""
         operation = self._current or (self._waiting[0] if self._waiting else None)
         if operation is None or operation.future.cancelled():
-            return operation
-        if operation.array is None:
+            return operation  # one that was cancelled needs no room: _issue() forgets it
+        if operation.array is None:  # a sync begins when all before it has ended
             return None if self._begun else operation
         assert self._pool is not None
         lead, nbytes = self._extent_of_next(operation)
@@ -312,6 +312,7 @@ class Staging:
     def _extent_of_next(self, operation: _Operation) -> tuple[int, int]:
         """Return how far into a page its next piece begins, and the piece's bytes."""
         lead = (operation.offset + operation.issued) % _PAGE
+        # Half of the pool: while the drive has one piece, the device has another.
         return lead, min(operation.asked - operation.issued, self._staging_bytes // 2 - lead)
 
     def _issue(self, operation: _Operation) -> None:
@@ -352,6 +353,8 @@ class Staging:
         operation = piece.operation
         offset = operation.offset + piece.start
         memory = Memory(piece.address, nbytes, piece.block)
+        # For pread() as well: whether a short piece is an error, _error_of() decides for the whole
+        # operation.
         stops = _native.AtEndOfFile.STOPS
         future = self._drives.submit(
             operation.verb, operation.file, memory, offset, stops, patience_s=None
@@ -372,6 +375,7 @@ class Staging:
         moved = error.done if isinstance(error, NVMeError) else 0 if error else future.result()
         if error or moved < piece.nbytes:
             self._stop(operation, error)
+        # What a failed read moved still goes to the device: `done` of its error counts it.
         if operation.verb is not _native.Verb.READ or not moved:
             self._end_piece(piece, moved)
         elif not self._attempt(operation, partial(self._copy, piece, moved)):

@@ -283,6 +283,7 @@ class Holdings:
         for generation, manifest in manifests.items():
             records = tuple(manifest.tensors.values())
             for record in records:
+                # Both commits may hold a record: its space is reserved once, and needed twice.
                 if record not in known:
                     known.add(record)
                     try:

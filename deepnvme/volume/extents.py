@@ -101,6 +101,7 @@ class SpaceMap:
         """
         self._finish()
         space = _space_of(nbytes)
+        # Best fit, and of pieces of one length the first.
         place = bisect_left(self._by_length, (space, 0))
         if place == len(self._by_length):
             return None
@@ -112,6 +113,7 @@ class SpaceMap:
         """Take room for as many of `nbytes` as the largest piece has; return offset and bytes, None
         without space.
         """
+        # Without space, take() finds none for any number of bytes.
         nbytes = min(nbytes, self.largest) if self.largest else nbytes
         offset = self.take(nbytes)
         return None if offset is None else (offset, nbytes)
@@ -161,6 +163,7 @@ class SpaceMap:
         self._finish()
         last = self._offsets[-1] if self._offsets else self.end
         end = max(last, self.start + PAGE)
+        # Or something in use lies behind the last free piece.
         if end >= self.end or last + self._lengths[last] < self.end:
             return 0
         self._replace((last,), ((last, end - last),) if last < end else ())
@@ -198,10 +201,8 @@ class SpaceMap:
         """Let the pieces at `gone` be free no more, and those of these offsets and lengths
         instead.
         """
-        self._under_way = (
-            gone,
-            new,
-        )  # from here on it happens: the next call ends what is interrupted
+        # From here on it happens: what is interrupted, the next call ends.
+        self._under_way = gone, new
         for offset in gone:
             self._remove(offset)
         for offset, length in new:

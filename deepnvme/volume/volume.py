@@ -189,13 +189,13 @@ class Volume:
                 file = MemberFile.hold(Path(spec.path), access)
                 undo.callback(file.close)
                 held.append((file.read_header(), file, spec.queue or queue or own))
-            held.sort(key=lambda each: each[0].member)
+            held.sort(key=lambda entry: entry[0].member)
             _check_together([(header, file.directory) for header, file, _ in held])
             for _, file, through in held:
                 assert through is not None
                 file.open(through)
             volume = cls([file for _, file, _ in held], [header for header, *_ in held], own)
-            undo.pop_all()
+            undo.pop_all()  # the volume closes them from here on
         return volume
 
     @property
@@ -400,9 +400,10 @@ class Volume:
                     part.member.check_growing(header)
                     undo.callback(part.member.cut_off, part.member.length)
                     part.member.lengthen(part.space.end, end)
-                undo.pop_all()
+                undo.pop_all()  # a header on a drive may count on the new bytes from here on
             for part, end, header in grown:
                 part.member.write_header(header)
+                # Not before the header is durable, which says how far there is something.
                 with self._changing:
                     part.space.extend(end)
 
