@@ -44,8 +44,8 @@ class BufferView {
     Py_buffer view_ = {};
 };
 
-// In a forked child the threads of a queue are gone and its locks may be held by nobody: it is left
-// alone.
+// In a forked child the threads of a queue are gone, and a lock that one of them held stays locked:
+// the queue is left alone.
 struct UnlessForked {
     void operator()(Queue* queue) const {
         if (!queue->belongs_to_a_parent()) delete queue;
@@ -156,7 +156,7 @@ void complete_each(Queue& queue, std::vector<Outcome> ended, const py::function&
     if (interruption) std::rethrow_exception(interruption);
 }
 
-// Waits until the operation has ended, and completes what nobody took yet. False: the time is up.
+// Waits until the operation has ended, and completes what was not taken yet. False: the time is up.
 // Signals' handlers run meanwhile, within Wait::briefly.
 bool wait_for(Queue& queue, Ticket& ticket, double timeout_s, const py::function& complete) {
     const Clock::time_point until = Clock::now() + nanoseconds(timeout_s);

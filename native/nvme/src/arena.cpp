@@ -82,7 +82,7 @@ void Mapping::advise(std::byte* memory, std::size_t nbytes) const noexcept {
     (void)::madvise(memory, nbytes, MADV_DONTFORK);
 }
 
-// One huge page at a time, which lies within one area of the kernel's whoever had it before: before
+// One huge page at a time, which always lies within one of the kernel's areas: before
 // Linux 6.17 a move across two is refused, and later it may end between them.
 std::size_t Mapping::take_over(Mapping& donor, std::size_t at) {
     std::size_t moved = 0;
@@ -91,7 +91,8 @@ std::size_t Mapping::take_over(Mapping& donor, std::size_t at) {
         if (::mremap(donor.data_, huge_page, huge_page, MREMAP_MAYMOVE | MREMAP_FIXED, target) ==
             MAP_FAILED) {
             // Whether the target is mapped yet is not known, and another thread may have something
-            // there by now: so nobody maps over it or unmaps it. Addresses are lost, and no memory.
+            // there by now: it is neither mapped over nor unmapped. That loses addresses, no
+            // memory.
             std::byte* const behind = target + huge_page;
             ::munmap(behind, static_cast<std::size_t>(data_ + size_ - behind));
             size_ = at + moved;
@@ -116,7 +117,7 @@ void Mapping::bind_to(unsigned node) {
     std::array<std::uint64_t, 16> nodes{};
     const bool countable = node < nodes.size() * bits_per_word;
     if (countable) nodes[node / bits_per_word] = std::uint64_t{1} << (node % bits_per_word);
-    // The kernel reads one bit less than it is told.
+    // The kernel reads one bit less than the number it gets.
     if (!countable || ::syscall(SYS_mbind, data_, size_, prefer, nodes.data(),
                                 nodes.size() * bits_per_word + 1, 0) != 0) {
         throw std::invalid_argument("memory cannot be placed on NUMA node " + std::to_string(node) +
@@ -126,8 +127,8 @@ void Mapping::bind_to(unsigned node) {
 }
 
 Mapping::~Mapping() {
-    // A forked child does not have this memory (MADV_DONTFORK); whatever is mapped there now is
-    // somebody else's.
+    // A forked child does not have this memory (MADV_DONTFORK). Other code may have mapped
+    // something there since.
     if (::getpid() != owner_) return;
     if (cuda_) cuda_->unregister_memory(data_);
     if (size_ > 0) ::munmap(data_, size_);

@@ -1,5 +1,5 @@
-// `fault`: another backend whose requests go wrong as a plan says. What happens to a request is
-// decided when it is pushed, from the plan's seed and the requests before it alone; when a
+// `fault`: another backend, with requests that go wrong as a plan says. What happens to a request
+// is decided when it is pushed, from the plan's seed and the requests before it alone; when a
 // completion may pass is decided by what else passes and by the clock. A test instrument: waiting
 // for held completions, it looks up every 200 us.
 #include <algorithm>
@@ -178,7 +178,7 @@ class FaultBackend final : public Backend {
             woken_ = true;
         }
         wake_called_.notify_one();
-        inner_->wake();  // after the flag: whoever it wakes finds the flag set
+        inner_->wake();  // after the flag: the thread that it wakes finds the flag set
     }
 
     [[nodiscard]] int register_buffers(std::span<const iovec> buffers) noexcept override {

@@ -1,4 +1,4 @@
-// What the files of the backends share and nobody else may use: their makers, a wake-up descriptor,
+// What the files of the backends share, for them alone: their makers, a wake-up descriptor,
 // one request carried out on the spot.
 #pragma once
 

@@ -419,7 +419,7 @@ bool Drive::may_lead() const {
     return !led_ && any_thread_ && !stopping_ && broken_ == 0 && failure_ == 0;
 }
 
-// It wakes whoever can do what was just asked for.
+// Wakes the thread that can do what was just asked for.
 void Drive::call_leader() {
     if (led_) {
         if (std::exchange(sleeping_, false)) backend_->wake();
@@ -735,8 +735,8 @@ bool Drive::is_widened(const Chunk& chunk) {
     return chunk.lead > 0 || chunk.trail > 0;
 }
 
-// Of a chunk that needs_bounce(). A slot has room for a whole chunk: small ones in slots would leave
-// little in flight.
+// Of a chunk that needs_bounce(). A slot has room for a whole chunk: small ones in slots would
+// leave little in flight.
 bool Drive::needs_block(const Chunk& chunk) const {
     return is_widened(chunk) || (block_bytes_ > 0 && chunk.length <= largest_block);
 }
@@ -1011,7 +1011,7 @@ void Drive::end(Active& active, Outcome outcome) {
     if (wrote) unpark_syncs();
 }
 
-// Several at a time: whoever waits for them is woken once.
+// Several at a time: a thread that waits for them is woken once.
 void Drive::report() {
     if (!outcomes_.empty()) ended_(std::exchange(outcomes_, {}));
 }

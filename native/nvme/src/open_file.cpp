@@ -45,7 +45,7 @@ int open_retrying(const char* path, int flags, unsigned permissions) {
     return descriptor;
 }
 
-// Opening a pipe would wait for whoever opens its other end, whatever signals come.
+// Opening a pipe would wait until its other end is opened, whatever signals come.
 void refuse_what_is_no_file(const std::string& path) {
     struct stat status = {};
     if (::stat(path.c_str(), &status) != 0 || S_ISREG(status.st_mode) || S_ISBLK(status.st_mode))

@@ -129,7 +129,7 @@ std::shared_ptr<Block> Pool::cut_locked(std::size_t piece, std::size_t offset, s
     }
 }
 
-// In a forked child the memory is not there, and whoever had the lock may not be either.
+// In a forked child the memory is not there, nor perhaps the thread that had the lock.
 bool Pool::belongs_to_a_parent() const noexcept {
     return ::getpid() != owner_;
 }

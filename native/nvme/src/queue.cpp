@@ -214,7 +214,7 @@ void Queue::need_drive_for(const OpenFile& file, const DriveOptions& options) {
     {
         const std::lock_guard lock(drives_mutex_);
         if (drives_.contains(file.device())) return;
-        refuse_if_unusable();  // closed since the file was opened: nobody would stop a new drive
+        refuse_if_unusable();  // closed since the file was opened: no call would stop a new drive
         const bool ring = options_.backend == "uring" || options_.backend == "liburing";
         const bool first_fits =
             first_backend_ && first_backend_->capacity() >= depth_for(options_, options);
@@ -411,7 +411,7 @@ bool Queue::close(std::chrono::nanoseconds patience) {
     return true;
 }
 
-// In a forked child nobody may be there who lets go of a lock: what the parent did is not told.
+// In a forked child, the thread that holds a lock may not exist: the parent's numbers are left out.
 std::map<dev_t, DriveStats> Queue::stats() const {
     if (belongs_to_a_parent()) return {};
     const std::lock_guard lock(drives_mutex_);

@@ -42,7 +42,7 @@ class Mapping {
     // Has pages from `start` on.
     void touch(std::size_t start) noexcept { populate(data_ + start, size_ - start); }
 
-    // Moves huge pages from the front of `donor`, which nobody uses and nothing has registered, to
+    // Moves huge pages from the front of `donor`, which is neither used nor registered, to
     // `at`, where there are none yet, as far as there is room for whole ones; returns how many
     // bytes that were. A donor that has less than one left has nothing left. Throws std::bad_alloc
     // where the kernel refuses to; this can then only be destroyed.

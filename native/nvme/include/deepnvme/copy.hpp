@@ -1,6 +1,6 @@
 // Copying between tensors and the memory that drives read and write: many pieces at once, each
 // summed on the way where that is wanted. Large pieces go past the caches, as in crc32c_copy(): a
-// drive reads them next, or somebody much later. Never allocates and never fails; any thread may
+// drive reads them next, or the program much later. Never allocates and never fails; any thread may
 // call it.
 #pragma once
 

@@ -31,7 +31,7 @@ class Drive;
 
 enum class AtEndOfFile : std::uint8_t { fails, stops };
 
-// Rings until it is answered, by a descriptor that can be read: when it is told to, and when
+// Rings until it is answered, by a descriptor that can be read: when ring() is called, and when
 // something completes on a drive that it watches. For an event loop. Any thread.
 class Doorbell {
   public:
@@ -59,7 +59,7 @@ class Doorbell {
 // end.
 class Ticket {
   public:
-    // Whoever comes first decides. True: the drive may begin; it never will.
+    // The first call decides. True: the drive may begin; it never will.
     [[nodiscard]] bool begin() noexcept { return claim(Claim::begun); }
     [[nodiscard]] bool cancel() noexcept { return claim(Claim::cancelled); }
     // True for the first caller: it hands the operation to a queue, and no other thread does. Until
@@ -68,8 +68,8 @@ class Ticket {
     void take_back() noexcept { handed_in_ = false; }
     // Whether a queue took the operation: it then ends, exactly once.
     [[nodiscard]] bool taken() const noexcept { return taken_; }
-    // Lets go whoever waits for the end now or later: it was cancelled, and the drive may be long
-    // in coming to it.
+    // Lets go all threads that wait for the end now or later: it was cancelled, and the drive may
+    // be long in coming to it.
     void release_waiters() noexcept;
     // Whether release_waiters came before the end.
     [[nodiscard]] bool released() const noexcept { return state_ == released_early; }
@@ -92,7 +92,7 @@ class Ticket {
     std::atomic<bool> taken_ = false;
     std::atomic<bool> stopped_ = false;
     std::weak_ptr<Drive> drive_;      // set before it is taken, and read only after that
-    bool heard_ = false;              // the queue's own thread is told of its end at once
+    bool heard_ = false;              // the queue's own thread learns of its end at once
     std::shared_ptr<Doorbell> bell_;  // rings at its end
     static constexpr std::uint32_t ended = 1;
     static constexpr std::uint32_t released_early = 2;
@@ -140,7 +140,7 @@ struct Outcome {
 };
 
 // What to do with aligned memory that is in no registered arena: the drive's own decision would be
-// a guess, so it is told.
+// a guess, so the caller says.
 enum class UserMemory : std::uint8_t { zero_copy, bounce };
 
 struct DriveOptions {

@@ -1,4 +1,4 @@
-// Memory for I/O in runs of any size, each with addresses of its own, whose pages are used again
+// Memory for I/O in runs of any size, each with addresses of its own; their pages are used again
 // for other runs: the kernel clears a new page, which takes as long as to fill it, and moves an old
 // one by its table. Thread-safe.
 #pragma once
@@ -38,7 +38,7 @@ class PageStock : public std::enable_shared_from_this<PageStock> {
     [[nodiscard]] static std::shared_ptr<PageStock> make();
 
     // Beside it, at most `keep` bytes are idle when it returns, and were before it asked for new
-    // pages. Its bytes are zeros or what somebody left. Throws std::bad_alloc; ForkedError;
+    // pages. Its bytes are zeros or of an earlier run. Throws std::bad_alloc; ForkedError;
     // std::invalid_argument for 0 bytes.
     [[nodiscard]] std::shared_ptr<Pages> take(std::size_t nbytes, std::size_t keep);
 

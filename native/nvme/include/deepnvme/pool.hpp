@@ -58,7 +58,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
     // Throws PoolExhausted; ForkedError; std::invalid_argument for 0 bytes.
     [[nodiscard]] std::shared_ptr<Block> take(std::size_t nbytes);
 
-    // The piece at `offset`, where whoever planned the pool's use put it. Throws PoolExhausted
+    // The piece at `offset`, for a caller that plans the pool's use. Throws PoolExhausted
     // where some of it is held; ForkedError; std::invalid_argument for 0 bytes, an offset within a
     // page, or what is not in the pool.
     [[nodiscard]] std::shared_ptr<Block> take_at(std::size_t offset, std::size_t nbytes);

@@ -63,22 +63,22 @@ class Queue {
 
     // Blocks until operations have ended that no waiter of wait_for is about to take, and returns
     // them; empty once the queue is closed and everything was returned. What has a ticket that was
-    // not heard may come a little later: whoever has it may be about to take it.
+    // not heard may come a little later: a waiting thread may be about to take it.
     [[nodiscard]] std::vector<Outcome> wait_ended();
     // Lets wait_ended return that operation at its end, or `bell` ring then: the caller will not
-    // wait for it. What has rung is taken with take_ended; what nobody takes, wait_ended returns.
+    // wait for it. What has rung is taken with take_ended; what is not taken, wait_ended returns.
     void hear(Ticket& ticket, const std::shared_ptr<Doorbell>& bell);
     // Answers the bell of an event loop: takes what has completed and issues what is next.
     void serve_loop(Doorbell& bell);
-    // What has ended and nobody took yet. Where that is something, the caller calls hand_back.
+    // What has ended and was not taken yet. Where that is something, the caller calls hand_back.
     [[nodiscard]] std::vector<Outcome> take_ended();
     // Lets no further part of that operation be issued: see Ticket::stop.
     void stop(Ticket& ticket);
-    // Blocks until that operation has ended and returns whatever has ended and nobody took yet,
+    // Blocks until that operation has ended and returns whatever has ended and was not taken yet,
     // itself among it or not; nothing when the time is up, a signal handler has run, or
     // Ticket::release_waiters was called. Leads the drive meanwhile, where no other thread does:
-    // see docs/decisions/0032. Whoever takes outcomes here calls hand_back when they are dealt
-    // with: wait_ended does not end before.
+    // see docs/decisions/0032. A caller that takes outcomes here calls hand_back when they are
+    // dealt with: wait_ended does not end before.
     [[nodiscard]] std::optional<std::vector<Outcome>> wait_for(Ticket& ticket,
                                                                std::chrono::nanoseconds timeout);
     // What wait_for returned is dealt with, but for these, which are for wait_ended() after all.
