@@ -29,7 +29,7 @@ __all__ = ["SLICE_S", "IOFuture", "Waiter", "awaited", "tell_loops"]
 _T = TypeVar("_T")
 # What its repr says of an operation: the verb, the file's path, the offset and the bytes. Not the
 # file itself, which would stay open as long as the future is held.
-About: TypeAlias = "tuple[_native.Verb, str, int | str, int]"
+_About: TypeAlias = "tuple[_native.Verb, str, int | str, int]"
 SLICE_S = 0.1
 """How long one call may wait in native code.
 
@@ -113,7 +113,7 @@ class IOFuture(concurrent.futures.Future[_T]):
         memory: Memory | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
         *,
-        about: About,
+        about: _About,
     ) -> None:
         self._ticket = ticket
         self._waiter = waiter
