@@ -90,8 +90,7 @@ def load(
     generation: int | None = None,
     queue: IOQueue | None = None,
 ) -> Any:
-    """Return the state dict of that name, as it was saved: tensors as tensors on the CPU, arrays as
-    arrays.
+    """Return the state dict of that name as it was saved: tensors on the CPU, arrays as arrays.
 
     Several processes may load at once. `generation` names the commit before the last one, where
     that is wanted. A store that holds tensors and no state dict, as `deepnvme cp` makes it of a
@@ -124,9 +123,7 @@ def new_store(
     checksum: Checksum = Checksum.CRC32C,
     queue: IOQueue | None = None,
 ) -> Iterator[TensorStore]:
-    """Make a store for the length of a `with`: committed and closed at its end, removed where the
-    block raises.
-    """
+    """Make a store for a `with`: committed and closed at its end, removed if the block raises."""
     store = TensorStore.create(
         directories, capacity, durability=durability, checksum=checksum, queue=queue
     )

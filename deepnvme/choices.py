@@ -17,8 +17,7 @@ _Choice = TypeVar("_Choice", bound=Enum)
 
 
 def chosen(kind: type[_Choice], value: _Choice | str, what: str) -> _Choice:
-    """Return the member of `kind` that `value` is or names; `what` names the argument in the
-    refusal.
+    """Return the member of `kind` that `value` is or names; the refusal calls it `what`.
 
     The name of a member is its value where that is text, else its own name in small letters.
 

@@ -168,9 +168,7 @@ class aio_handle:  # noqa: N801 - the name that programs use
     def pread(
         self, buffer: Any, filename: _Path, validate: bool, async_: bool, file_offset: int = 0
     ) -> int:
-        """As `async_pread` or `sync_pread`; `validate` compares the buffer with the file
-        afterwards.
-        """
+        """As `async_pread` or `sync_pread`; `validate` compares buffer and file afterwards."""
         self._pending.append(self._read(buffer, filename, validate, file_offset))
         return 0 if async_ else self.wait()
 
@@ -241,8 +239,7 @@ class aio_handle:  # noqa: N801 - the name that programs use
         return _end(self._write(buffer, filename, validate, file_offset))
 
     def wait(self) -> int:
-        """Wait until everything pending has ended; return how many operations that were, 0 where
-        there was none.
+        """Wait until everything pending has ended; return how many operations that were.
 
         Raises:
             NVMeError: one of them failed.
@@ -260,9 +257,7 @@ class aio_handle:  # noqa: N801 - the name that programs use
         return len(operations)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised tensor of the example's type in memory of a `Pool`, registered
-        with this handle.
-        """
+        """Return a new tensor of the example's type in memory of a `Pool`, known to this handle."""
         return _LockedTensors.make(num_elem, example_tensor, self.queue)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
@@ -273,9 +268,7 @@ class aio_handle:  # noqa: N801 - the name that programs use
         return _LockedTensors.free(tensor)
 
     def is_pinned(self, buffer: Any) -> bool:
-        """Tell whether `buffer` lies in a locked tensor of this process, or is page-locked by
-        torch.
-        """
+        """Tell whether `buffer` is in a locked tensor of this process, or page-locked by torch."""
         return _LockedTensors.hold(buffer)
 
     def close(self) -> None:
@@ -321,9 +314,7 @@ class aio_handle:  # noqa: N801 - the name that programs use
         )
 
     def _open_for_writing(self, path: str) -> File:
-        """Open a file that is there without emptying it: writing over what is allocated is
-        faster.
-        """
+        """Open a file without emptying it: writing over what is allocated is faster."""
         with suppress(FileNotFoundError):
             return self.queue.open(path, "r+")
         try:
@@ -516,9 +507,7 @@ def _positive(name: str, value: int) -> int:
 
 
 def _settings(block_size: int, queue_depth: int) -> tuple[int | None, int | None]:
-    """Return the chunk and the bytes in flight that come nearest to what was asked, None for
-    deepnvme's own choice.
-    """
+    """Return chunk and bytes in flight nearest to what was asked; None: deepnvme's choice."""
     if (block_size, queue_depth) == (_BLOCK_BYTES, _QUEUE_DEPTH):
         return None, None
     chunk_bytes = min(-(-block_size // _CHUNK_UNIT_BYTES) * _CHUNK_UNIT_BYTES, _MOST_INFLIGHT_BYTES)
@@ -558,9 +547,7 @@ def _nbytes(buffer: Any) -> int:
 
 
 def _difference(file: File, buffer: Any, offset: int) -> BaseException | None:
-    """Compare a buffer with the file from `offset` on; return what differs, or why that cannot be
-    told.
-    """
+    """Compare a buffer with the file from `offset`; return what differs, or why unknown."""
     import numpy as np
 
     try:

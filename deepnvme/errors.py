@@ -127,9 +127,7 @@ class BatchError(NVMeError):
 
 
 class QueueFull(NVMeError):  # noqa: N818 - as queue.Full, and what users expect to catch
-    """As many operations as the queue holds are pending, and it was told to refuse rather than
-    wait.
-    """
+    """The queue holds as many pending operations as it may, and refuses instead of waiting."""
 
     def __init__(self, max_pending: int) -> None:
         super().__init__(
@@ -166,9 +164,7 @@ class BackendUnavailableError(NVMeError):
 
 
 class VolumeError(NVMeError):
-    """A directory is not what the volume needs there; `path` is the directory, the message says
-    what to do.
-    """
+    """The directory `path` is not what the volume needs there; the message says what to do."""
 
     def __init__(self, errno: int, message: str, *, path: str = "") -> None:
         super().__init__(errno, message, path=path)
@@ -206,9 +202,7 @@ class VolumeFullError(VolumeError):
 
 
 class StoreError(NVMeError):
-    """A directory holds no store, or a damaged one; the message says what is wrong and what can be
-    opened.
-    """
+    """A directory holds no store, or a damaged one; the message says what can be opened."""
 
 
 class PoisonedError(StoreError):
@@ -218,9 +212,7 @@ class PoisonedError(StoreError):
 
 
 class ChecksumError(NVMeError):
-    """The drive returned other bytes than were put: `nbytes` of the tensor `name`, from `offset`
-    on.
-    """
+    """The drive returned other bytes than were put: `nbytes` of tensor `name`, from `offset`."""
 
     def __init__(self, name: str, offset: int, nbytes: int) -> None:
         super().__init__(
@@ -252,9 +244,7 @@ def io_error(
 
 
 def file_error(errno: int, call: str, path: str) -> OSError:
-    """Compose the error of a failed open, stat, preallocate or truncate: Python's own subclass for
-    that errno.
-    """
+    """Compose the error of a failed open, stat, preallocate or truncate, by its errno."""
     hint = f" ({_HINTS[errno]})" if errno in _HINTS and errno != errno_names.EBADF else ""
     return OSError(errno, f"{call}: {os.strerror(errno)}{hint}", path)
 

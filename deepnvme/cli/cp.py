@@ -184,9 +184,7 @@ def _of_store(store: TensorStore, *, to_file: bool) -> _Source:
 
 
 def _common_prefix(names: Iterable[str], states: Iterable[str]) -> str:
-    """Return what a file leaves out of all names: that of the state dict, where a store holds one
-    and nothing else.
-    """
+    """Return the prefix that a file omits: a state dict's, where the store holds only that one."""
     prefixes = [f"{state}/" for state in states]
     return (
         prefixes[0]

@@ -73,9 +73,7 @@ class Job:
 
 
 def job_beside(load: Load, settings: Settings) -> Job:
-    """Return the job that asks the same of the drive: requests of the same size, the same bytes in
-    flight.
-    """
+    """Return the job with the same requests: their size, and the bytes in flight."""
     return Job(
         path=load.path,
         file_bytes=load.file_bytes,

@@ -69,9 +69,7 @@ class Place:
 
 
 def place_argument(text: str) -> Place:
-    """Return what an argument names: a file by its suffix or because it is one, else a store by its
-    directories.
-    """
+    """Return what an argument names: a file, by its suffix or as it is one, else a store."""
     whole = Path(text)
     if whole.suffix == FILE_SUFFIX or whole.is_file():
         return Place((whole,), is_file=True)
@@ -100,9 +98,7 @@ def opened_store(place: Place, generation: int | None) -> TensorStore:
 
 @contextlib.contextmanager
 def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show on standard error how many of `total` bytes are done; yields what to call with how many
-    more there are.
-    """
+    """Show on standard error how many of `total` bytes are done; yield the call that adds more."""
     console = Console(stderr=True)
     columns = (
         # However long a path is, what is done stays in sight.

@@ -45,15 +45,12 @@ _Advance = Callable[[str], None]
 
 
 class UnusableError(OSError):
-    """There is nothing to measure with, or nowhere; the message says why, and how much room it
-    would need.
-    """
+    """Nothing can be measured here; the message says why, and how much room it would need."""
 
 
 @contextlib.contextmanager
 def progress_bar(steps: int) -> Iterator[_Advance]:
-    """Show on standard error how many of the steps are done; yields what to call, with what comes,
-    at each of them.
+    """Show on standard error how many steps are done; yield the call that ends one of them.
 
     Nothing is drawn in between: a thread that draws would take part in what is measured.
     """
@@ -89,8 +86,7 @@ def usable_backend(name: str) -> str:
 
 
 def usable_directory(directory: Path, nbytes: int) -> Path:
-    """Return the directory's real path, where a file of `nbytes` can be made; warn where it is no
-    place to measure.
+    """Return the directory's real path, if a file of `nbytes` fits; warn if it is unfit to measure.
 
     Raises:
         UnusableError: no file can be made there, or not so large a one.
@@ -114,9 +110,7 @@ def usable_directory(directory: Path, nbytes: int) -> Path:
 def data_file(
     directory: Path, nbytes: int, *, backend: str, advance: _Advance, seconds: float = float("inf")
 ) -> Iterator[tuple[Path, int]]:
-    """Write a file of up to `nbytes` random bytes, as many as the time allows; yield its path and
-    length.
-    """
+    """Write up to `nbytes` random bytes, as many as time allows; yield path and length."""
     with signals_are_exceptions():
         descriptor, name = tempfile.mkstemp(prefix="deepnvme-", suffix=".tmp", dir=directory)
         os.close(descriptor)

@@ -140,9 +140,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def choose_sizes(measured: Mapping[Settings, Rates]) -> Settings:
-    """Return the fastest settings; of those as good within noise the default, else those with the
-    least in flight.
-    """
+    """Return the fastest settings; within noise the default, else the least in flight."""
     fastest = max(rates.both for rates in measured.values())
     good = [
         settings for settings, rates in measured.items() if rates.both * _WORTH_A_CHANGE >= fastest
@@ -163,9 +161,7 @@ def choose_memory(measured: Mapping[UserMemory, Rates]) -> UserMemory:
 def _measure(
     directory: Path, seconds: float, backend: str
 ) -> tuple[dict[Settings, Rates], dict[UserMemory, Rates]]:
-    """Return the rates of each pair of sizes, and, at the best of them, of each way for ordinary
-    memory to travel.
-    """
+    """Return the rates of each pair of sizes and, at the best, of each way for ordinary memory."""
     grid = [Settings(chunk, inflight) for inflight in INFLIGHT for chunk in CHUNKS]
     pool = Pool(_OPERATION_BYTES * pending_for(_OPERATION_BYTES, max(INFLIGHT)))
     memory, ordinary = pool.buffer(pool.capacity), small_pages(pool.capacity)

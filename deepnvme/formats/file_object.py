@@ -240,9 +240,7 @@ class _BlockReader:
         return any(block.start <= offset < block.end for block in self._blocks)
 
     def part_from(self, offset: int) -> memoryview:
-        """Wait for the bytes from `offset` on, and return some of them; none at the end of the
-        file.
-        """
+        """Wait for the bytes from `offset` on; return some of them, none at the end of the file."""
         reads_on = offset == self._next or self._blocks_follow(offset)
         while self._blocks and not self._blocks[0].start <= offset < self._blocks[0].end:
             self._drop_first()
@@ -276,9 +274,7 @@ class _BlockReader:
 
 
 class _BlockWriter:
-    """Bytes that the caller wrote in small pieces: collected in one block, which is written when
-    full.
-    """
+    """Collects bytes that are written in small pieces in one block; writes it when full."""
 
     def __init__(self, file: File, buffers: list[memoryview]) -> None:
         self._file = file

@@ -115,9 +115,7 @@ class SafetensorsEntry:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """What a file says of itself: its tensors in the order of their bytes, its metadata, its
-    length.
-    """
+    """What a file says of itself: tensors in the order of their bytes, metadata, length."""
 
     path: str
     tensors: Mapping[str, SafetensorsEntry]
@@ -218,9 +216,7 @@ class SafetensorsFile:
         return bytes(room[:done].tobytes())
 
     def pieces(self, nbytes: int) -> Iterator[int]:
-        """Read all of the file in pieces of so many bytes, keeping the drive busy; yield the length
-        of each.
-        """
+        """Read the file in pieces, keeping the drive busy; yield the length of each."""
         read: list[int] = []
         staged = Staged((self._queue,), run_bytes=nbytes)
         with ExitStack() as ends:
@@ -348,9 +344,7 @@ def _target(
 
 
 def _room(entry: SafetensorsEntry) -> Any:
-    """Return new bytes that lie in their page as in the file: so whole pages of both meet, and none
-    is copied.
-    """
+    """Return new bytes at the same place in a page as in the file, so that whole pages meet."""
     import numpy as np
 
     room = np.empty(entry.nbytes + PAGE - 1, np.uint8)
@@ -362,8 +356,7 @@ def _room(entry: SafetensorsEntry) -> Any:
 
 
 def header_of(read: Callable[[int, int], bytes], nbytes: int, path: str) -> SafetensorsHeader:
-    """Return the header of a file of `nbytes`; `read(count, offset)` returns its bytes, fewer where
-    it ends.
+    """Return the header of a file of `nbytes`; `read(count, offset)` returns bytes of the file.
 
     Raises:
         SafetensorsError: it is not a valid file of this format.
@@ -558,9 +551,7 @@ class SafetensorsWriter:
         self._written += len(tensors)
 
     def write_in_parts(self, name: str, parts: Iterable[Memory]) -> None:
-        """Write the next tensor, of this name, from parts; each is free when the next one is asked
-        for.
-        """
+        """Write the next tensor, `name`, from parts; each is free when the next is asked for."""
         [due] = self.names[self._written : self._written + 1] or ("nothing more",)
         if name != due:
             raise ValueError(f"expected the tensor {shown(due)} next, got {shown(name)}")
@@ -625,8 +616,7 @@ def _mode_of(path: Path) -> int | None:
 
 
 class _PageWriter:
-    """Appends memory to a new file, in whole pages: large memory as it lies, what is between
-    through staging memory.
+    """Appends memory to a new file in whole pages: large memory as it lies, the rest staged.
 
     So no two operations share a page, and all but the file's last one go past the page cache.
     """
@@ -673,9 +663,7 @@ class _PageWriter:
             self._sums.append(memory)  # while the drive writes it
 
     def wait(self) -> None:
-        """Wait until the drive has what was appended, except for what is still in staging
-        memory.
-        """
+        """Wait until the drive has what was appended, except for what is in staging memory."""
         self._batch.wait()
 
     def finish(self) -> None:
@@ -719,8 +707,7 @@ class _PageWriter:
 
 
 def _rank(named: tuple[str, tuple[str, tuple[int, ...]]]) -> tuple[bool, int, str]:
-    """Return by what tensors are sorted: first those of whole pages, then those of larger elements,
-    then by name.
+    """Return the order of tensors: whole pages first, then larger elements, then by name.
 
     As nothing may lie between tensors, this is what lets each begin at a multiple of its element,
     and most large ones at a page.

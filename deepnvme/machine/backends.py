@@ -68,8 +68,7 @@ def choose_backend(wanted: str, require: str | Collection[str] | None = None) ->
 def start_on(
     wanted: str, require: str | Collection[str] | None, start: Starter[_T]
 ) -> tuple[str, _T]:
-    """Start something on the first backend that takes it; return the backend's name and what was
-    started.
+    """Start something on the first backend that works; return that backend's name and the thing.
 
     `wanted` is a backend's name, or "auto" for the first of the chain that works here (or what the
     environment variable DEEPNVME_BACKEND names). `require` names the backends that are acceptable;
@@ -113,9 +112,7 @@ def start_on(
 
 
 def fallbacks(wanted: str, require: str | Collection[str] | None) -> tuple[str, ...]:
-    """Return what a queue told the same may use for a drive where the kernel refuses it another
-    ring.
-    """
+    """Return what such a queue may use for a drive where the kernel refuses another ring."""
     named = os.environ.get(BACKEND_VARIABLE, "") if wanted == "auto" else wanted
     return () if named not in ("", "auto") or require is not None else CHAIN[2:]
 

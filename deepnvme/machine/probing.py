@@ -198,8 +198,7 @@ class AioProbe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiburingProbe:
-    """Whether python-liburing is installed and carries the library that we bind; `reason` says why
-    not.
+    """Whether python-liburing is installed with the library that we bind; `reason`: why not.
 
     `fits_cpu`: whether this CPU has what its published builds are compiled for. They were made for
     one with AVX-512, and an instruction that the CPU lacks ends the process; a queue takes such a
@@ -290,9 +289,7 @@ class Probe:
 
 
 def probe(directory: str | os.PathLike[str] | None = None) -> Probe:
-    """Ask the kernel what this process may use for storage and, of a directory, what works there
-    and what holds it.
-    """
+    """Ask the kernel what this process may use for storage, and what works in a directory."""
     return Probe(
         system=probe_system(), directory=None if directory is None else probe_directory(directory)
     )
@@ -382,9 +379,7 @@ def best_backend(*, uring: bool, liburing: bool, aio: bool) -> Backend:
 def judge_liburing(
     version: str | None, *, library_present: bool, cpu_flags: Collection[str]
 ) -> LiburingProbe:
-    """Tell whether python-liburing of this `version` (None: not installed) can be used, and if not,
-    why.
-    """
+    """Tell whether python-liburing of this `version` (None: absent) is usable; if not, why."""
     oldest = ".".join(map(str, _OLDEST_LIBURING))
     numbers = tuple(int(number) for number in re.findall(r"\d+", version or ""))
     if version is None:
@@ -404,9 +399,7 @@ def judge_liburing(
 
 
 def kernel_version(release: str) -> tuple[int, int]:
-    """Return the first two numbers of a kernel release such as "6.1.0-28-amd64"; (0, 0) where there
-    are none.
-    """
+    """Return the first two numbers of a release like "6.1.0-28-amd64"; (0, 0) without any."""
     numbers = re.match(r"(\d+)\.(\d+)", release)
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
@@ -453,9 +446,7 @@ def read_mounts(roots: SystemRoots = HOST_ROOTS) -> tuple[Mount, ...]:
 
 
 def find_mount(mounts: tuple[Mount, ...], path: str) -> Mount | None:
-    """Return the mount that holds the absolute `path`: the deepest one above it, of equals the one
-    made last.
-    """
+    """Return the mount that holds the absolute `path`: the deepest, of equals the latest."""
     holding = [
         mount for mount in mounts if f"{path}/".startswith(f"{mount.mount_point.rstrip('/')}/")
     ]
@@ -478,8 +469,7 @@ def drive_directory(mount: Mount, roots: SystemRoots = HOST_ROOTS) -> Path | Non
 
 
 def read_kernel_file(path: Path) -> str:
-    """Return the stripped text of a file under /proc or /sys, empty where there is none or it
-    cannot be read.
+    """Return the stripped text of a file of /proc or /sys, empty where it cannot be read.
 
     File names in it, which need not be text, are spelled as Python spells them elsewhere.
     """
@@ -545,9 +535,7 @@ def _space(path: Path) -> tuple[int | None, int | None]:
 
 
 def find_liburing(roots: SystemRoots = HOST_ROOTS) -> LiburingProbe:
-    """Look for python-liburing without importing it: that would map its library into this
-    process.
-    """
+    """Find python-liburing without an import, which would map its library into this process."""
     try:
         distribution = metadata.distribution("liburing")
     except metadata.PackageNotFoundError:

@@ -68,9 +68,7 @@ _DEFAULT_USER_MEMORY = UserMemory(_DEFAULT.user_memory)
 
 @dataclass(frozen=True)
 class Settings:
-    """How a queue uses one drive: the pieces it cuts operations into, how many bytes of them are
-    under way at once.
-    """
+    """How a queue uses one drive: the size of its requests, and the bytes of them in flight."""
 
     chunk_bytes: int = _DEFAULT.chunk_bytes
     inflight_bytes: int = _DEFAULT.inflight_bytes
@@ -105,9 +103,7 @@ class Profile:
         self._by_device: dict[int, Settings | None] = {}
 
     def for_path(self, path: str | os.PathLike[str]) -> Settings | None:
-        """Return what was measured of the drive that holds `path`, an existing file or one to be
-        made.
-        """
+        """Return what was measured of the drive that holds `path`, which need not exist yet."""
         if not self.drives:
             return None
         try:
@@ -188,8 +184,7 @@ def load_profile() -> Profile:
 
 
 def write_profile(path: Path, key: str, settings: Settings, measured: Mapping[str, object]) -> None:
-    """Put the settings of one drive into the file, beside those of other drives: at once, or not at
-    all.
+    """Put one drive's settings into the file, beside those of others: at once, or not at all.
 
     `measured` is for people who read the file: date, directory, rates.
 
@@ -241,9 +236,7 @@ def drive_key(path: str | os.PathLike[str], roots: SystemRoots = HOST_ROOTS) -> 
 
 
 def _identity(mount: Mount, roots: SystemRoots) -> str | None:
-    """Return what the drive that `mount` is on calls itself, None where it is on none, or on one
-    without a name.
-    """
+    """Return what the drive under `mount` calls itself; None without a drive or a name."""
     drive = drive_directory(mount, roots)
     if drive is not None:
         for attribute in _IDENTITIES:
@@ -254,9 +247,7 @@ def _identity(mount: Mount, roots: SystemRoots) -> str | None:
 
 
 def _device(path: str | os.PathLike[str]) -> int:
-    """Return the number of the device that holds a file, or the directory in which it is to be
-    made.
-    """
+    """Return the number of the device that holds a file, or the directory it would be made in."""
     try:
         return os.stat(path).st_dev  # noqa: PTH116 - a Path costs more than the call, and this is for every open
     except FileNotFoundError:

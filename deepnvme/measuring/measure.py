@@ -58,9 +58,7 @@ class Workload(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is asked of a drive: operations of one size, as many pending as there are buffers, for
-    some time.
-    """
+    """What is asked of a drive: operations of one size, one pending on each buffer."""
 
     path: Path
     file_bytes: int
@@ -129,9 +127,7 @@ def measure(
 
 
 def pending_for(operation_bytes: int, inflight_bytes: int) -> int:
-    """Return how many operations to keep pending so that those bytes are in flight and the next
-    ones are waiting.
-    """
+    """Return how many operations keep those bytes in flight, with the next ones waiting."""
     return min(MOST_PENDING, max(2, 2 * inflight_bytes // operation_bytes))
 
 
@@ -154,9 +150,7 @@ def keep_pending(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
-    """Keep one operation pending on each buffer until the time is up, wait for the last; return the
-    bytes moved.
-    """
+    """Keep one operation pending on each buffer until the time is up; return the bytes moved."""
     end = clock() + seconds
     pending = deque((buffer, next(starts)(buffer)) for buffer in buffers)
     moved = 0
@@ -176,8 +170,7 @@ def in_turn(
     seconds: float = float("inf"),
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[_Point, list[_Result]]:
-    """Measure every point once per round, so that what disturbs the machine disturbs all alike;
-    return the results.
+    """Measure every point once per round, so that disturbances hit all alike; return the results.
 
     The first round is always whole; later ones stop when the time is up. Every other round goes
     backwards.
@@ -200,9 +193,7 @@ def small_pages(nbytes: int) -> memoryview:
 
 
 def fill(buffer: memoryview) -> None:
-    """Put random bytes into the buffer, so that its pages are there and no drive can compress
-    them.
-    """
+    """Put random bytes into the buffer: its pages are there then, and no drive compresses them."""
     block = os.urandom(min(MIB, buffer.nbytes))
     for start in range(0, buffer.nbytes, len(block)):
         buffer[start : start + len(block)] = block[: buffer.nbytes - start]

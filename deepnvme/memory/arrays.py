@@ -153,9 +153,7 @@ _Stored = TypeVar("_Stored", bound=Storable)
 
 
 def default_returns() -> Returns:
-    """Return TORCH where torch is installed, whether or not it was imported; else NUMPY, else
-    BYTES.
-    """
+    """Return TORCH where torch is installed, imported or not; else NUMPY, else BYTES."""
     if _is_installed("torch"):
         return Returns.TORCH
     return Returns.NUMPY if _is_installed("numpy") else Returns.BYTES
@@ -300,8 +298,7 @@ def storable(thing: Any) -> Storable:
 
 
 def empty(code: str, shape: tuple[int, ...], returns: Returns, *, pool: Pool | None = None) -> Any:
-    """Return a new tensor or array, uninitialised, in memory for I/O: a piece of `pool`, or else
-    page-aligned.
+    """Return a new tensor or array, uninitialised, in memory for I/O: of `pool`, or page-aligned.
 
     What is smaller than a page is not aligned: it never goes to a drive as it is.
 

@@ -18,9 +18,7 @@ CHECKSUM_BYTES = 1 << 20
 
 
 def crc32c(data: object, crc: int = 0) -> int:
-    """Return the crc32c of `data`, anything with the buffer protocol, going on from that of what
-    came before.
-    """
+    """Return the crc32c of `data`, a buffer, going on from that of what came before."""
     return _native.crc32c(data, crc)
 
 

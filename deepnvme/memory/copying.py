@@ -22,8 +22,7 @@ def gather(
     *,
     summing: bool,
 ) -> Sequence[int]:
-    """Copy each piece to its place, of its size; where `summing`, return the crc32c of each, else
-    nothing.
+    """Copy each piece to its place; where `summing`, return the crc32c of each, else nothing.
 
     Raises:
         ValueError: a piece has not the size of its place, or a place is not within the staging
@@ -40,9 +39,7 @@ def scatter(
     *,
     summing: bool,
 ) -> Sequence[int]:
-    """Copy to each piece what is at its place, of its size; returns and raises what `gather`
-    does.
-    """
+    """Copy to each piece the bytes at its place; returns and raises as `gather` does."""
     return _copied(_addresses(pieces, sizes), _places(staging, places, sizes), sizes, summing)
 
 

@@ -51,8 +51,7 @@ class DeviceArray(Protocol):
 
 
 def device_array_of(thing: Any, *, writable: bool) -> DeviceArray | None:
-    """Return the device memory that `thing` exposes, to be written to if `writable`; None where it
-    exposes none.
+    """Return the device memory of `thing`, to be written to if `writable`; None: it has none.
 
     Raises:
         TypeError: it is not dense, or of a library that needs cupy's help and cupy is not there.

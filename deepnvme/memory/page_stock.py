@@ -39,9 +39,7 @@ class PageStock:
             raise MemoryError(f"no memory for a buffer of {nbytes} B") from None
 
     def keep_at_most(self, nbytes: int | str) -> None:
-        """Give idle memory back to the system, what has been idle longest first, until at most so
-        much is left.
-        """
+        """Give idle memory back to the system, longest idle first, until so much is left."""
         self._native.keep_at_most(byte_count("the bytes to keep", nbytes))
 
     @property

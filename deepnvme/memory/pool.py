@@ -107,8 +107,7 @@ class Pool:
         return memoryview(self._native.take(byte_count("the bytes of a buffer", nbytes, 1)))
 
     def buffer_at(self, offset: int, nbytes: int) -> memoryview:
-        """Return the `nbytes` at `offset`, a multiple of 4096: for a caller that plans where each
-        buffer lies.
+        """Return the `nbytes` at `offset`, a multiple of 4096: for a caller that plans the places.
 
         Raises:
             PoolExhaustedError: some of them are in another buffer.

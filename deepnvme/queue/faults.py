@@ -84,9 +84,7 @@ class FaultPlan:
         self, *, hold: int, nth: int = 0, every: int = 0, probability: float = 0.0,
         requests: Requests = Requests.ALL,
     ) -> FaultPlan:  # fmt: skip
-        """Hold requests' ends back until `hold` others have passed, or nothing else is under
-        way.
-        """
+        """Hold requests' ends back until `hold` others have passed, or none else is under way."""
         return self._add(
             _native.FaultKind.REORDER,
             nth,

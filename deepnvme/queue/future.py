@@ -67,9 +67,7 @@ class Waiter(Protocol):
 
 
 class _MadeWhenSeen(Generic[_T]):
-    """An attribute of a future that is made when it is first looked at; the future knows then that
-    it was seen.
-    """
+    """An attribute that a future makes, and notes as seen, when it is first looked at."""
 
     def __init__(self, make: Callable[[], _T]) -> None:
         self._make = make
@@ -157,8 +155,10 @@ class IOFuture(concurrent.futures.Future[_T]):
         return cancelled
 
     def stop(self) -> None:
-        """Let no further part of the operation begin. What the drive has runs to its end, and the
-        operation then fails with ECANCELED and says how much it moved, unless that was all of it.
+        """Let no further part of the operation begin.
+
+        What the drive has runs to its end. The operation then fails with ECANCELED and says how
+        much it moved, unless that was all of it.
         """
         self._waiter.stop(self._ticket)
 
@@ -177,9 +177,7 @@ class IOFuture(concurrent.futures.Future[_T]):
         return self._state not in _UNDER_WAY
 
     def result(self, timeout: float | None = None) -> _T:
-        """Wait for the end, at most `timeout` seconds; return the result or raise the operation's
-        error.
-        """
+        """Wait for the end, at most `timeout` seconds; return the result or raise the error."""
         left = self._wait(timeout)
         # Future's own takes the lock, which would be made for that alone.
         if self._state == _FINISHED and self._exception is None:
@@ -188,14 +186,13 @@ class IOFuture(concurrent.futures.Future[_T]):
         return super().result(left)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end, at most `timeout` seconds; return the operation's error, None where it
-        succeeded.
-        """
+        """Wait for the end, at most `timeout` seconds; return the error, None after success."""
         return super().exception(self._wait(timeout))
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[_T]], object]) -> None:
-        """Call `fn` with this future at its end: on the event loop that runs here now, if one does,
-        else on the queue's own thread.
+        """Call `fn` with this future at its end.
+
+        On the event loop that runs here now, if one does, else on the queue's own thread.
         """
         events = sys.modules.get("asyncio")  # not imported: no loop runs
         loop = events._get_running_loop() if events else None
@@ -318,8 +315,9 @@ class _OnLoop:
 
 
 def tell_loops(ended: Iterable[IOFuture[Any]]) -> None:
-    """Wake the coroutines that await any of these: at once on the loop that runs here, and with one
-    call for each other. Telling twice is harmless.
+    """Wake the coroutines that await any of these; waking one twice is harmless.
+
+    At once on the loop that runs here, with one call for each other loop.
     """
     events = sys.modules.get("asyncio")
     here = events._get_running_loop() if events else None

@@ -119,8 +119,9 @@ class Pending:
         priority: int = 0,
         deadline_s: float = NO_DEADLINE_S,
     ) -> IOFuture[Any]:
-        """Submit an operation, and keep what it needs until it has ended; for room, wait
-        `patience_s`, None for ever.
+        """Submit an operation, and keep what it needs until it has ended.
+
+        For room it waits `patience_s`, None for ever.
 
         Raises:
             QueueFull: no room came in time.
@@ -304,9 +305,7 @@ class Pending:
                 loop.call_soon_threadsafe(_stop_listening, loop, listener.bell)
 
     def _loop_here(self) -> tuple[asyncio.AbstractEventLoop | None, _Listener | None]:
-        """Return the event loop that runs in this thread, if an operation was awaited on it, and
-        what completes operations there.
-        """
+        """Return this thread's event loop and its listener, if operations were awaited on it."""
         known, listener = self._latest
         if known is None:
             return None, None
@@ -324,9 +323,7 @@ class Pending:
         self._native.serve_loop(listener.bell, self._complete_unheard)
 
     def run(self) -> None:
-        """Complete futures as operations end, until the queue is closed and drained. The queue's
-        own thread.
-        """
+        """Complete futures until the queue is closed and drained. On the queue's own thread."""
         while ended := self._native.wait_ended():  # none: closed, and all was returned
             for index in self._complete_unheard(ended):
                 try:
@@ -359,9 +356,7 @@ class Pending:
                 await told
 
     def forget_parents(self) -> None:
-        """In a forked child: what the parent submitted ends there, and would be waited for here for
-        ever.
-        """
+        """End in a forked child what the parent submitted: it would be waited for here for ever."""
         self._of_a_parent = True
         self._unsent.clear()
         for future, verb, file, *_ in self._works.values():

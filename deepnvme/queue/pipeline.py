@@ -48,8 +48,7 @@ _UNTIL_ROOM_S = 0.001
 
 
 def once_there_is_room(submit: Callable[[], _T]) -> _T:
-    """Return what `submit` returns, as soon as its queue has room, also one that would rather
-    raise.
+    """Return what `submit` returns once its queue has room, also a queue that would raise.
 
     What is submitted here belongs to calls that wait for the drive anyway.
     """
@@ -99,9 +98,7 @@ class Pipeline:
         land: Callable[[], None] = _nothing,
         release: Callable[[], None] = _nothing,
     ) -> Batch:
-        """Return the batch for operations on so many bytes, once there is room for them beside
-        those under way.
-        """
+        """Return the batch for operations on so many bytes, once there is room for them."""
         step = _Step(nbytes, Batch(), land, release)
         try:
             self.wait_for_room()
@@ -174,8 +171,9 @@ class Staged:
         self._closed = False
 
     def take(self, pipeline: Pipeline) -> Memory:
-        """Return free memory for one run; ends the pipeline's oldest steps for it before it waits
-        for other calls.
+        """Return free memory for one run.
+
+        Ends the pipeline's oldest steps for it before it waits for other calls.
 
         It is free again when the caller gives it back, and at the latest when no reference is left:
         Ctrl-C cannot lose it.
@@ -212,9 +210,7 @@ class Staged:
         return None
 
     def _make_more(self, before: tuple[Pool, ...]) -> None:
-        """Make what was not made yet: one first, then the others at once, as all is registered anew
-        each time.
-        """
+        """Make one pool first, then the others at once: all is registered anew each time."""
         with self._making:
             if self._closed:  # the registration would never be taken back
                 raise ClosedError("what this staging memory belongs to is closed")
@@ -256,9 +252,7 @@ class Piece(Generic[_T]):
 
 @dataclass(frozen=True)
 class Stretch(Generic[_T]):
-    """Bytes of a file from a page on that are read at once, whole pages of them, and the pieces
-    among them.
-    """
+    """Whole pages of a file that are read at once, and the pieces among them."""
 
     file: int
     start: int

@@ -133,8 +133,7 @@ class QueueStats:
 
 
 class IOQueue:
-    """Asynchronous I/O on files: one I/O thread and one ring per drive, chunks under a budget of
-    bytes in flight.
+    """Asynchronous I/O on files: a ring and a thread per drive, bounded bytes in flight.
 
     `backend` names one of liburing, uring, aio, threads, or "auto" for the first that works;
     `require` refuses the others (see `deepnvme.machine.backends`). `chunk_bytes`, `inflight_bytes`
@@ -282,9 +281,7 @@ class IOQueue:
         )
 
     def settings_for(self, path: str | os.PathLike[str]) -> Settings:
-        """Return how this queue uses the drive that `path` is on, or would be if there were such a
-        file.
-        """
+        """Return how this queue uses the drive that holds `path`, or would hold it."""
         return self._settle(self._profile.for_path(path))
 
     def _tell_of_fallback(self, file: File) -> None:
@@ -516,17 +513,13 @@ class File:
         self.path = native.path
 
     def show_as(self, name: str) -> None:
-        """Let errors call the file by this name, as it has none of its own; before any I/O on
-        it.
-        """
+        """Let errors call a file without a name by this one; before any I/O on it."""
         self._open().show_as(name)
         self.path = name
 
     @property
     def alignment(self) -> int:
-        """Offsets and lengths that are multiples of this go past the page cache, where `direct` is
-        true.
-        """
+        """Offsets and lengths in multiples of this bypass the page cache if `direct`."""
         return self._open().offset_alignment
 
     @property
@@ -576,8 +569,9 @@ class File:
         priority: Priority = Priority.NORMAL,
         deadline_s: float | None = None,
     ) -> IOFuture[int]:
-        """Read into `buffer` from `offset` up to the end of the file. Ends in the bytes read, which
-        may be fewer.
+        """Read into `buffer` from `offset` up to the end of the file.
+
+        Ends in the bytes read, which may be fewer.
         """
         stops = _native.AtEndOfFile.STOPS
         return self._queue._move(
@@ -747,9 +741,7 @@ class File:
 
 
 class Batch:
-    """Operations submitted together and waited for together; every error is collected, none is
-    lost.
-    """
+    """Operations submitted together and waited for together; every error is collected."""
 
     def __init__(self) -> None:
         self.futures: list[IOFuture[int]] = []
@@ -782,9 +774,7 @@ class Batch:
         return sum(future.result() for future in futures)
 
     def drain(self) -> None:
-        """Wait for all, however they end, and forget them: memory is free again, and errors are not
-        of interest.
-        """
+        """Wait for all, however they end, and forget them: memory is free again."""
         for future in self.futures:
             _end_of(future)
         self.futures.clear()
@@ -799,9 +789,7 @@ class Batch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait for all, also when the body raised: memory is not let go while a drive may use
-        it.
-        """
+        """Wait for all, also when the body raised: a drive may use the memory until then."""
         if kind is None:
             self.wait()
         else:

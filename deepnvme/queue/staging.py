@@ -183,9 +183,7 @@ class Staging:
         """Do nothing: the staging thread tells the loop."""
 
     def needs_this_thread(self) -> bool:
-        """Whether `close()` would wait for what only the calling thread can do: it is in a
-        callback.
-        """
+        """Whether `close()` would wait for the calling thread itself: it is in a callback."""
         return self._runs_here()
 
     def close(self) -> None:
@@ -202,9 +200,7 @@ class Staging:
         self._pool = None
 
     def forget_parents(self) -> None:
-        """In a forked child: what the parent submitted ends there, and would be waited for here for
-        ever.
-        """
+        """End in a forked child what the parent submitted: it would be waited for here for ever."""
         self._changed = threading.Condition()  # the thread that held the parent's is not here
         for operation in list(self._pending):
             message = f"{operation.op} of {operation.file.path} was submitted by the parent process"

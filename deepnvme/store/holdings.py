@@ -76,9 +76,7 @@ class Holdings:
         return sorted(self._tensors, key=lambda name: self._tensors[name].places)
 
     def groups(self, names: Iterable[str]) -> Iterator[Sequence[str]]:
-        """Yield the names in groups to be read at once: small tensors that follow one another,
-        others alone.
-        """
+        """Yield the names in groups to be read at once: small tensors in a row, others alone."""
         group: list[str] = []
         room = RUN_BYTES
         for name in names:
@@ -94,9 +92,7 @@ class Holdings:
             yield group
 
     def missing(self) -> list[str]:
-        """Return the names of the tensors that state dicts lack; of one that is no state dict, its
-        own.
-        """
+        """Return the names of tensors that state dicts lack, and of what is no state dict."""
         found: list[str] = []
         for state, structure in self._trees.items():
             try:
@@ -250,9 +246,7 @@ class Holdings:
     # --- commits ----------------------------------------------------------------------------------
 
     def begin_commit(self) -> Content:
-        """Return what a commit that begins now holds, and keep its space, whatever becomes of its
-        names.
-        """
+        """Return what a commit that begins now holds, and keep its space until it is over."""
         content = Content(MappingProxyType(dict(self._tensors)), self.trees)
         self._need(content.tensors.values())
         self.changed = False

@@ -94,9 +94,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one generation of a store holds: tensors by name, and the trees (see `tree`) that name
-    some of them.
-    """
+    """One generation of a store: tensors by name, and trees (see `tree`) that name some of them."""
 
     volume: str
     generation: int

@@ -41,9 +41,7 @@ class ManifestFiles:
 
     @contextmanager
     def draft(self, content: bytes) -> Iterator[File]:
-        """Write the draft, which is open for as long as the block; whatever fails in it, no draft
-        is left.
-        """
+        """Write the draft, which is open for the block; whatever fails in it, no draft is left."""
         draft = self.folder / _DRAFT
         try:
             with self._queue.open(draft, "w", permissions=0o600) as file:
@@ -54,9 +52,7 @@ class ManifestFiles:
             raise
 
     def put_in_place(self, generation: int) -> None:
-        """Let the draft be the manifest of that generation, in place of the one two commits
-        older.
-        """
+        """Let the draft be the manifest of that generation, in place of that two commits older."""
         (self.folder / _DRAFT).replace(self._slot(generation))
 
     def sync(self, generation: int) -> None:
@@ -69,9 +65,7 @@ class ManifestFiles:
         sync_directory(self.folder)
 
     def read(self, volume: str, capacities: Sequence[int]) -> tuple[dict[int, Manifest], list[str]]:
-        """Return the manifests that can be believed, by generation, and of each of the others what
-        is wrong.
-        """
+        """Return the sound manifests by generation, and what is wrong with each of the others."""
         whole: dict[int, Manifest] = {}
         damaged: list[str] = []
         missing: list[Path] = []

@@ -133,8 +133,7 @@ class NamedTensors:
         target: Callable[[str, Record], Any],
         new: Container[str] = (),
     ) -> dict[str, Any]:
-        """Read held tensors into what `target` returns for each, which this returns, and let them
-        go.
+        """Read held tensors into what `target` returns for each; return that, and let them go.
 
         What it returns for names in `new` was made just then.
         """
@@ -210,9 +209,7 @@ class NamedTensors:
             raise
 
     def damage(self, names: Iterable[str], progress: Callable[[str, int], None]) -> list[Damage]:
-        """Read the tensors of these names that are still there; tell `progress` of each, return
-        what is wrong.
-        """
+        """Read the tensors of these names; tell `progress` of each, return what is damaged."""
         with self.opened() as holdings:
             held = holdings.hold([name for name in names if name in holdings])
         found: list[Damage] = []

@@ -28,9 +28,7 @@ class _Begun:
 
 
 class ReadAhead:
-    """Tensors that are wanted, in their order, and those that are read or being read and were not
-    taken yet.
-    """
+    """Tensors wanted, in their order, and those that are read and were not taken yet."""
 
     def __init__(self) -> None:
         self._wanted: dict[str, int] = {}  # bytes by name
@@ -44,9 +42,7 @@ class ReadAhead:
         return tuple(begun.future for begun in self._begun.values())
 
     def want(self, sizes: Mapping[str, int], most_bytes: int) -> None:
-        """Want tensors of these names and sizes, behind those that are wanted, so many bytes of
-        them all at once.
-        """
+        """Want tensors of these names and sizes, behind those wanted already."""
         self._most_bytes = most_bytes
         self._wanted.update(
             {name: nbytes for name, nbytes in sizes.items() if name not in self._begun}
@@ -73,9 +69,7 @@ class ReadAhead:
         return name in self._wanted or name in self._begun
 
     def take(self, name: str) -> StoreFuture[Any] | None:
-        """Return the read of a tensor, which is the caller's from here on; None where it has not
-        begun.
-        """
+        """Return the read of a tensor, now the caller's own; None where it has not begun."""
         self._wanted.pop(name, None)
         begun = self._begun.pop(name, None)
         if begun is None:
@@ -84,9 +78,7 @@ class ReadAhead:
         return begun.future
 
     def forget(self, names: Iterable[str] | None = None) -> None:
-        """Let go of these, of all without `names`; those that wait for a thread are not read any
-        more.
-        """
+        """Let go of `names`, or of all; those that wait for a thread are not read any more."""
         held = {*self._wanted, *self._begun}
         for name in held if names is None else held.intersection(names):
             future = self.take(name)

@@ -30,9 +30,7 @@ _GAP_BYTES = 128 << 10  # reading over so much is cheaper than another operation
 
 @dataclass(frozen=True)
 class Window:
-    """`nbytes` of a tensor from `start` on, and where in it and in the caller's memory the part
-    lies.
-    """
+    """`nbytes` of a tensor from `start`, and the part's place in it and in the caller's memory."""
 
     start: int
     nbytes: int

@@ -53,9 +53,7 @@ _AHEAD_BYTES = 1 << 30
 
 
 class UncommittedWarning(RuntimeWarning):
-    """A durable store was closed, or forgotten without being closed, with changes that were not
-    committed.
-    """
+    """A durable store was closed, or never closed, with changes that were not committed."""
 
 
 class Durability(Enum):
@@ -146,8 +144,7 @@ class TensorStore:
         returns: Returns | None = None,
         queue: IOQueue | None = None,
     ) -> TensorStore:
-        """Make a store that lasts until it is closed: no commits, and no checksums unless asked
-        for.
+        """Make a store that lasts until it is closed: no commits, no checksums unless asked for.
 
         Its files have no names, so a killed program leaves nothing in the directories.
         """
@@ -167,8 +164,7 @@ class TensorStore:
         returns: Returns | None = None,
         queue: IOQueue | None = None,
     ) -> TensorStore:
-        """Open a store at its last commit, or at the commit before it where `generation` names
-        that.
+        """Open a store at its last commit, or at the one before if `generation` names that.
 
         With Access.READ nothing is written, and any number of processes may have the store open so
         at once. Calls that would change it are refused. Meanwhile no process can open it with
@@ -216,8 +212,7 @@ class TensorStore:
         self._put(tensors, tensors, description, self._tensors.holdings.name)
 
     def get(self, name: str, out: Any = None) -> Any:
-        """Return the tensor of that name, read into `out` where given, which must have its type and
-        shape.
+        """Return the tensor of that name, in `out` if given, which must have its type and shape.
 
         Raises:
             KeyError: there is none.
@@ -295,8 +290,7 @@ class TensorStore:
             self._forget_ahead(holdings.unname(name))
 
     def prefetch(self, names: Iterable[str], *, most_bytes: int | str = _AHEAD_BYTES) -> None:
-        """Begin to read tensors; the next `get` of each, without `out`, finds it read or being
-        read.
+        """Begin to read tensors; the next `get` of each, without `out`, finds it.
 
         At most `most_bytes` (1 GiB) of them are held at once, or one that is larger: the rest is
         begun in this order as those are got. A `get` of what was not begun reads it then. What is
@@ -443,8 +437,7 @@ class TensorStore:
         )
 
     def put_tree(self, name: str, structure: Any) -> None:
-        """Make a state dict of tensors that are there already, under `name`, a slash and the name
-        of the leaf.
+        """Make a state dict of tensors that are there, each named `name`, a slash and its leaf.
 
         `structure` is one of the `trees` of another store.
 
@@ -535,8 +528,7 @@ class TensorStore:
     # --- durability -------------------------------------------------------------------------------
 
     def commit(self) -> int:
-        """Make what is put by now the store's content, whole, for every later process; return its
-        generation.
+        """Make what is put by now the store's content for later processes; return its generation.
 
         Puts that have begun are waited for; one that fails is not part of the commit, as nothing of
         it is there. Ctrl-C ends the wait for it, and it is made all the same: closing, and the next
@@ -602,9 +594,7 @@ class TensorStore:
         self._volume.discard()
 
     def _end(self, let_go: Callable[[], None]) -> bool:
-        """Wait for what is under way, then let go of the drives; return False where that was done
-        before.
-        """
+        """Wait for what is under way, then let go of the drives; False if done before."""
         if self._tensors.io.is_forked:  # threads, locks and files are the parent's
             self._threads.ending = True
             self._volume.close()

@@ -296,9 +296,7 @@ class TensorIO:
             check_sums(piece.what, wanted[piece.what], 0, (got,))
 
     def are_sound(self, wanted: Mapping[str, Record]) -> bool:
-        """Read all of these at once; False where something is wrong with one, or nothing was
-        compared.
-        """
+        """Read all of these at once; False where one is damaged, or none was compared."""
         if not self._summing:
             return False
         try:
@@ -435,9 +433,7 @@ def _in_turns(extents: Sequence[Extent], most: int) -> list[tuple[int, int]]:
 
 
 def _differing(record: Record, start: int, sums: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield offset and length of what differs, of the bytes from `start` that have these
-    checksums.
-    """
+    """Yield offset and length of the bytes from `start` that differ from these checksums."""
     if record.checksums is None:
         return
     for index, got in enumerate(sums, start // CHECKSUM_BYTES):

@@ -96,9 +96,7 @@ class SpaceMap:
         return self._by_length[-1][0] if self._by_length else 0
 
     def take(self, nbytes: int) -> int | None:
-        """Take room for `nbytes` from the smallest piece that has it; return its offset, None where
-        no piece has.
-        """
+        """Take room in the smallest piece that has it; return its offset, None where none has."""
         self._finish()
         space = _space_of(nbytes)
         # Best fit, and of pieces of one length the first.
@@ -157,9 +155,7 @@ class SpaceMap:
         self._cut(piece, offset, end - offset)
 
     def trim(self) -> int:
-        """Let the space end behind the last piece in use, but not before one page; return the bytes
-        less.
-        """
+        """End the space behind the last piece in use, at least one page; return the bytes less."""
         self._finish()
         last = self._offsets[-1] if self._offsets else self.end
         end = max(last, self.start + PAGE)
@@ -198,9 +194,7 @@ class SpaceMap:
         self._replace((piece,), [(start, length) for start, length in beside if length])
 
     def _replace(self, gone: Sequence[int], new: Sequence[tuple[int, int]]) -> None:
-        """Let the pieces at `gone` be free no more, and those of these offsets and lengths
-        instead.
-        """
+        """Let the pieces at `gone` be free no more, and these offsets and lengths instead."""
         # From here on it happens: what is interrupted, the next call ends.
         self._under_way = gone, new
         for offset in gone:

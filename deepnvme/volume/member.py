@@ -149,8 +149,7 @@ def _header_of(payload: bytes) -> Header:
 
 
 class MemberFile:
-    """A member's directory, held: `data` is locked against everybody else, and open for I/O after
-    `open()`.
+    """A member's directory, with `data` locked and, after `open()`, open for I/O.
 
     The lock belongs to this process: a forked child does not have it, the end of the process
     releases it. The file of a temporary member has no name, so it is gone with the process, however
@@ -168,9 +167,7 @@ class MemberFile:
         temporary: Path | None = None,
         access: Access = Access.WRITE,
     ) -> None:
-        """Hold the file that is open as `lock`; a `temporary` one is opened again by this path,
-        which it then loses.
-        """
+        """Hold the file open as `lock`; a `temporary` one is opened by this path and loses it."""
         self.directory = directory
         self.path = directory / (DATA if temporary is None else _UNNAMED)
         self.access = access
@@ -344,9 +341,7 @@ class MemberFile:
                 os.fsync(self._lock)
 
     def finish_making(self) -> None:
-        """Keep other users out of the directory and make its name durable, unless it is
-        temporary.
-        """
+        """Shut the directory to other users and make its name durable, unless temporary."""
         if self._temporary:
             return
         self.directory.chmod(0o700)
@@ -470,9 +465,7 @@ class MemberFile:
         self._close_lock()
 
     def _stop(self) -> None:
-        """Take no more reads and writes, and wait for those under way: they end before the lock is
-        given up.
-        """
+        """Refuse reads and writes, and wait for those under way: the lock is held until then."""
         with self._changing:
             if self._file is not None:
                 self._file.close()
@@ -622,9 +615,7 @@ def _opened(directory: Path) -> Iterator[int]:
 
 
 def measure_rates(files: Sequence[File], nbytes: int) -> list[float]:
-    """Return the bytes per second of each file, reading and overwriting its first `nbytes` in
-    turn.
-    """
+    """Return the bytes per second of each file, its first `nbytes` read and overwritten in turn."""
     operation = min(_OPERATION, nbytes)
     pool = Pool(_PENDING * operation, cuda=Cuda.NEVER)
     buffers = cut(pool.buffer(pool.capacity), operation, _PENDING)

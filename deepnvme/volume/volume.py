@@ -66,9 +66,7 @@ Members: TypeAlias = "_Directory | Iterable[_Directory]"
 
 @dataclass(frozen=True)
 class MemberStats:
-    """One member: its space in whole pages, and the bytes of all reads and writes submitted since
-    it was opened.
-    """
+    """One member: its space in whole pages, and the bytes submitted since it was opened."""
 
     directory: str
     capacity: int
@@ -248,8 +246,7 @@ class Volume:
             )
 
     def allocate(self, nbytes: int) -> tuple[Extent, ...]:
-        """Take room for `nbytes`: usually one extent, or one per member; more where space is in
-        pieces. None for 0.
+        """Take room for `nbytes`, in one extent or one per member; more where space is in pieces.
 
         All extents but the last are whole pages.
 
@@ -269,8 +266,7 @@ class Volume:
             )
 
     def allocate_run(self, sizes: Sequence[int]) -> list[Extent]:
-        """Take room for small pieces, one extent for each, side by side: one operation can move all
-        of a run.
+        """Take room for small pieces side by side, an extent each: one operation moves a run.
 
         Where no member has one piece for all, they are in several runs: as many as the largest
         piece holds, then the next. A run goes on where an extent begins at the `end` of the one
@@ -513,9 +509,7 @@ class Volume:
         ]
 
     def _by_need(self, nbytes: int) -> list[int]:
-        """Return the members, the one first that with `nbytes` more in all would be furthest behind
-        its share.
-        """
+        """Return the members; first the one that `nbytes` more would leave furthest behind."""
         used = [part.space.end - part.space.start - part.space.free_bytes for part in self._parts]
         total = sum(used) + nbytes
         return sorted(
