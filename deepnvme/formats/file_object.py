@@ -94,9 +94,10 @@ class FileObject(io.BufferedIOBase):
         left = memoryview(buffer).cast("B")
         start = self._position
         while left.nbytes:
+            # Straight into the caller's memory, unless the first bytes are in a block already.
             if left.nbytes >= self._block_bytes and not self._reader.has(self._position):
                 self._position += self._file.readinto(left, self._position).result()
-                break
+                break  # it is full, or the file has ended
             part = self._reader.part_from(self._position)
             done = min(part.nbytes, left.nbytes)
             if done == 0:
@@ -135,6 +136,7 @@ class FileObject(io.BufferedIOBase):
         memory = memoryview(data).cast("B")
         if memory.nbytes >= self._block_bytes:
             self._writer.flush()
+            # Waits: the caller may change `data` as soon as this returns.
             self._file.pwrite(memory, self._position).result()
         else:
             self._writer.collect(memory, self._position)
@@ -187,7 +189,7 @@ class FileObject(io.BufferedIOBase):
         """Write what was collected, and close the file."""
         if self.closed:
             return
-        with self._ends:
+        with self._ends:  # closes the file, also where the last write fails
             try:
                 self._writer.flush()
             finally:
@@ -223,6 +225,7 @@ class _ReadBlock(NamedTuple):
 
     def part_from(self, offset: int) -> memoryview:
         """Wait for the bytes, and return those from `offset` on."""
+        # Behind the end of the file the view is empty.
         return self.buffer[offset - self.start : max(offset - self.start, self.read.result())]
 
 
@@ -263,6 +266,7 @@ class _BlockReader:
 
     def _begin(self, start: int, *, whole: bool) -> None:
         buffer = self._buffers.pop()
+        # Little after a jump: the next read may be elsewhere again.
         nbytes = buffer.nbytes if whole else min(_JUMP_BYTES, buffer.nbytes)
         read = self._file.readinto(buffer[:nbytes], start)
         self._blocks.append(_ReadBlock(start, nbytes, buffer, read))

@@ -53,6 +53,7 @@ def windows(runs: Iterable[tuple[int, int]], nbytes: int, unit: int) -> Iterator
     group: list[tuple[int, int, int]] = []
     end = 0
     for offset, length, source in _cut(runs):
+        # A gap ends a window only where no unit has bytes of both sides: the end is rounded up.
         other_cell = bool(group) and offset // RUN_BYTES != group[0][0] // RUN_BYTES
         if other_cell or (offset - end > _GAP_BYTES and offset // unit >= -(-end // unit)):
             yield from _window(group, nbytes, unit)
@@ -184,6 +185,7 @@ class SliceIO:
         if self._sums(change.record):  # else a new checksum would hide that bytes are damaged
             sums = checksums_of(staging.part(0, window.nbytes))
             check_sums(change.name, change.record, window.start, sums)
+        # Waited for here: the staging memory is given back next.
         with Batch() as writes:
             self._change(change, window, staging, writes)
 

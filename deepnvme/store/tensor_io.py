@@ -108,6 +108,7 @@ class TensorIO:
                         if index not in records:
                             records[index] = self._write_alone(tensor, taken, pipeline)
         except BaseException:
+            # The pipeline has ended: no drive writes to this space any more.
             self._volume.release(taken)
             raise
         return [records[index] for index in range(len(records))]
@@ -171,6 +172,7 @@ class TensorIO:
             return {}  # there may be room in smaller pieces, for each alone
         untaken = len(taken)
         taken += extents
+        # Each begins in a page of its own, as its extent does.
         places = [0, *accumulate(extent.end - extent.offset for extent in extents[:-1])]
         stretches = list(_joined(extents, places))
         taken[untaken:] = [stretch for _, stretch in stretches]  # the same space in fewer objects
@@ -216,6 +218,7 @@ class TensorIO:
                     self._read_staged(name, record, target(name), pipeline)
                 else:
                     self._read_alone(name, record, target(name), pipeline)
+            # As they lie on the drives: one operation reads neighbours.
             small.sort(key=lambda name: wanted[name].places)
             for stretch in together(_piece_of(name, wanted[name]) for name in small):
                 self._read_together(stretch, wanted, target, pipeline)
@@ -280,6 +283,7 @@ class TensorIO:
         )
         whole = Extent(stretch.file, stretch.start, stretch.nbytes)
         fetch(self._volume, (whole,), staging.part(0, whole.nbytes), batch)
+        # Asked for only now, while the drive reads: making memory takes time.
         memories += [target(piece.what) for piece in stretch.pieces]
 
     def _land(
@@ -310,6 +314,7 @@ class TensorIO:
     def damage(self, name: str, record: Record) -> Iterator[Damage]:
         """Read a tensor and yield its damaged pieces. It sums one piece while it reads the next."""
         self.refuse_if_forked()
+        # One is summed while a drive fills the other.
         buffers = [
             memory_of(bytearray(min(_PIECE_BYTES, record.nbytes)), writable=True) for _ in range(2)
         ]
@@ -323,7 +328,7 @@ class TensorIO:
                     yield from self._damage_of(name, record, *under_way.popleft())
             while under_way:
                 yield from self._damage_of(name, record, *under_way.popleft())
-        finally:
+        finally:  # the caller may stop in the midst, and a drive still fill a buffer
             for _, _, batch in under_way:
                 batch.drain()
 
