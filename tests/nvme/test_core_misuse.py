@@ -164,7 +164,9 @@ def test_a_shape_may_be_a_list() -> None:
 
 @pytest.mark.parametrize("wrong", ["f4", torch.qint8, None])
 def test_a_tensor_has_a_dtype_whose_values_are_its_bytes(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="expected a dtype of torch with values that are plain bytes"):
+    with pytest.raises(
+        TypeError, match="expected a dtype of torch with values that are plain bytes"
+    ):
         Pool(64 * PAGE).empty_tensor((2,), wrong)
 
 
