@@ -174,13 +174,16 @@ class Walk:
     def _carry_out(self, wanted: Sequence[int]) -> None:
         """Carry out these ops and those before them, and wait for their end."""
         self._check()
-        while any(number not in self._events for number in wanted):
-            self._safe_point()
-            with self._reporting_failures():
-                if self._order:
-                    self._submit_next()
-                else:
-                    self._wait_for_held_back()
+        # One op after another: asking for all of them after each submission would take time that
+        # grows with the square of the plan.
+        for number in wanted:
+            while number not in self._events:
+                self._safe_point()
+                with self._reporting_failures():
+                    if self._order:
+                        self._submit_next()
+                    else:
+                        self._wait_for_held_back()
         for number in wanted:
             self._safe_point()
             with self._reporting_failures():
