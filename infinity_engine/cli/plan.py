@@ -13,21 +13,18 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from infinity_engine.cli.plan_answer import answer, refused, show, with_options
 from infinity_engine.cli.plan_question import (
     means_of,
     model_of,
     precision_of,
+    run_of,
     size_of,
     strategy_of,
     training_of,
 )
 from infinity_engine.errors import CapacityError, ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["HELP", "NAME", "SCHEMA", "add_arguments", "run"]
 
@@ -130,6 +127,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "is shorter so)",
     )
     how.add_argument("--subgroup", type=int, metavar="N", help="parameters in a subgroup")
+    run = parser.add_argument_group("a whole run")
+    run.add_argument(
+        "--tokens",
+        metavar="N",
+        help="also tell what training on so many tokens takes, such as 10M: days, writes, energy",
+    )
+    run.add_argument("--steps", metavar="N", help="the same of so many steps")
+    run.add_argument(
+        "--watts", type=float, metavar="N", help="what the machine draws while it trains"
+    )
+    run.add_argument("--price-kwh", type=float, metavar="N", help="what a kWh costs")
+    run.add_argument(
+        "--price-hour", type=float, metavar="N", help="what an hour of the machine costs"
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="print every figure: what each tier holds, how busy and how full each link is, other "
+        "plans that fit",
+    )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of tables"
     )
@@ -148,6 +165,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from infinity_engine.advice.advising import advise
     from infinity_engine.cli.plan_page import page, refusal_page
     from infinity_engine.plan import Tier, parse_strategy
     from infinity_engine.sim.planner import decide
@@ -157,7 +175,8 @@ def _plan(options: argparse.Namespace) -> int:
     model = model_of(options.model)
     precision = precision_of(options.precision, model)
     training = training_of(options, model, precision)
-    means, sources = means_of(options, precision)
+    means, sources, rates_are = means_of(options, precision)
+    run = run_of(options)
     rated_bytes = None if options.tbw is None else size_of(options.tbw, "--tbw")
     if rated_bytes is not None and not means.budget.nvme:
         expected = "--nvme beside it: no drive is used, so none wears out"
@@ -185,12 +204,14 @@ def _plan(options: argparse.Namespace) -> int:
         return 1
     report = report_of(decision, rated_bytes=rated_bytes)
     report = replace(report, notes=(*sources, *report.notes))
+    advice = advise(decision, rates_are, run)
     if options.html is not None:
         _write(options.html, page(report, training))
     if options.json:
-        print(json.dumps({"schema": SCHEMA, "fits": True, **report.to_mapping()}, indent=2))
+        told = {**report.to_mapping(), "advice": advice.to_mapping()}
+        print(json.dumps({"schema": SCHEMA, "fits": True, **told}, indent=2))
     else:
-        show(answer(report, training))
+        show(answer(report, training, advice, full=options.full))
     return 0
 
 

@@ -10,10 +10,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deepnvme.cli.report import Output, Rows
+from infinity_engine.cli.plan_advice import (
+    purchase_rows,
+    range_in_words,
+    run_rows,
+    seconds_in_words,
+)
 from infinity_engine.cli.plan_question import free
 from infinity_engine.units import GiB, format_bytes
 
 if TYPE_CHECKING:
+    from infinity_engine.advice.advising import Advice
     from infinity_engine.placement.training import Training
     from infinity_engine.plan import Capacity
     from infinity_engine.sim.remedies import Refusal, Remedy
@@ -23,7 +30,6 @@ __all__ = [
     "Section",
     "answer",
     "refused",
-    "seconds_in_words",
     "setting_in_words",
     "show",
     "step_in_words",
@@ -31,6 +37,7 @@ __all__ = [
 ]
 
 Section = tuple[str, Rows]
+_LARGEST = 3  # of what a tier holds, on one line
 
 
 def show(sections: Iterable[Section]) -> None:
@@ -50,49 +57,92 @@ def show(sections: Iterable[Section]) -> None:
         console.print()
 
 
-def answer(report: PlanReport, training: Training) -> Iterator[Section]:
-    """Yield what a plan that fits says."""
+def answer(
+    report: PlanReport, training: Training, advice: Advice, *, full: bool = False
+) -> Iterator[Section]:
+    """Yield what a plan that fits says: what fits on one screen, or every figure."""
+    title = f"{report.model} fits: {step_in_words(report)}{range_in_words(report, advice)}"
+    yield title, _summary(report, training)
+    yield "Settings", [(name, setting_in_words(value)) for name, value in report.settings.items()]
+    if full:
+        yield from _every_figure(report)
+    else:
+        yield f"Memory{_of_each_rank(report)}", _memory(report)
+        yield "Time", _phases(report)
+    if report.wear is not None:
+        yield "Wear", _wear(report)
+    if advice.run is not None:
+        rated = None if report.wear is None else report.wear.rated_bytes
+        yield "The run", run_rows(advice.run, rated_bytes=rated)
+    yield "Next purchase", purchase_rows(report, advice)
+    if report.notes:
+        yield "Notes", [("", note) for note in report.notes]
+
+
+def _every_figure(report: PlanReport) -> Iterator[Section]:
     from infinity_engine.plan import Tier
     from infinity_engine.sim.report import resource
 
-    yield f"{report.model} fits: {step_in_words(report)}", _summary(report, training)
-    yield "Settings", [(name, setting_in_words(value)) for name, value in report.settings.items()]
     for tier in Tier:
         held, limit = report.held(tier), report.limits[tier]
         if held and limit:
-            whose = " of each rank" if report.ranks > 1 else ""
+            whose = _of_each_rank(report)
             title = f"{tier.value}{whose}: {format_bytes(held)} of {format_bytes(limit)}"
             yield (
                 title,
                 [
                     (
-                        each.what,
-                        format_bytes(each.nbytes) + (" (PyTorch's own)" if each.of_pytorch else ""),
+                        holding.what,
+                        format_bytes(holding.nbytes)
+                        + (" (PyTorch's own)" if holding.of_pytorch else ""),
                     )
-                    for each in report.holdings
-                    if each.tier is tier
+                    for holding in report.holdings
+                    if holding.tier is tier
                 ],
             )
     yield "Time", _times(report)
     yield (
         "Bytes over each link in a step",
-        [(resource(lane), format_bytes(it)) for lane, it in report.moved.items()],
+        [(resource(lane), format_bytes(nbytes)) for lane, nbytes in report.moved.items()],
     )
-    if report.wear is not None:
-        yield "Wear", _wear(report)
     if report.alternatives:
         yield (
             "What else fits",
             [
                 (
-                    f"{seconds_in_words(each.step_s)}",
-                    f"{setting_in_words(each.strategy)}, parameters on {each.parameters.value}",
+                    f"{seconds_in_words(other.step_s)}",
+                    f"{setting_in_words(other.strategy)}, parameters on {other.parameters.value}",
                 )
-                for each in report.alternatives[:5]
+                for other in report.alternatives[:5]
             ],
         )
-    if report.notes:
-        yield "Notes", [("", note) for note in report.notes]
+
+
+def _of_each_rank(report: PlanReport) -> str:
+    return " of each rank" if report.ranks > 1 else ""
+
+
+def _memory(report: PlanReport) -> Rows:
+    """Yield what each tier holds, with what takes most of it."""
+    from infinity_engine.plan import Tier
+
+    for tier in Tier:
+        held, limit = report.held(tier), report.limits[tier]
+        if held and limit:
+            largest = sorted(
+                (holding for holding in report.holdings if holding.tier is tier),
+                key=lambda holding: -holding.nbytes,
+            )[:_LARGEST]
+            parts = ", ".join(f"{it.what} {format_bytes(it.nbytes)}" for it in largest)
+            yield tier.value, f"{format_bytes(held)} of {format_bytes(limit)}: {parts}"
+
+
+def _phases(report: PlanReport) -> Rows:
+    for phase in report.phases:
+        yield phase.name, f"{seconds_in_words(phase.seconds)}, bound by {phase.binding}"
+    if report.gathering_s:
+        gathering = seconds_in_words(report.gathering_s)
+        yield "between ranks", f"gathers and reductions take {gathering}, hidden or not"
 
 
 def _summary(report: PlanReport, training: Training) -> Rows:
@@ -244,10 +294,3 @@ def step_in_words(report: PlanReport) -> str:
         update = seconds_in_words(report.update_s)
         return f"update {update} + forward and backward: unknown"
     return f"{seconds_in_words(report.step_s)} a step"
-
-
-def seconds_in_words(seconds: float) -> str:
-    """Return seconds, or milliseconds where that is less than one."""
-    if seconds >= 100:
-        return f"{seconds:,.0f} s"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

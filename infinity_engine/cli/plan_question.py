@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,12 +17,24 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.units import parse_bytes
 
 if TYPE_CHECKING:
+    from infinity_engine.advice.course import Run
+    from infinity_engine.advice.doubt import RateSource
     from infinity_engine.placement.models import ModelShape
     from infinity_engine.placement.training import Means, Training
     from infinity_engine.plan import BlockRates, Capacity, Rates
     from infinity_engine.sim.hardware import MachineModel
 
-__all__ = ["free", "means_of", "model_of", "precision_of", "size_of", "strategy_of", "training_of"]
+__all__ = [
+    "AskedMeans",
+    "free",
+    "means_of",
+    "model_of",
+    "precision_of",
+    "run_of",
+    "size_of",
+    "strategy_of",
+    "training_of",
+]
 
 _ASSUMED = "desktop_4090"
 _OF_PEAK = 0.4  # of its peak a GPU computes, where no achieved rate is published
@@ -32,6 +45,9 @@ _OF_DTYPES = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32":
 _LEAST_TFLOPS, _MOST_TFLOPS = 1e-6, 1e9
 _TOKENS = 2048
 _MOST_GPUS = 64
+_THOUSANDS = MappingProxyType({"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12})
+_MOST_COUNT = 10**18
+_MOST_PRICE = 1e12
 
 
 def precision_of(given: str, model: ModelShape) -> str:
@@ -121,7 +137,55 @@ def size_of(given: str, field: str) -> int:
     return nbytes
 
 
-def means_of(options: argparse.Namespace, precision: str) -> tuple[Means, tuple[str, ...]]:
+def run_of(options: argparse.Namespace) -> Run | None:
+    """Return the run that is asked about; None where none is.
+
+    Raises:
+        ConfigError: it has both tokens and steps, or a price has nothing that it is the price of.
+    """
+    from infinity_engine.advice.course import Prices, Run
+
+    prices = Prices(
+        watts=_more_than_nothing(options.watts, "--watts"),
+        per_kwh=_more_than_nothing(options.price_kwh, "--price-kwh"),
+        per_hour=_more_than_nothing(options.price_hour, "--price-hour"),
+    )
+    if options.tokens is not None and options.steps is not None:
+        expected = "--tokens or --steps, not both: each says how long the run is"
+        raise ConfigError(field="--steps", value=options.steps, expected=expected)
+    if options.tokens is None and options.steps is None:
+        given = {"--watts": options.watts, "--price-kwh": options.price_kwh}
+        given["--price-hour"] = options.price_hour
+        for field, value in given.items():
+            if value is not None:
+                expected = "--tokens or --steps beside it: how long the run is"
+                raise ConfigError(field=field, value=value, expected=expected)
+        return None
+    if prices.per_kwh is not None and prices.watts is None:
+        expected = "--watts beside it: what the machine draws while it trains"
+        raise ConfigError(field="--price-kwh", value=options.price_kwh, expected=expected)
+    if options.tokens is not None:
+        return Run(tokens=_count(options.tokens, "--tokens"), prices=prices)
+    return Run(steps=_count(options.steps, "--steps"), prices=prices)
+
+
+def _count(given: str, field: str) -> int:
+    """Return a whole number, 1 or more, written as 5000, 10M or 1.5B."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKMBT]?)", given.strip())
+    number = round(float(found[1]) * _THOUSANDS[found[2]]) if found else 0
+    if not 1 <= number <= _MOST_COUNT:
+        expected = "a number such as 5000, 10M or 1.5B (K, M, B and T are powers of 1,000)"
+        raise ConfigError(field=field, value=given, expected=expected)
+    return number
+
+
+def _more_than_nothing(given: float | None, field: str) -> float | None:
+    if given is not None and not 0 < given < _MOST_PRICE:
+        raise ConfigError(field=field, value=given, expected="a number above 0")
+    return given
+
+
+def means_of(options: argparse.Namespace, precision: str) -> AskedMeans:
     """Return the means, and where their rates come from."""
     from infinity_engine.placement.training import Means
     from infinity_engine.plan import ResolvedBudget
@@ -143,7 +207,7 @@ def means_of(options: argparse.Namespace, precision: str) -> tuple[Means, tuple[
     left = free(device, host, drives)
     ranks = max(gpus, 1)
     assumed = machine(_ASSUMED) if known is None else known
-    rates, compute, sources = _rates(
+    rates, compute, notes, source = _rates(
         options, assumed, precision, ranks=ranks, drives=bool(drives), named=known is not None
     )
     if options.tflops is not None:
@@ -151,7 +215,7 @@ def means_of(options: argparse.Namespace, precision: str) -> tuple[Means, tuple[
             expected = f"a positive number, from {_LEAST_TFLOPS:g} to {_MOST_TFLOPS:g}"
             raise ConfigError(field="--tflops", value=options.tflops, expected=expected)
         compute = compute._replace(flops_per_s=options.tflops * 1e12, blocks=None)
-    return Means(
+    means = Means(
         budget=ResolvedBudget(device=left.device, host=left.host, nvme=left.nvme),
         rates=rates,
         ranks=ranks,
@@ -161,7 +225,8 @@ def means_of(options: argparse.Namespace, precision: str) -> tuple[Means, tuple[
         wire_bytes_per_s=None if options.rates else assumed.wire_bytes_per_s(ranks),
         unified=gpus == 0,
         io_bytes=_QUEUE_BYTES if drives else 0,
-    ), sources
+    )
+    return AskedMeans(means, notes, source)
 
 
 def free(device: int, host: int, drives: int) -> Capacity:
@@ -188,6 +253,14 @@ def _given(given: str | None, known: MachineModel | None, field: str) -> int:
     return sizes[field]
 
 
+class AskedMeans(NamedTuple):
+    """Means, what there is to say about their rates, and where these come from."""
+
+    means: Means
+    notes: tuple[str, ...]
+    source: RateSource
+
+
 class _Compute(NamedTuple):
     """How fast modules compute, operations per second or transformer blocks; and what all else does
     alone.
@@ -206,7 +279,8 @@ def _rates(
     ranks: int,
     drives: bool,
     named: bool,
-) -> tuple[Rates, _Compute, tuple[str, ...]]:
+) -> tuple[Rates, _Compute, tuple[str, ...], RateSource]:
+    from infinity_engine.advice.doubt import RateSource
     from infinity_engine.sim.hardware import sharing_memory
 
     if options.rates is not None:
@@ -227,12 +301,13 @@ def _rates(
         f"rates are {whose} a {assumed.title}: measure yours with `infinity calibrate` and give "
         "--rates"
     )
-    return rates, _Compute(flops_per_s, alone=alone), (note,)
+    return rates, _Compute(flops_per_s, alone=alone), (note,), RateSource.PUBLISHED
 
 
 def _rates_of_file(
     options: argparse.Namespace, precision: str, *, ranks: int, drives: bool
-) -> tuple[Rates, _Compute, tuple[str, ...]]:
+) -> tuple[Rates, _Compute, tuple[str, ...], RateSource]:
+    from infinity_engine.advice.doubt import RateSource
     from infinity_engine.plan import Rates
     from infinity_engine.plan.calibration import Calibration
 
@@ -258,6 +333,7 @@ def _rates_of_file(
             Rates.from_mapping(given, field="--rates"),
             _Compute(),
             (f"rates are those of {path}",),
+            RateSource.GIVEN,
         )
     calibration = Calibration.from_mapping(given, field="--rates")
     two_memories = options.gpus != 0
@@ -275,4 +351,5 @@ def _rates_of_file(
         rates,
         _Compute(calibration.flops_per_s(dtype), calibration.block_rates(dtype), alone),
         (note,),
+        RateSource.MEASURED,
     )

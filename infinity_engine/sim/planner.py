@@ -81,6 +81,24 @@ class Planner(Evaluator):
         """Tell the same by estimates alone, which are off by a hundredth or two."""
         return Search(self).seems_to_fit()
 
+    def look(self) -> Candidate | None:
+        """Return the best of a short search; None: it finds nothing that fits."""
+        return Search(self).look()
+
+    def least_estimate_ns(self, subgroup_numel: int) -> float:
+        """Return the best estimate of a step with subgroups of this size; inf: nothing seems to
+        fit.
+        """
+        return Search(self).least_estimate_ns(subgroup_numel)
+
+    def with_means(self, means: Means) -> Planner:
+        """Return the same with other rates and other memory."""
+        other = self.with_budget(means.budget)
+        # sizes of subgroups depend on neither, so they are worked out once
+        found = replace(other, means=means)
+        found._sizings.update(other._sizings)
+        return found
+
     def _least_ns(self, best: Candidate) -> float | None:
         """Return what no plan can update in less, with as much resident and as much on the drives
         as this one.

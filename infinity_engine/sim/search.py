@@ -46,6 +46,7 @@ _EACH_KIND = 2  # of the best estimates of each tier and size, with visitors and
 _COARSE = 1.08  # times the best estimate: subgroups that large are good enough to explore with
 _APART = 0.05  # of all: parts nearer than that are alike
 _HOPEFUL = 1.1  # times the best step: what is estimated to take longer is not simulated
+_LOOKS = 2  # simulated plans of a short search
 _SLACK = (1.005, 1.01, 1.02)  # times the memory: estimates of it are off by that much
 _ROOMY = 0.985  # times the memory: what seems to fit in that fits in all of it
 _NEAREST = 3  # forms that are placed though they seem not to fit
@@ -151,6 +152,22 @@ class Search:
         self._other_sizes(entries)
         self._left_to_rates()
         return [candidate for candidate in self._known.values() if candidate is not None]
+
+    def look(self) -> Candidate | None:
+        """Return the best of the few best estimates; None: none of these fits.
+
+        A short search, for a question that differs a little from one that was searched.
+        """
+        entries = list(self._entries(self._numels(_COUNTS)))
+        numel = _coarsest_near_the_best(entries)
+        alike = (entry for entry in entries if entry.numel == numel)
+        for entry in _best_of_each_kind(alike)[:_LOOKS]:
+            self._simulate(entry)
+        return self._best
+
+    def least_estimate_ns(self, numel: int) -> float:
+        """Return the best estimate with subgroups of this size; inf where nothing seems to fit."""
+        return min((entry.estimate_ns for entry in self._entries([numel])), default=inf)
 
     def fits(self) -> bool:
         """Tell whether `run` would find anything; plans are placed, and nothing is simulated."""

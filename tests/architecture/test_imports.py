@@ -26,6 +26,7 @@ WITHOUT_TORCH = (
     "infinity_engine.optim",
     "infinity_engine.optim.policies",
     "infinity_engine.plan",
+    "infinity_engine.advice.advising",
     "infinity_engine.sim",
     "infinity_engine.placement.placing",
     "infinity_engine.sim.planner",

@@ -33,6 +33,7 @@ ROWS = (
     {"ranks"},
     {"gradients"},
     {"parameters", "reporting"},
+    {"advice"},
     {"lanes", "calibration", "sim"},
     {"placement"},
     {"residence"},
@@ -85,6 +86,7 @@ TORCH_AT_TOP = {
     "signals",
 }
 TORCH_NOWHERE = {
+    "advice",
     "sim",
     "placement",
     "outcome",

@@ -52,11 +52,49 @@ def test_a_large_model_on_a_desktop_is_answered(plan: Any) -> None:
     assert status == 0
     assert re.search(r"llama-3-70b fits: \d+ s a step", out)
     assert "70,553,706,496" in out
-    assert re.search(r"nvme: .* of 1\.728 TiB", out)
+    assert re.search(r"nvme +[\d.]+ GiB of 1\.728 TiB: states", out)
     assert "bound by reads of the drives" in out
     assert "TB in a day of steps" in out
     assert "1,200 TB rated" in out
     assert "measure yours" in out
+
+
+def test_the_default_answer_fits_one_screen_and_full_has_every_figure(plan: Any) -> None:
+    asked = ("--model", "llama-3-8b", *DESKTOP, "--tbw", "1200TB", "--tokens", "10M")
+    _, short, _ = plan(*asked)
+    _, full, _ = plan(*asked, "--full")
+
+    assert len(short.splitlines()) < 45
+    for title in ("What else fits", "Bytes over each link", "least update"):
+        assert title in full
+        assert title not in short
+
+
+def test_an_answer_says_how_sure_it_is_and_what_to_buy_next(plan: Any, tmp_path: Path) -> None:
+    asked = ("--model", "llama-3-8b", *DESKTOP)
+    _, published, _ = plan(*asked)
+    _, measured, _ = plan(*asked, "--rates", measured_file(tmp_path))
+
+    assert re.search(r"a step \([\d.]+ s to [\d.]+ s with published rates\)", published)
+    assert "with measured rates)" in measured
+    assert re.search(r"64 GiB more RAM +[\d.]+ s -> [\d.]+ s a step, .* -> 0\.0 TB", published)
+    assert re.search(r"no gain +.*a link twice as fast", published)
+    assert re.search(r"1 GB/s of drive writes more: [\d.]+ s", published)
+
+
+def test_a_run_is_told_in_days_writes_energy_and_cost(plan: Any) -> None:
+    prices = ("--watts", "600", "--price-kwh", "0.3", "--price-hour", "0.1")
+    asked = ("--model", "llama-3-8b", *DESKTOP, "--tbw", "1200TB", "--json")
+    _, out, _ = plan(*asked[:-1], "--tokens", "10M", *prices)
+    run = json.loads(plan(*asked, "--steps", "4883", *prices)[1])["advice"]["run"]
+
+    assert re.search(
+        r"10,000,384 tokens +4,883 steps, [\d.]+ days, [\d.]+ TB written \(\d+% of the TBW\), "
+        r"[\d.]+ kWh, cost [\d.]+",
+        out,
+    )
+    assert re.search(r"--accumulation 8 +611 steps, ", out)
+    assert (run["tokens"], run["steps"]) == (10_000_384, 4883)
 
 
 def test_the_answers_in_the_documentation_are_those_that_are_given(plan: Any) -> None:
@@ -548,6 +586,24 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
         (("--model", "gpt2", *DESKTOP[:6], "--parameters", "nvme"), "--nvme: expected a size"),
         (("--model", "gpt2", *DESKTOP, "--subgroup", "10"), "--subgroup: expected at least"),
         (("--model", "gpt2", *DESKTOP, "--rates", "/absent.json"), "--rates: expected a file"),
+        (("--model", "gpt2", *DESKTOP, "--tokens", "10Q"), "--tokens: expected a number such as"),
+        (("--model", "gpt2", *DESKTOP, "--steps", "0"), "--steps: expected a number such as"),
+        (
+            ("--model", "gpt2", *DESKTOP, "--steps", "5", "--tokens", "1M"),
+            "--steps: expected --tokens or --steps, not both",
+        ),
+        (
+            ("--model", "gpt2", *DESKTOP, "--steps", "5", "--price-kwh", "1"),
+            "--price-kwh: expected --watts beside it",
+        ),
+        (
+            ("--model", "gpt2", *DESKTOP, "--steps", "5", "--watts", "-5"),
+            "--watts: expected a number above 0",
+        ),
+        (
+            ("--model", "gpt2", *DESKTOP, "--price-hour", "1"),
+            "--price-hour: expected --tokens or --steps beside it",
+        ),
         (
             ("--model", "gpt2", *DESKTOP, "--html", "/absent/plan.html"),
             "--html: expected a file that can be written",

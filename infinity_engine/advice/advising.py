@@ -1,0 +1,55 @@
+"""`Advice`: what follows from a plan that fits, in figures.
+
+Pure. Called by the command line, after the planner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infinity_engine.advice.course import Run, RunForecast, forecast
+from infinity_engine.advice.doubt import RateSource, StepRange, step_range
+from infinity_engine.advice.purchases import Purchase, Worth, purchases, worths
+from infinity_engine.sim.planner import Decision
+
+__all__ = ["Advice", "advise"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """How sure a step is, what to buy next, what a little more is worth, and what a run takes."""
+
+    source: RateSource
+    step_range: StepRange
+    purchases: tuple[Purchase, ...]
+    worths: tuple[Worth, ...]
+    run: RunForecast | None
+
+    def to_mapping(self) -> dict[str, object]:
+        """Return it as lists and mappings, ready for JSON."""
+        return {
+            "rates_are": self.source.value,
+            "step_range_s": list(self.step_range),
+            "purchases": [
+                {
+                    "what": purchase.what,
+                    "step_s": purchase.step_s,
+                    "written_bytes_per_day": purchase.written_per_day,
+                    "saved": purchase.saved,
+                }
+                for purchase in self.purchases
+            ],
+            "worth": [{"unit": worth.unit, "seconds": worth.seconds} for worth in self.worths],
+            "run": None if self.run is None else self.run.to_mapping(),
+        }
+
+
+def advise(decision: Decision, source: RateSource, run: Run | None = None) -> Advice:
+    """Return the advice; `source` says where the rates come from."""
+    return Advice(
+        source=source,
+        step_range=step_range(decision.best, decision.training, decision.means, source),
+        purchases=purchases(decision),
+        worths=worths(decision),
+        run=None if run is None else forecast(decision, run),
+    )

@@ -1,0 +1,75 @@
+"""How far a planned step may be off, by where its rates come from.
+
+Pure. Measured rates leave the error of the model; published ones are each replaced by what machines
+were seen to reach, and the same plan is timed again. Called by advising.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+from typing import NamedTuple
+
+from infinity_engine.advice.means import with_compute, with_drives, with_links, with_updates
+from infinity_engine.placement.training import Means, Training
+from infinity_engine.sim.candidate import Candidate
+from infinity_engine.sim.timeline import StepTimeline, time_step
+
+__all__ = ["RateSource", "StepRange", "retimed", "step_range"]
+
+
+class RateSource(Enum):
+    """Where the rates of a plan come from."""
+
+    MEASURED = "measured"  # by a calibration of the machine
+    GIVEN = "given"  # by the caller, as numbers
+    PUBLISHED = "published"  # by vendors and papers
+
+
+class StepRange(NamedTuple):
+    """The seconds between which a step is expected."""
+
+    least_s: float
+    most_s: float
+
+
+class _Part(NamedTuple):
+    """The slowest and the fastest that hardware was seen to work, as parts of a published rate."""
+
+    slowest: float
+    fastest: float
+
+
+# Plans with a calibration were within 7.3% of trainings (docs/benchmarks, plan-vs-measured).
+_OF_MEASURED = 0.1
+_OF_GIVEN = 0.25  # assumed: these numbers were measured too, but not as this engine works
+# 8 billion parameters a second were measured where the peak of the memory allows 19 (Deep Optimizer
+# States, docs/papers.md).
+_UPDATES = _Part(0.4, 1.0)
+_LINKS = _Part(
+    0.8, 1.1
+)  # they are rates that were achieved; chipsets and pageable memory cost more
+_DRIVES = _Part(0.7, 1.5)  # held for hours, where the drive's state decides
+_COMPUTE = _Part(0.6, 1.5)  # 25% to 60% of the peak, where 40% is assumed
+
+
+def step_range(
+    candidate: Candidate, training: Training, means: Means, source: RateSource
+) -> StepRange:
+    """Return the seconds between which a step by this plan is expected."""
+    if source is not RateSource.PUBLISHED:
+        part = _OF_MEASURED if source is RateSource.MEASURED else _OF_GIVEN
+        return StepRange((1 - part) * candidate.step_s, (1 + part) * candidate.step_s)
+    found = [retimed(candidate, training, _changed(means, at)).ns / 1e9 for at in (0, 1)]
+    return StepRange(min(found[1], candidate.step_s), max(found[0], candidate.step_s))
+
+
+def retimed(candidate: Candidate, training: Training, means: Means) -> StepTimeline:
+    """Return the step of the same plan at other rates."""
+    overlap = replace(training, overlap=candidate.overlap)
+    return time_step(candidate.plan, candidate.sizing, overlap, means)
+
+
+def _changed(means: Means, at: int) -> Means:
+    changed = with_links(with_updates(means, _UPDATES[at]), _LINKS[at])
+    return with_compute(with_drives(changed, _DRIVES[at]), _COMPUTE[at])

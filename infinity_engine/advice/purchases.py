@@ -1,0 +1,152 @@
+"""What the next purchase would bring, and what a little more of each resource is worth.
+
+Pure. A purchase is a change of the means: the planner is asked again, by a short search that also
+tries the plan of today, so no purchase looks like a loss. What a GiB or a GB/s is worth comes from
+estimates alone, scaled to the simulated step. Called by the command line where a plan fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import isinf, log2
+
+from infinity_engine.advice.doubt import retimed
+from infinity_engine.advice.means import with_compute, with_drives, with_links
+from infinity_engine.machine.capacity import capacity_of
+from infinity_engine.placement.training import Means
+from infinity_engine.plan import Lane
+from infinity_engine.sim.planner import Decision, Planner
+from infinity_engine.units import GB, GiB
+
+__all__ = ["Purchase", "Worth", "purchases", "worths"]
+
+_S_PER_DAY = 86_400
+_LITTLE = 0.05  # of a resource: what is added to find what it is worth
+_NOTHING = 0.003  # of a step: a resource that saves less is worth nothing
+_HOPELESS = 0.02  # of an estimate: what saves less is not simulated
+
+
+@dataclass(frozen=True, slots=True)
+class Purchase:
+    """Something to buy, and the step and the writes with it.
+
+    `written_per_day` counts bytes that a day of steps without a pause writes to all drives.
+    """
+
+    what: str
+    step_s: float
+    written_per_day: float
+    saved: float
+    """The part of today's step that it saves; 0: nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """Seconds of a step that one more `unit` of a resource saves, near what there is."""
+
+    unit: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    what: str
+    means: Means
+
+
+def purchases(decision: Decision) -> tuple[Purchase, ...]:
+    """Return what each purchase would bring, the best first."""
+    best, means = decision.best, decision.means
+    planner = Planner(decision.training, means)
+    numel = best.choice.subgroup_numel
+    before_ns = planner.least_estimate_ns(numel)
+    found = []
+    for offer in _offers(means, computes=_computes(decision)):
+        there = planner.with_means(offer.means)
+        ns, written = best.timeline.ns, best.timeline.moved.get(Lane.NVME_WRITE, 0)
+        if there.least_estimate_ns(numel) < (1 - _HOPELESS) * before_ns:
+            # Today's plan can still be carried out, so no purchase is a loss.
+            plans = [retimed(best, decision.training, offer.means)]
+            if (shorter := there.look()) is not None:
+                plans.append(shorter.timeline)
+            shortest = min(plans, key=lambda timeline: timeline.ns)
+            ns, written = shortest.ns, shortest.moved.get(Lane.NVME_WRITE, 0)
+        saved = max(1 - ns / best.timeline.ns, 0.0) if best.timeline.ns else 0.0
+        per_day = written * means.ranks * _S_PER_DAY / (ns / 1e9) if ns else 0.0
+        found.append(Purchase(offer.what, ns / 1e9, per_day, saved))
+    return tuple(sorted(found, key=lambda purchase: -purchase.saved))
+
+
+def _computes(decision: Decision) -> bool:
+    return decision.means.compute_rate(decision.training) is not None
+
+
+# --- what can be bought ---------------------------------------------------------------------------
+
+
+def _offers(means: Means, *, computes: bool) -> Iterator[_Offer]:
+    budget = means.budget
+    # The power of two nearest to what there is: modules of memory are sold in such sizes.
+    more = GiB << max(round(log2(max(budget.host / GiB, 1))), 2)
+    usable = capacity_of(device=0, host=more, nvme={}).host
+    host = replace(budget, host=budget.host + usable)
+    yield _Offer(f"{more // GiB} GiB more RAM", replace(means, budget=host))
+    if budget.nvme:
+        yield _Offer("as many drives again", _with_twice_the_drives(means))
+    if means.unified:
+        return
+    larger = replace(means, budget=replace(budget, device=2 * budget.device))
+    yield _Offer("twice the GPU memory", larger)
+    if computes:
+        yield _Offer("a GPU that computes twice as fast", with_compute(means, 2.0))
+    yield _Offer("a link twice as fast", with_links(means, 2.0))
+
+
+def _with_twice_the_drives(means: Means) -> Means:
+    nvme = {name: 2 * limit for name, limit in means.budget.nvme.items()}
+    return with_drives(replace(means, budget=replace(means.budget, nvme=nvme)), 2.0)
+
+
+# --- what a little more is worth ------------------------------------------------------------------
+
+
+def worths(decision: Decision) -> tuple[Worth, ...]:
+    """Return what one more GiB or GB/s of each resource saves, of those that save something."""
+    best = decision.best
+    numel = best.choice.subgroup_numel
+    planner = Planner(decision.training, decision.means)
+    before_ns = planner.least_estimate_ns(numel)
+    if isinf(before_ns) or not before_ns:
+        return ()
+    # A simulated step is a little longer than its estimate: what is saved is taken to be so too.
+    scale = best.timeline.ns / before_ns / 1e9
+    found = []
+    for unit, amount, means in _a_little_more(decision.means):
+        after_ns = planner.with_means(means).least_estimate_ns(numel)
+        saved_ns = max(before_ns - after_ns, 0.0)
+        if saved_ns > _NOTHING * before_ns:
+            found.append(Worth(unit, scale * saved_ns / amount))
+    return tuple(found)
+
+
+def _a_little_more(means: Means) -> Iterator[tuple[str, float, Means]]:
+    """Yield a unit, how many of it are added, and the means with them."""
+    budget, rates = means.budget, means.rates
+
+    host = int(_LITTLE * budget.host)
+    yield "GiB of RAM", host / GiB, replace(means, budget=replace(budget, host=budget.host + host))
+    if not means.unified and budget.device:
+        device = int(_LITTLE * budget.device)
+        larger = replace(budget, device=budget.device + device)
+        yield "GiB of GPU memory", device / GiB, replace(means, budget=larger)
+    writes = sum(drive.write_bytes_per_s or 0 for drive in rates.nvme.values())
+    if budget.nvme and writes:
+        yield (
+            "GB/s of drive writes",
+            means.ranks * _LITTLE * writes / GB,
+            with_drives(means, 1 + _LITTLE),
+        )
+    if not means.unified and rates.h2d_bytes_per_s:
+        faster = _LITTLE * rates.h2d_bytes_per_s / GB
+        yield "GB/s of the link", faster, with_links(means, 1 + _LITTLE)

@@ -1,0 +1,174 @@
+"""What follows from a plan: the next purchase, what a little more is worth, error bars, a whole
+run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from infinity_engine.advice.advising import advise
+from infinity_engine.advice.course import Prices, Run, forecast
+from infinity_engine.advice.doubt import RateSource, step_range
+from infinity_engine.advice.means import with_drives, with_updates
+from infinity_engine.advice.purchases import Purchase, purchases, worths
+from infinity_engine.placement.training import Means
+from infinity_engine.plan import DriveRates, Lane, Rates, ResolvedBudget
+from infinity_engine.sim.planner import Decision, decide
+from infinity_engine.units import GB, GiB
+from support.plannings import model_of, random_case, training_of
+
+SMALL = model_of(*([40_000_000] * 8))
+RATES = Rates(
+    h2d_bytes_per_s=25e9,
+    d2h_bytes_per_s=25e9,
+    host_update_params_per_s=2e9,
+    device_update_params_per_s=3e10,
+    nvme={"a": DriveRates(read_bytes_per_s=7e9, write_bytes_per_s=2e9)},
+)
+
+
+def decided(device: float, host: float, nvme: float = 0) -> Decision:
+    drives = {"a": round(nvme * GB)} if nvme else {}
+    budget = ResolvedBudget(device=round(device * GB), host=round(host * GB), nvme=drives)
+    means = Means(budget=budget, rates=RATES, flops_per_s=80e12)
+    return decide(training_of(SMALL), means)
+
+
+@pytest.fixture(scope="module")
+def on_drives() -> Decision:
+    """Return a plan whose states rest on drives for want of RAM."""
+    return decided(2.0, 2.5, 100)
+
+
+def named(found: tuple[Purchase, ...], what: str) -> Purchase:
+    [purchase] = [purchase for purchase in found if what in purchase.what]
+    return purchase
+
+
+# --- purchases ------------------------------------------------------------------------------------
+
+
+def test_more_ram_ends_the_writes_where_states_then_fit(on_drives: Decision) -> None:
+    bought = named(purchases(on_drives), "more RAM")
+
+    assert on_drives.best.timeline.moved[Lane.NVME_WRITE] > 0
+    assert bought.written_per_day == 0
+    assert bought.step_s < 0.5 * on_drives.best.step_s
+
+
+def test_a_purchase_is_what_a_whole_search_finds(on_drives: Decision) -> None:
+    bought = named(purchases(on_drives), "drives again")
+    budget = replace(on_drives.means.budget, nvme={"a": 200 * GB})
+    means = replace(with_drives(on_drives.means, 2.0), budget=budget)
+
+    assert bought.step_s == pytest.approx(decide(on_drives.training, means).best.step_s, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_no_purchase_is_a_loss(seed: int) -> None:
+    decision = decide(*random_case(seed))
+
+    for purchase in purchases(decision):
+        assert purchase.step_s <= decision.best.step_s
+        assert 0 <= purchase.saved <= 1
+
+
+def test_purchases_come_best_first_and_those_without_gain_say_so() -> None:
+    found = purchases(decided(100, 100))
+
+    assert [it.saved for it in found] == sorted((it.saved for it in found), reverse=True)
+    assert named(found, "more RAM").saved == 0
+    assert named(found, "computes twice as fast").saved > 0.1
+
+
+def test_without_drives_and_without_a_gpu_neither_is_offered() -> None:
+    means = Means(budget=ResolvedBudget(device=0, host=20 * GB, nvme={}), rates=RATES, unified=True)
+
+    found = purchases(decide(training_of(SMALL), means))
+    assert [purchase.what for purchase in found] == ["16 GiB more RAM"]
+
+
+def test_what_a_gb_per_s_is_worth_is_what_it_saves(on_drives: Decision) -> None:
+    [writes] = [it for it in worths(on_drives) if "writes" in it.unit]
+    faster = decide(on_drives.training, with_drives(on_drives.means, 1.05)).best
+
+    saved = on_drives.best.step_s - faster.step_s
+    assert writes.seconds == pytest.approx(saved / (0.05 * 2), rel=0.3)
+
+
+def test_what_saves_nothing_is_worth_nothing() -> None:
+    assert worths(decided(100, 100)) == ()
+
+
+# --- error bars -----------------------------------------------------------------------------------
+
+
+def test_a_step_lies_within_its_range_which_is_narrow_for_measured_rates(
+    on_drives: Decision,
+) -> None:
+    best, training, means = on_drives.best, on_drives.training, on_drives.means
+    width = {}
+    for source in RateSource:
+        found = step_range(best, training, means, source)
+        assert found.least_s <= best.step_s <= found.most_s
+        width[source] = found.most_s / found.least_s
+
+    assert width[RateSource.MEASURED] < width[RateSource.GIVEN] < width[RateSource.PUBLISHED]
+
+
+def test_a_slow_host_widens_the_range_of_a_plan_that_it_binds() -> None:
+    decision = decided(3.0, 20)
+    slow = decide(decision.training, with_updates(decision.means, 0.1))
+
+    ranges = [
+        step_range(it.best, it.training, it.means, RateSource.PUBLISHED) for it in (decision, slow)
+    ]
+    assert ranges[1].most_s / slow.best.step_s > ranges[0].most_s / decision.best.step_s
+
+
+# --- a whole run ----------------------------------------------------------------------------------
+
+
+def test_a_run_of_tokens_is_whole_steps_with_their_writes(on_drives: Decision) -> None:
+    tokens_of_step = on_drives.training.tokens
+    run = forecast(on_drives, Run(tokens=10 * tokens_of_step + 1))
+
+    assert run.steps == 11
+    assert run.tokens == 11 * tokens_of_step
+    assert run.seconds == pytest.approx(11 * on_drives.best.step_s)
+    assert run.written == 11 * on_drives.best.timeline.moved[Lane.NVME_WRITE]
+    assert (run.kwh, run.cost) == (None, None)
+
+
+def test_energy_and_cost_follow_from_prices(on_drives: Decision) -> None:
+    hours = 100 * on_drives.best.step_s / 3600
+    prices = Prices(watts=500, per_kwh=0.4, per_hour=2.0)
+    run = forecast(on_drives, Run(steps=100, prices=prices))
+
+    assert run.kwh == pytest.approx(0.5 * hours)
+    assert run.cost == pytest.approx(0.4 * 0.5 * hours + 2.0 * hours)
+
+
+def test_accumulation_writes_less_for_the_same_tokens(on_drives: Decision) -> None:
+    run = forecast(on_drives, Run(steps=800))
+
+    assert run.accumulated is not None
+    assert (run.accumulated.accumulation, run.accumulated.steps) == (8, 100)
+    assert run.accumulated.tokens == run.tokens
+    assert run.accumulated.written < 0.3 * run.written
+    assert run.accumulated.seconds < run.seconds
+
+
+def test_advice_is_plain_data(on_drives: Decision) -> None:
+    told = advise(on_drives, RateSource.GIVEN, Run(steps=10)).to_mapping()
+
+    assert told["rates_are"] == "given"
+    assert {"step_range_s", "purchases", "worth", "run"} < told.keys()
+
+
+def test_purchases_of_ram_are_sold_in_powers_of_two() -> None:
+    for gib, more in ((7, "8 GiB"), (57.6, "64 GiB"), (460, "512 GiB")):
+        found = purchases(decided(100, gib * GiB / GB))
+        assert named(found, "more RAM").what == f"{more} more RAM"
