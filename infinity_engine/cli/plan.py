@@ -15,16 +15,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from infinity_engine.cli.plan_answer import answer, refused, show, with_options
+from infinity_engine.cli.plan_machine import add_arguments as add_machine
+from infinity_engine.cli.plan_machine import machine_of
 from infinity_engine.cli.plan_question import (
-    means_of,
+    add_training,
+    in_words,
     model_of,
     precision_of,
     run_of,
-    size_of,
     strategy_of,
     training_of,
 )
 from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.units import GiB
 
 __all__ = ["HELP", "NAME", "SCHEMA", "add_arguments", "run"]
 
@@ -35,80 +38,14 @@ HELP = (
 )
 SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goes
 
-_TOKENS = 2048
-_OPTIMIZERS = ("adamw", "adam", "lion", "adagrad", "sgd")
-_PRECISIONS = ("bf16", "fp16", "fp32", "bf16_autocast", "fp16_autocast", "model")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `infinity plan`."""
-    what = parser.add_argument_group("what is trained")
-    what.add_argument(
-        "--model", metavar="NAME|PATH", help="a preset such as llama-3-8b, or a model's config.json"
+    add_training(parser)
+    parser.add_argument(
+        "--models", action="store_true", help="list presets, machines, GPUs and drives, and end"
     )
-    what.add_argument(
-        "--models", action="store_true", help="list the presets and the machines, and end"
-    )
-    what.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="sequences in a micro-batch (default: 1)"
-    )
-    what.add_argument(
-        "--sequence",
-        type=int,
-        metavar="TOKENS",
-        help=f"tokens of one (default: {_TOKENS}, or its most)",
-    )
-    what.add_argument(
-        "--accumulation",
-        type=int,
-        default=1,
-        metavar="N",
-        help="micro-batches of a step (default: 1)",
-    )
-    what.add_argument(
-        "--precision",
-        choices=_PRECISIONS,
-        default="bf16",
-        help="what parameters compute in; model: the dtype that the config.json states (default: "
-        "bf16)",
-    )
-    what.add_argument(
-        "--optimizer", choices=_OPTIMIZERS, default="adamw", help="sgd is the one with momentum"
-    )
-    what.add_argument(
-        "--checkpointing",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="make the activations of blocks anew in the backward (default: yes)",
-    )
-    means = parser.add_argument_group("what there is for it")
-    means.add_argument(
-        "--machine",
-        metavar="NAME",
-        help="a known machine, whose figures hold where no other are given",
-    )
-    means.add_argument(
-        "--gpus", type=int, metavar="N", help="GPUs, one for each rank; 0: the CPU alone"
-    )
-    means.add_argument("--gpu-mem", metavar="SIZE", help='memory of each GPU, such as "24GiB"')
-    means.add_argument("--ram", metavar="SIZE", help="the host's memory that is free")
-    means.add_argument(
-        "--nvme", metavar="SIZE", help="what is free on all drives together; none without it"
-    )
-    means.add_argument(
-        "--tbw",
-        metavar="SIZE",
-        help='what the drives may be written in their life, such as "1200TB"',
-    )
-    means.add_argument(
-        "--rates", type=Path, metavar="FILE", help="a calibration, or rates, in JSON"
-    )
-    means.add_argument(
-        "--tflops",
-        type=float,
-        metavar="N",
-        help="what each rank computes, in 10^12 operations a second",
-    )
+    add_machine(parser)
     how = parser.add_argument_group("how, where that is to be so")
     how.add_argument(
         "--strategy", default="auto", help="a strategy by name or in JSON (default: the best)"
@@ -160,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _list() if options.models else _plan(options)
     except ConfigError as error:
-        print(f"infinity plan: error: {_in_words(error)}", file=sys.stderr)
+        print(f"infinity plan: error: {in_words(error)}", file=sys.stderr)
         return 2
 
 
@@ -175,12 +112,8 @@ def _plan(options: argparse.Namespace) -> int:
     model = model_of(options.model)
     precision = precision_of(options.precision, model)
     training = training_of(options, model, precision)
-    means, sources, rates_are = means_of(options, precision)
-    run = run_of(options)
-    rated_bytes = None if options.tbw is None else size_of(options.tbw, "--tbw")
-    if rated_bytes is not None and not means.budget.nvme:
-        expected = "--nvme beside it: no drive is used, so none wears out"
-        raise ConfigError(field="--tbw", value=options.tbw, expected=expected)
+    means, sources, rates_are, rated_bytes, watts = machine_of(options, precision)
+    run = run_of(options, watts)
     strategy = parse_strategy(strategy_of(options.strategy), field="--strategy")
     tier = None if options.parameters == "auto" else Tier(options.parameters)
     numel: int | None = options.subgroup
@@ -203,7 +136,10 @@ def _plan(options: argparse.Namespace) -> int:
             _write(options.html, refusal_page(refusal))
         return 1
     report = report_of(decision, rated_bytes=rated_bytes)
-    report = replace(report, notes=(*sources, *report.notes))
+    notes = (*sources, *report.notes)
+    if run is not None and options.watts is None and watts is not None:
+        notes += ("energy is what the GPUs alone draw at most: give --watts for the whole machine",)
+    report = replace(report, notes=notes)
     advice = advise(decision, rates_are, run)
     if options.html is not None:
         _write(options.html, page(report, training))
@@ -216,38 +152,17 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _list() -> int:
+    from infinity_engine.machine.catalogue import DRIVE_SHEETS, GPU_SHEETS
     from infinity_engine.sim.hardware import MACHINES
     from infinity_engine.sim.presets import PRESETS, preset
 
     models = [(name, f"{preset(name).numel / 1e9:,.2f} billion parameters") for name in PRESETS]
     machines = [(name, machine.title) for name, machine in MACHINES.items()]
-    show([("Models", models), ("Machines", machines)])
+    gpus = [(gpu.name, f"{gpu.memory_bytes / GiB:g} GiB; {gpu.source}") for gpu in GPU_SHEETS]
+    drives = [(drive.name, drive.source) for drive in DRIVE_SHEETS]
+    sections = [("Models", models), ("Machines", machines), ("GPUs", gpus), ("Drives", drives)]
+    show(sections)
     return 0
-
-
-def _in_words(error: ConfigError) -> str:
-    names = {
-        "batch": "--batch",
-        "sequence": "--sequence",
-        "accumulation_steps": "--accumulation",
-        "model": "--model",
-    }
-    names |= {"machine": "--machine", "subgroup_numel": "--subgroup"}
-    if error.field.startswith("Rates."):  # the option of the file names what it has wrong
-        expected = (
-            f"a file with {error.field}, which this plan uses: `infinity calibrate DIR` measures "
-            "it on a machine with "
-            "the device, DIR being on a drive to be used"
-        )
-        return str(ConfigError(field="--rates", value=None, expected=expected))
-    if error.field == "budget.nvme":
-        expected = 'a size such as "2TB", for what is to rest on drives'
-        return str(ConfigError(field="--nvme", value=error.value, expected=expected))
-    return str(
-        ConfigError(
-            field=names.get(error.field, error.field), value=error.value, expected=error.expected
-        )
-    )
 
 
 def _write(path: Path, text: str) -> None:

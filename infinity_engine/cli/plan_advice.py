@@ -73,7 +73,7 @@ def run_rows(run: RunForecast, *, rated_bytes: int | None) -> Rows:
 def _takes(run: RunForecast, rated_bytes: int | None) -> str:
     parts = [_time_in_words(run.seconds)]
     if run.written:
-        share = "" if rated_bytes is None else f" ({run.written / rated_bytes:.0%} of the TBW)"
+        share = "" if rated_bytes is None else f" ({run.written / rated_bytes:.1%} of the TBW)"
         parts.append(f"{run.written / _TB:,.1f} TB written{share}")
     if run.kwh is not None:
         parts.append(f"{run.kwh:,.1f} kWh")

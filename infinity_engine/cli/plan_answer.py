@@ -16,7 +16,7 @@ from infinity_engine.cli.plan_advice import (
     run_rows,
     seconds_in_words,
 )
-from infinity_engine.cli.plan_question import free
+from infinity_engine.cli.plan_machine import free
 from infinity_engine.units import GiB, format_bytes
 
 if TYPE_CHECKING:

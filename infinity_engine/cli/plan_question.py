@@ -1,4 +1,4 @@
-"""The question of `infinity plan`: a training and the means for it, out of the arguments.
+"""The question of `infinity plan`: a training and a run, out of the arguments.
 
 Needs no torch, and imports the planner only when it is asked. Called by plan.py.
 """
@@ -8,26 +8,21 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.units import parse_bytes
 
 if TYPE_CHECKING:
     from infinity_engine.advice.course import Run
-    from infinity_engine.advice.doubt import RateSource
     from infinity_engine.placement.models import ModelShape
-    from infinity_engine.placement.training import Means, Training
-    from infinity_engine.plan import BlockRates, Capacity, Rates
-    from infinity_engine.sim.hardware import MachineModel
+    from infinity_engine.placement.training import Training
 
 __all__ = [
-    "AskedMeans",
-    "free",
-    "means_of",
+    "add_training",
+    "in_words",
     "model_of",
     "precision_of",
     "run_of",
@@ -36,18 +31,53 @@ __all__ = [
     "training_of",
 ]
 
-_ASSUMED = "desktop_4090"
-_OF_PEAK = 0.4  # of its peak a GPU computes, where no achieved rate is published
-_QUEUE_BYTES = 16 << 20  # of the host for each drive, as deepnvme's queues take them
 _OF_DTYPES = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"})
-
-
-_LEAST_TFLOPS, _MOST_TFLOPS = 1e-6, 1e9
 _TOKENS = 2048
-_MOST_GPUS = 64
+_OPTIMIZERS = ("adamw", "adam", "lion", "adagrad", "sgd")
+_PRECISIONS = ("bf16", "fp16", "fp32", "bf16_autocast", "fp16_autocast", "model")
 _THOUSANDS = MappingProxyType({"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12})
 _MOST_COUNT = 10**18
 _MOST_PRICE = 1e12
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that describe a training."""
+    what = parser.add_argument_group("what is trained")
+    what.add_argument(
+        "--model", metavar="NAME|PATH", help="a preset such as llama-3-8b, or a model's config.json"
+    )
+    what.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="sequences in a micro-batch (default: 1)"
+    )
+    what.add_argument(
+        "--sequence",
+        type=int,
+        metavar="TOKENS",
+        help=f"tokens of one (default: {_TOKENS}, or its most)",
+    )
+    what.add_argument(
+        "--accumulation",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-batches of a step (default: 1)",
+    )
+    what.add_argument(
+        "--precision",
+        choices=_PRECISIONS,
+        default="bf16",
+        help="what parameters compute in; model: the dtype that the config.json states (default: "
+        "bf16)",
+    )
+    what.add_argument(
+        "--optimizer", choices=_OPTIMIZERS, default="adamw", help="sgd is the one with momentum"
+    )
+    what.add_argument(
+        "--checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="make the activations of blocks anew in the backward (default: yes)",
+    )
 
 
 def precision_of(given: str, model: ModelShape) -> str:
@@ -137,8 +167,10 @@ def size_of(given: str, field: str) -> int:
     return nbytes
 
 
-def run_of(options: argparse.Namespace) -> Run | None:
+def run_of(options: argparse.Namespace, gpu_watts: float | None = None) -> Run | None:
     """Return the run that is asked about; None where none is.
+
+    `gpu_watts` counts where the machine's own are not given.
 
     Raises:
         ConfigError: it has both tokens and steps, or a price has nothing that it is the price of.
@@ -146,7 +178,7 @@ def run_of(options: argparse.Namespace) -> Run | None:
     from infinity_engine.advice.course import Prices, Run
 
     prices = Prices(
-        watts=_more_than_nothing(options.watts, "--watts"),
+        watts=_more_than_nothing(options.watts, "--watts") or gpu_watts,
         per_kwh=_more_than_nothing(options.price_kwh, "--price-kwh"),
         per_hour=_more_than_nothing(options.price_hour, "--price-hour"),
     )
@@ -185,171 +217,27 @@ def _more_than_nothing(given: float | None, field: str) -> float | None:
     return given
 
 
-def means_of(options: argparse.Namespace, precision: str) -> AskedMeans:
-    """Return the means, and where their rates come from."""
-    from infinity_engine.placement.training import Means
-    from infinity_engine.plan import ResolvedBudget
-    from infinity_engine.sim.hardware import machine
-
-    known = None if options.machine is None else machine(options.machine)
-    gpus = options.gpus if options.gpus is not None else 1 if known is None else known.gpus
-    most = _MOST_GPUS if known is None else known.gpus
-    if not 0 <= gpus <= most:
-        expected = f"a number of GPUs, 0 to {most}: a plan is of one machine"
-        raise ConfigError(field="--gpus", value=gpus, expected=expected)
-    if gpus == 0 and options.gpu_mem is not None:
-        raise ConfigError(
-            field="--gpu-mem", value=options.gpu_mem, expected="none of it where --gpus is 0"
-        )
-    device = 0 if gpus == 0 else _given(options.gpu_mem, known, "--gpu-mem")
-    host = _given(options.ram, known, "--ram")
-    drives = _given(options.nvme, known, "--nvme") if options.nvme or known else 0
-    left = free(device, host, drives)
-    ranks = max(gpus, 1)
-    assumed = machine(_ASSUMED) if known is None else known
-    rates, compute, notes, source = _rates(
-        options, assumed, precision, ranks=ranks, drives=bool(drives), named=known is not None
-    )
-    if options.tflops is not None:
-        if not _LEAST_TFLOPS <= options.tflops <= _MOST_TFLOPS:
-            expected = f"a positive number, from {_LEAST_TFLOPS:g} to {_MOST_TFLOPS:g}"
-            raise ConfigError(field="--tflops", value=options.tflops, expected=expected)
-        compute = compute._replace(flops_per_s=options.tflops * 1e12, blocks=None)
-    means = Means(
-        budget=ResolvedBudget(device=left.device, host=left.host, nvme=left.nvme),
-        rates=rates,
-        ranks=ranks,
-        flops_per_s=compute.flops_per_s,
-        blocks=compute.blocks,
-        alone=compute.alone,
-        wire_bytes_per_s=None if options.rates else assumed.wire_bytes_per_s(ranks),
-        unified=gpus == 0,
-        io_bytes=_QUEUE_BYTES if drives else 0,
-    )
-    return AskedMeans(means, notes, source)
-
-
-def free(device: int, host: int, drives: int) -> Capacity:
-    """Return what an engine would take of so much."""
-    from infinity_engine.machine.capacity import capacity_of
-
-    return capacity_of(device=device, host=host, nvme={"NVMe": drives} if drives else {})
-
-
-def _given(given: str | None, known: MachineModel | None, field: str) -> int:
-    if given is not None:
-        return size_of(given, field)
-    if known is None:
-        expected = (
-            'a size such as "64GiB", or a known machine with --machine (it is what is free for '
-            f"{field[2:]})"
-        )
-        raise ConfigError(field=field, value=None, expected=expected)
-    sizes = {
-        "--gpu-mem": known.gpu.memory_bytes,
-        "--ram": known.host.memory_bytes,
-        "--nvme": known.drive_capacity_bytes,
+def in_words(error: ConfigError) -> str:
+    """Return an error with the names of options, where it has those of fields."""
+    names = {
+        "batch": "--batch",
+        "sequence": "--sequence",
+        "accumulation_steps": "--accumulation",
+        "model": "--model",
     }
-    return sizes[field]
-
-
-class AskedMeans(NamedTuple):
-    """Means, what there is to say about their rates, and where these come from."""
-
-    means: Means
-    notes: tuple[str, ...]
-    source: RateSource
-
-
-class _Compute(NamedTuple):
-    """How fast modules compute, operations per second or transformer blocks; and what all else does
-    alone.
-    """
-
-    flops_per_s: float | None = None
-    blocks: BlockRates | None = None
-    alone: Rates | None = None
-
-
-def _rates(
-    options: argparse.Namespace,
-    assumed: MachineModel,
-    precision: str,
-    *,
-    ranks: int,
-    drives: bool,
-    named: bool,
-) -> tuple[Rates, _Compute, tuple[str, ...], RateSource]:
-    from infinity_engine.advice.doubt import RateSource
-    from infinity_engine.sim.hardware import sharing_memory
-
-    if options.rates is not None:
-        return _rates_of_file(options, precision, ranks=ranks, drives=drives)
-    alone = replace(
-        assumed.rates(min(ranks, assumed.gpus)),
-        host_update_params_per_s=assumed.host.update_params_per_s / ranks,
-        dram_bytes_per_s=assumed.host.dram_bytes_per_s / ranks,
-        nvme={} if assumed.drives is None else {"NVMe": assumed.drives.divided(ranks)},
-    )
-    rates = sharing_memory(alone, links=options.gpus != 0, drives=drives)
-    gpu = assumed.gpu
-    flops_per_s = (
-        None if options.gpus == 0 else gpu.achieved_flops_per_s or _OF_PEAK * gpu.peak_flops_per_s
-    )
-    whose = "as published of" if named else "assumed to be those of"
-    note = (
-        f"rates are {whose} a {assumed.title}: measure yours with `infinity calibrate` and give "
-        "--rates"
-    )
-    return rates, _Compute(flops_per_s, alone=alone), (note,), RateSource.PUBLISHED
-
-
-def _rates_of_file(
-    options: argparse.Namespace, precision: str, *, ranks: int, drives: bool
-) -> tuple[Rates, _Compute, tuple[str, ...], RateSource]:
-    from infinity_engine.advice.doubt import RateSource
-    from infinity_engine.plan import Rates
-    from infinity_engine.plan.calibration import Calibration
-
-    path: Path = options.rates
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            field="--rates", value=str(path), expected=f"a file ({error.strerror})"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            field="--rates", value=str(path), expected=f"a file in JSON ({error})"
-        ) from error
-    if isinstance(given, dict) and "links" not in given and {"calibration", "drive"} & given.keys():
+    names |= {"machine": "--machine", "subgroup_numel": "--subgroup"}
+    if error.field.startswith("Rates."):  # the option of the file names what it has wrong
         expected = (
-            "a file that `infinity calibrate --json FILE` wrote: this is a part of what it keeps "
-            "for itself"
+            f"a file with {error.field}, which this plan uses: `infinity calibrate DIR` measures "
+            "it on a machine with "
+            "the device, DIR being on a drive to be used"
         )
-        raise ConfigError(field="--rates", value=str(path), expected=expected)
-    if not (isinstance(given, dict) and "links" in given):
-        return (
-            Rates.from_mapping(given, field="--rates"),
-            _Compute(),
-            (f"rates are those of {path}",),
-            RateSource.GIVEN,
+        return str(ConfigError(field="--rates", value=None, expected=expected))
+    if error.field == "budget.nvme":
+        expected = 'a size such as "2TB", for what is to rest on drives'
+        return str(ConfigError(field="--nvme", value=error.value, expected=expected))
+    return str(
+        ConfigError(
+            field=names.get(error.field, error.field), value=error.value, expected=error.expected
         )
-    calibration = Calibration.from_mapping(given, field="--rates")
-    two_memories = options.gpus != 0
-    rates, alone = (
-        calibration.rates(
-            optimizer=options.optimizer,
-            beside_io=beside and drives,
-            beside_copies=beside and two_memories,
-        ).divided(ranks)
-        for beside in (True, False)
-    )
-    dtype = "fp32" if precision == "fp32" else "bf16"
-    note = f"rates were measured {calibration.date}, of one process; those of {path}"
-    return (
-        rates,
-        _Compute(calibration.flops_per_s(dtype), calibration.block_rates(dtype), alone),
-        (note,),
-        RateSource.MEASURED,
     )

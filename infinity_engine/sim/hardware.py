@@ -7,12 +7,13 @@ Measures nothing: calibration gives the rates of the machine at hand. Called by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 from types import MappingProxyType
 
 from infinity_engine.errors import ConfigError
+from infinity_engine.machine.catalogue import PCIE_BYTES_PER_S, DriveSheet, GpuSheet
 from infinity_engine.plan.rates import DriveRates, Rates
 from infinity_engine.sim.bound import HOST_UPDATE_BYTES
 from infinity_engine.units import GB, GiB
@@ -183,6 +184,31 @@ class MachineModel:
             return self.gpu_gpu_bytes_per_s
         through_memory = self.host.dram_bytes_per_s / (2 * ranks)
         return min(self.link.h2d_bytes_per_s, self.link.d2h_bytes_per_s, through_memory)
+
+    def with_gpu(self, sheet: GpuSheet) -> MachineModel:
+        """Return the same machine with such GPUs, each in a slot of its own generation."""
+        gpu = GpuModel(
+            name=sheet.name,
+            memory_bytes=sheet.memory_bytes,
+            peak_flops_per_s=sheet.flops_per_s,
+            hbm_bytes_per_s=sheet.memory_bytes_per_s,
+            update_params_per_s=sheet.memory_bytes_per_s / GPU_UPDATE_BYTES,
+        )
+        return replace(self, gpu=gpu).with_link(PCIE_BYTES_PER_S[sheet.pcie])
+
+    def with_link(self, bytes_per_s: float) -> MachineModel:
+        """Return the same machine whose GPUs have links of this rate, each way."""
+        link = HostLink(h2d_bytes_per_s=bytes_per_s, d2h_bytes_per_s=bytes_per_s)
+        return replace(self, link=link)
+
+    def with_drives(self, sheets: Sequence[DriveSheet]) -> MachineModel:
+        """Return the same machine with these drives, which work at once."""
+        drives = Drives(
+            capacity_bytes=sum(sheet.capacity_bytes for sheet in sheets),
+            read_bytes_per_s=sum(sheet.read_bytes_per_s for sheet in sheets),
+            write_bytes_per_s=sum(sheet.write_bytes_per_s for sheet in sheets),
+        )
+        return replace(self, drives=drives)
 
     def check_ranks(self, ranks: int) -> int:
         """Return `ranks` if one node has a GPU for each of them."""

@@ -369,6 +369,8 @@ def test_models_and_machines_are_listed(plan: Any) -> None:
     assert "llama-3-70b" in out
     assert "70.55 billion" in out
     assert "desktop_4090" in out
+    assert "RTX 4090 24 GB" in out
+    assert "Samsung 990 PRO 2 TB" in out
 
 
 def test_the_program_of_the_page_runs_without_torch_and_commands_of_the_page_are_understood(
@@ -555,7 +557,7 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
         ((), "--model: expected a preset"),
         (("--model", "llama3-8b", *DESKTOP), "nearest: llama-3-8b"),
         (("--model", "/absent/config.json", *DESKTOP), "No such file"),
-        (("--model", "gpt2"), "--gpu-mem: expected a size such as"),
+        (("--model", "gpt2", "--ram", "64GiB"), "--gpu-mem: expected a size such as"),
         (("--model", "gpt2", "--gpu-mem", "24GiB"), "--ram: expected a size such as"),
         (("--model", "gpt2", "--gpu-mem", "24G", "--ram", "64GiB"), "--gpu-mem: expected"),
         (("--model", "gpt2", "--gpu-mem", "0", "--ram", "64GiB"), "more than 0 bytes"),

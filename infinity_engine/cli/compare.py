@@ -1,0 +1,196 @@
+"""`infinity compare`: one training on several machines, a line for each.
+
+Machines are known ones, this one, or parts with plus signs between them. Asks the planner for each,
+and prints what it answers. Exit status: 0 it fits on one of them, 1 on none, 2 the question is
+wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from infinity_engine.cli.plan_advice import seconds_in_words
+from infinity_engine.cli.plan_machine import add_arguments as add_machine
+from infinity_engine.cli.plan_machine import machine_of
+from infinity_engine.cli.plan_question import (
+    add_training,
+    in_words,
+    model_of,
+    precision_of,
+    training_of,
+)
+from infinity_engine.errors import CapacityError, ConfigError
+
+__all__ = ["HELP", "NAME", "SCHEMA", "add_arguments", "run"]
+
+NAME = "compare"
+HELP = "Tell how long a step of one training takes on several machines."
+SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goes
+
+_HERE = "here"
+_SIZE = re.compile(r"[0-9.]+\s*[KMGTP]i?B", re.IGNORECASE)
+_SEVERAL = re.compile(r"([0-9]+)\s*x\s+(.+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedMachine:
+    """What a machine does with the training; where it does not fit, numbers are None."""
+
+    machine: str
+    fits: bool
+    step_s: float | None = None
+    step_range_s: tuple[float, float] | None = None
+    tokens_per_s: float | None = None
+    written_bytes_per_day: float | None = None
+    bound_by: str | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `infinity compare`."""
+    parser.add_argument(
+        "machines",
+        nargs="+",
+        metavar="MACHINE",
+        help='a known machine, "here" for this one, or its parts: "2 x 4090 + 128GiB + samsung 990 '
+        'pro"; the first size is the RAM, a second one that of the drives',
+    )
+    add_training(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
+    parser.set_defaults(overlap="auto")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare and print."""
+    try:
+        found = [_compared(options, machine) for machine in options.machines]
+    except ConfigError as error:
+        print(f"infinity compare: error: {in_words(error)}", file=sys.stderr)
+        return 2
+    if options.json:
+        told = [asdict(machine) for machine in found]
+        print(json.dumps({"schema": SCHEMA, "machines": told}, indent=2))
+    else:
+        _show(found)
+    return 0 if any(machine.fits for machine in found) else 1
+
+
+def _compared(options: argparse.Namespace, machine: str) -> ComparedMachine:
+    from infinity_engine.advice.doubt import step_range
+    from infinity_engine.sim.planner import decide
+    from infinity_engine.sim.report import report_of
+
+    asked = _options_of(options, machine)
+    model = model_of(asked.model)
+    precision = precision_of(asked.precision, model)
+    training = training_of(asked, model, precision)
+    found = machine_of(asked, precision)
+    try:
+        decision = decide(training, found.means)
+    except CapacityError:
+        return ComparedMachine(machine=machine, fits=False)
+    report = report_of(decision)
+    longest = max(report.phases, key=lambda phase: phase.seconds)
+    return ComparedMachine(
+        machine=machine,
+        fits=True,
+        step_s=report.step_s,
+        step_range_s=tuple(step_range(decision.best, training, found.means, found.source)),
+        tokens_per_s=report.tokens_per_s,
+        written_bytes_per_day=0.0 if report.wear is None else report.wear.written_per_day,
+        bound_by=longest.binding,
+    )
+
+
+def _options_of(options: argparse.Namespace, machine: str) -> argparse.Namespace:
+    """Return the options with those of a machine, as `infinity plan` has them."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_machine(parser)
+    return parser.parse_args(list(_arguments(machine)), copy.copy(options))
+
+
+def _arguments(machine: str) -> Iterator[str]:
+    from infinity_engine.sim.hardware import MACHINES
+
+    if machine == _HERE:
+        yield "--here"
+        return
+    if machine in MACHINES:
+        yield from ("--machine", machine)
+        return
+    sizes = iter(("--ram", "--nvme"))
+    gpus = 0
+    for part in (part.strip() for part in machine.split("+")):
+        if _SIZE.fullmatch(part):
+            option = next(sizes, None)
+            if option is None:
+                raise _wrong(machine)
+            yield from (option, part.replace(" ", ""))
+            continue
+        several = _SEVERAL.fullmatch(part)
+        count, name = (int(several[1]), several[2]) if several else (1, part)
+        option = _kind(name, machine)
+        if option == "--gpu":
+            gpus += count
+        yield from [option, name] * (count if option == "--drive" else 1)
+    # no GPU among the parts: the CPU alone
+    yield from ("--gpus", str(gpus))
+
+
+def _kind(name: str, machine: str) -> str:
+    from infinity_engine.machine.catalogue import find_drive, find_gpu
+
+    with suppress(ConfigError):
+        find_gpu(name)
+        return "--gpu"
+    with suppress(ConfigError):
+        find_drive(name)
+        return "--drive"
+    raise _wrong(machine)
+
+
+def _wrong(machine: str) -> ConfigError:
+    expected = (
+        'a known machine, "here", or parts such as "4090 + 64GiB + samsung 990 pro" (infinity plan '
+        "--models lists them)"
+    )
+    return ConfigError(field="MACHINE", value=machine, expected=expected)
+
+
+def _show(found: Sequence[ComparedMachine]) -> None:
+    from rich.table import Table
+
+    from deepnvme.cli.report import Output
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("machine", "a step", "between", "tokens/s", "written a day", "bound by"):
+        table.add_column(title, overflow="fold")
+    for machine in found:
+        table.add_row(*_cells(machine))
+    Output().print(table)
+
+
+def _cells(machine: ComparedMachine) -> tuple[str, ...]:
+    if machine.step_s is None or machine.step_range_s is None:
+        return (machine.machine, "does not fit", "", "", "", "")
+    least, most = map(seconds_in_words, machine.step_range_s)
+    written = machine.written_bytes_per_day or 0.0
+    rate = "unknown" if machine.tokens_per_s is None else f"{machine.tokens_per_s:,.0f}"
+    # without a rate of computing, a step is its update and transfers alone
+    step = seconds_in_words(machine.step_s) + (" and computing" if rate == "unknown" else "")
+    return (
+        machine.machine,
+        step,
+        f"{least} to {most}",
+        rate,
+        f"{written / 1e12:,.1f} TB" if written else "nothing",
+        machine.bound_by or "",
+    )

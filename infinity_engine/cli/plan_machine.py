@@ -1,0 +1,469 @@
+"""The machine of `infinity plan`: its memory and its rates, out of the arguments, out of the
+catalogue, or of the machine at hand.
+
+Needs no torch, and imports the planner only when it is asked. Called by plan.py and compare.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from infinity_engine.cli.plan_question import size_of
+from infinity_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infinity_engine.advice.doubt import RateSource
+    from infinity_engine.machine.catalogue import DriveSheet, GpuSheet
+    from infinity_engine.placement.training import Means
+    from infinity_engine.plan import BlockRates, Calibration, Capacity, Rates
+    from infinity_engine.sim.hardware import MachineModel
+
+__all__ = ["AskedMachine", "add_arguments", "describe_parts", "free", "machine_of"]
+
+_ASSUMED = "desktop_4090"
+_OF_PEAK = 0.4  # of its peak a GPU computes, where no achieved rate is published
+_QUEUE_BYTES = 16 << 20  # of the host for each drive, as deepnvme's queues take them
+_LEAST_TFLOPS, _MOST_TFLOPS = 1e-6, 1e9
+_MOST_GPUS = 64
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that describe a machine."""
+    means = parser.add_argument_group(
+        "the machine (without any of these: the one that this runs on)"
+    )
+    means.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="a known machine, whose figures hold where no other are given",
+    )
+    means.add_argument(
+        "--here",
+        nargs="*",
+        metavar="DIR",
+        help="this machine, by what its doctor and its calibration found, with the drives of these "
+        "directories",
+    )
+    means.add_argument(
+        "--gpu", metavar="NAME", help='a GPU of the catalogue, such as "4090" (--models lists them)'
+    )
+    means.add_argument(
+        "--drive",
+        action="append",
+        metavar="NAME",
+        help='a drive of the catalogue, such as "samsung 990 pro"; again for one more',
+    )
+    means.add_argument(
+        "--pcie", type=int, choices=(3, 4, 5), help="the PCIe generation of the GPU's slot"
+    )
+    means.add_argument(
+        "--gpus", type=int, metavar="N", help="GPUs, one for each rank; 0: the CPU alone"
+    )
+    means.add_argument("--gpu-mem", metavar="SIZE", help='memory of each GPU, such as "24GiB"')
+    means.add_argument("--ram", metavar="SIZE", help="the host's memory that is free")
+    means.add_argument(
+        "--nvme", metavar="SIZE", help="what is free on all drives together; none without it"
+    )
+    means.add_argument(
+        "--tbw",
+        metavar="SIZE",
+        help='what the drives may be written in their life, such as "1200TB"',
+    )
+    means.add_argument(
+        "--rates", type=Path, metavar="FILE", help="a calibration, or rates, in JSON"
+    )
+    means.add_argument(
+        "--tflops",
+        type=float,
+        metavar="N",
+        help="what each rank computes, in 10^12 operations a second",
+    )
+
+
+class AskedMachine(NamedTuple):
+    """The means of a machine, what there is to say about their rates, and where these come from."""
+
+    means: Means
+    notes: tuple[str, ...]
+    source: RateSource
+    rated_bytes: int | None = None
+    """What its drives may be written, where that is known."""
+    watts: float | None = None
+    """What its GPUs draw at most, where that is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Known:
+    """What is known of a machine beside the sizes and rates that were typed."""
+
+    model: MachineModel
+    """Its rates, some of them assumed."""
+    is_named: bool = False
+    """Whether all of it is that of a published machine."""
+    gpus: int = 1
+    most_gpus: int = _MOST_GPUS
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by the option that would give them."""
+    parts: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    rated_bytes: int | None = None
+    watts: int | None = None
+    capacity: Capacity | None = None
+    """What is free, where it was asked of the system."""
+    calibration: Calibration | None = None
+
+
+def machine_of(options: argparse.Namespace, precision: str) -> AskedMachine:
+    """Return the means of the machine that the arguments describe.
+
+    Raises:
+        ConfigError: they describe none, or one that cannot be.
+    """
+    from infinity_engine.placement.training import Means
+    from infinity_engine.plan import ResolvedBudget
+
+    known = _known(options)
+    gpus = known.gpus if options.gpus is None else options.gpus
+    if not 0 <= gpus <= known.most_gpus:
+        expected = f"a number of GPUs, 0 to {known.most_gpus}: a plan is of one machine"
+        raise ConfigError(field="--gpus", value=gpus, expected=expected)
+    if gpus == 0 and options.gpu_mem is not None:
+        raise ConfigError(
+            field="--gpu-mem", value=options.gpu_mem, expected="none of it where --gpus is 0"
+        )
+    left = _capacity(options, known, gpus)
+    drives = bool(sum(left.nvme.values()))
+    ranks = max(gpus, 1)
+    rated_bytes = known.rated_bytes if options.tbw is None else size_of(options.tbw, "--tbw")
+    if options.tbw is not None and not drives:
+        expected = "--nvme beside it: no drive is used, so none wears out"
+        raise ConfigError(field="--tbw", value=options.tbw, expected=expected)
+    found = _rates(options, known, precision, ranks=ranks, unified=gpus == 0, drives=drives)
+    compute = found.compute
+    if options.tflops is not None:
+        if not _LEAST_TFLOPS <= options.tflops <= _MOST_TFLOPS:
+            expected = f"a positive number, from {_LEAST_TFLOPS:g} to {_MOST_TFLOPS:g}"
+            raise ConfigError(field="--tflops", value=options.tflops, expected=expected)
+        compute = compute._replace(flops_per_s=options.tflops * 1e12, blocks=None)
+    means = Means(
+        budget=ResolvedBudget(device=left.device, host=left.host, nvme=left.nvme),
+        rates=found.rates,
+        ranks=ranks,
+        flops_per_s=compute.flops_per_s,
+        blocks=compute.blocks,
+        alone=compute.alone,
+        wire_bytes_per_s=known.model.wire_bytes_per_s(ranks) if found.wire else None,
+        unified=gpus == 0,
+        io_bytes=_QUEUE_BYTES if drives else 0,
+    )
+    watts = None if known.watts is None else float(known.watts * gpus)
+    return AskedMachine(means, (*known.notes, found.note), found.source, rated_bytes, watts)
+
+
+def free(device: int, host: int, drives: int) -> Capacity:
+    """Return what an engine would take of so much."""
+    from infinity_engine.machine.capacity import capacity_of
+
+    return capacity_of(device=device, host=host, nvme={"NVMe": drives} if drives else {})
+
+
+# --- what is known --------------------------------------------------------------------------------
+
+
+def _known(options: argparse.Namespace) -> _Known:
+    typed = (options.machine, options.gpu, options.drive, options.gpus, options.gpu_mem)
+    if options.here is None and any(
+        given is not None for given in (*typed, options.ram, options.nvme)
+    ):
+        return _of_catalogue(options)
+    if options.machine is not None or options.gpu is not None or options.drive:
+        expected = "without --machine, --gpu and --drive: this machine has its own"
+        raise ConfigError(field="--here", value=options.here, expected=expected)
+    return _of_here(options)
+
+
+def _of_catalogue(options: argparse.Namespace) -> _Known:
+    from infinity_engine.machine.catalogue import PCIE_BYTES_PER_S, find_drive, find_gpu
+    from infinity_engine.sim.hardware import machine
+
+    named = None if options.machine is None else machine(options.machine)
+    known = _Known(model=machine(_ASSUMED))
+    if named is not None:
+        sizes = {
+            "--gpu-mem": named.gpu.memory_bytes,
+            "--ram": named.host.memory_bytes,
+            "--nvme": named.drive_capacity_bytes,
+        }
+        known = _Known(
+            model=named, is_named=True, gpus=named.gpus, most_gpus=named.gpus, sizes=sizes
+        )
+    if options.gpu is not None:
+        gpus = find_gpu(options.gpu, field="--gpu")
+        known = _with_gpu(known, gpus[0])
+        known = replace(known, notes=(*known.notes, *_also("--gpu", options.gpu, gpus)))
+    if options.pcie is not None:
+        link = PCIE_BYTES_PER_S[options.pcie]
+        known = replace(known, model=known.model.with_link(link))
+    if options.drive:
+        found = [find_drive(name, field="--drive") for name in options.drive]
+        known = _with_drives(known, [drives[0] for drives in found])
+        for name, drives in dict(zip(options.drive, found, strict=True)).items():
+            known = replace(known, notes=(*known.notes, *_also("--drive", name, drives)))
+    return known
+
+
+def _with_gpu(known: _Known, sheet: GpuSheet) -> _Known:
+    return replace(
+        known,
+        model=known.model.with_gpu(sheet),
+        sizes={**known.sizes, "--gpu-mem": sheet.memory_bytes},
+        parts=(*known.parts, sheet.name),
+        watts=sheet.watts,
+    )
+
+
+def _with_drives(known: _Known, sheets: list[DriveSheet]) -> _Known:
+    return replace(
+        known,
+        model=known.model.with_drives(sheets),
+        sizes={**known.sizes, "--nvme": sum(sheet.capacity_bytes for sheet in sheets)},
+        parts=(*known.parts, *(sheet.name for sheet in sheets)),
+        rated_bytes=sum(sheet.rated_bytes for sheet in sheets),
+    )
+
+
+def _also(
+    option: str, name: str, found: tuple[GpuSheet, ...] | tuple[DriveSheet, ...]
+) -> tuple[str, ...]:
+    """Return a note where a name fits several parts."""
+    if len(found) == 1:
+        return ()
+    others = ", ".join(sheet.name for sheet in found[1:])
+    return (f"{option} {name} is taken to be {found[0].name}; it also fits {others}",)
+
+
+def _of_here(options: argparse.Namespace) -> _Known:
+    """Return what this machine has free, and what was kept of its calibration."""
+    from infinity_engine.calibration import kept_calibration
+    from infinity_engine.machine.capacity import probe_capacity
+    from infinity_engine.machine.catalogue import find_gpu
+    from infinity_engine.machine.gpus import probe_gpus
+    from infinity_engine.sim.hardware import machine
+
+    directories = tuple(options.here or ())
+    gpus = probe_gpus()
+    visible = gpus.devices[: gpus.visible_count]
+    device = min((gpu.free_bytes or gpu.total_bytes or 0 for gpu in visible), default=0)
+    capacity = probe_capacity(directories, device_free_bytes=device)
+    try:
+        calibration = kept_calibration(directories)
+    except OSError as error:
+        expected = f"a directory on a drive to be used ({error.strerror})"
+        raise ConfigError(field="--here", value=error.filename, expected=expected) from error
+    known = _Known(
+        model=machine(_ASSUMED), gpus=len(visible), capacity=capacity, calibration=calibration
+    )
+    if visible:
+        # Without a line in the catalogue, rates are those of the assumed machine: a note says so.
+        with suppress(ConfigError):
+            known = _with_gpu(known, find_gpu(visible[0].name)[0])
+    return replace(known, notes=("memory is what is free on this machine now",))
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def _capacity(options: argparse.Namespace, known: _Known, gpus: int) -> Capacity:
+    """Return what is free: sizes that were typed go before those that are known."""
+    here = known.capacity
+    device = 0 if gpus == 0 else _given(options.gpu_mem, known, "--gpu-mem")
+    host = _given(options.ram, known, "--ram")
+    asked = options.nvme is not None or "--nvme" in known.sizes
+    drives = _given(options.nvme, known, "--nvme") if asked else 0
+    typed = free(device, host, drives)
+    if here is None:
+        return typed
+    return replace(
+        here,
+        device=here.device if options.gpu_mem is None and gpus else typed.device,
+        host=here.host if options.ram is None else typed.host,
+        nvme=here.nvme if options.nvme is None else typed.nvme,
+    )
+
+
+def _given(given: str | None, known: _Known, field: str) -> int:
+    if given is not None:
+        return size_of(given, field)
+    if known.capacity is not None:
+        return 0
+    if field not in known.sizes:
+        expected = (
+            'a size such as "64GiB", or a known machine with --machine (it is what is free for '
+            f"{field[2:]})"
+        )
+        raise ConfigError(field=field, value=None, expected=expected)
+    return known.sizes[field]
+
+
+# --- rates ----------------------------------------------------------------------------------------
+
+
+class _Compute(NamedTuple):
+    """How fast modules compute, operations per second or transformer blocks; and what all else does
+    alone.
+    """
+
+    flops_per_s: float | None = None
+    blocks: BlockRates | None = None
+    alone: Rates | None = None
+
+
+class _FoundRates(NamedTuple):
+    """Rates, with where they are from; `wire`: what ranks exchange is that of the known machine."""
+
+    rates: Rates
+    compute: _Compute
+    note: str
+    source: RateSource
+    wire: bool = False
+
+
+def _rates(
+    options: argparse.Namespace,
+    known: _Known,
+    precision: str,
+    *,
+    ranks: int,
+    unified: bool,
+    drives: bool,
+) -> _FoundRates:
+    if options.rates is not None:
+        return _rates_of_file(options, precision, ranks=ranks, unified=unified, drives=drives)
+    if known.calibration is not None:
+        note = f"rates were measured {known.calibration.date}, of one process of this machine"
+        return _measured(
+            known.calibration,
+            options.optimizer,
+            precision,
+            note,
+            ranks=ranks,
+            unified=unified,
+            drives=drives,
+        )
+    return _published(known, ranks=ranks, unified=unified, drives=drives)
+
+
+def _published(known: _Known, *, ranks: int, unified: bool, drives: bool) -> _FoundRates:
+    from infinity_engine.advice.doubt import RateSource
+    from infinity_engine.sim.hardware import sharing_memory
+
+    model = known.model
+    alone = replace(
+        model.rates(min(ranks, model.gpus)),
+        host_update_params_per_s=model.host.update_params_per_s / ranks,
+        dram_bytes_per_s=model.host.dram_bytes_per_s / ranks,
+        nvme={} if model.drives is None else {"NVMe": model.drives.divided(ranks)},
+    )
+    if known.capacity is not None and alone.nvme:
+        [drive] = alone.nvme.values()
+        alone = replace(alone, nvme=dict.fromkeys(known.capacity.nvme, drive))
+    rates = sharing_memory(alone, links=not unified, drives=drives)
+    gpu = model.gpu
+    flops_per_s = gpu.achieved_flops_per_s or _OF_PEAK * gpu.peak_flops_per_s
+    return _FoundRates(
+        rates,
+        _Compute(None if unified else flops_per_s, alone=alone),
+        _where_from(known),
+        RateSource.PUBLISHED,
+        wire=True,
+    )
+
+
+def _where_from(known: _Known) -> str:
+    advice = "measure yours with `infinity calibrate` and give --rates"
+    if known.capacity is not None:
+        advice = "measure yours with `infinity calibrate`, which is kept for this command"
+    title = known.model.title
+    if known.parts:
+        parts = " and ".join(describe_parts(known.parts))
+        base = "as published" if known.is_named else "assumed to be those"
+        return f"rates are as published of {parts}, all others {base} of a {title}: {advice}"
+    whose = "as published of" if known.is_named else "assumed to be those of"
+    return f"rates are {whose} a {title}: {advice}"
+
+
+def describe_parts(parts: tuple[str, ...]) -> list[str]:
+    """Return names, those that occur several times with their number."""
+    counts = {part: parts.count(part) for part in parts}
+    return [part if count == 1 else f"{count} x {part}" for part, count in counts.items()]
+
+
+def _rates_of_file(
+    options: argparse.Namespace, precision: str, *, ranks: int, unified: bool, drives: bool
+) -> _FoundRates:
+    from infinity_engine.advice.doubt import RateSource
+    from infinity_engine.plan import Rates
+    from infinity_engine.plan.calibration import Calibration
+
+    path: Path = options.rates
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            field="--rates", value=str(path), expected=f"a file ({error.strerror})"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            field="--rates", value=str(path), expected=f"a file in JSON ({error})"
+        ) from error
+    if isinstance(given, dict) and "links" not in given and {"calibration", "drive"} & given.keys():
+        expected = (
+            "a file that `infinity calibrate --json FILE` wrote: this is a part of what it keeps "
+            "for itself"
+        )
+        raise ConfigError(field="--rates", value=str(path), expected=expected)
+    if not (isinstance(given, dict) and "links" in given):
+        rates = Rates.from_mapping(given, field="--rates")
+        return _FoundRates(rates, _Compute(), f"rates are those of {path}", RateSource.GIVEN)
+    calibration = Calibration.from_mapping(given, field="--rates")
+    note = f"rates were measured {calibration.date}, of one process; those of {path}"
+    return _measured(
+        calibration,
+        options.optimizer,
+        precision,
+        note,
+        ranks=ranks,
+        unified=unified,
+        drives=drives,
+    )
+
+
+def _measured(
+    calibration: Calibration,
+    optimizer: str,
+    precision: str,
+    note: str,
+    *,
+    ranks: int,
+    unified: bool,
+    drives: bool,
+) -> _FoundRates:
+    from infinity_engine.advice.doubt import RateSource
+
+    rates, alone = (
+        calibration.rates(
+            optimizer=optimizer,
+            beside_io=beside and drives,
+            beside_copies=beside and not unified,
+        ).divided(ranks)
+        for beside in (True, False)
+    )
+    dtype = "fp32" if precision == "fp32" else "bf16"
+    compute = _Compute(calibration.flops_per_s(dtype), calibration.block_rates(dtype), alone)
+    return _FoundRates(rates, compute, note, RateSource.MEASURED)

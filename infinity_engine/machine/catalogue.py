@@ -1,0 +1,207 @@
+"""GPUs, drives and PCIe generations by the names that people give them: one line each, with its
+source.
+
+Pure data; measures nothing. A figure is what a vendor's document states, or what a review measured;
+what is assumed says so. Called by the command line, for machines that are described by their parts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeVar
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.units import GB, GiB
+
+__all__ = [
+    "DRIVE_SHEETS",
+    "GPU_SHEETS",
+    "PCIE_BYTES_PER_S",
+    "SUSTAINED_BYTES_PER_S",
+    "DriveSheet",
+    "GpuSheet",
+    "find_drive",
+    "find_gpu",
+]
+
+_TERA = 10**12
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSheet:
+    """A GPU: its memory, what it computes in bf16 (dense, fp32 sums), its memory's rate, its PCIe
+    generation (16 lanes) and what it draws at most.
+    """
+
+    name: str
+    memory_bytes: int
+    flops_per_s: float
+    memory_bytes_per_s: float
+    pcie: int
+    watts: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class DriveSheet:
+    """A drive: `burst` is what its data sheet says of writes, `sustained` what it holds for hours.
+
+    `sustained` is None where neither the vendor nor a review at hand says it.
+    """
+
+    name: str
+    capacity_bytes: int
+    read_bytes_per_s: float
+    burst_bytes_per_s: float
+    sustained_bytes_per_s: float | None
+    rated_bytes: int
+    """What it may be written in its life, its TBW."""
+    source: str
+
+    @property
+    def write_bytes_per_s(self) -> float:
+        """What it is planned with: what it holds for hours, as far as that is known."""
+        return self.sustained_bytes_per_s or min(SUSTAINED_BYTES_PER_S, self.burst_bytes_per_s)
+
+
+SUSTAINED_BYTES_PER_S = 1.4 * GB
+"""Assumed of a consumer drive whose cache is full and of which no measurement is at hand."""
+
+PCIE_BYTES_PER_S = MappingProxyType({3: 12 * GB, 4: 25 * GB, 5: 55 * GB})
+"""What 16 lanes of a generation were seen to carry one way: ZeRO-Infinity's DGX-2 (3), section 4.1
+of Deep Optimizer States (4), and its JLSE node (5)."""
+
+
+_GA102 = "NVIDIA Ampere GA102 white paper V2 (2020)"
+_ADA = "NVIDIA Ada white paper V2 (2023)"
+_BLACKWELL = "NVIDIA RTX Blackwell white paper (2025)"
+
+# name, GiB, Tflop/s, GB/s of its memory, PCIe, W. Of several that fit a name the first is taken.
+_GPUS: tuple[tuple[str, int, float, float, int, int, str], ...] = (
+    ("RTX 3080 10 GB", 10, 59.5, 760, 4, 320, _GA102),
+    ("RTX 3090 24 GB", 24, 71, 936, 4, 350, _GA102),
+    ("RTX 4070 Ti 12 GB", 12, 80.2, 504, 4, 285, _ADA),
+    ("RTX 4080 16 GB", 16, 97.5, 716.8, 4, 320, _ADA),
+    ("RTX 4090 24 GB", 24, 165.2, 1008, 4, 450, _ADA),
+    ("RTX 5070 12 GB", 12, 61.7, 672, 5, 250, _BLACKWELL),
+    ("RTX 5070 Ti 16 GB", 16, 87.9, 896, 5, 300, _BLACKWELL),
+    ("RTX 5080 16 GB", 16, 112.6, 960, 5, 360, _BLACKWELL),
+    ("RTX 5090 32 GB", 32, 209.5, 1792, 5, 575, _BLACKWELL),
+    ("RTX A5000 24 GB", 24, 111.1, 768, 4, 230, "NVIDIA RTX A5000 data sheet (2021)"),
+    ("RTX A6000 48 GB", 48, 154.8, 768, 4, 300, _GA102),
+    ("RTX 6000 Ada 48 GB", 48, 364.2, 960, 4, 300, "NVIDIA RTX 6000 Ada data sheet (2023)"),
+    (
+        "RTX PRO 6000 Blackwell 96 GB",
+        *(96, 500, 1792, 5, 600),
+        "NVIDIA RTX PRO 6000 data sheet (2025): an eighth of its sparse FP4",
+    ),
+    ("A10 24 GB", 24, 125, 600, 4, 150, "NVIDIA A10 data sheet (2021)"),
+    ("A30 24 GB", 24, 165, 933, 4, 165, "NVIDIA A30 data sheet (2022)"),
+    ("A40 48 GB", 48, 149.7, 696, 4, 300, "NVIDIA A40 data sheet (2022)"),
+    ("A100 PCIe 80 GB", 80, 312, 1935, 4, 300, "NVIDIA A100 data sheet (2022)"),
+    ("A100 SXM 80 GB", 80, 312, 2039, 4, 400, "NVIDIA A100 data sheet (2022)"),
+    ("A100 PCIe 40 GB", 40, 312, 1555, 4, 250, "NVIDIA A100 40GB PCIe brief (2020)"),
+    ("L4 24 GB", 24, 121, 300, 4, 72, "NVIDIA L4 data sheet (2023)"),
+    ("L40 48 GB", 48, 181.05, 864, 4, 300, "NVIDIA L40 data sheet (2023)"),
+    ("L40S 48 GB", 48, 362.05, 864, 4, 350, "NVIDIA L40S data sheet (2023)"),
+    ("H100 SXM 80 GB", 80, 989.4, 3350, 5, 700, "NVIDIA H100 data sheet (2023)"),
+    ("H100 PCIe 80 GB", 80, 756, 2000, 5, 350, "NVIDIA H100 data sheet (2023)"),
+    ("H100 NVL 94 GB", 94, 835, 3900, 5, 400, "NVIDIA H100 data sheet (2024)"),
+    ("H200 SXM 141 GB", 141, 989.4, 4800, 5, 700, "NVIDIA H200 data sheet (2024)"),
+    ("B200 180 GB", 180, 2250, 7700, 5, 1000, "NVIDIA HGX B200 data sheet (2025)"),
+)
+
+
+GPU_SHEETS = tuple(
+    GpuSheet(name, gib * GiB, tflops * _TERA, gb_per_s * GB, pcie, watts, source)
+    for name, gib, tflops, gb_per_s, pcie, watts, source in _GPUS
+)
+
+_STEADY = "stated for a drive that is in use, so it is what it holds"
+
+# name, TB, GB/s of reads, of writes in bursts and for hours, TBW. The first that fits is taken.
+_DRIVES: tuple[tuple[str, float, float, float, float | None, float, str], ...] = (
+    ("Samsung 990 PRO 2 TB", 2, 7.45, 6.9, None, 1200, "Samsung data sheet (2022)"),
+    ("Samsung 990 PRO 4 TB", 4, 7.45, 6.9, None, 2400, "Samsung data sheet (2023)"),
+    ("Samsung 980 PRO 2 TB", 2, 7.0, 5.1, None, 1200, "Samsung data sheet (2021)"),
+    ("Samsung 9100 PRO 2 TB", 2, 14.7, 13.4, None, 1200, "Samsung data sheet (2025)"),
+    ("WD Black SN850X 2 TB", 2, 7.3, 6.6, None, 1200, "Western Digital product brief (2022)"),
+    ("SK hynix Platinum P41 2 TB", 2, 7.0, 6.5, None, 1200, "SK hynix data sheet (2022)"),
+    ("Crucial T500 2 TB", 2, 7.4, 7.0, None, 1200, "Crucial product flyer (2023)"),
+    ("Crucial T705 2 TB", 2, 14.5, 12.7, None, 1200, "Crucial product flyer (2024)"),
+    ("Seagate FireCuda 530 2 TB", 2, 7.3, 6.9, None, 2550, "Seagate data sheet (2021)"),
+    ("Kingston KC3000 2 TB", 2, 7.0, 7.0, None, 1600, "Kingston data sheet (2021)"),
+    (
+        "Sabrent Rocket 4 Plus 2 TB",
+        *(2, 7.1, 6.6, 1.6, 1400),
+        "Sabrent; 1.6 GB/s over the whole drive, as TechPowerUp measured it",
+    ),
+    ("Samsung PM9A3 3.84 TB", 3.84, 6.8, 4.0, 4.0, 7008, f"Samsung (2021); {_STEADY}"),
+    ("Samsung PM9D3a 7.68 TB", 7.68, 12.0, 6.8, 6.8, 14016, f"Samsung (2024); {_STEADY}"),
+    ("Micron 7450 PRO 3.84 TB", 3.84, 6.8, 5.3, 5.3, 7300, f"Micron (2022); {_STEADY}"),
+    ("Intel D7-P5500 3.84 TB", 3.84, 7.0, 4.3, 4.3, 7008, f"Intel (2020); {_STEADY}"),
+    ("Intel Optane P5800X 1.6 TB", 1.6, 7.2, 6.2, 6.2, 292_000, f"Intel (2021); {_STEADY}"),
+)
+
+DRIVE_SHEETS = tuple(
+    DriveSheet(
+        name,
+        round(tb * _TERA),
+        read * GB,
+        burst * GB,
+        None if sustained is None else sustained * GB,
+        round(tbw * _TERA),
+        source,
+    )
+    for name, tb, read, burst, sustained, tbw, source in _DRIVES
+)
+
+_Sheet = TypeVar("_Sheet", GpuSheet, DriveSheet)
+
+
+def find_gpu(name: str, *, field: str = "gpu") -> tuple[GpuSheet, ...]:
+    """Return the GPUs that a name such as "4090" or "a100 40" fits, the likeliest first.
+
+    Raises:
+        ConfigError: it fits none.
+    """
+    return _found(name, GPU_SHEETS, field)
+
+
+def find_drive(name: str, *, field: str = "drive") -> tuple[DriveSheet, ...]:
+    """Return the drives that a name such as "samsung 990 pro" fits, the likeliest first.
+
+    Raises:
+        ConfigError: it fits none.
+    """
+    return _found(name, DRIVE_SHEETS, field)
+
+
+def _found(name: str, sheets: Iterable[_Sheet], field: str) -> tuple[_Sheet, ...]:
+    sheets = tuple(sheets)
+    asked = _words(name)
+    found = [sheet for sheet in sheets if asked and _fits(asked, _words(sheet.name))]
+    if not found:
+        raise ConfigError.unknown_name(
+            field=field, name=name, known=[sheet.name for sheet in sheets]
+        )
+    # "5070" is a word of the 5070 and of the 5070 Ti: the name with fewest other words is meant
+    shortest = min(len(_words(sheet.name)) for sheet in found)
+    return tuple(sorted(found, key=lambda sheet: len(_words(sheet.name)) > shortest))
+
+
+def _words(name: str) -> list[str]:
+    """Return the letters and numbers of a name, apart: "rtx4090", "RTX 4090" and "4090" meet."""
+    # what drivers add to a name: "NVIDIA H100 80GB HBM3", "A100-SXM4-80GB"
+    plain = re.sub(r"\b(nvidia|geforce|hbm\w*|generation)\b", " ", name.lower())
+    plain = re.sub(r"\bsxm\d\b", "sxm", plain)
+    plain = re.sub(r"(\d)\s*(gib|gb|tb)\b", r"\1 \2", plain)
+    plain = re.sub(r"\b(rtx)(?=\d)", r"\1 ", plain)
+    return re.findall(r"[a-z0-9.]+", plain)
+
+
+def _fits(asked: list[str], words: list[str]) -> bool:
+    return all(word in words for word in asked)

@@ -1,0 +1,99 @@
+"""The catalogue of GPUs and drives: every line has its source, and names find what people mean."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.machine.catalogue import (
+    DRIVE_SHEETS,
+    GPU_SHEETS,
+    PCIE_BYTES_PER_S,
+    SUSTAINED_BYTES_PER_S,
+    DriveSheet,
+    GpuSheet,
+    find_drive,
+    find_gpu,
+)
+from infinity_engine.sim.hardware import DESKTOP_4090, machine
+from infinity_engine.units import GB, GiB
+
+
+@pytest.mark.parametrize("gpu", GPU_SHEETS, ids=[gpu.name for gpu in GPU_SHEETS])
+def test_a_gpu_has_a_dated_source_and_sound_figures(gpu: GpuSheet) -> None:
+    assert re.search(r"\(20\d\d\)", gpu.source)
+    assert 8 * GiB <= gpu.memory_bytes <= 192 * GiB
+    assert 50e12 <= gpu.flops_per_s <= 2.5e15
+    assert 250 * GB <= gpu.memory_bytes_per_s <= 8000 * GB
+    assert gpu.pcie in PCIE_BYTES_PER_S
+    assert 70 <= gpu.watts <= 1000
+    assert gpu.name.endswith(f"{gpu.memory_bytes // GiB} GB")
+
+
+@pytest.mark.parametrize("drive", DRIVE_SHEETS, ids=[drive.name for drive in DRIVE_SHEETS])
+def test_a_drive_has_a_source_and_holds_less_than_its_burst(drive: DriveSheet) -> None:
+    assert re.search(r"\(20\d\d\)|as \w+ measured it", drive.source)
+    assert drive.write_bytes_per_s <= drive.burst_bytes_per_s <= drive.read_bytes_per_s
+    if drive.sustained_bytes_per_s is None:
+        assert drive.write_bytes_per_s == SUSTAINED_BYTES_PER_S
+    assert 300 <= drive.rated_bytes / drive.capacity_bytes <= 200_000
+
+
+def test_names_are_not_given_twice() -> None:
+    for sheets in (GPU_SHEETS, DRIVE_SHEETS):
+        names = [sheet.name for sheet in sheets]
+        assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("4090", "RTX 4090 24 GB"),
+        ("rtx4090", "RTX 4090 24 GB"),
+        ("5070", "RTX 5070 12 GB"),
+        ("5070 Ti", "RTX 5070 Ti 16 GB"),
+        ("a100 40", "A100 PCIe 40 GB"),
+        ("A100 40GB", "A100 PCIe 40 GB"),
+        ("l40", "L40 48 GB"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090 24 GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 SXM 80 GB"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM 80 GB"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada 48 GB"),
+    ],
+)
+def test_a_gpu_is_found_by_what_people_and_drivers_call_it(name: str, first: str) -> None:
+    assert find_gpu(name)[0].name == first
+
+
+def test_a_drive_is_found_with_others_that_the_name_fits() -> None:
+    assert [drive.name for drive in find_drive("samsung 990 pro")] == [
+        "Samsung 990 PRO 2 TB",
+        "Samsung 990 PRO 4 TB",
+    ]
+
+
+@pytest.mark.parametrize("name", ["", "  ", "4091", "voodoo 2"])
+def test_a_name_that_nothing_has_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="--gpu: expected one of RTX 3080"):
+        find_gpu(name, field="--gpu")
+
+
+def test_the_desktop_has_the_figures_of_its_line_in_the_catalogue() -> None:
+    [sheet] = find_gpu("4090")
+    described = DESKTOP_4090.with_gpu(sheet)
+
+    assert described.gpu.peak_flops_per_s == DESKTOP_4090.gpu.peak_flops_per_s
+    assert described.gpu.memory_bytes == DESKTOP_4090.gpu.memory_bytes
+    assert described.gpu.update_params_per_s == DESKTOP_4090.gpu.update_params_per_s
+    assert described.link == DESKTOP_4090.link
+
+
+def test_several_drives_add_up() -> None:
+    found = machine("desktop_4090").with_drives([find_drive("990 pro")[0]] * 2).drives
+
+    assert found is not None
+    assert found.read_bytes_per_s == pytest.approx(2 * 7.45 * GB)
+    assert found.write_bytes_per_s == pytest.approx(2 * SUSTAINED_BYTES_PER_S)
+    assert found.capacity_bytes == 4 * 10**12

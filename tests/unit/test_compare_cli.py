@@ -1,0 +1,214 @@
+"""`infinity compare`, and machines that are described by parts or are the one at hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+import infinity_engine.calibration
+import infinity_engine.machine.capacity
+import infinity_engine.machine.gpus
+from infinity_engine.cli.main import main
+from infinity_engine.machine.gpus import Gpu, Gpus
+from infinity_engine.plan import Capacity
+from infinity_engine.units import GiB
+from support.calibrations import calibration
+
+SMALL = ("--model", "llama-3.2-1b")
+
+
+@pytest.fixture
+def infinity(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that runs a command line, and returns its exit status, output and
+    errors.
+    """
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", "200")
+        status = main(arguments)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def this_machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that makes this machine one with an A100, calibrated or not."""
+
+    def make(*, calibrated: bool, gpu: str = "NVIDIA A100-SXM4-80GB") -> None:
+        one = Gpu(
+            name=gpu,
+            total_bytes=80 * GiB,
+            free_bytes=70 * GiB,
+            bus_id=None,
+            numa_node=None,
+            link=None,
+        )
+        gpus = Gpus(
+            devices=(one,),
+            driver="570",
+            cuda="12.8",
+            reason=None,
+            visible_devices=None,
+            visible_count=1,
+        )
+        monkeypatch.setattr(infinity_engine.machine.gpus, "probe_gpus", lambda: gpus)
+        monkeypatch.setattr(
+            infinity_engine.machine.capacity,
+            "probe_capacity",
+            lambda directories, *, device_free_bytes: Capacity(
+                device=device_free_bytes - GiB,
+                host=50 * GiB,
+                nvme=dict.fromkeys(directories, 100 * GiB),
+            ),
+        )
+        kept = calibration() if calibrated else None
+        monkeypatch.setattr(
+            infinity_engine.calibration, "kept_calibration", lambda directories: kept
+        )
+
+    return make
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def test_a_gpu_and_drives_by_name_bring_their_memory_rates_and_life(infinity: Any) -> None:
+    asked = ("plan", "--model", "llama-3-8b", "--ram", "64GiB", "--json")
+    drives = ("--drive", "samsung 990 pro", "--drive", "990 pro 4tb")
+    answer = json.loads(infinity(*asked, "--gpu", "4090", *drives)[1])
+
+    assert answer["memory"]["device"]["limit_bytes"] == pytest.approx(0.95 * 24 * GiB, rel=1e-6)
+    assert answer["memory"]["nvme"]["limit_bytes"] == pytest.approx(0.95 * 6e12, rel=1e-6)
+    assert answer["wear"]["rated_bytes"] == 3600 * 10**12
+    assert any("as published of RTX 4090 24 GB and" in note for note in answer["notes"])
+    assert any("it also fits Samsung 990 PRO 4 TB" in note for note in answer["notes"])
+
+
+def test_a_slower_slot_makes_a_longer_step(infinity: Any) -> None:
+    asked = ("plan", *SMALL, "--gpu", "5090", "--gpu-mem", "8GiB", "--ram", "64GiB", "--json")
+    fast, slow = (
+        json.loads(infinity(*asked, *more)[1])["step_s"] for more in ((), ("--pcie", "3"))
+    )
+
+    assert slow > 1.1 * fast
+
+
+def test_energy_of_a_run_is_that_of_the_gpus_where_no_other_is_given(infinity: Any) -> None:
+    asked = ("plan", *SMALL, "--gpu", "4090", "--ram", "64GiB", "--steps", "1000", "--json")
+    answer = json.loads(infinity(*asked)[1])
+
+    run = answer["advice"]["run"]
+    assert run["kwh"] == pytest.approx(450 * run["seconds"] / 3.6e6)
+    assert any("the GPUs alone" in note for note in answer["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--gpu", "voodoo", "--ram", "64GiB"), "--gpu: expected one of RTX"),
+        (("--gpu", "4090", "--ram", "64GiB", "--drive", "floppy"), "--drive: expected one of"),
+        (("--here", "--gpu", "4090"), "--here: expected without --machine, --gpu and --drive"),
+        (("--here", "/absent"), "Budget.nvme: expected a directory that can be used"),
+    ],
+)
+def test_wrong_parts_are_refused_by_the_name_of_their_option(
+    infinity: Any, arguments: tuple[str, ...], said: str
+) -> None:
+    status, out, err = infinity("plan", *SMALL, *arguments)
+
+    assert (status, out) == (2, "")
+    assert said in err
+
+
+# --- this machine ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [(), ("--here",)])
+def test_without_sizes_the_machine_at_hand_is_planned_for(
+    infinity: Any, this_machine: Any, arguments: tuple[str, ...]
+) -> None:
+    this_machine(calibrated=True)
+    status, out, _ = infinity("plan", *SMALL, *arguments, "--json")
+    answer = json.loads(out)
+
+    assert status == 0
+    assert answer["memory"]["device"]["limit_bytes"] == 69 * GiB
+    assert answer["memory"]["host"]["limit_bytes"] == 50 * GiB
+    assert answer["advice"]["rates_are"] == "measured"
+    assert any("of one process of this machine" in note for note in answer["notes"])
+
+
+def test_a_machine_without_calibration_has_published_rates_of_its_gpu(
+    infinity: Any, this_machine: Any
+) -> None:
+    this_machine(calibrated=False)
+    notes = json.loads(infinity("plan", *SMALL, "--here", "--json")[1])["notes"]
+
+    assert any("as published of A100 SXM 80 GB" in note for note in notes)
+    assert any("which is kept for this command" in note for note in notes)
+
+
+def test_a_gpu_that_the_catalogue_lacks_has_the_rates_of_the_desktop(
+    infinity: Any, this_machine: Any
+) -> None:
+    this_machine(calibrated=False, gpu="Voodoo 2")
+    notes = json.loads(infinity("plan", *SMALL, "--here", "--json")[1])["notes"]
+
+    assert any("assumed to be those of a desktop with one RTX 4090" in note for note in notes)
+
+
+def test_drives_of_directories_hold_what_memory_does_not(infinity: Any, this_machine: Any) -> None:
+    this_machine(calibrated=False)
+    asked = ("plan", "--model", "llama-3-8b", "--here", "/mnt/a", "/mnt/b", "--gpu-mem", "8GiB")
+    status, out, _ = infinity(*asked, "--ram", "40GiB", "--json")
+    answer = json.loads(out)
+
+    assert status == 0
+    assert answer["memory"]["nvme"]["limit_bytes"] == 200 * GiB
+    assert answer["memory"]["nvme"]["held_bytes"] > 0
+
+
+# --- compare --------------------------------------------------------------------------------------
+
+
+def test_machines_are_compared_in_a_line_each(infinity: Any, this_machine: Any) -> None:
+    this_machine(calibrated=True)
+    machines = ("4090 + 64GiB", "4090 + 24GiB + samsung 990 pro", "4GiB", "h200_node", "here")
+    status, out, _ = infinity("compare", *SMALL, *machines)
+
+    assert status == 0
+    lines = out.splitlines()
+    assert len(lines) == 1 + len(machines)
+    assert re.search(
+        r"^4090 \+ 64GiB +[\d.]+ m?s +[\d.]+ m?s to [\d.]+ m?s +[\d,]+ +nothing", out, re.M
+    )
+    assert "does not fit" in lines[3]
+
+
+def test_a_comparison_is_what_plan_answers_of_each(infinity: Any) -> None:
+    machine = "2 x 4090 + 40GiB + 500GB + 2 x samsung 990 pro"
+    _, out, _ = infinity("compare", *SMALL, machine, "--json")
+    parts = ("--gpu", "4090", "--gpus", "2", "--ram", "40GiB", "--nvme", "500GB")
+    drives = ("--drive", "samsung 990 pro") * 2
+    planned = json.loads(infinity("plan", *SMALL, *parts, *drives, "--json")[1])
+
+    [compared] = json.loads(out)["machines"]
+    assert compared["step_s"] == planned["step_s"]
+    assert compared["step_range_s"] == planned["advice"]["step_range_s"]
+
+
+def test_where_no_machine_is_enough_the_status_says_so(infinity: Any) -> None:
+    assert infinity("compare", "--model", "llama-3-8b", "4090 + 8GiB", "16GiB")[0] == 1
+
+
+@pytest.mark.parametrize("machine", ["voodoo + 64GiB", "1GiB + 2GiB + 3GiB", "4090", "+"])
+def test_a_machine_that_is_none_is_refused(infinity: Any, machine: str) -> None:
+    status, out, err = infinity("compare", *SMALL, machine)
+
+    assert (status, out) == (2, "")
+    assert err.startswith("infinity compare: error: ")
