@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from infinity_engine.cli.plan_advice import seconds_in_words
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
 from infinity_engine.cli.plan_machine import machine_of
+from infinity_engine.cli.plan_model import model_of
 from infinity_engine.cli.plan_question import (
     add_training,
     in_words,
-    model_of,
     precision_of,
     training_of,
 )
@@ -89,7 +89,7 @@ def _compared(options: argparse.Namespace, machine: str) -> ComparedMachine:
     from infinity_engine.sim.report import report_of
 
     asked = _options_of(options, machine)
-    model = model_of(asked.model)
+    model = model_of(asked)
     precision = precision_of(asked.precision, model)
     training = training_of(asked, model, precision)
     found = machine_of(asked, precision)
@@ -103,7 +103,7 @@ def _compared(options: argparse.Namespace, machine: str) -> ComparedMachine:
         machine=machine,
         fits=True,
         step_s=report.step_s,
-        step_range_s=tuple(step_range(decision.best, training, found.means, found.source)),
+        step_range_s=step_range(decision.best, training, found.means, found.source),
         tokens_per_s=report.tokens_per_s,
         written_bytes_per_day=0.0 if report.wear is None else report.wear.written_per_day,
         bound_by=longest.binding,

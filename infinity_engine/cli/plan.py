@@ -17,10 +17,10 @@ from pathlib import Path
 from infinity_engine.cli.plan_answer import answer, refused, show, with_options
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
 from infinity_engine.cli.plan_machine import machine_of
+from infinity_engine.cli.plan_model import model_of
 from infinity_engine.cli.plan_question import (
     add_training,
     in_words,
-    model_of,
     precision_of,
     run_of,
     strategy_of,
@@ -109,7 +109,7 @@ def _plan(options: argparse.Namespace) -> int:
     from infinity_engine.sim.remedies import explain_refusal
     from infinity_engine.sim.report import report_of
 
-    model = model_of(options.model)
+    model = model_of(options)
     precision = precision_of(options.precision, model)
     training = training_of(options, model, precision)
     means, sources, rates_are, rated_bytes, watts = machine_of(options, precision)

@@ -147,7 +147,9 @@ def _phases(report: PlanReport) -> Rows:
 
 def _summary(report: PlanReport, training: Training) -> Rows:
     kept = "checkpointed" if training.checkpointing else "all kept"
-    yield "parameters", f"{report.parameters:,}"
+    trained = sum(parameter.numel for parameter in training.model.parameters if parameter.trained)
+    part = "" if trained == report.parameters else f", {trained:,} of them trained"
+    yield "parameters", f"{report.parameters:,}{part}"
     yield (
         "step",
         f"{report.ranks} x {report.micro_batches} x {training.batch} sequences of "

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = [
     "add_training",
     "in_words",
-    "model_of",
     "precision_of",
     "run_of",
     "size_of",
@@ -44,7 +42,22 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that describe a training."""
     what = parser.add_argument_group("what is trained")
     what.add_argument(
-        "--model", metavar="NAME|PATH", help="a preset such as llama-3-8b, or a model's config.json"
+        "--model",
+        metavar="NAME|PATH",
+        help="a preset such as llama-3-8b, a model's config.json, or a Hugging Face id that is in "
+        "the local cache",
+    )
+    what.add_argument(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="train adapters of this rank beside all linear modules of the blocks, in fp32; all "
+        "else is frozen",
+    )
+    what.add_argument(
+        "--freeze",
+        metavar="REGEX",
+        help="do not train the parameters in whose names this is found",
     )
     what.add_argument(
         "--batch", type=int, default=1, metavar="N", help="sequences in a micro-batch (default: 1)"
@@ -114,22 +127,6 @@ def training_of(options: argparse.Namespace, model: ModelShape, precision: str) 
         small_bytes=StorageConfig().small_bytes,
         overlap={"auto": None, "on": True, "off": False}[options.overlap],
     )
-
-
-def model_of(given: str | None) -> ModelShape:
-    """Return the model that is named, or described by a file."""
-    from infinity_engine.sim.configs import read_config
-    from infinity_engine.sim.presets import PRESETS, preset
-
-    if given is None:
-        expected = f"a preset ({', '.join(PRESETS)}) or a path to a config.json"
-        raise ConfigError(field="--model", value=None, expected=expected)
-    path = Path(given)
-    if given.lower() not in PRESETS and (
-        path.exists() or path.suffix == ".json" or len(path.parts) > 1
-    ):
-        return read_config(path)
-    return preset(given)
 
 
 def _states(optimizer: str) -> tuple[str, ...]:

@@ -42,6 +42,8 @@ class ModuleShape:
     attention_width: int = 0
     shared_numel: int = 0
     """Elements of another module's parameters that it reads."""
+    sides: tuple[int, int] = (0, 0)
+    """Of a linear module, the elements that come out for a token and that go in; else zeros."""
 
     @property
     def numel(self) -> int:
@@ -53,6 +55,16 @@ class ModuleShape:
         save none of them.
         """
         return self.flops_per_token + 4 * sequence * self.attention_width
+
+    def backward_flops(self, sequence: int) -> int:
+        """Return the operations of a backward: gradients of what goes in, and of its parameters.
+
+        Frozen parameters have no gradients, so a module of nothing else has half of the work.
+        Attention has both halves: its inputs are two.
+        """
+        frozen = bool(self.parameters) and not any(each.trained for each in self.parameters)
+        products = self.flops_per_token * (1 if frozen else 2)
+        return products + 2 * 4 * sequence * self.attention_width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +111,8 @@ class ModelShape:
     """None where nothing is known of them."""
     positions: int | None = None
     """The longest sequence, None where there is no limit, or it is not known."""
+    notes: tuple[str, ...] = ()
+    """What an answer about it has to say, such as what was estimated."""
     dtype: str | None = None
     """What its parameters are saved in, as torch calls it; None where that is not known."""
 

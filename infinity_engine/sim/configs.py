@@ -9,7 +9,7 @@ are in presets.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -58,26 +58,36 @@ def model_of_config(config: object, *, name: str) -> ModelShape:
             value=type(config).__name__,
             expected="a mapping, as in a model's config.json",
         )
-    quantized = config.get("quantization_config")
-    if quantized is not None:
-        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        expected = (
-            "none, as quantized parameters are not trained; without it, the model is planned with "
-            "whole ones"
-        )
-        raise ConfigError(field="config.quantization_config", value=method, expected=expected)
+    notes = list(_quantization(config))
     kind = str(config.get("model_type"))
-    if kind not in FAMILIES:
-        raise ConfigError.unknown_name(field="config.model_type", name=kind, known=FAMILIES)
-    modules, activations, positions = FAMILIES[kind](_Fields(config))
+    family = FAMILIES.get(kind)
+    if family is None:
+        config, family = _alike(config, kind)
+        notes.append(
+            f"models of type {kind} are not known: this one is planned by its layers, its width "
+            "and its vocabulary, so its parameters are an estimate"
+        )
+    modules, activations, positions = family(_Fields(config))
     return ModelShape(
         name=name,
         modules=tuple(modules),
         deepest_numel=max(module.numel for module in modules),
         activations=activations,
         positions=positions,
+        notes=tuple(notes),
         dtype=_dtype_of(config),
     )
+
+
+def _quantization(config: Mapping[str, object]) -> Iterator[str]:
+    """Yield what there is to say of a config whose parameters are quantized."""
+    quantized = config.get("quantization_config")
+    if quantized is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        yield (
+            f"the config says that parameters are quantized ({method}): the engine trains whole "
+            "ones, so the model is planned with these"
+        )
 
 
 def _dtype_of(config: Mapping[str, object]) -> str | None:
@@ -160,6 +170,7 @@ def _linear(name: str, out: int, into: int, *, bias: bool, attention: int = 0) -
         parameters=tuple(parameters),
         flops_per_token=2 * out * into,
         attention_width=attention,
+        sides=(out, into),
     )
 
 
@@ -527,6 +538,46 @@ def _gpt_neox(config: _Fields) -> _Model:
     )
 
 
+def _alike(config: Mapping[str, object], kind: str) -> tuple[Mapping[str, object], _Family]:
+    """Return a config of a family that is known, with the sizes of one that is not.
+
+    Raises:
+        ConfigError: layers, width or vocabulary are missing, by every name that is known for them.
+    """
+    inner = config.get("text_config")
+    sizes = {**config, **inner} if isinstance(inner, Mapping) else dict(config)
+    named = {
+        name: next((sizes[other] for other in others if sizes.get(other) is not None), None)
+        for name, others in _OTHER_NAMES.items()
+    }
+    hidden = named["hidden_size"]
+    if None in {hidden, named["num_hidden_layers"], named["vocab_size"]}:
+        raise ConfigError.unknown_name(field="config.model_type", name=kind, known=FAMILIES)
+    named["num_attention_heads"] = named["num_attention_heads"] or 1
+    if isinstance(hidden, int) and named["intermediate_size"] is None:
+        named["intermediate_size"] = 4 * hidden
+    if named["num_local_experts"] is not None and sizes.get("moe_intermediate_size") is not None:
+        named["intermediate_size"] = sizes["moe_intermediate_size"]
+    found = {**sizes, **{name: value for name, value in named.items() if value is not None}}
+    if named["num_local_experts"] is not None:
+        return found, _mixtral
+    # A gate is what activations such as silu are used with; others have two products.
+    gated = str(sizes.get("hidden_act", sizes.get("hidden_activation", "silu"))) in _GATES
+    return found, _llama if gated else _gpt_neox
+
+
+_GATES = frozenset({"silu", "swiglu", "gelu_pytorch_tanh", "geglu", "swish"})
+_OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "hidden_size": ("hidden_size", "n_embd", "d_model", "hidden_dim"),
+        "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+        "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "d_ff"),
+        "vocab_size": ("vocab_size",),
+        "num_local_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+        "num_experts_per_tok": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k"),
+    }
+)
 _Family = Callable[[_Fields], _Model]
 FAMILIES: Mapping[str, _Family] = MappingProxyType(
     {

@@ -65,11 +65,13 @@ class _Computing:
             return cls(lane, 0.0, 0.0)
         modules = training.model.modules
         flops = [module.flops(training.sequence) * training.tokens for module in modules]
+        backward = [module.backward_flops(training.sequence) for module in modules]
         again = sum(flops[:-1]) if training.checkpointing else 0
         return cls(
             lane,
             forward_ns=1e9 * sum(flops) / rate.forward,
-            backward_ns=1e9 * (again / rate.forward + 2 * sum(flops) / rate.backward),
+            backward_ns=1e9
+            * (again / rate.forward + training.tokens * sum(backward) / rate.backward),
         )
 
 

@@ -476,6 +476,7 @@ class _Holdings:
 
 def _notes(decision: Decision) -> Iterable[str]:
     training, means = decision.training, decision.means
+    yield from training.model.notes
     if training.model.activations is None:
         yield "activations of this model are not known, and not counted"
     if means.compute_rate(training) is None:

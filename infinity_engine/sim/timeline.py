@@ -31,7 +31,6 @@ __all__ = [
 ]
 
 _NS_PER_S = 10**9
-_BACKWARD = 2  # forwards that a backward computes as much as
 _ROUNDS = 8  # to find how much of their time updates and moves disturb one another
 _LOOK_AHEAD = 32  # modules among which the engine's fetcher looks for what to fetch
 
@@ -138,6 +137,7 @@ class _Needs(NamedTuple):
     fetched: int
     read: int
     flops: int
+    backward_flops: int
     recomputed: bool
     gradient_down: int
     gradient_written: int
@@ -410,7 +410,7 @@ class _TimedStep:
             needs = self._modules[number]
             arrived_ns = self._fetch(number, needs, 0)
             again = needs.flops if needs.recomputed else 0
-            duration_ns = self._duration_ns(again, _BACKWARD * needs.flops)
+            duration_ns = self._duration_ns(again, needs.backward_flops)
             ready_ns = self._wire.gather(needs.gathered, max(arrived_ns, begin_ns))
             made_ns = self._work(self._compute, duration_ns, ready_ns).end_ns
             self._wire.note_use(made_ns)
@@ -487,6 +487,7 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
                 fetched=nbytes,
                 read=read,
                 flops=module.flops(training.sequence) * training.tokens,
+                backward_flops=module.backward_flops(training.sequence) * training.tokens,
                 recomputed=training.checkpointing and place < len(modules) - 1,
                 gradient_down=sum(down.get(number, 0) for number in own),
                 gradient_written=sum(written.get(number, 0) for number in own),

@@ -1,0 +1,88 @@
+"""Models of which a part is frozen, and models with low-rank adapters (LoRA).
+
+Pure: from one ModelShape to another. Frozen parameters have no gradients and no states, and cross
+links only to be used. Called by the command line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.placement.models import ModelShape, ModuleShape, ParameterShape
+
+__all__ = ["freeze", "with_lora"]
+
+_FP32 = 4  # bytes: adapters are kept so, whatever the model computes in
+_MOST_RANK = 4096
+
+
+def freeze(model: ModelShape, pattern: str) -> ModelShape:
+    """Return the model with those parameters frozen in whose names the pattern is found.
+
+    Raises:
+        ConfigError: it is no regular expression, or it is found in no name or in all of them.
+    """
+    try:
+        names = re.compile(pattern)
+    except re.error as error:
+        expected = f"a regular expression ({error})"
+        raise ConfigError(field="--freeze", value=pattern, expected=expected) from error
+    found = [bool(names.search(parameter.name)) for parameter in model.parameters]
+    if not any(found) or all(found):
+        example = model.parameters[0].name
+        expected = f"a pattern that some names have, but not all; a name is {example}"
+        raise ConfigError(field="--freeze", value=pattern, expected=expected)
+    return replace(
+        model,
+        modules=tuple(
+            replace(
+                module,
+                parameters=tuple(
+                    replace(it, trained=it.trained and not names.search(it.name))
+                    for it in module.parameters
+                ),
+            )
+            for module in model.modules
+        ),
+    )
+
+
+def with_lora(model: ModelShape, rank: int) -> ModelShape:
+    """Return the model, frozen, with adapters of this rank beside every linear module but the
+    last, which makes the logits.
+
+    Raises:
+        ConfigError: the rank is none.
+    """
+    if not 1 <= rank <= _MOST_RANK:
+        expected = f"a rank from 1 to {_MOST_RANK}"
+        raise ConfigError(field="--lora", value=rank, expected=expected)
+    *inner, last = model.modules
+    modules = [part for module in inner for part in _adapted(module, rank)]
+    return replace(model, modules=(*modules, _frozen(last)))
+
+
+def _adapted(module: ModuleShape, rank: int) -> Iterator[ModuleShape]:
+    """Yield a module, frozen, and its two adapters in the order in which PEFT registers them."""
+    yield _frozen(module)
+    out, into = module.sides
+    if not into:
+        return
+    for name, numel in (("lora_A", rank * into), ("lora_B", out * rank)):
+        yield ModuleShape(
+            name=f"{module.name}.{name}.default",
+            parameters=(
+                ParameterShape(f"{module.name}.{name}.default.weight", numel, element_bytes=_FP32),
+            ),
+            flops_per_token=2 * numel,
+        )
+
+
+def _frozen(module: ModuleShape) -> ModuleShape:
+    return replace(
+        module,
+        parameters=tuple(replace(parameter, trained=False) for parameter in module.parameters),
+    )

@@ -1,0 +1,153 @@
+"""Models of which a part is frozen, models with adapters, and where the command line finds them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity_engine.cli.main import main
+from infinity_engine.errors import ConfigError
+from infinity_engine.placement.models import ModelShape
+from infinity_engine.sim.adapters import freeze, with_lora
+from infinity_engine.sim.presets import preset
+
+MODEL = preset("llama-3.2-1b")
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "vocab_size": 1000,
+}
+
+
+def trained(model: ModelShape) -> int:
+    return sum(parameter.numel for parameter in model.parameters if parameter.trained)
+
+
+def test_adapters_of_rank_16_are_as_many_as_peft_makes() -> None:
+    # PEFT's print_trainable_parameters() for r=16 and target_modules="all-linear"
+    assert trained(with_lora(preset("llama-3-8b"), 16)) == 41_943_040
+
+
+def test_only_adapters_are_trained_in_fp32_and_the_logits_have_none() -> None:
+    adapted = with_lora(MODEL, 8)
+
+    assert adapted.numel == MODEL.numel + trained(adapted)
+    assert {it.element_bytes for it in adapted.parameters if it.trained} == {4}
+    assert all("lora_" in it.name for it in adapted.parameters if it.trained)
+    assert not any("lm_head" in it.name for it in adapted.parameters if it.trained)
+
+
+def test_a_frozen_module_has_half_of_the_backward() -> None:
+    adapted = with_lora(MODEL, 8)
+    [whole] = [it for it in MODEL.modules if it.name == "model.layers.0.mlp.up_proj"]
+    [frozen] = [it for it in adapted.modules if it.name == whole.name]
+
+    assert whole.backward_flops(1) == 2 * whole.flops(1)
+    assert frozen.backward_flops(1) == frozen.flops(1)
+
+
+def test_attention_has_its_whole_backward_beside_frozen_parameters() -> None:
+    adapted = with_lora(MODEL, 8)
+    [out] = [it for it in adapted.modules if it.name == "model.layers.0.self_attn.o_proj"]
+
+    grown = out.backward_flops(2048) - out.backward_flops(1024)
+    assert grown == 2 * 4 * 1024 * out.attention_width
+
+
+@pytest.mark.parametrize("rank", [0, -1, 10_000])
+def test_a_rank_that_is_none_is_refused(rank: int) -> None:
+    with pytest.raises(ConfigError, match="--lora: expected a rank from 1 to 4096"):
+        with_lora(MODEL, rank)
+
+
+def test_parameters_are_frozen_by_their_names() -> None:
+    frozen = freeze(MODEL, r"embed_tokens|layers\.[0-7]\.")
+
+    left = {it.name for it in frozen.parameters if it.trained}
+    assert not any("embed" in name or ".layers.3." in name for name in left)
+    assert any(".layers.8." in name for name in left)
+    assert frozen.numel == MODEL.numel
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [("(", "a regular expression"), ("nowhere", "some names have"), (".", "but not all")],
+)
+def test_a_pattern_that_freezes_nothing_or_all_is_refused(pattern: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"--freeze: expected .*{said}"):
+        freeze(MODEL, pattern)
+
+
+# --- on the command line --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that runs `infinity plan` on a desktop, and returns status, output and
+    errors.
+    """
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", "200")
+        status = main(["plan", "--gpu", "4090", "--ram", "32GiB", *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_adapters_let_a_model_fit_that_does_not_as_a_whole(plan: Any) -> None:
+    whole, _, _ = plan("--model", "llama-3-8b")
+    status, out, _ = plan("--model", "llama-3-8b", "--lora", "16")
+
+    assert (whole, status) == (1, 0)
+    assert "41,943,040 of them trained" in out
+
+
+def test_a_quantized_model_is_answered_with_a_note(plan: Any, tmp_path: Path) -> None:
+    quantized = {**CONFIG, "quantization_config": {"quant_method": "bitsandbytes"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    status, out, _ = plan("--model", str(tmp_path))
+
+    assert status == 0
+    assert "parameters are quantized (bitsandbytes)" in out
+
+
+def cached(folder: Path, *, reference: bool) -> None:
+    """Put a model into a cache as Hugging Face's libraries lay it out."""
+    repository = folder / "models--some--model"
+    snapshot = repository / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(CONFIG))
+    if reference:
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("0123abc")
+
+
+@pytest.mark.parametrize("reference", [True, False])
+@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME"])
+def test_an_id_of_hugging_face_is_found_in_the_local_cache(
+    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, reference: bool
+) -> None:
+    for name in ("HF_HUB_CACHE", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    cached(tmp_path if variable == "HF_HUB_CACHE" else tmp_path / "hub", reference=reference)
+
+    assert plan("--model", "some/model")[0] == 0
+
+
+def test_an_id_that_is_not_in_the_cache_is_refused_without_asking_the_network(
+    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    status, _, err = plan("--model", "some/model")
+
+    assert status == 2
+    assert f"whose config.json is in {tmp_path}, as this command asks no network" in err
