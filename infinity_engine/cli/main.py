@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from deepnvme.cli.report import installed_version
-from infinity_engine.cli import calibrate, checkpoint, compare, doctor, plan
+from infinity_engine.cli import calibrate, checkpoint, compare, doctor, plan, simulate
 
 __all__ = ["main"]
 
@@ -32,7 +32,7 @@ class _Command(Protocol):
 
 
 _PIPE_CLOSED = 141  # what a shell reports for a command that SIGPIPE ended
-_COMMANDS: tuple[_Command, ...] = (doctor, calibrate, plan, compare, checkpoint)
+_COMMANDS: tuple[_Command, ...] = (doctor, calibrate, plan, compare, simulate, checkpoint)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,11 +19,12 @@ from infinity_engine.cli.plan_machine import add_arguments as add_machine
 from infinity_engine.cli.plan_machine import machine_of
 from infinity_engine.cli.plan_model import model_of
 from infinity_engine.cli.plan_question import (
+    add_settings,
     add_training,
     in_words,
     precision_of,
     run_of,
-    strategy_of,
+    settings_of,
     training_of,
 )
 from infinity_engine.errors import CapacityError, ConfigError
@@ -46,24 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--models", action="store_true", help="list presets, machines, GPUs and drives, and end"
     )
     add_machine(parser)
-    how = parser.add_argument_group("how, where that is to be so")
-    how.add_argument(
-        "--strategy", default="auto", help="a strategy by name or in JSON (default: the best)"
-    )
-    how.add_argument(
-        "--parameters",
-        choices=("auto", "device", "host", "nvme"),
-        default="auto",
-        help="where they stay",
-    )
-    how.add_argument(
-        "--overlap",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="whether the end of an update goes on beside the next forward (default: where a step "
-        "is shorter so)",
-    )
-    how.add_argument("--subgroup", type=int, metavar="N", help="parameters in a subgroup")
+    add_settings(parser)
     run = parser.add_argument_group("a whole run")
     run.add_argument(
         "--tokens",
@@ -104,7 +88,6 @@ def run(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from infinity_engine.advice.advising import advise
     from infinity_engine.cli.plan_page import page, refusal_page
-    from infinity_engine.plan import Tier, parse_strategy
     from infinity_engine.sim.planner import decide
     from infinity_engine.sim.remedies import explain_refusal
     from infinity_engine.sim.report import report_of
@@ -114,15 +97,11 @@ def _plan(options: argparse.Namespace) -> int:
     training = training_of(options, model, precision)
     means, sources, rates_are, rated_bytes, watts = machine_of(options, precision)
     run = run_of(options, watts)
-    strategy = parse_strategy(strategy_of(options.strategy), field="--strategy")
-    tier = None if options.parameters == "auto" else Tier(options.parameters)
-    numel: int | None = options.subgroup
+    settings = settings_of(options)
     try:
-        decision = decide(training, means, strategy=strategy, parameters=tier, subgroup_numel=numel)
+        decision = decide(training, means, **settings)
     except CapacityError as error:
-        refusal = explain_refusal(
-            training, means, strategy=strategy, parameters=tier, subgroup_numel=numel
-        )
+        refusal = explain_refusal(training, means, **settings)
         refusal = with_options(refusal)
         if options.json:
             print(

@@ -9,7 +9,7 @@ import argparse
 import json
 import re
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.units import parse_bytes
@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from infinity_engine.advice.course import Run
     from infinity_engine.placement.models import ModelShape
     from infinity_engine.placement.training import Training
+    from infinity_engine.plan import Strategy, Tier
 
 __all__ = [
+    "AskedSettings",
+    "add_settings",
     "add_training",
     "in_words",
     "precision_of",
     "run_of",
+    "settings_of",
     "size_of",
-    "strategy_of",
     "training_of",
 ]
 
@@ -93,6 +96,47 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that leave less to the planner."""
+    how = parser.add_argument_group("how, where that is to be so")
+    how.add_argument(
+        "--strategy", default="auto", help="a strategy by name or in JSON (default: the best)"
+    )
+    how.add_argument(
+        "--parameters",
+        choices=("auto", "device", "host", "nvme"),
+        default="auto",
+        help="where they stay",
+    )
+    how.add_argument(
+        "--overlap",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="whether the end of an update goes on beside the next forward (default: where a step "
+        "is shorter so)",
+    )
+    how.add_argument("--subgroup", type=int, metavar="N", help="parameters in a subgroup")
+
+
+class AskedSettings(TypedDict):
+    """What the planner is not free to choose."""
+
+    strategy: Strategy | None
+    parameters: Tier | None
+    subgroup_numel: int | None
+
+
+def settings_of(options: argparse.Namespace) -> AskedSettings:
+    """Return the settings that the arguments ask for."""
+    from infinity_engine.plan import Tier, parse_strategy
+
+    return {
+        "strategy": parse_strategy(_strategy(options.strategy), field="--strategy"),
+        "parameters": None if options.parameters == "auto" else Tier(options.parameters),
+        "subgroup_numel": options.subgroup,
+    }
+
+
 def precision_of(given: str, model: ModelShape) -> str:
     """Return what parameters compute in, where that is left to the model."""
     if given != "model":
@@ -142,7 +186,7 @@ def _states(optimizer: str) -> tuple[str, ...]:
     return rules[optimizer].states
 
 
-def strategy_of(given: str) -> object:
+def _strategy(given: str) -> object:
     """Return a strategy as text or as the mapping that its JSON says."""
     if not given.lstrip().startswith("{"):
         return given

@@ -1,0 +1,184 @@
+"""`infinity simulate`: what becomes of a plan where the machine is another one than it was made
+for.
+
+Plans as `infinity plan` does, times the same plan with the rates or drives that are left, and
+plans again. Exit status: 0 the plan can still be carried out, 1 it cannot, 2 the question is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from infinity_engine.cli.plan_advice import seconds_in_words
+from infinity_engine.cli.plan_machine import add_arguments as add_machine
+from infinity_engine.cli.plan_machine import machine_of
+from infinity_engine.cli.plan_model import model_of
+from infinity_engine.cli.plan_question import (
+    add_settings,
+    add_training,
+    in_words,
+    precision_of,
+    settings_of,
+    training_of,
+)
+from infinity_engine.errors import CapacityError, ConfigError
+
+if TYPE_CHECKING:
+    from infinity_engine.placement.training import Means
+    from infinity_engine.sim.candidate import Candidate
+    from infinity_engine.sim.timeline import StepTimeline
+
+__all__ = ["HELP", "NAME", "SCHEMA", "add_arguments", "run"]
+
+NAME = "simulate"
+HELP = "Tell what a plan takes on a machine whose rates or drives change after it was made."
+SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goes
+
+_MOST = 1000.0  # times as fast
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhatIf:
+    """A step as it was planned, by the same plan after the change, and planned again.
+
+    None where that cannot be carried out: drives that are left may hold too little.
+    """
+
+    planned: StepTimeline
+    same: StepTimeline | None
+    again: StepTimeline | None
+
+    def to_mapping(self) -> dict[str, object]:
+        """Return it as lists and mappings, ready for JSON."""
+        steps = {"planned": self.planned, "same_plan": self.same, "planned_again": self.again}
+        return {
+            name: None
+            if step is None
+            else {
+                "step_s": step.ns / 1e9,
+                "phases": {phase.name: phase.ns / 1e9 for phase in step.phases},
+            }
+            for name, step in steps.items()
+        }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `infinity simulate`."""
+    change = parser.add_argument_group("what changes: so many times as fast as planned")
+    change.add_argument("--drives-at", type=float, metavar="N", help="the drives, such as 0.3")
+    change.add_argument(
+        "--links-at", type=float, metavar="N", help="the links between host and device"
+    )
+    change.add_argument("--updates-at", type=float, metavar="N", help="updates on the host")
+    change.add_argument("--compute-at", type=float, metavar="N", help="modules that compute")
+    change.add_argument(
+        "--drives-left",
+        type=float,
+        metavar="PART",
+        help="the part of the drives that still works, in room and in rate: 0.5 where one of two "
+        "fails",
+    )
+    add_training(parser)
+    add_machine(parser)
+    add_settings(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulate and print."""
+    try:
+        found = _simulated(options)
+    except CapacityError as error:
+        print(f"infinity simulate: there is no plan: {error}", file=sys.stderr)
+        return 1
+    except ConfigError as error:
+        print(f"infinity simulate: error: {in_words(error)}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps({"schema": SCHEMA, **found.to_mapping()}, indent=2))
+    else:
+        _show(found)
+    return 1 if found.same is None else 0
+
+
+def _simulated(options: argparse.Namespace) -> WhatIf:
+    from infinity_engine.advice.doubt import retimed
+    from infinity_engine.sim.planner import decide
+
+    model = model_of(options)
+    precision = precision_of(options.precision, model)
+    training = training_of(options, model, precision)
+    means = machine_of(options, precision).means
+    changed = _changed(options, means)
+    settings = settings_of(options)
+    best = decide(training, means, **settings).best
+    try:
+        again = decide(training, changed, **settings).best.timeline
+    except CapacityError:
+        again = None
+    same = retimed(best, training, changed) if _still_fits(best, changed) else None
+    return WhatIf(planned=best.timeline, same=same, again=again)
+
+
+def _changed(options: argparse.Namespace, means: Means) -> Means:
+    from infinity_engine.advice.means import with_compute, with_drives, with_links, with_updates
+
+    changes = {
+        "--drives-at": (options.drives_at, with_drives),
+        "--links-at": (options.links_at, with_links),
+        "--updates-at": (options.updates_at, with_updates),
+        "--compute-at": (options.compute_at, with_compute),
+        "--drives-left": (options.drives_left, _with_part_of_drives),
+    }
+    for option, (times, change) in changes.items():
+        if times is None:
+            continue
+        most = 1.0 if option == "--drives-left" else _MOST
+        if not 0 < times <= most:
+            expected = f"a number above 0, at most {most:g}"
+            raise ConfigError(field=option, value=times, expected=expected)
+        if option.startswith("--drives") and not means.budget.nvme:
+            expected = "--nvme or --drive beside it: the plan has no drives"
+            raise ConfigError(field=option, value=times, expected=expected)
+        means = change(means, times)
+    if all(times is None for times, _ in changes.values()):
+        expected = f"what changes: one of {', '.join(changes)}"
+        raise ConfigError(field="--drives-at", value=None, expected=expected)
+    return means
+
+
+def _with_part_of_drives(means: Means, part: float) -> Means:
+    from infinity_engine.advice.means import with_drives
+
+    nvme = {name: int(part * limit) for name, limit in means.budget.nvme.items()}
+    return with_drives(replace(means, budget=replace(means.budget, nvme=nvme)), part)
+
+
+def _still_fits(best: Candidate, means: Means) -> bool:
+    # only drives get smaller here; memory stays as it was planned
+    return best.plan.demand.nvme <= sum(means.of_one_rank().nvme.values())
+
+
+def _show(found: WhatIf) -> None:
+    from infinity_engine.cli.plan_answer import show
+
+    show([("What if", _rows(found))])
+
+
+def _rows(found: WhatIf) -> Iterator[tuple[str, str]]:
+    yield "as planned", _in_words(found.planned)
+    same = "cannot be carried out: the drives that are left hold too little"
+    yield "the same plan", same if found.same is None else _in_words(found.same)
+    yield "planned again", "nothing fits" if found.again is None else _in_words(found.again)
+
+
+def _in_words(step: StepTimeline) -> str:
+    phases = ", ".join(f"{phase.name} {seconds_in_words(phase.ns / 1e9)}" for phase in step.phases)
+    return f"{seconds_in_words(step.ns / 1e9)} a step: {phases}"

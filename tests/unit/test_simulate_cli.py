@@ -1,0 +1,93 @@
+"""`infinity simulate`: a plan on a machine that changes after it was made."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from infinity_engine.cli.main import main
+
+ON_DRIVES = ("--model", "llama-3.2-1b", "--gpu-mem", "6GiB", "--ram", "8GiB", "--nvme", "100GB")
+
+
+@pytest.fixture
+def simulate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that runs `infinity simulate`, and returns its exit status, output and
+    errors.
+    """
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", "200")
+        status = main(["simulate", *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_slower_drives_make_the_same_plan_longer_and_planning_again_shortens_it(
+    simulate: Any,
+) -> None:
+    status, out, _ = simulate(*ON_DRIVES, "--drives-at", "0.25", "--json")
+    answer = json.loads(out)
+
+    assert status == 0
+    planned, same, again = (
+        answer[name]["step_s"] for name in ("planned", "same_plan", "planned_again")
+    )
+    assert 2 * planned < same < 4.1 * planned
+    assert again <= 1.001 * same
+    assert "backward" in answer["planned"]["phases"]
+
+
+def test_a_change_of_nothing_that_is_used_changes_no_second(simulate: Any) -> None:
+    fits = ("--model", "gpt2", "--gpu-mem", "24GiB", "--ram", "64GiB")
+    answer = json.loads(simulate(*fits, "--updates-at", "0.5", "--json")[1])
+
+    assert answer["same_plan"] == answer["planned"]
+
+
+def test_where_a_failed_drive_leaves_too_little_the_plan_cannot_be_carried_out(
+    simulate: Any,
+) -> None:
+    status, out, _ = simulate(*ON_DRIVES, "--drives-left", "0.05")
+
+    assert status == 1
+    assert "cannot be carried out: the drives that are left hold too little" in out
+    assert "nothing fits" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--drives-at: expected what changes: one of --drives-at, --links-at"),
+        (("--drives-at", "0"), "--drives-at: expected a number above 0"),
+        (("--drives-left", "1.5"), "--drives-left: expected a number above 0, at most 1"),
+        (("--links-at", "nan"), "--links-at: expected a number above 0"),
+    ],
+)
+def test_a_change_that_is_none_is_refused_by_its_option(
+    simulate: Any, arguments: tuple[str, ...], said: str
+) -> None:
+    status, out, err = simulate(*ON_DRIVES, *arguments)
+
+    assert (status, out) == (2, "")
+    assert said in err
+
+
+def test_drives_that_a_plan_lacks_cannot_change(simulate: Any) -> None:
+    status, _, err = simulate(*ON_DRIVES[:6], "--drives-at", "0.5")
+
+    assert status == 2
+    assert "--drives-at: expected --nvme or --drive beside it" in err
+
+
+def test_what_never_fits_has_no_plan_to_change(simulate: Any) -> None:
+    status, _, err = simulate(
+        "--model", "llama-3-70b", "--gpu-mem", "8GiB", "--ram", "16GiB", "--links-at", "0.5"
+    )
+
+    assert status == 1
+    assert "there is no plan" in err
