@@ -28,7 +28,7 @@ from infinity_engine.cli.plan_question import (
 )
 from infinity_engine.errors import CapacityError, ConfigError
 
-__all__ = ["HELP", "NAME", "SCHEMA", "add_arguments", "run"]
+__all__ = ["HELP", "NAME", "SCHEMA", "ComparedMachine", "add_arguments", "run"]
 
 NAME = "compare"
 HELP = "Tell how long a step of one training takes on several machines."

@@ -86,8 +86,8 @@ def _every_figure(report: PlanReport) -> Iterator[Section]:
     for tier in Tier:
         held, limit = report.held(tier), report.limits[tier]
         if held and limit:
-            whose = _of_each_rank(report)
-            title = f"{tier.value}{whose}: {format_bytes(held)} of {format_bytes(limit)}"
+            rank = _of_each_rank(report)
+            title = f"{tier.value}{rank}: {format_bytes(held)} of {format_bytes(limit)}"
             yield (
                 title,
                 [

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     means.add_argument(
         "--machine",
         metavar="NAME",
-        help="a known machine, whose figures hold where no other are given",
+        help="a known machine; its figures hold where no other are given",
     )
     means.add_argument(
         "--here",
@@ -394,8 +394,8 @@ def _where_from(known: _Known) -> str:
         parts = " and ".join(describe_parts(known.parts))
         base = "as published" if known.is_named else "assumed to be those"
         return f"rates are as published of {parts}, all others {base} of a {title}: {advice}"
-    whose = "as published of" if known.is_named else "assumed to be those of"
-    return f"rates are {whose} a {title}: {advice}"
+    source = "as published of" if known.is_named else "assumed to be those of"
+    return f"rates are {source} a {title}: {advice}"
 
 
 def describe_parts(parts: tuple[str, ...]) -> list[str]:

@@ -71,7 +71,7 @@ def _cached(name: str) -> Path:
         if (folder / "config.json").is_file():
             return folder
     expected = (
-        f"a model whose config.json is in {cache}, as this command asks no network: download it "
+        f"a model with its config.json in {cache}, as this command asks no network: download it "
         "there, or give the path of its config.json"
     )
     raise ConfigError(field="--model", value=name, expected=expected)

@@ -60,7 +60,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--freeze",
         metavar="REGEX",
-        help="do not train the parameters in whose names this is found",
+        help="do not train the parameters with this in their names",
     )
     what.add_argument(
         "--batch", type=int, default=1, metavar="N", help="sequences in a micro-batch (default: 1)"

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from infinity_engine.sim.candidate import Candidate
     from infinity_engine.sim.timeline import StepTimeline
 
-__all__ = ["HELP", "NAME", "SCHEMA", "add_arguments", "run"]
+__all__ = ["HELP", "NAME", "SCHEMA", "WhatIf", "add_arguments", "run"]
 
 NAME = "simulate"
-HELP = "Tell what a plan takes on a machine whose rates or drives change after it was made."
+HELP = "Tell what a plan takes where the rates or drives of its machine change."
 SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goes
 
 _MOST = 1000.0  # times as fast

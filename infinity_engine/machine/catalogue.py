@@ -68,7 +68,7 @@ class DriveSheet:
 
 
 SUSTAINED_BYTES_PER_S = 1.4 * GB
-"""Assumed of a consumer drive whose cache is full and of which no measurement is at hand."""
+"""Assumed of a consumer drive with a full cache, where no measurement is at hand."""
 
 PCIE_BYTES_PER_S = MappingProxyType({3: 12 * GB, 4: 25 * GB, 5: 55 * GB})
 """What 16 lanes of a generation were seen to carry one way: ZeRO-Infinity's DGX-2 (3), section 4.1

@@ -20,7 +20,7 @@ _MOST_RANK = 4096
 
 
 def freeze(model: ModelShape, pattern: str) -> ModelShape:
-    """Return the model with those parameters frozen in whose names the pattern is found.
+    """Return the model with those parameters frozen that have the pattern in their names.
 
     Raises:
         ConfigError: it is no regular expression, or it is found in no name or in all of them.

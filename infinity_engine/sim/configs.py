@@ -80,7 +80,7 @@ def model_of_config(config: object, *, name: str) -> ModelShape:
 
 
 def _quantization(config: Mapping[str, object]) -> Iterator[str]:
-    """Yield what there is to say of a config whose parameters are quantized."""
+    """Yield a note where the config says that parameters are quantized."""
     quantized = config.get("quantization_config")
     if quantized is not None:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized

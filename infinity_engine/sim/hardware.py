@@ -197,7 +197,7 @@ class MachineModel:
         return replace(self, gpu=gpu).with_link(PCIE_BYTES_PER_S[sheet.pcie])
 
     def with_link(self, bytes_per_s: float) -> MachineModel:
-        """Return the same machine whose GPUs have links of this rate, each way."""
+        """Return the same machine with links of this rate, each way."""
         link = HostLink(h2d_bytes_per_s=bytes_per_s, d2h_bytes_per_s=bytes_per_s)
         return replace(self, link=link)
 

@@ -150,4 +150,4 @@ def test_an_id_that_is_not_in_the_cache_is_refused_without_asking_the_network(
     status, _, err = plan("--model", "some/model")
 
     assert status == 2
-    assert f"whose config.json is in {tmp_path}, as this command asks no network" in err
+    assert f"with its config.json in {tmp_path}, as this command asks no network" in err
