@@ -45,11 +45,16 @@ class Advice:
 
 
 def advise(decision: Decision, source: RateSource, run: Run | None = None) -> Advice:
-    """Return the advice; `source` says where the rates come from."""
+    """Return the advice; `source` says where the rates come from.
+
+    Where the rate of computing is not known, nothing is said of a run: its steps lack most of their
+    time.
+    """
+    computes = decision.means.compute_rate(decision.training) is not None
     return Advice(
         source=source,
         step_range=step_range(decision.best, decision.training, decision.means, source),
         purchases=purchases(decision),
         worths=worths(decision),
-        run=None if run is None else forecast(decision, run),
+        run=forecast(decision, run) if run is not None and computes else None,
     )

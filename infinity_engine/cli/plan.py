@@ -115,11 +115,15 @@ def _plan(options: argparse.Namespace) -> int:
             _write(options.html, refusal_page(refusal))
         return 1
     report = report_of(decision, rated_bytes=rated_bytes)
+    advice = advise(decision, rates_are, run)
     notes = (*sources, *report.notes)
-    if run is not None and options.watts is None and watts is not None:
+    if run is not None and advice.run is None:
+        notes += (
+            "what a run takes is unknown without a rate of computing: give --tflops, or --rates",
+        )
+    elif run is not None and options.watts is None and watts is not None:
         notes += ("energy is what the GPUs alone draw at most: give --watts for the whole machine",)
     report = replace(report, notes=notes)
-    advice = advise(decision, rates_are, run)
     if options.html is not None:
         _write(options.html, page(report, training))
     if options.json:

@@ -41,10 +41,11 @@ def purchase_rows(report: PlanReport, advice: Advice) -> Rows:
     worth.
     """
     now = seconds_in_words(report.step_s)
+    step = "without computing" if report.tokens_per_s is None else "a step"
     written = 0.0 if report.wear is None else report.wear.written_per_day
     gains = [purchase for purchase in advice.purchases if purchase.saved >= _WORTH_SHOWING]
     for purchase in gains[:_MOST]:
-        change = f"{now} -> {seconds_in_words(purchase.step_s)} a step"
+        change = f"{now} -> {seconds_in_words(purchase.step_s)} {step}"
         if written:
             day = f"{written / _TB:,.1f} -> {purchase.written_per_day / _TB:,.1f}"
             change += f", {day} TB written a day"

@@ -182,9 +182,12 @@ def _known(options: argparse.Namespace) -> _Known:
         given is not None for given in (*typed, options.ram, options.nvme)
     ):
         return _of_catalogue(options)
-    if options.machine is not None or options.gpu is not None or options.drive:
+    if any(given is not None for given in (options.machine, options.gpu, options.drive)):
         expected = "without --machine, --gpu and --drive: this machine has its own"
         raise ConfigError(field="--here", value=options.here, expected=expected)
+    if options.pcie is not None:
+        expected = "--gpu beside it: the slots of this machine are measured by its calibration"
+        raise ConfigError(field="--pcie", value=options.pcie, expected=expected)
     return _of_here(options)
 
 

@@ -113,6 +113,7 @@ def test_energy_of_a_run_is_that_of_the_gpus_where_no_other_is_given(infinity: A
         (("--gpu", "voodoo", "--ram", "64GiB"), "--gpu: expected one of RTX"),
         (("--gpu", "4090", "--ram", "64GiB", "--drive", "floppy"), "--drive: expected one of"),
         (("--here", "--gpu", "4090"), "--here: expected without --machine, --gpu and --drive"),
+        (("--pcie", "4"), "--pcie: expected --gpu beside it"),
         (("--here", "/absent"), "Budget.nvme: expected a directory that can be used"),
     ],
 )

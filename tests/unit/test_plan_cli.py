@@ -259,6 +259,9 @@ def test_without_a_rate_of_computing_only_the_update_is_promised(plan: Any) -> N
     assert "tokens/s" not in out
     assert json.loads(answer)["tokens_per_s"] is None
     assert re.search(r"fits: [\d.]+ s a step", known)
+    _, run, _ = plan(*asked, "--steps", "10")
+    assert "The run" not in run
+    assert "what a run takes is unknown" in run
     assert "tokens/s" in known
 
 
