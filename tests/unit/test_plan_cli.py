@@ -110,14 +110,12 @@ def test_the_answers_in_the_documentation_are_those_that_are_given(plan: Any) ->
             assert shown == "..." or any(each.startswith(shown) for each in given), shown
 
 
-def test_the_answer_needs_no_torch_and_little_time() -> None:
+def test_the_answer_needs_no_torch() -> None:
     source = (
         "import sys\n"
         "from infinity_engine.cli.main import main\n"
         f"status = main(['plan', '--model', 'llama-3-70b', *{DESKTOP!r}])\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
-        "import time\n"
-        "print('seconds', time.process_time())\n"
         "sys.exit(status)\n"
     )
     run = subprocess.run(
@@ -125,7 +123,6 @@ def test_the_answer_needs_no_torch_and_little_time() -> None:
     )
 
     assert run.returncode == 0, run.stderr
-    assert float(run.stdout.split()[-1]) < 4  # of processor time, on whatever runs the tests
 
 
 def test_in_json_it_is_one_object_with_the_plan(plan: Any) -> None:
