@@ -89,7 +89,7 @@ def test_a_run_is_told_in_days_writes_energy_and_cost(plan: Any) -> None:
     run = json.loads(plan(*asked, "--steps", "4883", *prices)[1])["advice"]["run"]
 
     assert re.search(
-        r"10,000,384 tokens +4,883 steps, [\d.]+ days, [\d.]+ TB written \(\d+% of the TBW\), "
+        r"10,000,384 tokens +4,883 steps, [\d.]+ days, [\d.]+ TB written \([\d.]+% of the TBW\), "
         r"[\d.]+ kWh, cost [\d.]+",
         out,
     )
