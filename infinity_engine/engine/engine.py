@@ -684,7 +684,7 @@ class Engine:
         """
         self._check_between_steps("save")
         request = SaveRequest(
-            path=Path(path),
+            path=Path(path).absolute(),  # a thread writes there, whatever directory is current then
             tag=tag,
             extra=extra or {},
             keep=keep,

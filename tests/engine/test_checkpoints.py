@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
 from infinity_engine.checkpoint.directory import read_manifest
 from infinity_engine.checkpoint.manifest import encode
 from infinity_engine.checkpoint.rewriting import reshard
+from infinity_engine.engine.checkpoints.saving import _Save
 from infinity_engine.errors import (
     ConfigError,
     DamagedCheckpoint,
@@ -307,6 +309,26 @@ def test_a_tensor_without_values_is_refused_by_its_name(tmp_path: Path) -> None:
     _, _, engine = small()
     with engine, pytest.raises(TypeError, match=r"extra\.kept\.value.*sparse"):
         engine.save(tmp_path, extra={"kept": Kept(torch.eye(3).to_sparse())})
+
+
+def test_a_relative_path_is_that_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    write = _Save._write
+
+    def moves_first(save: _Save) -> None:
+        os.chdir("elsewhere")
+        write(save)
+
+    monkeypatch.setattr(_Save, "_write", moves_first)
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        tag = engine.save("saved")
+    assert CheckpointDirectory(tmp_path / "saved").tags() == [tag]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_the_manifest_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
