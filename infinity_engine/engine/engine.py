@@ -791,11 +791,11 @@ class Engine:
         if not due and not stops:
             return None, False
         if stops:
-            self._saves.finish()
-        last = self._saves.in_flight.report
-        if stops and last.state is SaveState.COMMITTED and last.step == self.steps:
-            return last.tag, True
-        if stops:
+            self._saves.finish_before_last()
+            last = self._saves.in_flight.report
+            wanted = (SaveState.COMMITTED, self.steps, Path(path).absolute(), set(extra or {}))
+            if (last.state, last.step, last.path, last.extra) == wanted:
+                return last.tag, True
             return self.save(path, extra=extra, keep=keep), True
         return self.save(path, extra=extra, keep=keep, wait=wait, on_error=on_error), False
 

@@ -86,8 +86,12 @@ class SaveReport:
     `seconds` are from its begin to its commit. For `stall_seconds` of them, training waited for it.
     """
 
+    path: Path = Path()
+    """The directory with the checkpoints."""
     tag: str = ""
     step: int = -1
+    extra: frozenset[str] = frozenset()
+    """The names of the further state dicts in it."""
     state: SaveState = SaveState.NONE
     nbytes: int = 0
     shared_nbytes: int = 0
@@ -219,6 +223,12 @@ class Saves:
         if request.wait or save.has_lent_memory:
             self.finish()
         return save.tag
+
+    def finish_before_last(self) -> None:
+        """Do as `finish`, but warn of an error: it must not prevent the run's last save."""
+        if self.in_flight.save is not None:
+            self.in_flight.save.on_error = OnError.WARN
+        self.finish()
 
     def finish(self) -> None:
         """Wait for the save that is under way, on all ranks; show its error as it was asked for.
@@ -463,6 +473,7 @@ class _Save:
         self._directory = directory
         self._manifest = manifest
         self._keep = request.keep
+        self._extra = frozenset(request.extra)
         self._rank, self._size = ranks
         self._source = source
         self._shared_nbytes = source.shared_nbytes
@@ -520,8 +531,10 @@ class _Save:
             if self.error is not None:
                 state, error = SaveState.FAILED, str(self.error)
         return SaveReport(
+            path=self._directory.path,
             tag=self.tag,
             step=self._manifest.step,
+            extra=self._extra,
             state=state,
             nbytes=sum(file.nbytes for file in self._files),
             shared_nbytes=self._shared_nbytes,
