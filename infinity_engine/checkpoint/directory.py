@@ -9,6 +9,7 @@ writes no tensors.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -46,6 +47,7 @@ class CheckpointDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._locks: dict[str, _DraftLock] = {}  # by tag
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -92,10 +94,11 @@ class CheckpointDirectory:
     def free_tag(self, tag: str) -> str:
         """Return this tag, or where a checkpoint has it, this tag with a number behind it.
 
-        A run that went back to an older checkpoint comes to the same step again.
+        A run that went back to an older checkpoint comes to the same step again. So does another
+        program that is writing one at the moment.
         """
         number, free = 1, tag
-        while os.path.lexists(self.path / free):
+        while os.path.lexists(self.path / free) or _is_locked(self.draft_of(free)):
             number += 1
             free = f"{tag}.{number}"
         return free
@@ -118,7 +121,11 @@ class CheckpointDirectory:
         _make_durably(self.path)
         self._sweep()
         draft = self.draft_of(tag)
+        if _is_locked(draft):
+            expected = f"a tag that no other save is writing to {self.path} at the moment"
+            raise ConfigError(field="tag", value=tag, expected=expected)
         draft.mkdir()
+        self._locks[tag] = _DraftLock(draft)
         return draft
 
     def draft_of(self, tag: str) -> Path:
@@ -141,11 +148,13 @@ class CheckpointDirectory:
         draft.rename(target)
         sync_directory(self.path)
         self._point_to(tag)
+        self._unlock(tag)
         return target
 
     def abandon(self, tag: str) -> None:
         """Remove what `begin` has begun."""
         shutil.rmtree(self.draft_of(tag), ignore_errors=True)
+        self._unlock(tag)
 
     def retire(self, keep: int) -> list[str]:
         """Remove all but the newest `keep` checkpoints; return the tags of those removed.
@@ -171,10 +180,18 @@ class CheckpointDirectory:
         draft.replace(self.path / LATEST)
         sync_directory(self.path)
 
+    def _unlock(self, tag: str) -> None:
+        if tag in self._locks:
+            self._locks.pop(tag).release()
+
     def _sweep(self) -> None:
-        """Remove what killed runs have left: nothing but what this class itself names so."""
+        """Remove what killed runs have left: nothing but what this class itself names so, and no
+        draft that another save is still writing.
+        """
         for entry in self.path.iterdir():
             if not _UNFINISHED.fullmatch(entry.name) or entry.is_symlink():
+                continue
+            if _is_locked(entry):
                 continue
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
@@ -224,6 +241,45 @@ def open_regular(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+class _DraftLock:
+    """Locks a draft for as long as its writer lives. A file system without locks lets it be."""
+
+    def __init__(self, draft: Path) -> None:
+        self._descriptor = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        """Unlock it, explicitly: a forked process may have the descriptor too."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def __del__(self) -> None:
+        """Close it where its writer was dropped; a forked process leaves the lock to its parent."""
+        if self.__dict__.get("_descriptor", -1) >= 0:
+            os.close(self._descriptor)
+
+
+def _is_locked(draft: Path) -> bool:
+    """Tell whether a save is still writing a draft, in this process or another one."""
+    try:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(draft, flags)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _make_durably(path: Path) -> None:
