@@ -793,7 +793,12 @@ class Engine:
         if stops:
             self._saves.finish_before_last()
             last = self._saves.in_flight.report
-            wanted = (SaveState.COMMITTED, self.steps, Path(path).absolute(), set(extra or {}))
+            wanted = (
+                SaveState.COMMITTED,
+                self.steps,
+                Path(path).absolute(),
+                frozenset(extra or {}),
+            )
             if (last.state, last.step, last.path, last.extra) == wanted:
                 return last.tag, True
             return self.save(path, extra=extra, keep=keep), True
