@@ -227,7 +227,7 @@ class Saves:
     def finish_before_last(self) -> None:
         """Do as `finish`, but warn of an error: it must not prevent the run's last save."""
         if self.in_flight.save is not None:
-            self.in_flight.save.on_error = OnError.WARN
+            self.in_flight.save.only_warn()
         self.finish()
 
     def finish(self) -> None:
@@ -513,6 +513,10 @@ class _Save:
     def join(self) -> None:
         """Wait for its end."""
         self._thread.join()
+
+    def only_warn(self) -> None:
+        """Let its error be a warning, whatever was asked for."""
+        self.on_error = OnError.WARN
 
     def give_up(self, why: str) -> None:
         """Wait for no other rank."""
