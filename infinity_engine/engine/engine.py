@@ -840,6 +840,9 @@ class Engine:
         )
         if not weights_only:
             self._updates.continue_from(loaded.step)
+        if not self._parts.modules.fetches:
+            # Values are loaded without telling autograd, as updates are made.
+            increment_version([known.parameter for known in self._parts.trained])
         for parameter in self._parts.trained:
             parameter.note_values()
         return loaded
