@@ -296,6 +296,32 @@ def test_a_weight_that_a_function_keeps_elsewhere_updates_nothing(tmp_path: Path
     ELSEWHERE.clear()
 
 
+class Bare(nn.Module):
+    """A layer of nothing but a function that keeps its weight elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(256, 256) / 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(Careless.apply(x, self.weight, ""))
+
+
+def test_nan_in_some_rows_of_an_embedding_updates_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 256) for _ in range(24)]
+    model = nn.Sequential(nn.Embedding(256, 256), Bare(), *layers)
+    budget = {"host": 24_800_000, "nvme": {str(tmp_path): "64MiB"}}
+    with on_drives(model, tmp_path, budget=budget) as engine:
+        before = engine.state_dict()
+        loss = engine(torch.tensor([3, 5])).pow(2).mean()
+        with pytest.raises(RuntimeError, match=r"The gradient of 0\.weight is NaN"):
+            engine.backward(loss)
+        engine.zero_grad()
+        assert all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
+    ELSEWHERE.clear()
+
+
 def test_nan_of_the_users_own_passes_where_parameters_are_at_home() -> None:
     model = plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
