@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -590,6 +590,9 @@ def tensors_in(output: object) -> Iterator[torch.Tensor]:
     elif isinstance(output, list | tuple):
         for part in output:
             yield from tensors_in(part)
+    elif is_dataclass(output) and not isinstance(output, type):
+        for part in fields(output):
+            yield from tensors_in(getattr(output, part.name, None))
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

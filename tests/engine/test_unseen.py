@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,28 @@ def test_weights_used_through_a_list_are_named_in_evaluation(tmp_path: Path) -> 
         for weight in model.kept:
             engine.register_external(model, weight)
         assert not bool(engine(torch.randn(2, 64)).isnan().any())
+
+
+@dataclass
+class Output:
+    """What some models return."""
+
+    logits: torch.Tensor
+
+
+def test_weights_used_through_a_list_are_named_where_a_dataclass_is_returned(
+    tmp_path: Path,
+) -> None:
+    class Returning(Listed):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Output(super().forward(x))
+
+    with (
+        on_drives(Returning(), tmp_path) as engine,
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match="no module has asked for layers"),
+    ):
+        engine.eval()(torch.randn(2, 64))
 
 
 def test_generation_from_weights_in_a_list_is_refused(tmp_path: Path) -> None:
