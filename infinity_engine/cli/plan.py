@@ -1,5 +1,4 @@
-"""`infinity plan`: whether a training fits, where each byte will be, how long a step takes and why,
-what wears out.
+"""`infinity plan`: whether a training fits, where its bytes are, a step's time, and drives' wear.
 
 Reads the arguments, asks the planner, prints its answer as tables, as one JSON object, or as a page
 with plots. Needs no torch and touches no drive. Exit status: 0 it fits, 1 it does not, 2 the
@@ -33,8 +32,8 @@ __all__ = ["HELP", "NAME", "SCHEMA", "add_arguments", "run"]
 
 NAME = "plan"
 HELP = (
-    "Tell whether a model can be trained with certain means, where its bytes will be, and how long "
-    "a step takes."
+    "Tell whether a model can be trained on a machine, where its bytes will be, and how long a "
+    "step takes."
 )
 SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goes
 
@@ -45,12 +44,12 @@ _PRECISIONS = ("bf16", "fp16", "fp32", "bf16_autocast", "fp16_autocast", "model"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `infinity plan`."""
-    what = parser.add_argument_group("what is trained")
+    what = parser.add_argument_group("training")
     what.add_argument(
         "--model", metavar="NAME|PATH", help="a preset such as llama-3-8b, or a model's config.json"
     )
     what.add_argument(
-        "--models", action="store_true", help="list the presets and the machines, and end"
+        "--models", action="store_true", help="list the presets and the known machines, and exit"
     )
     what.add_argument(
         "--batch", type=int, default=1, metavar="N", help="sequences in a micro-batch (default: 1)"
@@ -59,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sequence",
         type=int,
         metavar="TOKENS",
-        help=f"tokens of one (default: {_TOKENS}, or its most)",
+        help=f"tokens in a sequence (default: {_TOKENS}, or the model's maximum)",
     )
     what.add_argument(
         "--accumulation",
@@ -76,19 +75,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "bf16)",
     )
     what.add_argument(
-        "--optimizer", choices=_OPTIMIZERS, default="adamw", help="sgd is the one with momentum"
+        "--optimizer",
+        choices=_OPTIMIZERS,
+        default="adamw",
+        help="the optimizer (default: adamw); sgd is the one with momentum",
     )
     what.add_argument(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="make the activations of blocks anew in the backward (default: yes)",
+        help="recompute the activations of blocks in the backward (default: yes)",
     )
-    means = parser.add_argument_group("what there is for it")
+    means = parser.add_argument_group("machine")
     means.add_argument(
         "--machine",
         metavar="NAME",
-        help="a known machine, whose figures hold where no other are given",
+        help="a known machine: its figures hold where no others are given",
     )
     means.add_argument(
         "--gpus", type=int, metavar="N", help="GPUs, one for each rank; 0: the CPU alone"
@@ -96,12 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     means.add_argument("--gpu-mem", metavar="SIZE", help='memory of each GPU, such as "24GiB"')
     means.add_argument("--ram", metavar="SIZE", help="the host's memory that is free")
     means.add_argument(
-        "--nvme", metavar="SIZE", help="what is free on all drives together; none without it"
+        "--nvme", metavar="SIZE", help="free space on all drives together (default: no drives)"
     )
     means.add_argument(
         "--tbw",
         metavar="SIZE",
-        help='what the drives may be written in their life, such as "1200TB"',
+        help='rated endurance of all drives together (TBW), such as "1200TB"',
     )
     means.add_argument(
         "--rates", type=Path, metavar="FILE", help="a calibration, or rates, in JSON"
@@ -110,9 +112,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tflops",
         type=float,
         metavar="N",
-        help="what each rank computes, in 10^12 operations a second",
+        help="compute rate of each rank, in 10^12 operations a second",
     )
-    how = parser.add_argument_group("how, where that is to be so")
+    how = parser.add_argument_group("limits on the plan")
     how.add_argument(
         "--strategy", default="auto", help="a strategy by name or in JSON (default: the best)"
     )
@@ -120,14 +122,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parameters",
         choices=("auto", "device", "host", "nvme"),
         default="auto",
-        help="where they stay",
+        help="where parameters stay (default: the best)",
     )
     how.add_argument(
         "--overlap",
         choices=("auto", "on", "off"),
         default="auto",
-        help="whether the end of an update goes on beside the next forward (default: where a step "
-        "is shorter so)",
+        help="whether the end of an update goes on beside the next forward (default: if that makes "
+        "the step shorter)",
     )
     how.add_argument("--subgroup", type=int, metavar="N", help="parameters in a subgroup")
     parser.add_argument(
@@ -137,9 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan and print; return 0 where it fits, 1 where it does not, 2 where the question is
-    wrong.
-    """
+    """Plan and print; return 0 where it fits, 1 where it does not, 2 for a wrong question."""
     try:
         return _list() if options.models else _plan(options)
     except ConfigError as error:
@@ -160,9 +160,10 @@ def _plan(options: argparse.Namespace) -> int:
     means, sources = means_of(options, precision)
     rated_bytes = None if options.tbw is None else size_of(options.tbw, "--tbw")
     if rated_bytes is not None and not means.budget.nvme:
-        expected = "--nvme beside it: no drive is used, so none wears out"
+        expected = "a size in --nvme, too: without drives, nothing wears out"
         raise ConfigError(field="--tbw", value=options.tbw, expected=expected)
     strategy = parse_strategy(strategy_of(options.strategy), field="--strategy")
+    # None: the planner chooses.
     tier = None if options.parameters == "auto" else Tier(options.parameters)
     numel: int | None = options.subgroup
     try:
@@ -184,6 +185,7 @@ def _plan(options: argparse.Namespace) -> int:
             _write(options.html, refusal_page(refusal))
         return 1
     report = report_of(decision, rated_bytes=rated_bytes)
+    # Where the rates come from stands first: all else follows from them.
     report = replace(report, notes=(*sources, *report.notes))
     if options.html is not None:
         _write(options.html, page(report, training))
@@ -205,6 +207,7 @@ def _list() -> int:
 
 
 def _in_words(error: ConfigError) -> str:
+    # Fields of settings, as this command calls them.
     names = {
         "batch": "--batch",
         "sequence": "--sequence",
@@ -215,12 +218,11 @@ def _in_words(error: ConfigError) -> str:
     if error.field.startswith("Rates."):  # the option of the file names what it has wrong
         expected = (
             f"a file with {error.field}, which this plan uses: `infinity calibrate DIR` measures "
-            "it on a machine with "
-            "the device, DIR being on a drive to be used"
+            "it on a machine with the device, where DIR is a directory on a drive to use"
         )
         return str(ConfigError(field="--rates", value=None, expected=expected))
     if error.field == "budget.nvme":
-        expected = 'a size such as "2TB", for what is to rest on drives'
+        expected = 'a size such as "2TB": this plan keeps data on drives'
         return str(ConfigError(field="--nvme", value=error.value, expected=expected))
     return str(
         ConfigError(

@@ -42,8 +42,8 @@ def precision_of(given: str, model: ModelShape) -> str:
     if precision is None:
         stated = "states no dtype" if model.dtype is None else f"states {model.dtype}"
         expected = (
-            f"bf16, fp16 or fp32, as {model.name} {stated}; model is for one of bfloat16, float16 "
-            "or float32"
+            f"bf16, fp16 or fp32: {model.name} {stated}, and --precision model needs bfloat16, "
+            "float16 or float32"
         )
         raise ConfigError(field="--precision", value=given, expected=expected)
     return precision
@@ -55,14 +55,17 @@ def training_of(options: argparse.Namespace, model: ModelShape, precision: str) 
     from infinity_engine.optim import FloatFormat, Formats
     from infinity_engine.placement.training import Training
 
+    # fp32 parameters are the masters themselves, and have no format of their own.
     formats = {"bf16": FloatFormat.BF16, "fp16": FloatFormat.FP16, "fp32": None}
     sequence = options.sequence
     return Training(
         model=model,
         batch=options.batch,
+        # No longer than the positions that the model has.
         sequence=min(_TOKENS, model.positions or _TOKENS) if sequence is None else sequence,
         accumulation_steps=options.accumulation,
         checkpointing=options.checkpointing,
+        # Autocast changes what operations compute in, not what parameters are kept in.
         formats=Formats(parameter=formats[precision.removesuffix("_autocast")]),
         state_names=_states(options.optimizer),
         small_bytes=StorageConfig().small_bytes,
@@ -79,6 +82,7 @@ def model_of(given: str | None) -> ModelShape:
         expected = f"a preset ({', '.join(PRESETS)}) or a path to a config.json"
         raise ConfigError(field="--model", value=None, expected=expected)
     path = Path(given)
+    # A preset's name wins over a file of that name.
     if given.lower() not in PRESETS and (
         path.exists() or path.suffix == ".json" or len(path.parts) > 1
     ):
@@ -94,6 +98,7 @@ def _states(optimizer: str) -> tuple[str, ...]:
         "adam": Adam(),
         "lion": Lion(),
         "adagrad": Adagrad(),
+        # Any learning rate: only the names of the states are asked for.
         "sgd": SGD(lr=1.0, momentum=0.9),
     }
     return rules[optimizer].states
@@ -105,6 +110,7 @@ def strategy_of(given: str) -> object:
         return given
     try:
         return json.loads(given)
+    # RecursionError: JSON may nest deeper than Python reads.
     except (ValueError, RecursionError) as error:
         expected = f'a name, or JSON such as {{"name": "static_split", "ratio": 0.5}} ({error})'
         raise ConfigError(field="--strategy", value=given, expected=expected) from error
@@ -112,6 +118,7 @@ def strategy_of(given: str) -> object:
 
 def size_of(given: str, field: str) -> int:
     """Return a size in bytes, more than 0."""
+    # Without a unit it would mean bytes, which cannot be meant.
     if given.strip().isdecimal() and int(given):
         expected = f'a size with its unit: did you mean "{given.strip()}GiB"?'
         raise ConfigError(field=field, value=given, expected=expected)
@@ -131,16 +138,18 @@ def means_of(options: argparse.Namespace, precision: str) -> tuple[Means, tuple[
     gpus = options.gpus if options.gpus is not None else 1 if known is None else known.gpus
     most = _MOST_GPUS if known is None else known.gpus
     if not 0 <= gpus <= most:
-        expected = f"a number of GPUs, 0 to {most}: a plan is of one machine"
+        expected = f"a number of GPUs, 0 to {most}: a plan is for one machine"
         raise ConfigError(field="--gpus", value=gpus, expected=expected)
     if gpus == 0 and options.gpu_mem is not None:
         raise ConfigError(
-            field="--gpu-mem", value=options.gpu_mem, expected="none of it where --gpus is 0"
+            field="--gpu-mem", value=options.gpu_mem, expected="no size, as --gpus is 0"
         )
     device = 0 if gpus == 0 else _given(options.gpu_mem, known, "--gpu-mem")
     host = _given(options.ram, known, "--ram")
+    # Drives are used only where they are given, by size or with the machine.
     drives = _given(options.nvme, known, "--nvme") if options.nvme or known else 0
     left = free(device, host, drives)
+    # Without GPUs, one rank trains on the CPU.
     ranks = max(gpus, 1)
     assumed = machine(_ASSUMED) if known is None else known
     rates, compute, sources = _rates(
@@ -150,6 +159,7 @@ def means_of(options: argparse.Namespace, precision: str) -> tuple[Means, tuple[
         if not _LEAST_TFLOPS <= options.tflops <= _MOST_TFLOPS:
             expected = f"a positive number, from {_LEAST_TFLOPS:g} to {_MOST_TFLOPS:g}"
             raise ConfigError(field="--tflops", value=options.tflops, expected=expected)
+        # What is given takes the place of measured blocks, too.
         compute = compute._replace(flops_per_s=options.tflops * 1e12, blocks=None)
     return Means(
         budget=ResolvedBudget(device=left.device, host=left.host, nvme=left.nvme),
@@ -158,7 +168,9 @@ def means_of(options: argparse.Namespace, precision: str) -> tuple[Means, tuple[
         flops_per_s=compute.flops_per_s,
         blocks=compute.blocks,
         alone=compute.alone,
+        # Rates of a file are of one process, and say nothing of a wire.
         wire_bytes_per_s=None if options.rates else assumed.wire_bytes_per_s(ranks),
+        # Without GPUs, device and host are one memory.
         unified=gpus == 0,
         io_bytes=_QUEUE_BYTES if drives else 0,
     ), sources
@@ -176,8 +188,7 @@ def _given(given: str | None, known: MachineModel | None, field: str) -> int:
         return size_of(given, field)
     if known is None:
         expected = (
-            'a size such as "64GiB", or a known machine with --machine (it is what is free for '
-            f"{field[2:]})"
+            'a size such as "64GiB", for what is free there, or a known machine with --machine'
         )
         raise ConfigError(field=field, value=None, expected=expected)
     sizes = {
@@ -189,9 +200,7 @@ def _given(given: str | None, known: MachineModel | None, field: str) -> int:
 
 
 class _Compute(NamedTuple):
-    """How fast modules compute, operations per second or transformer blocks; and what all else does
-    alone.
-    """
+    """How fast modules compute, in operations or blocks, and what all else does alone."""
 
     flops_per_s: float | None = None
     blocks: BlockRates | None = None
@@ -212,6 +221,7 @@ def _rates(
     if options.rates is not None:
         return _rates_of_file(options, precision, ranks=ranks, drives=drives)
     alone = replace(
+        # Each rank has its part of the host and of the drives.
         assumed.rates(min(ranks, assumed.gpus)),
         host_update_params_per_s=assumed.host.update_params_per_s / ranks,
         dram_bytes_per_s=assumed.host.dram_bytes_per_s / ranks,
@@ -222,9 +232,9 @@ def _rates(
     flops_per_s = (
         None if options.gpus == 0 else gpu.achieved_flops_per_s or _OF_PEAK * gpu.peak_flops_per_s
     )
-    whose = "as published of" if named else "assumed to be those of"
+    origin = "as published of" if named else "assumed to be those of"
     note = (
-        f"rates are {whose} a {assumed.title}: measure yours with `infinity calibrate` and give "
+        f"rates are {origin} a {assumed.title}: measure yours with `infinity calibrate` and give "
         "--rates"
     )
     return rates, _Compute(flops_per_s, alone=alone), (note,)
@@ -247,12 +257,14 @@ def _rates_of_file(
         raise ConfigError(
             field="--rates", value=str(path), expected=f"a file in JSON ({error})"
         ) from error
+    # One of the cache's own files has the figures of a machine, or of a drive, alone.
     if isinstance(given, dict) and "links" not in given and {"calibration", "drive"} & given.keys():
         expected = (
-            "a file that `infinity calibrate --json FILE` wrote: this is a part of what it keeps "
-            "for itself"
+            "a file that `infinity calibrate --json FILE` wrote: this file is from its cache, "
+            "which has only a part of the figures"
         )
         raise ConfigError(field="--rates", value=str(path), expected=expected)
+    # No calibration: plain rates by their names.
     if not (isinstance(given, dict) and "links" in given):
         return (
             Rates.from_mapping(given, field="--rates"),
@@ -261,6 +273,7 @@ def _rates_of_file(
         )
     calibration = Calibration.from_mapping(given, field="--rates")
     two_memories = options.gpus != 0
+    # The first with what I/O and copies take away, the second without.
     rates, alone = (
         calibration.rates(
             optimizer=options.optimizer,
@@ -269,6 +282,7 @@ def _rates_of_file(
         ).divided(ranks)
         for beside in (True, False)
     )
+    # Only these two are measured: fp16 is taken to compute as bf16.
     dtype = "fp32" if precision == "fp32" else "bf16"
     note = f"rates were measured {calibration.date}, of one process; those of {path}"
     return (
