@@ -234,6 +234,6 @@ def _check_bytes(*, target: torch.Tensor, source: torch.Tensor) -> None:
             )
     if target.numel() != source.numel() or not target.numel():
         raise ValueError(
-            f"expected as many bytes in target and source, and at least one; got {target.numel()} "
-            f"and {source.numel()}"
+            f"expected a target and a source of the same size, 1 B or more, got {target.numel()} B "
+            f"and {source.numel()} B"
         )

@@ -135,9 +135,9 @@ class GradientKeeper:
                 raise ConfigError(
                     field=f"gradient of {self._refused_name}",
                     value=str(gradient.dtype),
-                    expected=f"one of {', '.join(map(str, _GRADIENTS))}, as initialize gives "
-                    "parameters: cast none after it, as model.to(dtype) does, but set its "
-                    "precision",
+                    expected=f"one of {', '.join(map(str, _GRADIENTS))}, the dtypes that "
+                    "initialize gives to parameters. Do not cast the model after initialize, as "
+                    "model.to(dtype) does: set `precision` in initialize",
                 ) from None
             raise
 

@@ -206,7 +206,7 @@ def test_a_model_that_is_cast_is_told(
 
             with pytest.raises(
                 (RuntimeError, ConfigError),
-                match=r"was changed outside|cast none after it.*precision",
+                match=r"was changed outside|Do not cast the model.*precision",
             ):
                 step()
 
