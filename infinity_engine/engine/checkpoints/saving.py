@@ -857,7 +857,7 @@ def _warn(tag: str, error: Exception) -> None:
 def _rooms(memory: CheckpointMemory) -> Iterator[list[memoryview]]:
     """Have the large part of the memory as rooms, page-aligned."""
     count, nbytes = memory.rooms()
-    # Counted by the reservation of `memory`.
+    # Counted already: `memory` has reserved it, or was lent it.
     pool = Pool(count * nbytes)
     yield [memoryview(pool.buffer(nbytes)) for _ in range(count)]
 
