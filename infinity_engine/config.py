@@ -328,6 +328,7 @@ class _Settings:
         kinds = {item.name: _kind(item) for item in fields(cls)}
         # At the top there is no section, and so no dot.
         within = f"{place}." if place else ""
+        # Before known_mapping(), which would call a removed setting unknown.
         for name, value in mapping.items() if isinstance(mapping, Mapping) else ():
             expected = _REMOVED.get(f"{within}{name}")
             if expected:

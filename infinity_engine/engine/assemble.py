@@ -227,6 +227,7 @@ def _parts(
         sums_early=sums_early,
     )
     fetcher: ParameterFetcher | None = None
+    # Parameters that rest on the host or on drives are fetched around modules.
     if plan.steps.parameters is not Tier.DEVICE:
         fetcher = ParameterFetcher(
             everything, records, lanes, plan.demand.fetched, swap=swap, passing=passing
@@ -379,6 +380,7 @@ def _swap(
         directory: align_up(needed * limit // every, PAGE) + 2 * PAGE
         for directory, limit in budget.nvme.items()
     }
+    # Rounded up to pages, a share may pass its directory's limit.
     if any(nbytes > budget.nvme[directory] for directory, nbytes in sizes.items()):
         smallest = max(min(budget.nvme.values()), 1)
         enough = needed + 3 * PAGE * every // smallest  # where the limits keep their proportion

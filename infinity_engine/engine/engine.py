@@ -274,6 +274,7 @@ class Engine:
             yield
         except torch.OutOfMemoryError as error:
             explained = no_room_for_modules(error, self._parts.accelerator, self.usage())
+            # It did not run into the budget: torch's own error says all.
             if explained is None:
                 raise
             raise again(explained) from kept(error)
@@ -497,6 +498,7 @@ class Engine:
         """Have these parameters in the body; evict what was read outside of modules for room."""
         fetcher, modules = self._parts.fetcher, self._parts.modules
         with ExitStack() as held:
+            # Each turn one parameter less is held: the one that was read first.
             while True:
                 try:
                     held.enter_context(fetcher.gathered(numbers))
@@ -576,6 +578,7 @@ class Engine:
             # keep_vars: the tensors themselves, by which parameters are recognised.
             found = self.model.state_dict(keep_vars=True)
         listed = {name: value for name, value in found.items() if is_wanted(value)}
+        # Tied parameters take memory once.
         tensors = {id(value): value for value in listed.values() if isinstance(value, torch.Tensor)}
         self._check_room_for_copies(
             sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
@@ -940,6 +943,7 @@ class Engine:
         Raises:
             RuntimeError: there is none.
         """
+        # The running step has no end yet.
         ended = [step for step in self.timeline().steps if step.end_ns is not None]
         if not ended:
             raise RuntimeError(
@@ -963,6 +967,7 @@ class Engine:
         rest = iter(batches)
         last: list[_B] = []
         while True:
+            # One at a time: none is taken that this rank does not train on.
             new = list(islice(rest, 1))
             self._ending.check_open()
             # Every rank asks in each round, or those with batches would wait for the others.

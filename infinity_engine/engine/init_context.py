@@ -112,6 +112,7 @@ def load_into(
 def _ranks(given: RanksConfig | Mapping[str, object] | None) -> RanksConfig:
     if isinstance(given, RanksConfig):
         return given
+    # By the engine's settings, so that mistakes are refused in the same words.
     return RanksConfig() if given is None else EngineConfig.from_mapping({"ranks": given}).ranks
 
 

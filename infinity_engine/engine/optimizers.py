@@ -92,6 +92,7 @@ def optimizer_of(model: torch.nn.Module, given: object) -> torch.optim.Optimizer
     if isinstance(given, torch.optim.Optimizer):
         return given
     rule = _rule(given)
+    # The fields of a rule are the options of torch's optimizer of that name.
     options = {item.name: getattr(rule, item.name) for item in fields(rule)}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:

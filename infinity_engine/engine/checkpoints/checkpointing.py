@@ -111,6 +111,7 @@ class Run:
         """Return the names of the parameters in each of the optimizer's groups."""
         names = {id(known.of_model): known.name for known in (*self.trained, *self.frozen)}
         return [
+            # A parameter that the engine does not know has no name.
             [names.get(id(parameter), "") for parameter in group["params"]]
             for group in self.optimizer.param_groups
         ]

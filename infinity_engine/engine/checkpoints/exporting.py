@@ -63,7 +63,7 @@ class Exports:
             )
             ranks.on_rank_0("beginning the export", draft.begin)
             if ranks.rank == 0:
-                # Also after finish(), when nothing of the draft is left to remove.
+                # Also after finish(): what is left of the draft goes.
                 ends.callback(draft.abandon)
 
             def write() -> list[list[object]]:

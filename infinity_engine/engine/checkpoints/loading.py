@@ -74,6 +74,7 @@ class Loads:
             # An engine without drives has no queue.
             queue = run.queue or ends.enter_context(IOQueue())
             pool = Pool(memory.small)
+            # Whole elements of any dtype.
             room = pool.buffer(memory.small // _ALIGNED * _ALIGNED)
             opened: list[_Load] = []
 
@@ -126,6 +127,7 @@ class _Load:
             ManifestMismatch: they differ, and `strict` does not allow that.
         """
         manifest = self._reader.manifest
+        # By all of its names: another first name may stand for the same tied tensor.
         saved = {
             name: tensor for tensor in manifest.tensors for name in (tensor.name, *tensor.aliases)
         }
@@ -286,6 +288,7 @@ class _Load:
         """Fill a flat tensor from a stream; through the room, if dtype or device is another."""
         stream = saved.stream(name)
         on_host = into.device.type == "cpu" and into.is_contiguous()
+        # No conversion: read straight to where it stays.
         if on_host and code_of(into) == stream.dtype:
             self._reader.read(stream, first, into)
             return

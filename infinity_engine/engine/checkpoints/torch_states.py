@@ -45,6 +45,7 @@ def optimizer_state_dict(run: Run, state_of: _StateOf) -> dict[str, Any]:
             states[number] = {"step": steps, **states.get(number, {})}
     first = 0
     for group in run.optimizer.param_groups:
+        # torch numbers the parameters through all groups.
         numbers = list(range(first, first + len(group["params"])))
         first += len(numbers)
         groups.append({**group, "params": numbers})
