@@ -269,8 +269,7 @@ class Accelerator(ABC):
 
     # Called only where torch's own allocator made the tensor; elsewhere nothing is to be kept.
     def outlives(self, tensor: torch.Tensor, stream: Stream) -> None:  # noqa: B027
-        """Keep the memory of a tensor that other code allocated until `stream` has done all that it
-        was given so far.
+        """Keep the memory of a tensor of other code until `stream` has done all it was given.
 
         So the code that submitted a copy of the tensor need not keep it.
         """
@@ -286,8 +285,9 @@ class Accelerator(ABC):
         """Return how much device memory there is now."""
 
     def cap(self, nbytes: int | None) -> None:  # noqa: B027  # most cannot
-        """Limit the device memory that torch takes beyond what it has now to `nbytes`, all that is
-        allocated here included.
+        """Limit the device memory that torch takes beyond what it has now, to `nbytes`.
+
+        All that is allocated here is included.
 
         None: the limit from before. An allocation beyond it raises torch.OutOfMemoryError in the
         caller. Does nothing where the device allows no such limit.

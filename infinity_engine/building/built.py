@@ -25,8 +25,9 @@ __all__ = ["BuiltModel", "built_model_of"]
 
 
 class BuiltModel:
-    """The parameters of one model and where their values are. `engine.initialize` takes the values
-    over and closes it.
+    """The parameters of one model and where their values are.
+
+    `engine.initialize` takes the values over and closes it.
 
     A parameter stays in host memory where another tensor still shows its memory when the context
     ends (then the values seen through that tensor count), or where it has a single element. The

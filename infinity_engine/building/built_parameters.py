@@ -160,8 +160,9 @@ class BuiltParameters:
     def using(
         self, parameters: Collection[torch.Tensor], replaced: torch.Tensor | None = None
     ) -> Iterator[None]:
-        """Have the values of these in host memory within the body, which may change them, their
-        shape and dtype.
+        """Have the values of these in host memory within the body, which may change them.
+
+        It may change their shape and dtype as well.
 
         `replaced` is one of them. The body sets its data, so its old values need not be there.
 

@@ -41,8 +41,9 @@ class MeasuringTime:
         *,
         samples: int = 1,
     ) -> dict[_Point, list[_Result]]:
-        """Measure every point once per round; `measure` gets the seconds for each of the `samples`
-        that it takes.
+        """Measure every point once per round; `measure` gets the seconds for each of its samples.
+
+        It takes `samples` of them.
 
         The first round is always whole; later ones stop when the time is up.
         """

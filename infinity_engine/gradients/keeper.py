@@ -172,8 +172,7 @@ class GradientKeeper:
         return slots.values(piece) if slots.count else None
 
     def release(self, parameter: int, piece: int) -> None:
-        """Note that an update has used a piece. A gradient on the device is freed with its last
-        piece.
+        """Note that an update has used a piece; the last one frees a gradient on the device.
 
         Any thread may call this.
         """

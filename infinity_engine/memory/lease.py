@@ -316,9 +316,7 @@ class Lessor(ABC):
         return len(self._closing) < before
 
     def _release(self, given: _LeasedBuffer) -> None:
-        """Give the memory back; it counts as held until the last view of it is gone, which may be
-        at once.
-        """
+        """Give the memory back; it counts as held until its last view is gone, perhaps at once."""
         given.wait_for(())  # events may have views of it
         memory = self._memory(given.backing)
         if memory is not None:
@@ -343,8 +341,7 @@ class Lessor(ABC):
             self._release_all_ended()
 
     def close(self) -> None:
-        """Wait for the events of closed leases and give all memory back. Again: does nothing, or
-        the rest.
+        """Wait for the events of closed leases and give all memory back. Again: do what is left.
 
         Views of closed leases keep their memory, which counts as held until the last of them is
         gone.

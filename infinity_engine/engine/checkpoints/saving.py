@@ -760,9 +760,7 @@ class _NoStreams(_BackgroundStreams):
 
 
 class _SmallBuffers:
-    """The model's buffers, where all of them are small: a forward may change them, so a thread
-    writes copies.
-    """
+    """Copies of the model's buffers, if all are small: a forward may change the buffers."""
 
     def __init__(self, model: torch.nn.Module, tensors: Mapping[str, SavedTensor]) -> None:
         buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
