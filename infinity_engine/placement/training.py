@@ -1,5 +1,4 @@
-"""What a plan is asked for: the training, and the means that there are for it, of one machine with
-any number of ranks.
+"""What a plan is asked for: the training, and the means of one machine with any number of ranks.
 
 Pure data, and the Sizing that follows. Ranks divide parameters and states among them, and the
 machine's host memory and drives; each computes whole modules on its own device. Made by the command
@@ -21,8 +20,9 @@ __all__ = ["Means", "Training"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """A model, and how it is trained: `batch` sequences of `sequence` tokens are one micro-batch of
-    one rank.
+    """A model, and how it is trained.
+
+    `batch` sequences of `sequence` tokens are one micro-batch of one rank.
     """
 
     model: ModelShape
@@ -37,11 +37,9 @@ class Training:
     small_bytes: int
     """Parameters of fewer bytes stay in memory."""
     in_memory: bool = False
-    """Whether there is a model already, whose memory can be used."""
+    """Whether there is a model already: its memory can be used."""
     overlap: bool | None = True
-    """Whether the end of an update may go on beside the next forward; None: where a step is shorter
-    so.
-    """
+    """Whether an update's end may go on beside the next forward; None: where a step is shorter."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence", "accumulation_steps"):
@@ -92,6 +90,7 @@ class Training:
 
     def ordered(self) -> tuple[ParameterShape, ...]:
         """Return the parameters as the engine numbers them: those that are frozen come last."""
+        # sorted is stable: among the trained ones the model's order stays.
         return tuple(sorted(self.model.parameters, key=lambda each: not each.trained))
 
 
@@ -118,9 +117,7 @@ class Means:
     wire_bytes_per_s: float | None = None
     """What one rank sends the others, one way; None: not known, so that takes no time."""
     for_all: bool = True
-    """Whether PyTorch's own memory, for activations and what autograd makes, is of the budget as
-    well.
-    """
+    """Whether PyTorch's own memory, for activations and autograd, is of the budget as well."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -168,10 +165,9 @@ class Means:
         return None if self.flops_per_s is None else ComputeRate.of_both(self.flops_per_s)
 
     def sizing(self, training: Training, subgroup_numel: int) -> Sizing:
-        """Return what one rank has to hold, with states in subgroups of up to so many
-        parameters.
-        """
+        """Return what one rank has to hold, with states in subgroups of up to so many elements."""
         ordered = training.ordered()
+        # An equal part for each rank, rounded up.
         numels = [-(-each.numel // self.ranks) for each in ordered]
         trained = [
             (numel, training.formats_of(each))
@@ -193,8 +189,9 @@ class Means:
             deepest=width * training.model.deepest_numel,
             unified=self.unified,
             sums=training.accumulation_steps > 1,
-            # sums of all ranks'
+            # Gradients are fp32 sums over the ranks.
             gradient_width=FloatFormat.FP32.nbytes if self.ranks > 1 else None,
+            # Modules go on with the caller's memory only if no parameter is cast.
             own=training.in_memory
             and self.unified
             and all(formats.parameter is None for _, formats in trained),
