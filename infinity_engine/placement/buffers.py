@@ -101,8 +101,8 @@ class BufferLayout:
         """Whether all of the subgroup rests on drives, so that a backward can update it elsewhere.
 
         Values that are masters cannot be: later layers of the same backward may need the old ones.
-        # No key of either is missing: each segment has a value and a gradient on the drives.
         """
+        # No key of either is missing: each segment has a value and a gradient on the drives.
         is_whole = self.values.keys() == self.gradients.keys() == set(range(self.segments))
         return bool(self.states_bytes) and not self.in_place and is_whole
 
