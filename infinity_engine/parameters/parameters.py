@@ -32,8 +32,7 @@ __all__ = [
 
 @dataclass(eq=False)
 class ModelParameter:
-    """One parameter of the model, or this rank's shard of one; `number` is its index among all that
-    the engine knows.
+    """One parameter of the model, or this rank's shard; `number` is its index in the engine.
 
     Modules compute with it in `dtype`, which may differ from the dtype that it had in `initialize`.
     A shard is flat, and has the number and name of the model's parameter `part_of`.
@@ -70,9 +69,7 @@ class ModelParameter:
 
     @property
     def home(self) -> torch.Tensor:
-        """The contiguous tensor where its values live: the parameter itself, or one that modules
-        see copies of.
-        """
+        """The contiguous tensor where its values live: itself, or one that modules see copied."""
         if self._on_drives:
             raise RuntimeError(
                 f"The values of {self.name} are on the drives, so there is no tensor of them. "
@@ -100,11 +97,13 @@ class ModelParameter:
         The version is not noted: `check_untouched` still detects a change that came before.
         """
         self.parameter.data = values
+        # The address is the engine's own change. The version is compared as it was noted.
         self._seen = (values.data_ptr(), self._seen[1])
 
     @property
     def is_there(self) -> bool:
         """Whether modules see its values, and not NaN in place of them."""
+        # Expanded NaN has strides of 0 only; fewer than two elements do not show it.
         return self.parameter.numel() < 2 or any(self.parameter.stride())
 
     def note_values(self) -> None:
@@ -131,18 +130,14 @@ class ModelParameter:
 
 
 def absent(dtype: torch.dtype, shape: torch.Size, where: torch.device) -> torch.Tensor:
-    """Return what is shown in place of absent values: NaN, expanded so that a write to it
-    raises.
-    """
+    """Return what absent values look like: NaN, expanded so that a write to it raises."""
     nothing = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), nothing, dtype=dtype, device=where).expand(shape)
 
 
 @dataclass(eq=False)
 class TrainedParameter(ModelParameter):
-    """One parameter of the optimizer; `number` is its index among them, `group` that of its
-    parameter group.
-    """
+    """One parameter of the optimizer; `number` and `group` are indices among its own."""
 
     group: int
 
@@ -155,8 +150,7 @@ class TrainedParameter(ModelParameter):
 def collect_parameters(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: Precision
 ) -> tuple[TrainedParameter, ...]:
-    """Return the optimizer's parameters that are trained, in the model's order, which is about that
-    of their use.
+    """Return the optimizer's trained parameters, in the model's order, about that of their use.
 
     Raises:
         ConfigError: one is not the model's, or cannot be trained here; or none is left.
@@ -178,11 +172,12 @@ def collect_parameters(
             if Hooks.takes_gradients(parameter):
                 raise ConfigError(
                     field="model",
-                    value=f"one whose {name} another engine trains",
+                    value=f"one with a parameter {name} that another engine trains",
                     expected="a model that no other engine trains: close that engine first, which "
                     "leaves an ordinary model",
                 )
             if parameter.requires_grad:
+                # Refuses a dtype that cannot be trained; the result is asked for again later.
                 formats_of(name, dtypes[id(parameter)])
                 groups[id(parameter)] = number
     if not groups:
