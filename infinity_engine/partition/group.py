@@ -179,7 +179,6 @@ class ShardGroup:
             rounds.append(Round(AllGather(mine, all_), pack, unpack))
         return rounds
 
-
     def _pack_shards(
         self, window: Window, rank: int, shards: Sequence[torch.Tensor], mine: torch.Tensor
     ) -> None:

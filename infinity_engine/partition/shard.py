@@ -49,7 +49,6 @@ class ShardSpec:
         """How many ranks it is cut over."""
         return len(self.shards)
 
-
     def in_order(self) -> list[Shard]:
         """Return the shards that have elements, as they follow one another in the parameter."""
         return sorted(
