@@ -142,11 +142,11 @@ class BufferLayout:
                 load += nbytes if in_place else 0
             # Gradients of what is updated from memory stay in memory too.
             if resting.gradients and states and nbytes >= resting.small_bytes:
-                each = align_up(gradient_width * segment.numel, PAGE)
+                gradient_bytes = align_up(gradient_width * segment.numel, PAGE)
                 gradients[number] = tuple(
-                    at + each * micro_batch for micro_batch in range(resting.gradients)
+                    at + gradient_bytes * micro_batch for micro_batch in range(resting.gradients)
                 )
-                at += each * resting.gradients
+                at += gradient_bytes * resting.gradients
                 load += gradient_width * segment.numel * resting.gradients
                 # Several need the place of their fp32 sum, which is made here and does not come
                 # from a drive.

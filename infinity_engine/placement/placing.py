@@ -94,7 +94,7 @@ class _Placing:
                 field="budget.nvme",
                 value=None,
                 expected='directories of drives and their sizes, such as {"/mnt/nvme": "400GiB"}, '
-                "for what rests there",
+                "for what is offloaded to NVMe",
             )
         refused: CapacityError | None = None
         for parameters, on_drives in self._choices():
@@ -144,7 +144,9 @@ class _Placing:
         sizing, wish = self.sizing, self.wish
         # Without layouts nothing passes a buffer, whatever its number.
         limits = replace(sizing.limits(self.budget, parameters), host_buffers=buffers)
-        specs = [sizing.spec(each, layouts.get(each.index)) for each in sizing.subgroups]
+        specs = [
+            sizing.spec(subgroup, layouts.get(subgroup.index)) for subgroup in sizing.subgroups
+        ]
 
         def made(by: OffloadPolicy) -> Plan:
             steps = by(specs, wish.rates, limits)
@@ -193,7 +195,9 @@ class _Placing:
             if parameters is Tier.NVME and nbytes >= small
         )
         resting = Resting(
-            states=frozenset(each.index for each in sizing.subgroups) if states else frozenset(),
+            states=frozenset(subgroup.index for subgroup in sizing.subgroups)
+            if states
+            else frozenset(),
             values=values,
             small_bytes=small,
         )
@@ -206,14 +210,14 @@ class _Placing:
         if states:
             choices += [(buffers, micro_batches) for buffers in range(most, 0, -1)]
         refused: CapacityError | None = None
-        said = self._homes()
-        homes = said or {each.index: Home.HOST for each in sizing.subgroups}
+        known_homes = self._homes()
+        homes = known_homes or {subgroup.index: Home.HOST for subgroup in sizing.subgroups}
         # By gradients: the least of the host that any plan takes with so many buffers.
         least: dict[int, Callable[[int], int]] = {}
-        if said:
+        if known_homes:
             for gradients in {gradients for _, gradients in choices}:
                 least[gradients] = self._least_of_any_plan(
-                    parameters, said, replace(resting, gradients=gradients)
+                    parameters, known_homes, replace(resting, gradients=gradients)
                 )
         for buffers, gradients in choices:
             is_last = (buffers, gradients) == choices[-1]  # which says what is missing
@@ -236,7 +240,7 @@ class _Placing:
                 self._check_host(plan.demand, self.io_bytes)
             except CapacityError as error:
                 refused = error.with_traceback(None)
-                if said and error.tier == Tier.DEVICE.name:
+                if known_homes and error.tier == Tier.DEVICE.name:
                     break  # buffers of the host change nothing there
                 continue
             if not states:
@@ -269,7 +273,7 @@ class _Placing:
         return (
             None
             if policy is None
-            else policy.homes_of([sizing.spec(each, None) for each in sizing.subgroups])
+            else policy.homes_of([sizing.spec(subgroup, None) for subgroup in sizing.subgroups])
         )
 
     def _most_buffers(self) -> int:
@@ -312,11 +316,11 @@ class _Placing:
         for _ in range(_MOST_TRIES):
             rests = replace(resting, states=sizing.with_states(resting.states, homes, parameters))
             layouts = {
-                each.index: self._layout(each, rests, homes[each.index], parameters)
-                for each in sizing.subgroups
+                subgroup.index: self._layout(subgroup, rests, homes[subgroup.index], parameters)
+                for subgroup in sizing.subgroups
             }
             passing = MappingProxyType(
-                {index: each for index, each in layouts.items() if each.nbytes}
+                {index: layout for index, layout in layouts.items() if layout.nbytes}
                 # A subgroup without bytes in a buffer passes none.
             )
             plan = self._plan(
@@ -330,8 +334,8 @@ class _Placing:
             field="strategy",
             value=self.wish.strategy.name,
             expected="one that says which part visits the device, such as "
-            "NvmeStreamed(update=Interleaved(share=0.5)): what is best changes with what passes "
-            "the host",
+            "NvmeStreamed(update=Interleaved(share=0.5)). No best part was found: it depends on "
+            "what passes the host, and that depends on the part",
         )
 
     def _layout(
@@ -361,15 +365,19 @@ class _Placing:
         """
         homes = plan.steps.homes()
         sizes: dict[int, int] = {}
-        for each in self.sizing.subgroups:
-            if each.index in plan.resting.states:
+        for subgroup in self.sizing.subgroups:
+            if subgroup.index in plan.resting.states:
                 there, here = (
                     self.sizing.on_host_beside_drives(
-                        each, homes[each.index], plan.steps.parameters, plan.resting, rests=rests
+                        subgroup,
+                        homes[subgroup.index],
+                        plan.steps.parameters,
+                        plan.resting,
+                        rests=rests,
                     )
                     for rests in (True, False)
                 )
-                sizes[each.index] = here - there
+                sizes[subgroup.index] = here - there
         # Early updates load in a backward; the others do not, so they are kept in memory first.
         early = [
             index for index in sizes if plan.resting.early and plan.layouts[index].may_be_early

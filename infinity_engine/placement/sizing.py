@@ -107,9 +107,9 @@ class Sizing:
     def subgroups_of(self) -> Mapping[int, tuple[int, ...]]:
         """The subgroups that parameters are parts of, by the parameter's number."""
         found: dict[int, list[int]] = {}
-        for each in self.subgroups:
-            for segment in each.segments:
-                found.setdefault(segment.parameter, []).append(each.index)
+        for subgroup in self.subgroups:
+            for segment in subgroup.segments:
+                found.setdefault(segment.parameter, []).append(subgroup.index)
         return MappingProxyType({number: tuple(indices) for number, indices in found.items()})
 
     # --- what plans are made of -------------------------------------------------------------------
@@ -178,7 +178,12 @@ class Sizing:
             parameters=parameters,
             # Per parameter, so for plans that mix formats it is the largest that counts.
             update_bytes=max(
-                (self._copied(each) // each.numel for each in self.subgroups if at_home), default=0
+                (
+                    self._copied(subgroup) // subgroup.numel
+                    for subgroup in self.subgroups
+                    if at_home
+                ),
+                default=0,
             ),
         )
 
@@ -187,11 +192,11 @@ class Sizing:
     ) -> frozenset[int]:
         """Return those of these subgroups with states on the host, which may rest on drives."""
         return frozenset(
-            each.index
-            for each in self.subgroups
-            if each.index in indices
-            and homes[each.index] is not Home.RESIDENT
-            and self.states_bytes(each, homes[each.index], parameters)
+            subgroup.index
+            for subgroup in self.subgroups
+            if subgroup.index in indices
+            and homes[subgroup.index] is not Home.RESIDENT
+            and self.states_bytes(subgroup, homes[subgroup.index], parameters)
         )
 
     def layout(
@@ -232,13 +237,13 @@ class Sizing:
         homes = plan.homes()
         gradients = self.of_backward(self._staying(homes, drives=drives)) - self.activations
         resident = sum(
-            self.states_bytes(each, Home.RESIDENT, plan.parameters)
-            + (0 if plan.parameters is Tier.DEVICE else self._copied(each))
-            for each in self.subgroups
-            if homes[each.index] is Home.RESIDENT
+            self.states_bytes(subgroup, Home.RESIDENT, plan.parameters)
+            + (0 if plan.parameters is Tier.DEVICE else self._copied(subgroup))
+            for subgroup in self.subgroups
+            if homes[subgroup.index] is Home.RESIDENT
         )
         one_set = (
-            limits.device_bytes(max((each.numel for each in self.subgroups), default=0))
+            limits.device_bytes(max((subgroup.numel for subgroup in self.subgroups), default=0))
             if visit
             else 0
         )
@@ -271,12 +276,14 @@ class Sizing:
         at_home = plan.parameters is not Tier.DEVICE and not self.unified
         homes = plan.homes()
         device = sum(
-            self._states(each, in_place=not at_home) + (self._copied(each) if at_home else 0)
-            for each in self.subgroups
-            if homes[each.index] is Home.RESIDENT and not self.unified
+            self._states(subgroup, in_place=not at_home)
+            + (self._copied(subgroup) if at_home else 0)
+            for subgroup in self.subgroups
+            if homes[subgroup.index] is Home.RESIDENT and not self.unified
         )
         host = sum(
-            self._on_host(each, homes[each.index], at_home=at_home) for each in self.subgroups
+            self._on_host(subgroup, homes[subgroup.index], at_home=at_home)
+            for subgroup in self.subgroups
         )
         if at_home:
             host += sum(align_up(nbytes, PAGE) for nbytes in self.parameters)
@@ -417,8 +424,8 @@ class Sizing:
         nbytes = 0 if rests else align_up(self.states_bytes(subgroup, home, parameters), PAGE)
         if home is Home.HOST or self.unified:
             nbytes += sum(
-                self._gradient_on_host(subgroup, each, resting, rests=rests)
-                for each in subgroup.segments
+                self._gradient_on_host(subgroup, segment, resting, rests=rests)
+                for segment in subgroup.segments
             )
             copied = parameters is Tier.DEVICE and not self.unified and not rests
             nbytes += align_up(self._copied(subgroup), PAGE) if copied else 0
@@ -429,16 +436,18 @@ class Sizing:
     ) -> int:
         """Return what all that rests on no drive takes of the host: buffers come on top of it."""
         nbytes = 0
-        for each in self.subgroups:
-            home = homes[each.index]
+        for subgroup in self.subgroups:
+            home = homes[subgroup.index]
             if not self._is_on_device(home):
-                rests = each.index in resting.states
-                nbytes += self.on_host_beside_drives(each, home, parameters, resting, rests=rests)
+                rests = subgroup.index in resting.states
+                nbytes += self.on_host_beside_drives(
+                    subgroup, home, parameters, resting, rests=rests
+                )
         if parameters is not Tier.DEVICE and not self.unified:
             staying = (
-                each for number, each in enumerate(self.parameters) if number not in resting.values
+                size for number, size in enumerate(self.parameters) if number not in resting.values
             )
-            nbytes += sum(align_up(each, PAGE) for each in staying)
+            nbytes += sum(align_up(size, PAGE) for size in staying)
         return nbytes
 
     def _is_on_device(self, home: Home) -> bool:
@@ -455,14 +464,14 @@ class Sizing:
         at_home = plan.parameters is not Tier.DEVICE
         host = self.all_beside_drives(homes, plan.parameters, resting)
         device = 0
-        for each in self.subgroups:
-            if self._is_on_device(homes[each.index]):
-                states = self.states_bytes(each, Home.RESIDENT, plan.parameters)
-                device += states + (self._copied(each) if at_home else 0)
+        for subgroup in self.subgroups:
+            if self._is_on_device(homes[subgroup.index]):
+                states = self.states_bytes(subgroup, Home.RESIDENT, plan.parameters)
+                device += states + (self._copied(subgroup) if at_home else 0)
         nvme = sum(
-            self._on_drives(each, layouts[each.index], resting)
-            for each in self.subgroups
-            if each.index in layouts
+            self._on_drives(subgroup, layouts[subgroup.index], resting)
+            for subgroup in self.subgroups
+            if subgroup.index in layouts
         )
         passing = [
             nbytes for number, nbytes in enumerate(self.parameters) if number in resting.values
@@ -470,20 +479,22 @@ class Sizing:
         # A place may be in pieces on several drives, each rounded up to a page.
         nvme += sum(align_up(nbytes, PAGE) + _SPARE for nbytes in passing)
         early = [
-            each
-            for each in self.subgroups
-            if each.index in layouts and layouts[each.index].may_be_early
+            subgroup
+            for subgroup in self.subgroups
+            if subgroup.index in layouts and layouts[subgroup.index].may_be_early
         ]
         if resting.early:
             # Early updates write to new places: the old values are needed until the step adopts
             # them.
-            nvme += sum(align_up(layouts[each.index].states_bytes, PAGE) + _SPARE for each in early)
-            again = {segment.parameter for each in early for segment in each.segments}
+            nvme += sum(
+                align_up(layouts[subgroup.index].states_bytes, PAGE) + _SPARE for subgroup in early
+            )
+            again = {segment.parameter for subgroup in early for segment in subgroup.segments}
             nvme += sum(align_up(self.parameters[number], PAGE) + _SPARE for number in again)
         staying = sum(
             nbytes for number, nbytes in enumerate(self.parameters) if number not in resting.values
         )
-        largest = max((layouts[each.index].nbytes for each in early), default=0)
+        largest = max((layouts[subgroup.index].nbytes for subgroup in early), default=0)
         slots = self._slots(
             plan, resting, largest_value=max(passing, default=0), largest_early=largest
         )
@@ -532,9 +543,9 @@ class Sizing:
         ]
         if resting.gradients:
             segments = [
-                (self.wire(each), segment.numel)
-                for each in self.subgroups
-                for segment in each.segments
+                (self.wire(subgroup), segment.numel)
+                for subgroup in self.subgroups
+                for segment in subgroup.segments
             ]
             # The longest segment and that of most bytes may be two.
             numel = max((numel for _, numel in segments), default=1)
@@ -636,6 +647,6 @@ def cut(
             for numel, formats in parameters
         ]
         of_kind = cut_into_subgroups(numels, subgroup_numel, kind[1])
-        found += [(not kind[0], each.segments[0], each) for each in of_kind]
-    found.sort(key=lambda each: (each[0], each[1].parameter, each[1].first_element))
-    return tuple(replace(each, index=index) for index, (_, _, each) in enumerate(found))
+        found += [(not kind[0], subgroup.segments[0], subgroup) for subgroup in of_kind]
+    found.sort(key=lambda entry: (entry[0], entry[1].parameter, entry[1].first_element))
+    return tuple(replace(subgroup, index=index) for index, (_, _, subgroup) in enumerate(found))

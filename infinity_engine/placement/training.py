@@ -51,7 +51,7 @@ class Training:
         if most is not None and self.sequence > most:
             expected = f"at most {most} tokens, which is what {self.model.name} has positions for"
             raise ConfigError(field="sequence", value=self.sequence, expected=expected)
-        if not any(each.trained and each.numel for each in self.model.parameters):
+        if not any(parameter.trained and parameter.numel for parameter in self.model.parameters):
             raise ConfigError(
                 field="model", value=self.model.name, expected="a model with parameters to train"
             )
@@ -91,7 +91,7 @@ class Training:
     def ordered(self) -> tuple[ParameterShape, ...]:
         """Return the parameters as the engine numbers them: those that are frozen come last."""
         # sorted is stable: among the trained ones the model's order stays.
-        return tuple(sorted(self.model.parameters, key=lambda each: not each.trained))
+        return tuple(sorted(self.model.parameters, key=lambda parameter: not parameter.trained))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,11 +168,11 @@ class Means:
         """Return what one rank has to hold, with states in subgroups of up to so many elements."""
         ordered = training.ordered()
         # An equal part for each rank, rounded up.
-        numels = [-(-each.numel // self.ranks) for each in ordered]
+        numels = [-(-parameter.numel // self.ranks) for parameter in ordered]
         trained = [
-            (numel, training.formats_of(each))
-            for numel, each in zip(numels, ordered, strict=True)
-            if each.trained
+            (numel, training.formats_of(parameter))
+            for numel, parameter in zip(numels, ordered, strict=True)
+            if parameter.trained
         ]
         width = training.width
         return Sizing(
@@ -183,8 +183,8 @@ class Means:
             ),
             state_names=training.state_names,
             parameters=tuple(
-                numel * (each.element_bytes or width)
-                for numel, each in zip(numels, ordered, strict=True)
+                numel * (parameter.element_bytes or width)
+                for numel, parameter in zip(numels, ordered, strict=True)
             ),
             deepest=width * training.model.deepest_numel,
             unified=self.unified,

@@ -372,8 +372,8 @@ class Ranks:
         """Warn, on the machine's first rank, if it has too few cores. After `share_budget`."""
         if self.cores.is_shared and self.rank == self._first_here:
             _LOG.warning(
-                "%d ranks of this machine share cores %s, fewer than they are: updates of one wait "
-                "for another's",
+                "%d ranks of this machine share the cores %s: there are fewer cores than ranks. A "
+                "rank's updates wait for those of another rank",
                 self.neighbours,
                 ", ".join(map(str, self.cores.cores)),
             )

@@ -58,7 +58,9 @@ def open_dcp(
     # strange.
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as flaw:
         raise DamagedCheckpoint(
-            path=str(path), entry=METADATA, flaw=f"it misses what torch writes: {flaw!r:.200}"
+            path=str(path),
+            entry=METADATA,
+            flaw=f"a field that torch writes is missing or strange: {flaw!r:.200}",
         ) from None
 
 

@@ -79,7 +79,7 @@ def open_deepspeed(path: Path, files: OpenFiles) -> ForeignCheckpoint:
         raise DamagedCheckpoint(
             path=str(folder),
             entry="its structure",
-            flaw=f"something that DeepSpeed writes is missing in it: {flaw!r}",
+            flaw=f"a field that DeepSpeed writes is missing or strange: {flaw!r}",
         ) from None
 
 

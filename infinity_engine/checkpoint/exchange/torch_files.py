@@ -264,7 +264,7 @@ class TorchFile:
         # A checksum of 0 stands for none.
         for name, entry in self._entries.items():
             if entry.crc and _crc_of(self, self._offset_of(entry), entry.nbytes) != entry.crc:
-                raise self.flaw(f"its member {shown(name)} is damaged: its checksum is another one")
+                raise self.flaw(f"its member {shown(name)} is damaged: its checksum does not match")
 
     def flaw(self, text: str) -> DamagedCheckpoint:
         """Return the error that says what is wrong with the file."""
@@ -354,7 +354,7 @@ class TorchFile:
             )
         data = self.read(self._offset_of(entry), entry.nbytes)
         if entry.crc and zlib.crc32(data) != entry.crc:
-            raise self.flaw(f"its member {name} is damaged: its checksum is another one")
+            raise self.flaw(f"its member {name} is damaged: its checksum does not match")
         return data
 
     def _find_prefix(self) -> str:
