@@ -64,18 +64,14 @@ class ParametersAt(Enum):
 
 
 class Overlap(Enum):
-    """Whether the end of an update goes on beside the next forward, which waits for the parameters
-    that it needs.
-    """
+    """Whether the end of an update goes on beside the next forward, which waits where it must."""
 
     AUTO = "auto"  # Yes where the device has memory of its own, or states are on drives.
     OFF = "off"  # No: step() ends the update.
 
 
 class Replanning(Enum):
-    """Whether a plan that `auto` chose changes while training, where measured rates differ from the
-    given ones.
-    """
+    """Whether a plan that `auto` chose changes in training, where measured rates differ."""
 
     # Yes on one rank, with states in host and device memory, while telemetry is recorded.
     AUTO = "auto"
@@ -93,9 +89,7 @@ class AcceleratorChoice(Enum):
 
 
 class Backend(Enum):
-    """deepnvme's way to ask the kernel for I/O; the names are repeated here so that settings need
-    no native code.
-    """
+    """How deepnvme asks the kernel for I/O; named here again, so that no native code is needed."""
 
     AUTO = "auto"  # The first of the others that this machine allows.
     LIBURING = "liburing"  # io_uring through python-liburing's library.
@@ -139,9 +133,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of setting: its values in words, and the function that reads a value at a dotted
-    path.
-    """
+    """A kind of setting: its values in words, and the function that reads a value at a path."""
 
     words: str
     read: Callable[[str, object], object]
@@ -155,6 +147,7 @@ def _whole(at_least: int, at_most: int | None = None) -> _Kind:
         if (
             isinstance(given, bool)
             or not isinstance(given, int)
+            # `at_most or given`: without an upper limit, every number is within it.
             or not at_least <= given <= (at_most or given)
         ):
             raise ConfigError(field=place, value=given, expected=words)
@@ -262,6 +255,7 @@ def _names() -> _Kind:
 
     def read(place: str, given: object) -> tuple[str, ...]:
         if (
+            # A string is a sequence of strings as well: each letter would be a name.
             isinstance(given, str)
             or not isinstance(given, Sequence)
             or not all(isinstance(name, str) for name in given)
@@ -324,6 +318,7 @@ class _Settings:
 
     def __post_init__(self) -> None:
         for item in fields(self):
+            # The class's own name, as no path is known here; _at() reads first, with the path.
             value = _kind(item).read(f"{type(self).__name__}.{item.name}", getattr(self, item.name))
             # The class is frozen: this replaces what was given by what its kind has read.
             object.__setattr__(self, item.name, value)
@@ -331,7 +326,9 @@ class _Settings:
     @classmethod
     def _at(cls: type[_Section], place: str, mapping: object) -> _Section:
         kinds = {item.name: _kind(item) for item in fields(cls)}
+        # At the top there is no section, and so no dot.
         within = f"{place}." if place else ""
+        # Before known_mapping(), which would call a removed setting unknown.
         for name, value in mapping.items() if isinstance(mapping, Mapping) else ():
             expected = _REMOVED.get(f"{within}{name}")
             if expected:
@@ -393,9 +390,7 @@ class StorageConfig(_Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanksConfig(_Settings):
-    """How the processes of one run, started by torchrun, train one model together; one process
-    needs none of it.
-    """
+    """How the processes of a run, started by torchrun, train one model; one process needs none."""
 
     stage: ShardingStage = field(
         default=ShardingStage.PARAMETERS,
@@ -579,8 +574,7 @@ class EngineConfig(_Settings):
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object]) -> EngineConfig:
-        """Return the settings in a JSON-like `mapping`; a setting that it leaves out has its
-        default.
+        """Return the settings in a JSON-like `mapping`; what it leaves out has its default.
 
         Enums may be given by value ("bf16"), sizes as text ("12 GiB"), the strategy by name, and
         settings with parts (the strategy, the budget, sections) as a mapping of them.
@@ -609,6 +603,7 @@ def settings_table() -> list[Setting]:
 
 def _rows(section: type[_Settings], within: str) -> Iterator[Setting]:
     for item in fields(section):
+        # A section is not a row of its own: its settings are, under its name.
         if isinstance(item.default, _Settings):
             yield from _rows(type(item.default), f"{within}{item.name}.")
         else:

@@ -1,5 +1,4 @@
-"""The exceptions that say what went wrong with settings, memory, moves, ranks or a checkpoint: all
-are InfinityErrors.
+"""The exceptions about settings, memory, moves, ranks and checkpoints: all are InfinityErrors.
 
 Mistakes of the calling code that none of them covers, such as calls in a wrong order, raise
 Python's own errors. Each class takes its facts as keyword fields, keeps them as attributes, and
@@ -51,17 +50,16 @@ __all__ = [
     "UnsupportedCheckpoint",
 ]
 
-_SHOWN_CHARACTERS = 200
+_SHOWN_CHARACTERS = 200  # of a value in a message: its type and beginning show what was wrong
 _SHOWN_ITEMS = 5
 
 
 @dataclass(kw_only=True, eq=False)
 class InfinityError(Exception):
-    """The root of the tree, raised only through its subclasses: dataclasses equal by identity, as
-    exceptions are.
-    """
+    """The root of the tree, raised only through its subclasses: dataclasses, equal by identity."""
 
     def __post_init__(self) -> None:
+        # Exception takes args from positional arguments, and there are none.
         self.args = (self._message(),)
 
     def __str__(self) -> str:
@@ -86,9 +84,7 @@ class ConfigError(InfinityError, ValueError):
 
     @classmethod
     def unknown_name(cls, *, field: str, name: object, known: Iterable[str]) -> ConfigError:
-        """Return the error for a name that is not among the known ones; it suggests the nearest of
-        them.
-        """
+        """Return the error for a name that is not known; it suggests the nearest known one."""
         names = list(known)
         near = difflib.get_close_matches(str(name), names, n=1)
         nearest = f" (nearest: {near[0]})" if near else ""
@@ -102,8 +98,7 @@ class ConfigError(InfinityError, ValueError):
 
 @dataclass(kw_only=True, eq=False)
 class MissingDependencyError(InfinityError, ImportError):
-    """An optional package is missing or too old: the feature that needs it, the package, the extra
-    that installs it.
+    """An optional package is missing or too old: what needs it, and the extra that installs it.
 
     `found` is the installed version, None where there is none.
     """
@@ -146,12 +141,11 @@ class CapacityError(InfinityError):
     budget: str | None = None
 
     def beside(self, holder: str, nbytes: int) -> CapacityError:
-        """Return the error for the whole limit, where `limit` was only what `holder` leaves of
-        it.
-        """
+        """Return the error for the whole limit, where `limit` was what `holder` leaves of it."""
         return replace(self, limit=self.limit + nbytes, holders=(*self.holders, (holder, nbytes)))
 
     def __post_init__(self) -> None:
+        # Largest first, so that the message names those that matter, whatever the caller's order.
         self.holders = tuple(sorted(self.holders, key=lambda holder: holder[1], reverse=True))
         InfinityError.__post_init__(self)
 
@@ -165,6 +159,7 @@ class CapacityError(InfinityError):
             held += f"; {len(others)} others hold {_size(sum(nbytes for _, nbytes in others))}"
         usable = self.free if self.largest is None else self.largest
         pieces = "" if self.largest is None else f" in pieces, the largest of {_size(self.largest)}"
+        # Against the largest piece where bytes are in pieces: free bytes elsewhere are no help.
         short = max(self.asked - usable, 0)
         enough = (
             f"raise the budget's {self.budget} to at least {_size(self.limit + short)}, or "
@@ -225,8 +220,10 @@ class TransferError(InfinityError, OSError):
 
     def __post_init__(self) -> None:
         told = (
+            # ENODATA stands for a read past the end, which the kernel does not call an error.
             "the file ends before that" if self.errno == errno.ENODATA else os.strerror(self.errno)
         )
+        # OSError sets errno, strerror and filename from its positional arguments only.
         OSError.__init__(self, self.errno, told, self.path)
 
     def _message(self) -> str:
@@ -263,9 +260,7 @@ class DamageError(TransferError):
 
 @dataclass(kw_only=True, eq=False)
 class CollectiveError(InfinityError):
-    """A collective of several ranks failed on this one; `reason` says what is known of the other
-    ranks.
-    """
+    """A collective failed on this rank; `reason` says what is known of the other ranks."""
 
     group: str
     rank: int

@@ -1,6 +1,4 @@
-"""Errors that are kept to be raised later, or more than once, without the buffers that their
-tracebacks refer to.
-"""
+"""Errors kept to be raised later, or more than once, without the buffers of their tracebacks."""
 
 from __future__ import annotations
 
@@ -20,8 +18,9 @@ _Error = TypeVar("_Error", bound=BaseException)
 # collector runs. So a function that keeps an error, in an object or in a local beyond its except
 # clause, keeps `kept(error)` and raises `again(error)`.
 def kept(error: _Error) -> _Error:
-    """Return an error, caught where this is called, without references to anything else: [Note:
-    errors that are kept].
+    """Return an error, caught where this is called, without references to anything else.
+
+    [Note: errors that are kept]
 
     An InfinityError says everything in its message. Of other errors, which may be bugs, the frames
     below the caller stay.
@@ -32,9 +31,12 @@ def kept(error: _Error) -> _Error:
         # Drops the locals of frames that have returned; those still running keep theirs.
         traceback.clear_frames(at)
         passed.__traceback__ = (
+            # tb_next leaves out the caller's own frame, which still runs and keeps its locals.
             None if at is None or isinstance(passed, InfinityError) else at.tb_next
         )
+        # What was being handled when it was raised: an error with frames of its own.
         passed.__context__ = None
+        # Causes are shown with it, so they stay, without their frames.
         passed = passed.__cause__
     return error
 
@@ -46,6 +48,7 @@ def again(error: _Error) -> _Error:
         copied = copy.copy(error)
     except Exception:  # of a class that cannot be copied
         return error
+    # copy.copy does not copy the cause.
     if error.__cause__ is not None:
         copied.__cause__ = error.__cause__
     return copied.with_traceback(error.__traceback__)

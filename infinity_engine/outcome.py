@@ -11,7 +11,7 @@ __all__ = ["Outcome", "StepResult"]
 class Outcome(Enum):
     """The effect of a call of `step`."""
 
-    UPDATED = "updated"  # every parameter that had a gradient was updated was updated
+    UPDATED = "updated"  # every parameter that had a gradient was updated
     # nothing: gradients wait for more micro-batches, or for step(update=True)
     ACCUMULATED = "accumulated"
     SKIPPED = "skipped"  # nothing: gradients were not finite, and the loss scale is lower now
@@ -19,9 +19,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The effect of a call of `step`, and the gradients' norm before clipping where that was
-    computed.
-    """
+    """The effect of a call of `step`; the norm is that before clipping, None where not computed."""
 
     outcome: Outcome
     gradient_norm: float | None = None

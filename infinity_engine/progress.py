@@ -1,5 +1,5 @@
-"""`Progress`: how far long work before training has come, reported to a function of the user's now
-and then.
+"""`Progress`: how far long work before training has come, reported to the user's function.
+
 
 Counts bytes that its callers move, and estimates nothing. An exception of that function ends the
 work, as any failure.
@@ -22,9 +22,7 @@ _PERIOD_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How much of some work is done; `total_bytes` is None while the total is unknown. As text, one
-    line.
-    """
+    """How much of some work is done, as one line of text; `total_bytes` is None while unknown."""
 
     what: str
     done_bytes: int
@@ -37,8 +35,7 @@ class Progress:
 
 
 class ProgressReporter:
-    """Calls `report`, where there is one: at most once a second, and when a part of the work has
-    ended.
+    """Calls `report`, where there is one: at most once a second, and at the end of each part.
 
     Raises:
         ConfigError: it cannot be called.
@@ -50,6 +47,7 @@ class ProgressReporter:
             raise ConfigError(field="progress", value=report, expected=expected)
         self._report = report or _ignore
         self._clock = clock
+        # As if reported now: work of less than a second says nothing in between.
         self._reported = clock()
 
     @contextmanager
@@ -67,6 +65,7 @@ class ProgressReporter:
             self._report(Progress(what=what, done_bytes=done, total_bytes=total_bytes))
             self._reported = self._clock()
 
+        # Without try: a part that failed has no end to report.
         yield more
         report()
 

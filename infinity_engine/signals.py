@@ -1,5 +1,4 @@
-"""`HeldSignals`: Ctrl-C, and what other signals' handlers raise, waits until the engine's state is
-consistent.
+"""`HeldSignals`: Ctrl-C, and what handlers of signals raise, waits for a consistent state.
 
 Python runs handlers between any two instructions, also of the engine, where half of a move would be
 noted. In the body of a hold each signal is noted once, and its handler runs when the outermost hold
@@ -51,15 +50,17 @@ class HeldSignals:
 
     def __init__(self) -> None:
         self._main = threading.main_thread().ident
+        # Counts of the main thread only, which alone runs Python's handlers.
         self._holds = 0
         self._users = 0  # holds and watches
         self._handlers: dict[int, _Handler] = {}  # the replaced handlers, by signal
-        # handlers of the signals that came, to be run later
-        self._came: dict[int, _Handler] = {}  # handlers of the signals that came, to be run later
+        # Handlers of the signals that came, to be run later.
+        self._came: dict[int, _Handler] = {}
 
     def __enter__(self) -> None:
         """Hold signals back."""
         if threading.get_ident() == self._main:
+            # Before the handlers are replaced: a signal that comes in between is noted.
             self._holds += 1
             try:
                 if not self._users:
@@ -76,11 +77,10 @@ class HeldSignals:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """Run the handlers of held signals, where this is the outermost hold; put handlers back
-        after the last user.
-        """
+        """End this hold; run what was held, if it is the outermost; put handlers back after all."""
         if threading.get_ident() == self._main:
             try:
+                # Before the last handler is put back: what comes in between is run by _act() below.
                 self._users -= 1
                 if not self._users:
                     self._restore(list(self._handlers.items()))
@@ -99,6 +99,7 @@ class HeldSignals:
         @wraps(call)
         def held(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             if torch.compiler.is_compiling():
+                # Traced by torch.compile: signal handling has no place in a graph.
                 return call(*args, **kwargs)
             with self:
                 if torch.is_inference_mode_enabled():
@@ -109,8 +110,9 @@ class HeldSignals:
         return held
 
     def watch(self, until: ExitStack) -> None:
-        """Keep the handlers replaced until the stack closes, so that holds need not; signals act as
-        usual outside of holds.
+        """Keep the handlers replaced until the stack closes; holds within need not replace them.
+
+        Signals act as usual outside of holds.
 
         This is called, and the stack closed, within holds.
         """
@@ -131,6 +133,7 @@ class HeldSignals:
             raise KeyboardInterrupt
 
     def _unwatch(self) -> None:
+        # The handlers themselves are put back by the hold in which the stack closes.
         self._users -= 1
 
     def _replace(self) -> None:
@@ -138,6 +141,7 @@ class HeldSignals:
         try:
             for number in _SIGNALS:
                 handler = signal.getsignal(number)
+                # SIG_DFL and SIG_IGN are no functions: the kernel acts on them by itself.
                 if callable(handler) and handler != self._note:
                     self._handlers[number] = handler
                     signal.signal(number, self._note)
@@ -173,6 +177,7 @@ class HeldSignals:
         handler = self._handlers[number]
         # a child forked by another thread has no hold
         if self._holds and threading.get_ident() == self._main:
+            # Noted once, like a signal that is pending in the kernel.
             self._came.setdefault(number, handler)
         else:
             handler(number, frame)
@@ -200,5 +205,6 @@ class HeldEnd:
         at: TracebackType | None,
     ) -> None:
         """Close it. Again: does nothing."""
+        # Held: a signal in the midst of the closing would leave some of it undone.
         with self._signals:
             self.stack.close()

@@ -53,8 +53,7 @@ class SpanRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One step: the spans that began in it, each counter's growth, each gauge's peak, and its
-    notes.
+    """One step: the spans that began in it, counters' growth, gauges' peaks, and its notes.
 
     `end_ns` is None while the step runs.
     """
@@ -70,9 +69,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """The newest steps, oldest first, the spans that began between steps, and how many records were
-    dropped.
-    """
+    """The newest steps, oldest first, spans that began between steps, and how many were dropped."""
 
     steps: tuple[StepRecord, ...]
     between_steps: tuple[SpanRecord, ...]
@@ -92,6 +89,7 @@ class Counter:
     @property
     def total(self) -> int:
         """The sum of all that was added."""
+        # Without the lock: reading an int is one step, and a total only grows.
         return self._total
 
     def add(self, amount: int) -> None:
@@ -145,6 +143,7 @@ class Gauge:
 
     def _begin_step(self) -> None:
         with self._lock:
+            # Not 0: what is held as a step begins counts in its peak.
             self._step_peak = self._value
 
 
@@ -154,7 +153,9 @@ class _Step:
 
     index: int
     start_ns: int
+    # Bounded: the deque drops the oldest span; _keep() counts it.
     spans: deque[SpanRecord]
+    # Counters never start again from 0: a step's growth is a difference.
     totals_before: dict[str, int]
     end_ns: int | None = None
     growth: dict[str, int] = field(default_factory=dict)
@@ -162,6 +163,7 @@ class _Step:
     notes: dict[str, object] = field(default_factory=dict)
 
     def covers(self, moment_ns: int) -> bool:
+        # The end is excluded: the instant is the next step's, or between steps.
         return self.start_ns <= moment_ns and (self.end_ns is None or moment_ns < self.end_ns)
 
 
@@ -182,9 +184,11 @@ class Telemetry:
         self._lock = threading.Lock()
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
+        # maxlen drops the oldest step on append; begin_step() counts it before.
         self._steps: deque[_Step] = deque(maxlen=keep_steps)
         self._open: _Step | None = None
         self._between_steps: deque[SpanRecord] = deque(maxlen=keep_spans)
+        # Spans that begin before this belong to steps that are gone.
         self._dropped_until_ns: int | None = None
         self._dropped_steps = 0
         self._dropped_spans = 0
@@ -192,8 +196,9 @@ class Telemetry:
     def span(
         self, name: str, /, *, track: str | None = None, **fields: object
     ) -> AbstractContextManager[None]:
-        """Return a context manager that records its body, also one that raises, in the step in
-        which it began.
+        """Return a context manager that records its body in the step in which it began.
+
+        A body that raises is recorded too.
 
         `track` is the line of the timeline that it is drawn on, by default the thread's; `fields`
         are kept with it.
@@ -203,8 +208,9 @@ class Telemetry:
     def timed(
         self, name: str, /, *, track: str | None = None, **fields: object
     ) -> AbstractContextManager[None]:
-        """Return a span that also adds its nanoseconds to the counter `<name> ns`, which stays
-        exact where spans are dropped.
+        """Return a span that also adds its ns to the counter `<name> ns`.
+
+        The counter stays exact where spans are dropped.
 
         A span within another of the same name is counted twice.
         """
@@ -217,8 +223,7 @@ class Telemetry:
     def record(
         self, name: str, /, *, track: str, start_ns: int, end_ns: int, **fields: object
     ) -> None:
-        """Record a span with times that are known afterwards, such as those of an I/O thread or of
-        events on a GPU.
+        """Record a span with times known afterwards: of an I/O thread, or of events on a GPU.
 
         Its times are on the clock of now_ns; `track` is the line of the timeline that it is drawn
         on. It belongs to the step in which it began, and counts as dropped where that step is no
@@ -242,6 +247,7 @@ class Telemetry:
             step = next((step for step in reversed(self._steps) if step.covers(start_ns)), None)
             if step is not None:
                 self._keep(span, step.spans)
+            # Its step is not kept any more; elsewhere it would appear as between steps.
             elif self._dropped_until_ns is not None and start_ns < self._dropped_until_ns:
                 self._dropped_spans += 1
             else:
@@ -254,6 +260,7 @@ class Telemetry:
         if known is not None:
             return known
         with self._lock:
+            # setdefault: another thread may have made it between the look above and the lock.
             return self._counters.setdefault(name, Counter())
 
     def gauge(self, name: str) -> Gauge:
@@ -275,22 +282,19 @@ class Telemetry:
             return {name: gauge.peak for name, gauge in self._gauges.items()}
 
     def note(self, **values: object) -> None:
-        """Keep values that the running step has once, such as its outcome. A value noted again is
-        replaced.
-        """
+        """Keep values that the running step has once, such as its outcome; the newest counts."""
         with self._lock:
             self._running("noted").notes.update(values)
 
     def begin_step(self, index: int) -> None:
-        """Begin step `index`: until end_step, new spans, counters' growth and gauges' peaks belong
-        to it.
-        """
+        """Begin step `index`: new spans, growth and peaks belong to it until end_step."""
         with self._lock:
             if self._open is not None:
                 raise RuntimeError(
                     f"step {index} cannot begin, because step {self._open.index} has not ended. "
                     "Call end_step first"
                 )
+            # The append below drops the oldest step.
             if len(self._steps) == self._steps.maxlen:
                 self._dropped_steps += 1
                 self._dropped_until_ns = self._steps[0].end_ns if self._steps else None
@@ -309,6 +313,7 @@ class Telemetry:
         with self._lock:
             step = self._running("ended")
             step.end_ns = self._clock_ns()
+            # Fixed now: counters go on, and the next step's growth is not this one's.
             step.growth = self._growth(step)
             step.peaks = self._step_peaks()
             self._open = None
@@ -340,6 +345,7 @@ class Telemetry:
         return self._open
 
     def _keep(self, span: SpanRecord, spans: deque[SpanRecord]) -> None:
+        # The append drops the oldest span.
         if len(spans) == spans.maxlen:
             self._dropped_spans += 1
         spans.append(span)
@@ -349,7 +355,9 @@ class Telemetry:
 
     def _growth(self, step: _Step) -> dict[str, int]:
         return {
-            name: total - step.totals_before.get(name, 0) for name, total in self._totals().items()
+            # A counter that was made during the step had 0 before it.
+            name: total - step.totals_before.get(name, 0)
+            for name, total in self._totals().items()
         }
 
     def _step_peaks(self) -> dict[str, int]:
@@ -361,6 +369,7 @@ class Telemetry:
             start_ns=step.start_ns,
             end_ns=step.end_ns,
             spans=tuple(step.spans),
+            # The running step's figures are of this moment, those of others of their end.
             counters=dict(step.growth) if step is not self._open else self._growth(step),
             peaks=dict(step.peaks) if step is not self._open else self._step_peaks(),
             notes=dict(step.notes),
@@ -387,6 +396,7 @@ class _Span:
         self._counter = counter
 
     def __enter__(self) -> None:
+        # Read once, without the lock: the step may end meanwhile, and the span stays its own.
         step = self._telemetry._open
         # Chosen at the start: a span belongs to the step in which it began.
         self._spans = self._telemetry._between_steps if step is None else step.spans
@@ -398,6 +408,7 @@ class _Span:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
+        # First, so that making the record is not in the span.
         end_ns = self._telemetry._clock_ns()
         track, thread = self._track, None
         if track is None:
@@ -413,6 +424,7 @@ class _Span:
             fields=self._fields,
         )
         with self._telemetry._lock:
+            # The deque chosen at the start: it may be of a step that has ended by now.
             self._telemetry._keep(record, self._spans)
         if self._counter is not None:
             self._counter.add(end_ns - self._start_ns)
@@ -423,7 +435,7 @@ class NullTelemetry(Telemetry):
 
     def __init__(self) -> None:
         super().__init__(keep_steps=0, keep_spans=0)
-        self._nothing = contextlib.nullcontext()
+        self._nothing = contextlib.nullcontext()  # one for all: a nullcontext has no state
         self._unread = _UnreadCounter()
         self._unread_gauge = _UnreadGauge()
 
@@ -480,8 +492,9 @@ class _UnreadGauge(Gauge):
 
 
 def trace_events(timeline: Timeline) -> dict[str, object]:
-    """Return `timeline` in the trace event format that Perfetto and chrome://tracing open, ready
-    for json.dump.
+    """Return `timeline` in the trace event format that Perfetto and chrome://tracing open.
+
+    The result is ready for json.dump.
 
     Each track has its line, and the steps one of their own, with their notes; a counter shows its
     growth in each step, a gauge its peak. Viewers draw only spans that nest on one line. So where
@@ -530,25 +543,25 @@ def trace_events(timeline: Timeline) -> dict[str, object]:
 
 
 class _Lines:
-    """The lines of a trace by number, from 1 on: on each, any two spans follow one another or one
-    contains the other.
-    """
+    """The lines of a trace, from 1 on: two spans of one follow one another, or nest."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        # For each track its lines: a number, and the ends of the spans that are open there.
         self._of: dict[tuple[object, ...], list[tuple[int, list[int]]]] = {}
 
     def place(self, track: tuple[object, ...], start_ns: int, end_ns: int) -> int:
-        """Return the line for a span; those of a track come in the order of their starts, outer
-        ones first.
-        """
+        """Return the line for a span; a track's spans come by their starts, outer ones first."""
         lines = self._of.setdefault(track, [])
         for number, ends_ns in lines:
+            # Spans that ended before this one begins are closed.
             while ends_ns and ends_ns[-1] <= start_ns:
                 ends_ns.pop()
+            # It fits within the innermost open span: they nest.
             if not ends_ns or end_ns <= ends_ns[-1]:
                 ends_ns.append(end_ns)
                 return number
+        # No line has room: a further one of the same name.
         self.names.append(str(track[0]))
         lines.append((len(self.names), [end_ns]))
         return len(self.names)
@@ -562,7 +575,7 @@ def _complete(
         "pid": _PID,
         "tid": tid,
         "name": name,
-        "ts": start_ns / 1000,
+        "ts": start_ns / 1000,  # viewers expect microseconds
         "dur": (end_ns - start_ns) / 1000,
         "args": {key: _json_value(value) for key, value in args.items()},
     }

@@ -1,5 +1,4 @@
-"""Sizes and rates between text and numbers: "12 GiB" is 12884901888 bytes, "3.2 GB/s" is 3.2e9
-bytes a second.
+"""Sizes and rates as text and numbers: "12 GiB" is 12884901888 bytes, "3.2 GB/s" 3.2e9 a second.
 
 Reads or refuses with ConfigError: never guesses what "12G" means. Drops only the fraction of a byte
 that "7.3 GiB" has. Called wherever a size is read, shown or aligned.
@@ -41,6 +40,7 @@ _BINARY = (("PiB", PiB), ("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB),
 _DECIMAL = (("PB", PB), ("TB", TB), ("GB", GB), ("MB", MB), ("KB", KB), ("B", 1))
 _NAMES = tuple(name for name, _ in _BINARY[:-1] + _DECIMAL)
 _AMOUNT = re.compile(
+    # Bounded: Python refuses to read numbers of thousands of digits, with another error.
     r"\s*(?P<number>[0-9]{1,30}(\.[0-9]{1,30})?)\s*(?P<unit>[A-Za-z]*)(?P<per>/s)?\s*"
 )
 
@@ -53,9 +53,11 @@ def parse_bytes(size: int | str, *, field: str = "size") -> int:
     Raises:
         ConfigError: it is neither, or a part of a byte; names `field` and the nearest right form.
     """
+    # True is an int in Python, and no size.
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     parts = _AMOUNT.fullmatch(size) if isinstance(size, str) else None
+    # A rate is no size.
     if parts is None or parts["per"]:
         expected = "a whole number of bytes, 0 or more, or text such as '12 GiB' or '1.5 GB'"
         raise ConfigError(field=field, value=size, expected=expected)
@@ -81,9 +83,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_decimal_bytes(nbytes: int) -> str:
-    """Return `nbytes` as short text in decimal units, such as "1.5 TB", in which drives are sold
-    and rated.
-    """
+    """Return `nbytes` as short text in decimal units, as drives are sold: "1.5 TB"."""
     return _format(Fraction(nbytes), _DECIMAL)
 
 
@@ -101,6 +101,7 @@ def parse_rate(rate: object, *, field: str = "rate") -> float:
             raise ConfigError(
                 field=field, value=rate, expected=f"a rate: write '{number} {unit or 'B'}/s'"
             )
+        # Through a Fraction, so that the only rounding is that of the result.
         rate = float(Fraction(number) * scale)
     return positive(
         rate,
@@ -110,9 +111,7 @@ def parse_rate(rate: object, *, field: str = "rate") -> float:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Return a rate as short text in decimal units, such as "3.2 GB/s", rounded to three
-    decimals.
-    """
+    """Return a rate as short text in decimal units, rounded to three decimals: "3.2 GB/s"."""
     return f"{_format(Fraction(bytes_per_s), _DECIMAL)}/s"
 
 
@@ -125,6 +124,7 @@ def positive(value: object, *, field: str, expected: str = "a positive number") 
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
+        # NaN fails every comparison, so this refuses it as well.
         or not 0 < value <= sys.float_info.max
     ):
         raise ConfigError(field=field, value=value, expected=expected)
@@ -133,6 +133,7 @@ def positive(value: object, *, field: str, expected: str = "a positive number") 
 
 def align_up(nbytes: int, alignment: int) -> int:
     """Return the smallest multiple of `alignment` that is not below `nbytes`."""
+    # Rounding down the negated number rounds the number up.
     return -align_down(-nbytes, alignment)
 
 
@@ -149,6 +150,7 @@ def _scale(unit: str, *, number: str, per: str, field: str, given: object) -> in
         if known == (unit or "B"):
             return scale
     low = unit.lower()
+    # "12G" may mean GB or GiB: both are offered, and neither is guessed.
     near = [known for known in _NAMES if known.lower() in (low, f"{low}b", f"{low}ib")]
     if not near:
         raise ConfigError(
@@ -161,16 +163,16 @@ def _scale(unit: str, *, number: str, per: str, field: str, given: object) -> in
 
 
 def _format(amount: Fraction, units: tuple[tuple[str, int], ...]) -> str:
-    """Return `amount`, rounded to three decimals, in the largest of the `units` that it then
-    fills.
-    """
+    """Return `amount`, rounded to three decimals, in the largest unit that it then fills."""
     _, scale = _largest(amount, units)
     rounded = Fraction(round(amount * 1000 / scale) * scale, 1000)
     # Rounding may fill the next unit: one byte less than a GiB is 1 GiB and not 1024 MiB.
     name, scale = _largest(rounded, units)
+    # In integers, so that no float shows digits of its own.
     whole, thousandths = divmod(int(rounded * 1000 / scale), 1000)
     return f"{whole}.{thousandths:03}".rstrip("0").rstrip(".") + f" {name}"
 
 
 def _largest(amount: Fraction, units: tuple[tuple[str, int], ...]) -> tuple[str, int]:
+    # Less than the smallest unit is shown in it: 0 B.
     return next((unit for unit in units if amount >= unit[1]), units[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -47,6 +48,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove what was shared."""
     if _FOLDER in config.stash:
         config.stash[_FOLDER].cleanup()
+
+
+def pytest_collection_finish() -> None:
+    """Leave what importing and collecting made out of garbage collections from now on.
+
+    The engine collects where it looks for views that are left; with hundreds of thousands of
+    objects of torch and pytest each collection takes a fifth of a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

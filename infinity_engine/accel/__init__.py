@@ -1,5 +1,4 @@
-"""The devices that copy and update bytes: streams, events, copies and device memory, behind one
-small interface.
+"""The devices that copy and update bytes, behind one small interface.
 
 `open_accelerator` makes the accelerator that a name asks for. `cuda` is a GPU, `cpu` is the host as
 its own device, `emulated` is a test instrument that lives in host memory. Nothing here decides what

@@ -1,5 +1,4 @@
-"""The interface of every accelerator: streams of copies and of device work, events that end them,
-and flat device memory.
+"""The interface of every accelerator: streams, events that end operations, and flat device memory.
 
 Bytes, not tensors: a buffer is a run of device bytes, a copy moves bytes between host and device.
 Decides nothing about what moves when. Called by memory/, residence/ and the code that runs updates,
@@ -49,9 +48,7 @@ class StreamKind(Enum):
 
 
 class Stream:
-    """A queue of operations that follow one another. Made by `Accelerator.stream`, and usable with
-    that accelerator only.
-    """
+    """A queue of operations that follow one another, for the accelerator that made it."""
 
     __slots__ = ("kind", "name")
 
@@ -77,9 +74,7 @@ class Event(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Tell whether the operation has ended, without blocking. Where time is virtual, asking
-        does not advance it.
-        """
+        """Tell, without blocking, whether the operation has ended; no clock advances."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -95,6 +90,7 @@ class Buffer:
     __slots__ = ("_memory", "nbytes")
 
     def __init__(self, memory: torch.Tensor) -> None:
+        # Fixed here: the size is still asked for, in messages, after the memory has gone.
         self.nbytes = memory.numel()
         self._memory: torch.Tensor | None = memory
 
@@ -107,8 +103,7 @@ class Buffer:
         if min(sizes, default=0) < 0 or offset < 0 or offset + nbytes > self.nbytes:
             raise ValueError(
                 f"expected a tensor within the buffer's {self.nbytes} B, got {nbytes} B at offset "
-                f"{offset} "
-                f"(shape {sizes} of {dtype})"
+                f"{offset} (shape {sizes} of {dtype})"
             )
         if offset % dtype.itemsize:
             raise ValueError(
@@ -118,13 +113,16 @@ class Buffer:
         return self._held()[offset : offset + nbytes].view(dtype).view(sizes)
 
     def shared(self) -> tuple[torch.Tensor, object]:
-        """Return all bytes as a tensor with a storage of its own, and an object that lives until
-        the last view of it is gone.
+        """Return all bytes as a tensor with a storage of its own, and an object to watch them by.
+
+        The object lives until the last view of the tensor is gone.
 
         The buffer keeps neither.
         """
         memory = self._held()
         if memory.device.type == "cpu":
+            # A view would share the buffer's storage, so nothing would tell when the last one is
+            # gone.
             # Through numpy the tensor gets a storage of its own, which ends with its last view.
             array = memory.numpy()
             return torch.from_numpy(array), array
@@ -133,10 +131,9 @@ class Buffer:
         return torch.as_tensor(owner, device=memory.device), owner
 
     def release(self) -> torch.Tensor:
-        """Return the memory; the buffer has none from here on. Called by the accelerator that made
-        it.
-        """
+        """Return the memory and keep none of it; for the accelerator that made the buffer."""
         memory = self._held()
+        # A buffer that is used or freed a second time raises from here on; see _held().
         self._memory = None
         return memory
 
@@ -152,15 +149,14 @@ class Buffer:
 
 
 class _DeviceArray:
-    """Bytes of a GPU as other libraries import them; the importer keeps this alive. Has not run on
-    a GPU yet.
-    """
+    """Bytes of a GPU as other libraries import them; the importer keeps this alive."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.__cuda_array_interface__ = {
             "shape": (memory.numel(),),
+            # Single bytes: the byte order of wider types does not come into it.
             "typestr": "|u1",
-            "data": (memory.data_ptr(), False),
+            "data": (memory.data_ptr(), False),  # the second value: not read-only
             "version": 3,
         }
 
@@ -242,8 +238,7 @@ class Accelerator(ABC):
     def run(
         self, work: Callable[[], object], *, stream: Stream, cost: Cost, after: Sequence[Event] = ()
     ) -> Event:
-        """Run `work` on the device, in a COMPUTE or COLLECTIVE stream, once all of `after` have
-        passed.
+        """Run `work` on the device once all of `after` have passed; COMPUTE or COLLECTIVE streams.
 
         `work` reaches its bytes through tensors that it holds, may be called on another thread, and
         calls nothing of the accelerator. On cuda it is called at once, with the stream current, and
@@ -268,13 +263,13 @@ class Accelerator(ABC):
         """
 
     def disown(self, buffer: Buffer) -> None:
+        # The memory itself goes with the last view: a buffer is all that this class knows of it.
         """Leave a buffer's memory to its views for good: the device does not count it any more."""
         buffer.release()
 
-    # where memory is freed at once
+    # Called only where torch's own allocator made the tensor; elsewhere nothing is to be kept.
     def outlives(self, tensor: torch.Tensor, stream: Stream) -> None:  # noqa: B027
-        """Keep the memory of a tensor that other code allocated until `stream` has done all that it
-        was given so far.
+        """Keep the memory of a tensor of other code until `stream` has done all it was given.
 
         So the code that submitted a copy of the tensor need not keep it.
         """
@@ -283,33 +278,28 @@ class Accelerator(ABC):
         """Keep nothing of what was given back."""
 
     def host_updated(self, params: int) -> None:  # noqa: B027  # most have no clock of their own
-        """Note that the host has updated so many parameters, which on an emulated device's virtual
-        clock takes time.
-        """
+        """Note that the host has updated so many parameters: a virtual clock takes time for it."""
 
     @abstractmethod
     def memory(self) -> DeviceBytes:
         """Return how much device memory there is now."""
 
     def cap(self, nbytes: int | None) -> None:  # noqa: B027  # most cannot
-        """Limit the device memory that torch takes beyond what it has now to `nbytes`, all that is
-        allocated here included.
+        """Limit the device memory that torch takes beyond what it has now, to `nbytes`.
+
+        All that is allocated here is included.
 
         None: the limit from before. An allocation beyond it raises torch.OutOfMemoryError in the
         caller. Does nothing where the device allows no such limit.
         """
 
     def taken_by_torch(self) -> int | None:
-        """Return how many bytes torch has taken since there is a limit; None where there is
-        none.
-        """
+        """Return the bytes that torch has taken since there is a limit; None without a limit."""
         return None
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block the host until all that was submitted has ended, and raise the first error not yet
-        raised.
-        """
+        """Block the host until all has ended; raise the first error that was not yet raised."""
 
     @abstractmethod
     def stop(self) -> None:

@@ -1,5 +1,4 @@
-"""The host as its own device: DEVICE and HOST are one memory, so there is nothing to copy, and work
-happens at once.
+"""The host as its own device: DEVICE and HOST are one memory; nothing is copied, work runs at once.
 
 Starts no thread: a buffer is an ordinary tensor's. Pages that were given back are kept for later
 buffers as far as their owner allows, because new pages cost as much time as filling them. The
@@ -57,15 +56,13 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
         try:
             # Small buffers come from malloc: whole pages for each would waste most of their memory.
             if nbytes < _LARGE:
+                # Here too, or idle pages would stay as long as only small buffers are made.
                 self._pages.keep_at_most(idle_bytes)
                 return Buffer(torch.empty(nbytes, dtype=torch.uint8))
             memory = self._pages.take(nbytes, keep=idle_bytes)
             return Buffer(torch.frombuffer(memory, dtype=torch.uint8))
-        except (
-            RuntimeError,
-            MemoryError,
-            OSError,
-        ) as error:  # torch raises a plain RuntimeError when out of memory
+        # torch raises a plain RuntimeError when it is out of memory.
+        except (RuntimeError, MemoryError, OSError) as error:
             free, total = self.memory()
             raise CapacityError(
                 tier="DEVICE",
@@ -87,6 +84,7 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
     def memory(self) -> DeviceBytes:
         """Return how much host memory this process may use, and how much of it is free."""
         memory = probe_memory()
+        # MemAvailable is the machine's figure and knows nothing of a limit around this process.
         free = memory.available_bytes
         if memory.cgroup is not None and memory.cgroup.used_bytes is not None:
             free = max(min(free, memory.cgroup.limit_bytes - memory.cgroup.used_bytes), 0)

@@ -42,9 +42,11 @@ class CudaOperation(Operation):
 
     def error_of(self, cause: RuntimeError) -> Exception:
         """Return what went wrong; for a copy, as a TransferError."""
+        # torch's error names neither the copy's size nor its stream.
         if self.nbytes is None:
             return cause
         path = f"{self.name} on {self.stream.name} of cuda"
+        # Raised and caught, so that `from` sets the cause as in any error that a user reads.
         try:
             raise TransferError(
                 errno=errno.EIO, path=path, offset=0, asked=self.nbytes, done=0
@@ -87,9 +89,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
 
     @property
     def pinned(self) -> bool:
-        """Whether the host's side of every copy so far was page-locked. The host waits for copies
-        for which it was not.
-        """
+        """Whether the host's side of every copy was page-locked; for others, the host waits."""
         return self._pinned
 
     def stream(self, kind: StreamKind) -> Stream:
@@ -98,6 +98,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         computes = kind is StreamKind.COMPUTE
         device = self.torch_device
         self._streams[stream] = (
+            # The modules' own stream: updates come after their kernels with no event in between.
             torch.cuda.current_stream(device) if computes else _new_stream(device)
         )
         return stream
@@ -111,6 +112,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         if nbytes < 1:
             raise ValueError(f"expected a buffer of 1 B or more, got {nbytes} B")
         try:
+            # Decides which stream's free blocks the allocator may reuse; see the note in __init__.
             with torch.cuda.stream(self._allocating):
                 return Buffer(torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device))
         except torch.cuda.OutOfMemoryError as error:
@@ -128,12 +130,11 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
 
     def free(self, buffer: Buffer) -> None:
         """Give a buffer back to torch's allocator."""
+        # Dropping the tensor is all: its block goes back to the allocator's list for our stream.
         buffer.release()
 
     def outlives(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Make torch's allocator keep the tensor's memory until `stream` has done all that it was
-        given so far.
-        """
+        """Make torch keep the memory until `stream` has done all that it was given so far."""
         tensor.record_stream(self.torch_stream(stream))
 
     def memory(self) -> DeviceBytes:
@@ -141,9 +142,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         return DeviceBytes(*torch.cuda.mem_get_info(self.torch_device))
 
     def cap(self, nbytes: int | None) -> None:
-        """Set the fraction of the device that torch's caching allocator may reserve, blocks that it
-        keeps included.
-        """
+        """Set the fraction of the device that torch may reserve, blocks that it keeps included."""
         device = self.torch_device
         if nbytes is None:
             if self._before is not None:
@@ -154,7 +153,9 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         self._before = torch.cuda.memory_allocated(device)
         allowed = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every torch
         self._fraction = 1.0 if allowed is None else allowed(device)
+        # torch wants a fraction of the whole device, with what it has reserved already.
         share = (torch.cuda.memory_reserved(device) + nbytes) / self.memory().total
+        # Never above the fraction that the program set before: its own limit stays in force.
         torch.cuda.set_per_process_memory_fraction(min(self._fraction, share), device)
 
     def taken_by_torch(self) -> int | None:
@@ -170,6 +171,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         if failure is None:
             try:
                 self._launch(operation, behind)
+            # CUDA reports a failed launch, and those of earlier kernels, as a RuntimeError.
             except RuntimeError as error:
                 failure = Failure(operation.error_of(error))
             except Exception as error:
@@ -180,6 +182,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         stream, action = self._streams[operation.stream], operation.action
         with torch.cuda.stream(stream):
             for other in behind:
+                # Within a stream the device keeps the order itself, without an event.
                 if other.event is not None and other.stream is not operation.stream:
                     stream.wait_event(other.event)
             if isinstance(action, Copy):
@@ -194,6 +197,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
 
     def _look_at_host(self, copy: Copy, kind: StreamKind) -> None:
         host = copy.source if kind is StreamKind.H2D else copy.target
+        # Asking the driver takes time, so it stops with the first copy that is not pinned.
         if self._pinned and not host.is_pinned():
             self._pinned = False
             warnings.warn(
@@ -204,6 +208,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
             )
 
     def _has_ended(self, operation: CudaOperation) -> bool:
+        # An operation that failed to launch has no event, and will never run: it has ended.
         if operation.event is None or operation.failure is not None:
             return True
         try:
@@ -213,6 +218,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
             return True
 
     def _wait(self, operation: CudaOperation) -> None:
+        # One that failed before is not asked again: the first error is the one that events carry.
         if operation.event is not None and operation.failure is None:
             try:
                 operation.event.synchronize()

@@ -1,5 +1,4 @@
-"""A device that lives in host memory: its bytes, its rates and a record of its operations. A test
-instrument.
+"""A device that lives in host memory, with set rates and a record of its operations: for tests.
 
 Its memory is NaN wherever nothing was written: fresh and freed bytes are 0xFF, which is NaN in
 every float type. The two links do not slow one another, and each carries its copies one at a time
@@ -100,6 +99,7 @@ class EmulatedMemory:
                 change="give the emulated device more bytes, or free buffers first",
             )
         block = self._new_block(nbytes).fill_(NAN_BYTE)
+        # Both lists stay sorted by address: a tensor's block is found from its address alone.
         at = bisect.bisect(self._starts, block.data_ptr())
         self._starts.insert(at, block.data_ptr())
         self._blocks.insert(at, block)
@@ -115,6 +115,7 @@ class EmulatedMemory:
     def disown(self, block: torch.Tensor) -> None:
         """Stop counting a block; its bytes stay as they are."""
         at = self._index(block.data_ptr())
+        # The address of a block is its key, so memory of another accelerator cannot be freed here.
         if at is None or self._starts[at] != block.data_ptr():
             raise ValueError(
                 f"expected a buffer of this accelerator (emulated), got {block.numel()} B of "
@@ -128,9 +129,7 @@ class EmulatedMemory:
         return self._index(tensor.data_ptr()) is not None
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of a flat tensor as a view of the block itself, which keeps no object of
-        the caller's alive.
-        """
+        """Return a flat tensor's bytes as a view of the block: it keeps nothing of the caller's."""
         at = self._index(tensor.data_ptr())
         if at is None:
             raise ValueError("expected a tensor in device memory")
@@ -192,13 +191,12 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
         return self._memory.bytes
 
     def timeline(self) -> tuple[OperationRecord, ...]:
-        """Return when the newest copies and works were carried out, in nanoseconds of the device's
-        clock.
-        """
+        """Return when the newest copies and works were carried out, in ns of the device's clock."""
         return tuple(self._timeline)
 
     def _duration_ns(self, stream: Stream, action: Action) -> int:
         delay_ns = 0 if self._delay_ns is None else self._delay_ns(stream.kind)
+        # A copy costs its bytes over the link's rate; a delay comes on top, once per operation.
         if isinstance(action, Copy):
             return delay_ns + ceil_ns(action.nbytes, self._ratios[stream.kind])
         if isinstance(action, Work):
@@ -206,6 +204,7 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
             return delay_ns + (
                 cost.ns if isinstance(cost, TimeCost) else ceil_ns(cost.params, self._update_ratio)
             )
+        # A mark takes no time: an event that was recorded passes when all before it has.
         return 0
 
     def _note(self, operation: _Op, start_ns: int, end_ns: int) -> None:
@@ -235,12 +234,12 @@ def _ratio(rate: float | None, *, name: str) -> tuple[int, int]:
             value=rate,
             expected="a rate: an emulated device needs it",
         )
+    # A fraction of integers, exactly the float's value: no rounding adds up over a long run.
     return rate.as_integer_ratio()
 
 
 def ceil_ns(amount: int, rate: tuple[int, int]) -> int:
-    """Return the nanoseconds that `amount` takes at a rate per second, rounded up, without any
-    rounding before.
-    """
+    """Return the ns that `amount` takes at a rate per second, rounded up once, at the end."""
     numerator, denominator = rate
+    # Floor division of the negated value is division rounded up, in integers of any size.
     return -(-amount * _NS_PER_S * denominator // numerator)

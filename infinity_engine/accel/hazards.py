@@ -1,5 +1,6 @@
-"""Shows NaN to an operation in place of bytes that an unordered copy may be moving, never bytes
-that are right by luck.
+"""Shows an operation NaN in place of bytes that an unordered copy may be moving.
+
+Such bytes could be right by luck; NaN is wrong every time.
 
 Two operations are unordered when neither waits for the other and the host waited for neither before
 it submitted the other. Used by the virtual clock alone, in one thread; touches device memory and
@@ -22,9 +23,7 @@ __all__ = ["Footprint", "carry_out_copy", "carry_out_work"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Footprint:
-    """The bytes that a copy touches, as addresses, and those of them in device memory also as a
-    tensor.
-    """
+    """The bytes that a copy touches, as addresses; those in device memory also as a tensor."""
 
     name: str
     kind: StreamKind
@@ -47,10 +46,13 @@ class Footprint:
 def carry_out_copy(copy: Copy, unordered: Sequence[Footprint]) -> None:
     """Copy the bytes; those that an unordered copy writes, here or at the source, arrive as NaN."""
     copy.target.copy_(copy.source)
+    # Half-written bytes where another copy writes our source; where it writes our target, either
+    # copy may be the last. NaN stands for both.
     for own in (_addresses(copy.source), _addresses(copy.target)):
         for other in unordered:
             start, stop = max(own.start, other.writes.start), min(own.stop, other.writes.stop)
             if start < stop:
+                # `own` may be the source: an offset there is the same offset in the target.
                 copy.target[start - own.start : stop - own.start].fill_(NAN_BYTE)
 
 

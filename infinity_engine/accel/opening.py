@@ -20,8 +20,7 @@ _NAMES = ("auto", "cuda", "cpu", "emulated")
 
 
 def open_accelerator(name: str, *, emulation: Emulation | None = None) -> Accelerator:
-    """Return the accelerator `name`, which the caller closes; "auto" is cuda where torch sees a GPU
-    and otherwise cpu.
+    """Return the accelerator `name`, which the caller closes; "auto" is cuda on a GPU, else cpu.
 
     Raises:
         ConfigError: there is none of that name, there is no GPU, or "emulated" comes without an

@@ -1,5 +1,4 @@
-"""One submitted operation: what it does, what it waits for, and the failure that it ends in or
-inherits.
+"""One submitted operation: what it does, what it waits for, and the failure that it ends in.
 
 Bookkeeping, the same on every accelerator. Runs nothing and knows no time: the accelerators
 subclass it.
@@ -49,13 +48,12 @@ Action = Copy | Work | Mark  # What an operation does.
 
 
 class Failure:
-    """An error of an operation, shared by those that inherit it, and since when it has been
-    reported to the host.
-    """
+    """An error of an operation, shared by those that inherit it, and when the host saw it."""
 
     __slots__ = ("_reported_at", "error")
 
     def __init__(self, error: BaseException) -> None:
+        # Without the frames of its traceback: their locals hold the operation's tensors.
         self.error = kept(error)
         self._reported_at: int | None = None
 
@@ -65,9 +63,8 @@ class Failure:
         return self._reported_at is not None
 
     def mark_reported(self, submitted: int) -> None:
-        """Note that the error is raised on the host, when `submitted` operations have been
-        submitted.
-        """
+        """Note that the host sees the error, when `submitted` operations were submitted."""
+        # Only the first report counts: after it, the host submits in knowledge of the error.
         if self._reported_at is None:
             self._reported_at = submitted
 
@@ -78,9 +75,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Submission:
-    """What the caller asked for: `previous` comes before it in its stream, `after` are all others
-    that it waits for.
-    """
+    """What the caller asked for: to go after `previous` of its stream and all of `after`."""
 
     number: int
     stream: Stream
@@ -98,9 +93,7 @@ class OperationOwner(Protocol):
 
 
 class Operation(Event):
-    """One operation of one accelerator. Numbers count its submissions from 0 on: an order that all
-    streams keep.
-    """
+    """One operation. Numbers count an accelerator's submissions, an order that all streams keep."""
 
     def __init__(self, owner: OperationOwner, submission: Submission) -> None:
         self.owner = owner
@@ -151,8 +144,7 @@ class Operation(Event):
     def finish(self, failure: Failure | None) -> None:
         """Note how it ended and drop the references to all that it used."""
         self.failure = failure
-        # An event is often kept longer than its operation takes: it must not keep the tensors
-        # alive.
+        # An event often outlives its operation: it must not keep the tensors alive.
         self._action = None
         self._previous = None
         self._after = ()

@@ -1,5 +1,4 @@
-"""The parts that all accelerators share: checked submissions, the order within streams, failures
-raised on the host.
+"""What all accelerators share: checked submissions, order within streams, failures on the host.
 
 Knows streams as queues of operations; how an operation is carried out, and when, belongs to the
 subclasses.
@@ -37,9 +36,7 @@ class StreamOrder(Generic[_Op]):
         self._waits.append(operation)
 
     def pop_waits(self) -> list[_Op]:
-        """Return what the next operation waits for, and forget it: operations after that one wait
-        for it.
-        """
+        """Return what the next operation waits for, and forget it: later ones wait for that one."""
         waits, self._waits = self._waits, []
         return waits
 
@@ -61,6 +58,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
 
     def stream(self, kind: StreamKind) -> Stream:
         """Return a new stream."""
+        # Numbered within the kind: names of streams appear in timelines and messages.
         stream = Stream(kind, f"{kind.value} {sum(other.kind is kind for other in self._lanes)}")
         self._lanes[stream] = StreamOrder(stream)
         return stream
@@ -102,16 +100,16 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
         return self._submit(stream, Work(work, cost), after)
 
     def synchronize(self) -> None:
-        """Block the host until all that was submitted has ended, and raise the first error not yet
-        raised.
-        """
+        """Block the host until all has ended; raise the first error that was not yet raised."""
         self._drain()
         self._raise_unreported()
 
     def stop(self) -> None:
         """Wait for all that was submitted and stop the device."""
+        # Draining first: a device must not go while its operations still use memory.
         if not self._stopped:
             self._drain()
+            # Set first: after an error in _shut_down() a second call does nothing.
             self._stopped = True
             self._shut_down()
 
@@ -167,6 +165,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
         """Note how an operation ended."""
         operation.finish(failure)
         if failure is not None:
+            # Of operations that have ended only failures are kept, and each stream's newest.
             with self._lock:
                 self._failures.append((operation.number, failure))
 
@@ -185,6 +184,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
         for _, failure in unreported:
             failure.mark_reported(self._submitted)
         if unreported:
+            # The lowest number: what came after it may have failed only because of it.
             _, first = min(unreported, key=lambda item: item[0])
             raise again(first.error)
 
@@ -225,6 +225,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
 
 def _check_bytes(*, target: torch.Tensor, source: torch.Tensor) -> None:
     for role, tensor in (("target", target), ("source", source)):
+        # A copy is an address and a length: a strided tensor's would cover bytes of others.
         if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(
                 f"expected the {role} of a copy to be a flat contiguous uint8 tensor, got "
@@ -233,6 +234,6 @@ def _check_bytes(*, target: torch.Tensor, source: torch.Tensor) -> None:
             )
     if target.numel() != source.numel() or not target.numel():
         raise ValueError(
-            f"expected as many bytes in target and source, and at least one; got {target.numel()} "
-            f"and {source.numel()}"
+            f"expected a target and a source of the same size, 1 B or more, got {target.numel()} B "
+            f"and {source.numel()} B"
         )

@@ -31,7 +31,7 @@ from infinity_engine.accel.operation import (
 
 __all__ = ["PacedAccelerator", "PacedOperation"]
 
-_PIECE_NS = 1_000_000
+_PIECE_NS = 1_000_000  # of a copy: longer pieces come in bursts, shorter ones cost wake-ups
 _NS_PER_S = 10**9
 
 
@@ -40,6 +40,7 @@ class PacedOperation(Operation):
 
     def __init__(self, owner: OperationOwner, submission: Submission) -> None:
         super().__init__(owner, submission)
+        # From the submission, not from the worker's wake-up: the device would have begun at once.
         self.submitted_ns = time.perf_counter_ns()
         self.end_ns = 0
         self._ended = threading.Event()
@@ -50,6 +51,7 @@ class PacedOperation(Operation):
         return self._ended.is_set()
 
     def end(self, end_ns: int) -> None:
+        # Written first: a thread that has seen the event reads this without a lock.
         """Let it end: `end_ns` is when it was due."""
         self.end_ns = end_ns
         self._ended.set()
@@ -83,6 +85,7 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
             )
             self._workers[key] = thread, jobs
             thread.start()
+        # Unbounded, so a submission never blocks the host, as on a real device.
         self._workers[key][1].put((operation, behind))
 
     def _has_ended(self, operation: PacedOperation) -> bool:
@@ -104,9 +107,8 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
             thread.join()
 
     def _serve(self, jobs: SimpleQueue[_Job | None]) -> None:
-        """Carry out jobs one after another until None comes. All that a job waits for was submitted
-        before it.
-        """
+        """Carry out jobs until None comes; each waits only for jobs submitted before it."""
+        # When this worker's last job was due to end: a link carries one copy at a time.
         free_ns = 0
         while True:
             job = jobs.get()
@@ -119,6 +121,7 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
         self, operation: PacedOperation, behind: Sequence[PacedOperation], free_ns: int
     ) -> int:
         for other in behind:
+            # Cannot wait for each other in a circle: each operation waits only for lower numbers.
             other.block()
         # Due times, not observed ones: a thread that wakes late does not make all later operations
         # late.
@@ -133,6 +136,7 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
                 failure = Failure(error)
         if not isinstance(operation.action, Mark):
             self._note(operation, began_ns, time.perf_counter_ns())
+        # Before end(): the host may look at the failure as soon as it sees the end.
         self._finish(operation, failure)
         operation.end(due_ns)
         return due_ns
@@ -156,9 +160,11 @@ def _copy_paced(copy: Copy, start_ns: int, duration_ns: int) -> None:
     target, source, nbytes = copy.target.data_ptr(), copy.source.data_ptr(), copy.nbytes
     copied = 0
     while copied < nbytes:
+        # Whatever is due by now, and a piece ahead; a thread that woke late catches up here.
         due_ns = time.perf_counter_ns() - start_ns + _PIECE_NS
         # At least one byte more, so that a copy of any rate comes to its end.
         upto = min(nbytes, max(nbytes * due_ns // duration_ns, copied + 1))
+        # Without the GIL, so copies of both directions and Python's own work overlap.
         ctypes.memmove(target + copied, source + copied, upto - copied)
         copied = upto
         _sleep_until(start_ns + duration_ns * copied // nbytes)

@@ -1,5 +1,4 @@
-"""The emulated device under a virtual clock: one thread, exact times, and every operation as late
-as can be.
+"""The emulated device under a virtual clock: one thread, exact times, operations as late as can be.
 
 An operation gets its time when it is submitted: it starts when its stream and its link are free,
 all that it waits for has ended and the host has come so far, and takes its bytes over the link's
@@ -32,12 +31,11 @@ __all__ = ["VirtualAccelerator", "VirtualOperation"]
 
 
 class VirtualOperation(Operation):
-    """An operation with its time, what must be carried out before it, and what is known to come
-    before it.
-    """
+    """An operation with its time and with the operations that come before it."""
 
     def __init__(self, owner: OperationOwner, submission: Submission) -> None:
         super().__init__(owner, submission)
+        # The span on the clock. The bytes move at another moment: when the host has to learn of it.
         self.start_ns = self.end_ns = 0
         self.behind: Sequence[VirtualOperation] = ()
         self.footprint: Footprint | None = None
@@ -53,9 +51,7 @@ class VirtualOperation(Operation):
         behind: Sequence[VirtualOperation],
         before: dict[Stream, int],
     ) -> None:
-        """Note its time; `before` has, for each stream, the newest operation that ends before this
-        one begins.
-        """
+        """Note its time and the newest operation of each stream that ends before it begins."""
         self.start_ns, self.end_ns = start_ns, end_ns
         self.behind = behind
         self._before = before
@@ -67,6 +63,7 @@ class VirtualOperation(Operation):
     @property
     def upto(self) -> dict[Stream, int]:
         """For each stream, the newest operation that has ended when this one has."""
+        # Operations of a stream end in order, so the newest number stands for all before it.
         return {**self._before, self.stream: self.number}
 
     def begins_after(self, other: VirtualOperation) -> bool:
@@ -76,13 +73,12 @@ class VirtualOperation(Operation):
     def carry(self, at: int) -> None:
         """Note that it was carried out."""
         self.carried_at = at
+        # Else each operation would keep the one before it: a chain as long as the training.
         self.behind = ()
 
 
 class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
-    """An emulated device with computed time. `done` never advances the clock: `wait` and
-    `host_work` do.
-    """
+    """An emulated device with computed time: `wait` and `host_work` advance it, not `done`."""
 
     def __init__(self, emulation: Emulation) -> None:
         super().__init__(VirtualOperation, emulation)
@@ -91,7 +87,9 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         rate = emulation.rates.host_update_params_per_s if emulation.host_takes_time else None
         self._host_ratio = None if rate is None else rate.as_integer_ratio()
         self._link_free_ns = {StreamKind.H2D: 0, StreamKind.D2H: 0}
+        # The newest operation of each stream that the host knows to have ended.
         self._host_knows: dict[Stream, int] = {}
+        # In the order of submission, which _forget() relies on to find the oldest.
         self._pending: dict[int, VirtualOperation] = {}
         # copies that a pending operation may be unordered with
         self._copies: list[VirtualOperation] = []
@@ -119,6 +117,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         memory = buffer.release()
         self._memory.free(memory)
         # Operations submitted before this may still write there; NaN follows each of them again.
+        # The block is kept until those have ended, though the ledger has its bytes back already.
         self._freed.append((self._submitted, memory))
         self._forget()
 
@@ -133,6 +132,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         operation.place(start_ns=start_ns, end_ns=end_ns, behind=behind, before=before)
         if isinstance(action, Copy):
             self._link_free_ns[stream.kind] = end_ns
+            # A view of the block, as a footprint outlives the copy's own tensors.
             device = self._memory.part(
                 action.target if stream.kind is StreamKind.H2D else action.source
             )
@@ -145,18 +145,21 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         self._pending[operation.number] = operation
 
     def _has_ended(self, operation: VirtualOperation) -> bool:
+        # The clock alone decides, not whether the bytes have moved: that depends on the seed.
         if self._now_ns < operation.end_ns:
             return False
         self._learn([operation])
         return True
 
     def _wait(self, operation: VirtualOperation) -> None:
+        # Waiting for what has ended already takes no time.
         self._now_ns = max(self._now_ns, operation.end_ns)
         self._learn([operation])
         self._raise_failure(operation)
 
     def _drain(self) -> None:
         pending = list(self._pending.values())
+        # Draining is waiting for all, so the clock goes to the latest end.
         self._now_ns = max([self._now_ns, *(operation.end_ns for operation in pending)])
         self._learn(pending)
 
@@ -185,6 +188,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         while ready:
             # Any order that the waits allow may happen on a device, so a seeded one is as good as
             # another.
+            # In a set order by number until here, so that one seed gives one order.
             number = ready.pop(self._random.randrange(len(ready)))
             yield needed[number]
             for follower in followers.get(number, ()):
@@ -202,6 +206,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         operation.carry(self._submitted)
         self._finish(operation, failure)
         del self._pending[operation.number]
+        # Freed after this operation was submitted: its bytes must still show NaN.
         for since, memory in self._freed:
             if operation.number < since:
                 memory.fill_(NAN_BYTE)
@@ -211,6 +216,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         if isinstance(action, Mark):
             return
         self._raise_fault(operation)
+        # Neither begins after the other's end: on a real device they may run at the same time.
         unordered = [
             other.footprint
             for other in self._copies
@@ -226,6 +232,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
 
     def _forget(self) -> None:
         """Drop what cannot matter any more: all that is pending was submitted later."""
+        # Dictionaries keep insertion order, so the first pending operation is the oldest.
         oldest = next(iter(self._pending), self._submitted)
         self._copies = [
             op for op in self._copies if op.carried_at is None or op.carried_at > oldest

@@ -1,5 +1,3 @@
-"""Models that are built or loaded although they do not fit into host memory, and where their first
-values are put.
-"""
+"""Models built or loaded although they do not fit into host memory; where first values are put."""
 
 __all__ = ()

@@ -1,5 +1,4 @@
-"""`building`: what happens while the body of an init_context runs: it sees each module's parameters
-and torch's calls.
+"""`building`: what an init_context does while its body runs: sees parameters and torch's calls.
 
 Reads back from the drives what a call needs and lets the other parameters be evicted.
 `BuiltParameters` decides which.
@@ -68,11 +67,11 @@ _GET_DATA, _SET_DATA = _T.data.__get__, _T.data.__set__  # type: ignore[attr-def
 def building(
     budget: ResolvedBudget, cache: int | None, reporter: ProgressReporter, ranks: Ranks | None
 ) -> Iterator[BuiltModel]:
-    """Offload the parameters that modules register in the body to the drives. See `init_context`
-    for what is raised.
+    """Offload the parameters that modules register in the body. See `init_context` for errors.
 
     Of several `ranks`, all of which come to this, `budget` is this one's.
     """
+    # Two contexts would both take over the same parameters.
     if _open() is not None:
         raise RuntimeError(
             "An init_context is open in this thread already: build the whole model in one `with "
@@ -82,7 +81,7 @@ def building(
         with reporter.part("building on the drives", None) as written:
             built, records = opened(budget, cache, failed, written, ranks)
             mode = _Building(records)
-            # the modules built so far: they have no values
+            # Where the body fails, the modules built so far have no values, and refuse to run.
             failed.callback(lambda: built.guard(mode.modules()))
             hooks = Hooks()
             hooks.on_registration(mode.gets_parameter, mode.gets_submodule)
@@ -92,10 +91,12 @@ def building(
             finally:
                 hooks.remove()
             mode.finish()
+            # Collective, after the body: ranks that built something else would mix their shards.
             records.agree()
             built.guard(
                 module
                 for module in mode.modules()
+                # Modules without absent parameters may run.
                 if any(parameter in built for parameter in module.parameters())
             )
         failed.pop_all()
@@ -114,6 +115,7 @@ def opened(
     """
     ledger = Ledger(budget)
     swap = SwapFile(first_sizes(budget.nvme), ledger, holder="values of a model")
+    # Undone last first: the built model closes before its swap file does.
     failed.callback(swap.close)
     records = (
         BuiltParameters(swap, ledger, budget.nvme, cache, written)
@@ -122,6 +124,7 @@ def opened(
     )
     built = BuiltModel(records, swap, ledger, ranks)
 
+    # By push and not callback: it gets the error, which the other ranks are sent.
     def close(_kind: object, error: BaseException | None, _trace: object) -> None:
         built.close(error)
 
@@ -131,6 +134,7 @@ def opened(
 
 def _open() -> _Building | None:
     """Return the context that is open in this thread."""
+    # A call of our own function: only a mode of ours answers it with itself.
     if has_torch_function((None,)):
         found: _Building | None = handle_torch_function(_open, (None,))
         return found
@@ -138,16 +142,17 @@ def _open() -> _Building | None:
 
 
 class _Building(TorchFunctionMode):
-    """The torch-function mode of one context: sees torch's calls, and the parameters that modules
-    get.
-    """
+    """The torch-function mode of a context: sees torch's calls and parameters that modules get."""
 
     def __init__(self, records: BuiltParameters) -> None:
         super().__init__()
         self._records = records
         self._thread = threading.get_ident()
+        # Weak: modules that the body drops must not live on.
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
+        # Deep copies under way: the memo in which a copy appears, and the id of its original.
         self._copies: list[tuple[dict[int, object], int]] = []
+        # Parameters of no known module, so that the search is not made at each of their calls.
         self._strangers: dict[int, weakref.ref[torch.Tensor]] = {}
         self._own_calls = False
 
@@ -155,6 +160,7 @@ class _Building(TorchFunctionMode):
 
     def gets_parameter(self, module: torch.nn.Module, name: str, parameter: object) -> None:
         """Take over a parameter that a module is about to register."""
+        # Hooks are global: other threads build models of their own.
         if threading.get_ident() == self._thread and isinstance(parameter, torch.nn.Parameter):
             with self._calling():
                 self._adopt_copies()
@@ -174,6 +180,7 @@ class _Building(TorchFunctionMode):
     def modules(self) -> list[torch.nn.Module]:
         """Return the modules that were built here, and those within them."""
         return list(
+            # Once each, although a module may be within several.
             {id(inner): inner for module in self._alive() for inner in module.modules()}.values()
         )
 
@@ -182,19 +189,23 @@ class _Building(TorchFunctionMode):
 
         A parameter that is in none of the modules built here gets its values back.
         """
+        # Copies that no call of torch has shown yet.
         self._adopt_copies()
         self._copies.clear()
         modules = self.modules()
         for module in modules:
+            # Parameters that came without registration, by unpickling for instance.
             self._adopt_own_of(module)
         of_modules = {
             id(parameter) for module in modules for parameter in module.parameters(recurse=False)
         }
+        # From here on only the model's own references keep parameters.
         self._records.drop_unreferenced()
         strays = [
             parameter for parameter in self._records.parameters() if id(parameter) not in of_modules
         ]
         for parameter in strays:
+            # Brought back into memory by being used; nothing else is to be done with it.
             with self._records.using([parameter]):
                 pass
             self._records.forget(parameter)
@@ -213,6 +224,7 @@ class _Building(TorchFunctionMode):
         for name, parameter in module.named_parameters(recurse=False):
             self._records.adopt(parameter, f"{type(module).__name__}.{name}")
         for buffer in module.buffers(recurse=False):
+            # A buffer may have been made of an evicted parameter, and shows NaN.
             self._records.revive(buffer)
 
     @contextmanager
@@ -239,27 +251,35 @@ class _Building(TorchFunctionMode):
     ) -> Any:
         """[Note: how calls are seen]."""
         given = kwargs or {}
+        # The question of _open(): this context is in this thread.
         if func is _open:
             return self
+        # Calls of the records themselves: reading values back for them would not end.
         if self._own_calls or func in _NEED_NO_VALUES:
             return func(*args, **given)
+        # Before the arguments are looked at: a finished copy may be among them.
         self._adopt_copies()
         used: dict[int, torch.Tensor] = {}
+        # Arguments may be nested.
         for tensor in _tensors((args, given)):
             if isinstance(tensor, torch.nn.Parameter):
                 self._look_at(tensor)
             if tensor in self._records:
                 used[id(tensor)] = tensor
+            # A tensor made of an evicted parameter gets its memory before the call sees it.
             else:
                 self._records.revive(tensor)
+        # Python code that runs within them uses parameters that are no arguments.
         if func in _CALL_BACK:
             used = {id(parameter): parameter for parameter in self._records.parameters()}
         if not used:
             return func(*args, **given)
-        # needs no value before
+        # Setting `.data` needs no value from before, unless it is set to itself.
         target = args[0] if func == _SET_DATA and args[1] is not args[0] else None
+        # The call may change values, shape and dtype: they are noted as the body ends.
         with self._records.using(used.values(), used.get(id(target))):
             result = func(*args, **given)
+        # After the call: the address is known to other code from here on.
         if func in _GIVE_AN_ADDRESS:
             for parameter in used.values():
                 self._records.pin(parameter)
@@ -274,6 +294,7 @@ class _Building(TorchFunctionMode):
         modules are searched.
         """
         stranger = self._strangers.get(id(parameter))
+        # The id may be used again: a stranger counts only while it is the same object.
         if parameter in self._records or (stranger is not None and stranger() is parameter):
             return
         for module in self._alive():
@@ -287,6 +308,7 @@ class _Building(TorchFunctionMode):
         A copied module registers nothing, and whole lists of copies are made before a module
         registers the list.
         """
+        # The copy's memo is a local of torch's own __deepcopy__, which calls `.data` here.
         if frame.f_code is torch.nn.Parameter.__deepcopy__.__code__:
             self._copies.append((frame.f_locals["memo"], id(parameter)))
 
@@ -294,6 +316,7 @@ class _Building(TorchFunctionMode):
         """Take over the deep copies of parameters that are finished."""
         waiting = []
         for memo, number in self._copies:
+            # Under the original's id, once the copy is complete.
             copy = memo.get(number)
             if isinstance(copy, torch.nn.Parameter):
                 self._records.adopt(copy, "a copied parameter")

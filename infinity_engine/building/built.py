@@ -25,8 +25,9 @@ __all__ = ["BuiltModel", "built_model_of"]
 
 
 class BuiltModel:
-    """The parameters of one model and where their values are. `engine.initialize` takes the values
-    over and closes it.
+    """The parameters of one model and where their values are.
+
+    `engine.initialize` takes the values over and closes it.
 
     A parameter stays in host memory where another tensor still shows its memory when the context
     ends (then the values seen through that tensor count), or where it has a single element. The
@@ -45,9 +46,7 @@ class BuiltModel:
         self._closed = False
 
     def __contains__(self, parameter: object) -> bool:
-        """Tell whether it has the values of this parameter: it was built in the context, and not
-        released.
-        """
+        """Tell whether it has this parameter's values: built in the context, and not released."""
         return parameter in self._records
 
     def nbytes_of(self, parameter: torch.Tensor) -> int:
@@ -56,6 +55,7 @@ class BuiltModel:
         Raises:
             ConfigError: this does not have the parameter's values.
         """
+        # Raises where this does not have the parameter.
         self._records.is_absent(parameter)
         return parameter.numel() * parameter.element_size()
 
@@ -78,6 +78,7 @@ class BuiltModel:
             RuntimeError: the parameter was written to while they were on the drives.
             TransferError: they could not be read.
         """
+        # On the CPU, whatever the caller's default device is.
         values = torch.empty(numel, dtype=parameter.dtype, device="cpu")
         self._check_within(parameter, parameter.numel(), first_element, values)
         self._records.read_whole(parameter, first_element, values)
@@ -90,6 +91,7 @@ class BuiltModel:
         """
         spec = self.spec_of(parameter)
         own_numel = (
+            # Of a shard, its own elements count; element 0 is its first.
             parameter.numel()
             if spec is None or self.ranks is None
             else spec.shards[self.ranks.shards.rank].numel
@@ -98,8 +100,7 @@ class BuiltModel:
         self._records.read_into(parameter, first_element, values)
 
     def spec_of(self, parameter: torch.Tensor) -> ShardSpec | None:
-        """Return how a parameter is cut over the ranks that have built it; None where one process
-        has.
+        """Return how a parameter is cut over the ranks that have built it; None: one process has.
 
         Raises:
             ConfigError: this does not have the parameter's values.
@@ -107,19 +108,16 @@ class BuiltModel:
         return self._records.spec_of(parameter)
 
     def digest_of(self, parameter: torch.Tensor) -> str:
-        """Return text that differs where ranks have different values, as far as this rank has seen
-        all of them.
-        """
+        """Return text that differs where ranks' values differ, as far as this rank saw them."""
         return self._records.digest_of(parameter)
 
     def detach_ranks(self) -> Ranks | None:
-        """Return the ranks that built it, which it does not close any more."""
+        """Return the ranks that built it, which it does not close from now on."""
         ranks, self.ranks = self.ranks, None
         return ranks
 
     def release(self, parameter: torch.Tensor) -> None:
-        """Forget a parameter: the engine has its values now. What the parameter shows stays as it
-        is.
+        """Forget a parameter: the engine has its values now. What the parameter shows stays.
 
         Raises:
             ConfigError: this does not have the parameter's values.
@@ -127,8 +125,7 @@ class BuiltModel:
         self._records.forget(parameter)
 
     def materialize(self, parameter: torch.Tensor) -> None:
-        """Give a parameter ordinary memory with its values, which no budget counts from here on;
-        and release it.
+        """Give a parameter ordinary memory with its values, which no budget counts, and release it.
 
         Raises:
             CapacityError: the budget's host has no room for it.
@@ -147,23 +144,25 @@ class BuiltModel:
             TransferError: one could not be read; it can be tried again.
         """
         parameters = list(self._records.parameters())
+        # For all of them before the first moves: half of a model in memory is of no use.
         self._check_room(parameters)
         for parameter in parameters:
             self._bring(parameter)
         self.close()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Remove the files. Again: does nothing. The model runs again, unless some of its values
-        were on the drives alone.
+        """Remove the files. Again: do nothing. A model that has all of its values runs again.
 
         With several ranks, the others are sent `error`, where that is the reason.
         """
+        # First: ranks that wait in a collective learn the reason.
         if self.ranks is not None:
             self.ranks.close(error)
         with self._hooks.signals:
             if self._closed:
                 return
             self._closed = True
+            # Else the modules stay guarded: they would compute with NaN.
             if not any(
                 self._records.is_absent(parameter) for parameter in self._records.parameters()
             ):
@@ -219,15 +218,16 @@ class BuiltModel:
 
 
 def built_model_of(model: torch.nn.Module) -> BuiltModel | None:
-    """Return the BuiltModel that has the values of a model's parameters; None where the parameters
-    are ordinary ones.
+    """Return the BuiltModel that has the values of a model's parameters; None: they are ordinary.
 
     Raises:
         RuntimeError: parts of the model were built in several contexts.
     """
     found = {
+        # Each module of a context has a hook of its own, and all hooks one BuiltModel.
         id(hook.built): hook.built
         for module in model.modules()
+        # Found by the hook alone: nothing is stored on modules or parameters.
         for hook in module._forward_pre_hooks.values()
         if isinstance(hook, _Unready)
     }

@@ -1,5 +1,4 @@
-"""`BuiltParameter`: one parameter of a model that is being built, and its values: in memory, on the
-drives, or in both.
+"""`BuiltParameter`: a parameter of a model that is being built, and where its values are.
 
 Takes values away from a parameter and gives them back; counts and decides nothing.
 `BuiltParameters` has them all.
@@ -27,8 +26,7 @@ _LONGEST_WAIT = 1024  # so often at most a parameter is passed over after it cou
 
 
 class BuiltParameter:
-    """Where the values of one parameter are: `held` bytes of host memory, and `place` on the
-    drives.
+    """Where one parameter's values are: `held` bytes of host memory, and `place` on the drives.
 
     Where there are values in memory, they count. Of a parameter cut over ranks, as `spec` says, the
     drives have `part` only; there is no place where that part is empty.
@@ -40,15 +38,18 @@ class BuiltParameter:
         self.place = place
         self.spec: ShardSpec | None = None
         self.part: Shard | None = None
-        # on all ranks: a use gathers it. Its memory may still be here
+        # On all ranks: a use gathers it, although its memory may still be here.
         self.is_away = False
         self.digest = ""  # of the whole values, where this rank has seen all of them
-        # while it is absent: the NaN that it shows
+        # The NaN that it shows while it is absent. Weak: others may show it longer.
         self.shown = weakref.ref(parameter.untyped_storage())
+        # torch's weak reference also finds a tensor that only C++ still has.
         self._parameter = TensorWeakRef(parameter)
         self._kept: torch.Tensor | None = None
+        # Strides of dense memory, as files have values; evict() notes the parameter's own.
         self._stride = torch.empty(parameter.shape, device="meta").stride()
         self._pinned = False
+        # How often it is still passed over, and how often it was after the last attempt.
         self._wait = self._waited = 0
 
     # --- the parameter ----------------------------------------------------------------------------
@@ -75,6 +76,7 @@ class BuiltParameter:
     @property
     def is_absent(self) -> bool:
         """Whether its values are on the drives alone."""
+        # A shard of no elements has a part and no place.
         return not self.held and (self.place is not None or self.part is not None)
 
     # --- what is counted --------------------------------------------------------------------------
@@ -84,7 +86,7 @@ class BuiltParameter:
         self.held = nbytes
 
     def replace_place(self, place: Place | None) -> Place | None:
-        """Have another place, or none; return the one before."""
+        """Replace the place, or have none; return the one before."""
         before, self.place = self.place, place
         return before
 
@@ -94,9 +96,7 @@ class BuiltParameter:
         self.part = None if spec is None else spec.shards[rank]
 
     def mark_away(self, digest: str | None = None) -> None:
-        """Mark it as away, on all ranks; `digest` describes the values where this rank has seen all
-        of them.
-        """
+        """Mark it as away, on all ranks; `digest` is of the values that this rank has all seen."""
         self.is_away = True
         self.digest = digest or self.digest
 
@@ -113,15 +113,11 @@ class BuiltParameter:
         )
 
     def pin(self) -> None:
-        """Stay in host memory for good: other code has its address, and nothing shows when it stops
-        using that.
-        """
+        """Stay in host memory for good: other code has its address, and nothing shows how long."""
         self._pinned = True
 
     def is_due_for_retry(self) -> bool:
-        """Tell whether to try again to evict it. After each failed attempt it is passed over twice
-        as often.
-        """
+        """Tell whether to try to evict it again: each failed attempt doubles the wait."""
         self._wait -= 1
         return self._wait < 0
 
@@ -136,6 +132,7 @@ class BuiltParameter:
             # many have it.
             and parameter._use_count() == 1  # type: ignore[attr-defined]
             and storage.nbytes() == nbytes_of(parameter)  # else another tensor uses the rest
+            # Negated and conjugated values are not in the bytes; shared memory is other processes'.
             and not (parameter.is_conj() or parameter.is_neg() or storage.is_shared())
         )
 
@@ -146,10 +143,13 @@ class BuiltParameter:
         with plainly():
             values = parameter.detach().contiguous()
             if self.part is not None:
+                # While the whole values are still here.
                 self.digest = digest_of(values)
+                # What is written is this rank's part of the flat values.
                 values = values.view(-1)[self.part.first_element : self.part.end]
             if self.place is None:  # an empty part
                 return
+            # Waited for: the memory may leave next.
             swap.write(self.place, memory_of(values, writable=False), what=self.name).wait()
 
     # [Note: which memory leaves] A parameter leaves host memory only where no other tensor can see
@@ -157,12 +157,16 @@ class BuiltParameter:
     # alive after that, a view of it exists somewhere, and the parameter gets the storage back. So
     # what is written through a view counts, whenever it is written.
     def evict(self, parameter: torch.Tensor) -> bool:
-        """Replace the data of a parameter that was stored; tell whether its memory is free: [Note:
-        which memory leaves].
+        """Replace the data of a parameter that was stored; tell whether its memory is free.
+
+        [Note: which memory leaves]
         """
+        # Weak: a reference of ours would look like a view.
         storage = weakref.ref(parameter.untyped_storage())
+        # Kept for the values' return: a transposed parameter comes back transposed.
         offset, self._stride = int(parameter.storage_offset()), parameter.stride()
         self.show_nan(parameter)
+        # Alive without us: a view, a graph or other code has it.
         kept = storage()
         if kept is None:
             self.held = self._wait = self._waited = 0
@@ -175,6 +179,7 @@ class BuiltParameter:
 
     def show_nan(self, parameter: torch.Tensor) -> None:
         """Let the parameter show NaN in a new storage, which no other tensor shows yet."""
+        # The old stand-in is looked at before it goes: a write to it would be lost in silence.
         if self.is_absent:
             self.check_untouched(parameter)
         with plainly():
@@ -191,6 +196,7 @@ class BuiltParameter:
         with plainly():
             storage = parameter.untyped_storage()
             # As bytes, because NaN is not equal to itself.
+            # Its own stand-in, and unchanged: other storage was set by other code.
             if self.shown() is storage and torch.equal(
                 _raw(storage), _raw(absent(parameter).untyped_storage())
             ):
@@ -211,10 +217,9 @@ class BuiltParameter:
             self.set_values(parameter, values)
 
     def set_values(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
-        """Let the parameter show `values`, which are in the order of its dimensions, with its own
-        strides.
-        """
+        """Let the parameter show `values`, in the order of its dimensions, with its own strides."""
         with plainly():
+            # Its own order in memory, as code before the eviction saw it.
             if values.stride() != self._stride:
                 turned = torch.empty_strided(
                     parameter.shape, self._stride, dtype=parameter.dtype, device="cpu"
@@ -244,8 +249,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def absent(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the stand-in that an evicted parameter shows: reading it gives NaN, writing to it
-    raises an error.
+    """Return the stand-in of an evicted parameter: reading gives NaN, writing raises an error.
 
     torch raises that error, for all writes but `fill_()` and `zero_()`, which `check_untouched`
     finds later.
@@ -256,13 +260,12 @@ def absent(parameter: torch.Tensor) -> torch.Tensor:
         one = torch.full((), nothing, dtype=dtype, device="cpu")
     except NotImplementedError:  # a dtype of two four-bit numbers in a byte, which has no NaN
         one = torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype)[0]
+    # One element stands for all: torch refuses to write to an expanded tensor.
     return one.expand(parameter.shape)
 
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Make ordinary tensors in the body, whatever modes the caller is in; no mode sees the
-    calls.
-    """
+    """Make ordinary tensors in the body, whatever modes the caller is in; none sees the calls."""
     with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
         yield

@@ -1,5 +1,4 @@
-"""`BuiltParameters`: the parameters of a model that is being built: which are in host memory, and
-which are evicted.
+"""`BuiltParameters`: a model's parameters while it is being built, in host memory or evicted.
 
 An evicted parameter, its values on the drives alone, keeps identity, shape and dtype, and reads as
 NaN (integers: 0). Knows parameters and no modules. Called from one thread, while a model is built
@@ -38,8 +37,7 @@ _HOLDER = "parameters being built"
 
 
 class BuiltParameters:
-    """Keeps up to `cache` bytes of values in host memory; more only while one call needs more or
-    other tensors show more.
+    """Keeps up to `cache` bytes of values in host memory; more where calls or tensors need it.
 
     Without `cache` it is a quarter of what is free of the host's budget.
 
@@ -62,9 +60,11 @@ class BuiltParameters:
         self._records: dict[int, BuiltParameter] = {}
         # ids of the parameters in memory, least recently used first
         self._here: dict[int, None] = {}
+        # Those of all calls that are under way: a hook may call torch within a call.
         self._in_use: frozenset[int] = frozenset()
+        # Filled by finalizers, which may run anywhere; _bury() empties it.
         self._gone: deque[tuple[int, BuiltParameter]] = deque()
-        # by address
+        # By address, what shows NaN there: the storage, and the record that it stands for.
         self._shown: dict[int, tuple[weakref.ref[torch.UntypedStorage], BuiltParameter]] = {}
         self._freed = FreedMemory(_RETURNED)
         self._new = 0  # parameters added since unreferenced ones were last looked for
@@ -78,28 +78,29 @@ class BuiltParameters:
                 limit=free,
                 change="lower the cache of init_context, or raise the budget's host",
             )
+        # All that is free, until shrink(): nothing but building uses this ledger.
         self._host = ledger.reserve(Tier.HOST, free, holder=_HOLDER)
 
     # --- which there are --------------------------------------------------------------------------
 
     def adopt(self, parameter: torch.Tensor, name: str) -> None:
-        """Take over a parameter as it is. One that has no dense values in host memory is left
-        alone.
+        """Take over a parameter as it is. One without dense values in host memory is left alone.
 
         Raises:
             CapacityError: the host's budget has no room for it.
         """
         if parameter in self or not is_plain(parameter):
             return
+        # Made of an evicted parameter, it gets the memory that it should share.
         self.revive(parameter)
+        # Kept alive until the model is built: [Note: what is made of absent parameters].
         self._add(parameter, BuiltParameter(parameter, name)).keep_reference()
         with self._using([parameter]):
+            # Counts it, which may evict others, but not this one: it is in use.
             self._note(parameter)
 
     def adopt_absent(self, parameter: torch.Tensor, name: str, place: Place) -> None:
-        """Take over a parameter with its values in `place` alone, in the order of its
-        dimensions.
-        """
+        """Take over a parameter with its values in `place` alone, in its dimensions' order."""
         self._add(parameter, BuiltParameter(parameter, name, place))
 
     # [Note: what is made of absent parameters] `torch.nn.Parameter(parameter)` shares the memory
@@ -109,9 +110,11 @@ class BuiltParameters:
     # alive even where no other code has them; where more room is needed, those are dropped that no
     # new one was made of.
     def revive(self, tensor: torch.Tensor) -> None:
-        """Give a tensor made of an evicted parameter its memory: [Note: what is made of absent
-        parameters].
+        """Give a tensor made of an evicted parameter its memory.
+
+        [Note: what is made of absent parameters]
         """
+        # The stand-in is one element that is expanded: it has strides of 0 in all dimensions.
         if not is_plain(tensor) or tensor.numel() < 2 or any(tensor.stride()):
             return
         storage = tensor.untyped_storage()
@@ -119,11 +122,13 @@ class BuiltParameters:
         parameter = None if record is None else record.parameter
         if (
             shown is not None
+            # An address can be used again: it counts only while the storage is the same object.
             and shown() is storage
             and parameter is not None
             and parameter is not tensor
         ):
             with self.using([parameter]), plainly():
+                # The memory itself, not a copy: what is written to either shows in both.
                 tensor.data = parameter.data
 
     def drop_unreferenced(self) -> None:
@@ -138,6 +143,7 @@ class BuiltParameters:
 
     def __contains__(self, parameter: object) -> bool:
         """Tell whether a parameter's values are kept here."""
+        # The id may be another object's by now: those that have died are dropped first.
         self._bury()
         record = self._records.get(id(parameter))
         return record is not None and record.parameter is parameter
@@ -154,8 +160,9 @@ class BuiltParameters:
     def using(
         self, parameters: Collection[torch.Tensor], replaced: torch.Tensor | None = None
     ) -> Iterator[None]:
-        """Have the values of these in host memory within the body, which may change them, their
-        shape and dtype.
+        """Have the values of these in host memory within the body, which may change them.
+
+        It may change their shape and dtype as well.
 
         `replaced` is one of them. The body sets its data, so its old values need not be there.
 
@@ -163,6 +170,7 @@ class BuiltParameters:
             CapacityError: the host's budget has no room for all of them.
             TransferError: one could not be read, or one that had to make room could not be written.
         """
+        # Marked as used first, so that making room evicts none of these.
         with self._using(parameters):
             missing = [
                 parameter
@@ -174,6 +182,7 @@ class BuiltParameters:
                 self._fill(self._of(parameter), parameter)
                 self._note(parameter)
             yield
+            # The body may have given them other memory, another shape or dtype.
             for parameter in parameters:
                 self._note(parameter)
 
@@ -195,21 +204,19 @@ class BuiltParameters:
                 gc.collect()
 
     def evict_all(self) -> None:
-        """Evict all values from host memory, unless another tensor shows them: the model is
-        built.
-        """
+        """Evict all values, unless another tensor shows them: the model is built."""
         self.evict(self.parameters())
 
     def shrink(self, room: int = 0) -> None:
-        """Shrink the reservation of the host to the values that could not be evicted, and `room`
-        bytes.
-        """
+        """Shrink the host's reservation to values that could not be evicted, and `room` bytes."""
+        # Give back what the swap file grew by in advance.
         self._swap.trim()
         held = self._host.held
         self._host.release(held)
         self._host.close()
         self._host = self._ledger.reserve(Tier.HOST, held + room, holder=_HOLDER)
         self._host.hold(held)
+        # No cache any more: what is read from here on is for its caller.
         self._cache = 0
         return_freed_memory()
 
@@ -218,17 +225,16 @@ class BuiltParameters:
         return self._of(parameter).is_absent
 
     def bring(self, parameter: torch.Tensor) -> None:
-        """Give a parameter ordinary memory with its values, and forget it. The caller counts the
-        memory.
-        """
+        """Give a parameter ordinary memory with its values, and forget it. The caller counts it."""
         record = self._of(parameter)
         if record.is_absent:
             self._fill(record, parameter)
         self.forget(parameter)
 
     def read_into(self, parameter: torch.Tensor, first_element: int, values: torch.Tensor) -> None:
-        """Fill a flat, contiguous tensor with elements from `first_element` on, in the order of the
-        parameter's dimensions.
+        """Fill a flat, contiguous tensor with elements of a parameter, in its dimensions' order.
+
+        The first is `first_element`: of a parameter that is cut, counted in this rank's part.
 
         Of a parameter that is cut, the first element is that of this rank's part.
         """
@@ -236,6 +242,7 @@ class BuiltParameters:
         start, nbytes = first_element * parameter.element_size(), nbytes_of(values)
         if not nbytes:
             return
+        # In memory the parameter is whole, so this rank's part begins at its first element.
         if record.place is None or not record.is_absent:
             _copy_of(
                 parameter,
@@ -244,6 +251,7 @@ class BuiltParameters:
             )
             return
         record.check_untouched(parameter)
+        # O_DIRECT reads whole pages: what begins with one is read straight into `values`.
         page = align_down(start, PAGE)
         if page == start:
             self._read_part(record, record.place.part(start, nbytes), values)
@@ -253,18 +261,14 @@ class BuiltParameters:
             values.view(torch.uint8).copy_(room[start - page :])
 
     def read_whole(self, parameter: torch.Tensor, first_element: int, values: torch.Tensor) -> None:
-        """Do as `read_into`, whichever rank has the elements: the first element is that of the
-        whole parameter.
-        """
+        """Do as `read_into`, on any rank: the first element is that of the whole parameter."""
         if self.is_absent(parameter):
             self.read_into(parameter, first_element, values)
         else:
             _copy_of(parameter, first_element, values)
 
     def room_for(self, parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
-        """Return how many bytes values of these need that are not in memory, and how many the
-        host's budget has.
-        """
+        """Return the bytes that these need and that are not in memory, and what the budget has."""
         return sum(
             nbytes_of(parameter) for parameter in parameters if self.is_absent(parameter)
         ), self._ledger.free(Tier.HOST)
@@ -274,9 +278,7 @@ class BuiltParameters:
         return self._of(parameter).spec
 
     def digest_of(self, parameter: torch.Tensor) -> str:
-        """Return text that differs where ranks have different values of a cut parameter, as far as
-        this rank has seen them.
-        """
+        """Return text that differs where ranks' values differ, as far as this rank saw them."""
         return self._of(parameter).digest
 
     def agree(self) -> None:
@@ -288,6 +290,7 @@ class BuiltParameters:
         Raises:
             CapacityError: the budget's nvme, or a drive, has no more.
         """
+        # Places of parameters that have died are used before the file grows.
         if align_up(nbytes, PAGE) > self._swap.free_bytes:
             self._prune()
         missing = align_up(nbytes, PAGE) - self._swap.free_bytes
@@ -308,12 +311,14 @@ class BuiltParameters:
                         f"room for the parameter {name}"
                     ),
                 )
+            # A quarter more at least, so that growths stay few.
             self._swap.grow(_shares(max(missing, _STEP, self._swap.capacity // 4), left))
         return self._swap.allocate(nbytes, holder=name)
 
     def close(self) -> None:
-        """Give the host's budget back. Values in memory stay with their parameters; those on the
-        drives are lost.
+        """Give the host's budget back. Values in memory stay with their parameters.
+
+        Values on the drives are lost.
         """
         self._records.clear()
         self._here.clear()
@@ -327,6 +332,7 @@ class BuiltParameters:
         self._new += 1
         self._records[id(parameter)] = record
         # The finalizer runs anywhere, so it only appends; _bury gives back what the parameter had.
+        # It gets the record as well: by then the id may be another parameter's.
         weakref.finalize(parameter, self._gone.append, (id(parameter), record))
         return record
 
@@ -341,6 +347,7 @@ class BuiltParameters:
 
     @contextmanager
     def _using(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        # Restored and not emptied: calls nest.
         before = self._in_use
         self._in_use = before | {id(parameter) for parameter in parameters}
         try:
@@ -353,10 +360,9 @@ class BuiltParameters:
         record.fill(parameter, self._swap)
 
     def _note(self, parameter: torch.Tensor) -> None:
-        """Count the host memory that a parameter has now, and make it the one used most
-        recently.
-        """
+        """Count a parameter's host memory of now, and make it the one used most recently."""
         record = self._of(parameter)
+        # The whole storage: a parameter that is a view keeps all of it.
         nbytes = parameter.untyped_storage().nbytes()
         if nbytes > record.held:
             self._make_room(nbytes - record.held)
@@ -374,14 +380,18 @@ class BuiltParameters:
     def _leave(self, parameter: torch.Tensor) -> bool:
         """Try to evict a parameter; tell whether its memory is free."""
         record = self._of(parameter)
+        # `held` is read before evict() sets it to 0.
         nbytes, held = record.bytes_to_store(parameter), record.held
+        # The body has changed its size since it was last written.
         if record.place is not None and record.place.nbytes != nbytes:
             self._drop_place(record)
         if record.place is None and nbytes:
             record.replace_place(self.allocate(nbytes, record.name))
         with self._copying(parameter):
             record.store(parameter, self._swap)
+        # Whether or not the memory leaves: it was written.
         self._written(nbytes)
+        # A view exists somewhere: it stays, and is tried again later.
         if not record.evict(parameter):
             return False
         self._remember_shown(record)
@@ -401,6 +411,7 @@ class BuiltParameters:
             self._host.release(nbytes)
 
     def _remember_shown(self, record: BuiltParameter) -> None:
+        # By the storage of the NaN, which a parameter made of this one shares.
         storage = record.shown()
         if storage is not None:
             self._shown[storage.data_ptr()] = record.shown, record
@@ -417,9 +428,11 @@ class BuiltParameters:
             CapacityError: not even the whole host budget has room for them.
         """
         self._shrink(self._cache - nbytes)
+        # Only after many new ones: a look over all parameters each time would take quadratic time.
         if self._host.held > self._cache - nbytes and self._new >= _MANY:
             self._prune()
             self._shrink(self._cache - nbytes)
+        # Beyond the whole budget, all that is idle has to go.
         if self._host.held + nbytes > self._host.nbytes:
             self._prune()
             self.evict(
@@ -429,6 +442,7 @@ class BuiltParameters:
                     if (parameter := self._idle(number)) is not None
                 ]
             )
+        # Nothing more can leave: these are in use, pinned or shown by views.
         if self._host.held + nbytes > self._host.nbytes:
             raise CapacityError(
                 tier=Tier.HOST.name,
@@ -448,12 +462,14 @@ class BuiltParameters:
 
     def _shrink(self, nbytes: int) -> None:
         """Evict what was used longest ago until `nbytes` are held, as far as it can be evicted."""
+        # A copy, as _leave() takes entries out.
         for number in list(self._here):
             if self._host.held <= nbytes:
                 return
             parameter = self._idle(number)
             if parameter is not None:
                 record = self._of(parameter)
+                # Each attempt writes it once more, so failed ones are repeated ever more rarely.
                 if record.is_due_for_retry() and record.may_leave(parameter):
                     self._leave(parameter)
 
@@ -463,22 +479,21 @@ class BuiltParameters:
         return None if record is None or number in self._in_use else record.parameter
 
     def _prune(self) -> None:
-        """Drop parameters that are not referenced any more and that no other parameter was made
-        of.
-        """
+        """Drop parameters without references of which no other parameter was made."""
         self._new = 0
         for record in self._records.values():
             parameter = record.parameter
             if record.is_kept and record.is_absent and parameter is not None:
-                record.show_nan(
-                    parameter
-                )  # a new stand-in: only tensors made of this one still show the old
+                # A new stand-in: only tensors made of this parameter still show the old one.
+                record.show_nan(parameter)
                 self._remember_shown(record)
         self._shown = {at: entry for at, entry in self._shown.items() if entry[0]() is not None}
         shown = Counter(id(record) for _, record in self._shown.values())
         for number, record in self._records.items():
+            # Its own stand-in counts once; others were made of it.
             own = 1 if record.is_absent else 0
             if record.is_kept and number not in self._in_use and shown[id(record)] == own:
+                # Dropped and kept again: a parameter without other references dies in between.
                 record.drop_reference()
                 record.keep_reference()
         self._bury()
@@ -487,6 +502,7 @@ class BuiltParameters:
         """Give back the memory and room of parameters that are not alive any more."""
         while self._gone:
             number, record = self._gone.popleft()
+            # Another parameter may have got the id, and its record, since.
             if self._records.get(number) is record:
                 self._drop(number, record)
 
@@ -510,17 +526,14 @@ def _copy_of(parameter: torch.Tensor, first_element: int, values: torch.Tensor) 
 
 
 def first_sizes(budget: Mapping[str, int]) -> dict[str, int]:
-    """Return the first size of a swap file in each directory, before anything is known of the
-    model.
-    """
+    """Return the first size of a swap file in each directory, before the model is known."""
     shares = _shares(_STEP, budget)
+    # Two pages at least: the header's and one more.
     return {name: min(nbytes, max(2 * PAGE, shares[name])) for name, nbytes in budget.items()}
 
 
 def _shares(nbytes: int, left: Mapping[str, int]) -> dict[str, int]:
-    """Return at least `nbytes`, or all that is left, in whole pages: of each directory in
-    proportion to what is left.
-    """
+    """Return shares of `nbytes` in proportion to what is left in each directory, in whole pages."""
     total = sum(left.values())
     if nbytes >= total:
         return dict(left)

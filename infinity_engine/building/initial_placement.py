@@ -1,5 +1,6 @@
-"""Puts the first values of parameters and buffers where they stay while an engine trains: device,
-host or drives.
+"""Puts the first values of parameters and buffers where they stay in training.
+
+That is the device, the host or the drives.
 
 The plan says which goes where. Where placing fails, or what follows it, `restored_on_failure`
 undoes it.
@@ -38,14 +39,13 @@ _CONVERTED = 1 << 18  # elements at once, where the file has another dtype
 
 
 class InitialValues:
-    """The values that parameters have before the engine takes them: in memory, or where `built` has
-    them.
-    """
+    """The values that parameters have before the engine takes them: in memory or with `built`."""
 
     def __init__(self, parameters: Sequence[ModelParameter], built: BuiltModel | None) -> None:
         self._built = built
         # One buffer for all pieces: a new one for each would leave holes in malloc's heap.
         self._converted: dict[torch.dtype, torch.Tensor] = {}
+        # Views of the old values, which keep them alive until every parameter has its new place.
         self._values = {
             parameter.number: parameter.parameter.detach().reshape(-1)
             for parameter in parameters
@@ -57,13 +57,12 @@ class InitialValues:
         return self._built is not None and parameter.of_model in self._built
 
     def fill(self, parameter: ModelParameter, first_element: int, values: torch.Tensor) -> None:
-        """Fill a flat tensor with elements of a parameter from `first_element` on, converted to its
-        dtype.
-        """
+        """Fill a flat tensor with a parameter's elements from `first_element` on, in its dtype."""
         if self._built is None or not self.on_drives(parameter):
             values.copy_(
                 self._values[parameter.number][first_element : first_element + values.numel()]
             )
+        # No conversion and no device in between: read straight into the caller's memory.
         elif values.dtype == parameter.parameter.dtype and values.device.type == "cpu":
             self._built.read_into(parameter.of_model, first_element, values)
         else:
@@ -71,6 +70,7 @@ class InitialValues:
             if dtype not in self._converted:
                 self._converted[dtype] = torch.empty(_CONVERTED, dtype=dtype, device="cpu")
             room = self._converted[dtype]
+            # In pieces through one buffer: the whole may not fit beside its new place.
             for start in range(0, values.numel(), _CONVERTED):
                 piece = values[start : start + _CONVERTED]
                 read = room[: piece.numel()]
@@ -84,6 +84,7 @@ def release_initial_values(parameters: Iterable[ModelParameter], built: BuiltMod
         for parameter in parameters:
             if parameter.of_model in built:
                 built.release(parameter.of_model)
+        # The engine goes on with these ranks, so the built model must not close them.
         built.detach_ranks()
         built.close()
 
@@ -91,6 +92,7 @@ def release_initial_values(parameters: Iterable[ModelParameter], built: BuiltMod
 @contextmanager
 def restored_on_failure(model: torch.nn.Module) -> Iterator[None]:
     """Restore the data of the model's parameters and buffers where the body fails."""
+    # Data only: the objects stay the model's own, and so do the optimizer's references.
     before = [(parameter, parameter.data) for parameter in (*model.parameters(), *model.buffers())]
     try:
         yield
@@ -118,11 +120,13 @@ def place_parameters(
     """
     records = {}
     shown = []
+    # In one memory, the device's place is the host's.
     on_host = plan.steps.parameters is not Tier.DEVICE and not lanes.accelerator.unified
     with reporter.part(
         "placing parameters", sum(parameter.nbytes for parameter in parameters)
     ) as placed:
         for parameter in parameters:
+            # By the plan: small parameters stay in memory although others rest on drives.
             if parameter.number in plan.resting.values:
                 assert swap is not None, "what rests on drives has a place there"
                 records[parameter.number] = _place_on_drives(
@@ -132,6 +136,7 @@ def place_parameters(
             if on_host and parameter.numel:
                 records[parameter.number] = _place_on_host(parameter, lanes, initial, resources)
             elif not on_host:
+                # Shown later: until all have moved, a failure leaves the model as it was.
                 shown.append(
                     (parameter.parameter, _on_device(parameter, sizing, lanes, initial, resources))
                 )
@@ -149,7 +154,9 @@ def _on_device(
     """Return the tensor on the device that modules compute with from here on."""
     if sizing.own or not parameter.numel:
         return parameter.parameter.detach().to(parameter.dtype).contiguous()
+    # Views keep it: after close() the user's views still show the trained values.
     lease = lanes.device.lease(parameter.nbytes, holder="parameters", views=Views.KEEP)
+    # At the end the values go to ordinary memory, then the lease closes.
     resources.callback(_leave, parameter.parameter, lease)
     values = lease.tensor(parameter.dtype)
     initial.fill(parameter, 0, values)
@@ -176,11 +183,9 @@ def _place_on_drives(
     *,
     placed: Callable[[int], None],
 ) -> ShardRecord:
-    """Write a parameter's values to a place on the drives, piece by piece; `placed` is called with
-    the bytes of each.
-    """
+    """Write a parameter's values to the drives piece by piece; `placed` gets the bytes of each."""
     dtype = parameter.dtype
-    # as subgroups cut it
+    # Checksums are of blocks as subgroups cut them, so that each reads whole blocks.
     block = (
         NORM_BLOCK * dtype.itemsize if isinstance(parameter, TrainedParameter) else CHECKSUM_BYTES
     )
@@ -191,12 +196,14 @@ def _place_on_drives(
             numel = min(most, parameter.numel - first)
             nbytes = numel * dtype.itemsize
             initial.fill(parameter, first, scratch.tensor(dtype)[:numel])
+            # Waited for each piece: they share one buffer.
             swap.write(
                 place.part(first * dtype.itemsize, nbytes),
                 scratch.memory()[:nbytes],
                 what=parameter.name,
             ).wait()
             placed(nbytes)
+    # From here on the parameter has no memory of its own.
     parameter.rest_on_drives()
     return ShardRecord(parameter.name, place)
 
@@ -205,12 +212,14 @@ def move_buffers(model: torch.nn.Module, where: torch.device, resources: ExitSta
     """Move buffers, in their own dtype, to where modules compute, until the engine is closed."""
     for buffer in model.buffers():
         if buffer.device != where:
+            # Registered first: an interrupt in the move still moves it back.
             resources.callback(_move, buffer, buffer.device)
             _move(buffer, where)
 
 
 def _leave(parameter: torch.nn.Parameter, lease: Lease) -> None:
     """Give a parameter ordinary host memory again, and close the lease."""
+    # `copy=True`: on a device that is host memory, to("cpu") would return the lease's own memory.
     parameter.data = parameter.data.to("cpu", copy=True)
     lease.close()
 

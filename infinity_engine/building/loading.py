@@ -1,5 +1,4 @@
-"""`load`: reads the values of a model on the meta device from safetensors files to the drives,
-piece by piece.
+"""`load`: reads a model's values from safetensors files to the drives, piece by piece.
 
 Checks all names and shapes first, moves the bytes, and touches the model last. Called by
 `load_into`.
@@ -40,7 +39,7 @@ __all__ = ["load"]
 
 _INDEX = ".safetensors.index.json"
 _PIECE_BYTES = 4 << 20
-_SLOTS = 4
+_SLOTS = 4  # half of them are read into while the others are written
 _SLOTS_BYTES = 2 * _SLOTS * _PIECE_BYTES
 _SHOWN = 8  # names
 _SAMPLE_BYTES = 4096  # in the middle of a tensor, which all ranks read
@@ -63,9 +62,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A tensor of the model, by all of its names, and where its values come from; with several
-    ranks, how it is cut.
-    """
+    """A tensor of the model with its names, the source of its values, and how ranks cut it."""
 
     tensor: torch.Tensor
     names: tuple[str, ...]
@@ -76,6 +73,7 @@ class _Target:
     @property
     def part(self) -> Shard:
         """The elements that go to the drives of this rank, if it is streamed."""
+        # Without ranks, this one has all of it.
         return Shard(0, self.tensor.numel()) if self.spec is None else self.spec.shards[self.rank]
 
     @property
@@ -105,24 +103,27 @@ def load(
     reporter: ProgressReporter,
     ranks: Ranks | None,
 ) -> BuiltModel:
-    """Fill `model`; with several `ranks`, with this one's slices. See `load_into` for what is
-    raised.
-    """
+    """Fill `model`; with several `ranks`, with this one's slices. See `load_into` for errors."""
     targets = _targets(model, _found(Path(directory)), str(directory))
     if ranks is not None:
+        # Before the cut: the ranks cut what they agree on.
         _agree(ranks, targets)
         targets = _cut(ranks, targets)
     with ExitStack() as failed:
+        # No cache: nothing is built, and values go from file to drive in pieces.
         built, records = opened(budget, 0, failed, lambda _: None, ranks)
+        # All places before the first byte: a budget that is too small refuses at once.
         places = [
             records.allocate(target.nbytes, target.names[0]) if target.nbytes else None
             for target in targets
         ]
+        # Room for the values that stay in memory; the rest is given back for the pieces below.
         records.shrink(room=sum(target.nbytes_whole for target in targets if target.is_small))
         queue = built.swap.queue
         with ExitStack() as opens:
             own = queue.settings_for(directory).inflight_bytes
             opens.enter_context(
+                # Counted in the budget while it lasts, as whatever the engine allocates.
                 built.ledger.reserve(Tier.HOST, own + _SLOTS_BYTES, holder="pieces of files")
             )
             files = {
@@ -132,6 +133,7 @@ def load(
             total = sum(target.nbytes for target in targets)
             with reporter.part("loading values", total) as written:
                 _stream(_pieces(targets, places, files), built.swap, written)
+            # On the side: the model is touched only when everything has been read.
             values = [
                 absent(target.tensor)
                 if target.is_streamed
@@ -143,6 +145,7 @@ def load(
             ranks.collectives.agree("the end of loading")
         # An interrupt in the midst would leave half of the model without values.
         with HeldSignals():
+            # `failed` takes the values back where a later line raises.
             _install(targets, values, failed)
             for target, place in zip(targets, places, strict=True):
                 if target.spec is not None:
@@ -152,11 +155,13 @@ def load(
                     records.adopt_absent(target.tensor, target.names[0], place)
                 elif isinstance(target.tensor, torch.nn.Parameter):
                     records.adopt(target.tensor, target.names[0])
+            # A module runs when an engine has its values, and not before.
             built.guard(
                 module
                 for module in model.modules()
                 if any(parameter in records for parameter in module.parameters())
             )
+            # Nothing can fail any more: what would undo it is dropped.
             failed.pop_all()
     return built
 
@@ -170,15 +175,18 @@ def _targets(model: torch.nn.Module, found: Mapping[str, _Source], where: str) -
     Raises:
         ConfigError: names or shapes differ from the files', or a tensor cannot be filled.
     """
+    # keep_vars: the parameters themselves, not detached copies.
     named = {
         name: tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
         if isinstance(tensor, torch.Tensor)
     }
+    # Tied tensors have several names and are one: filled once.
     names: dict[int, list[str]] = {}
     for name, tensor in named.items():
         names.setdefault(id(tensor), []).append(name)
     _check_devices(model, names)
+    # One of its names in the files is enough.
     missing = [
         aliases[0] for aliases in names.values() if not any(name in found for name in aliases)
     ]
@@ -199,7 +207,7 @@ def _targets(model: torch.nn.Module, found: Mapping[str, _Source], where: str) -
         )
     targets = []
     for aliases in names.values():
-        # as torch's load_state_dict chooses
+        # The last of several names, as torch's load_state_dict lets the last one win.
         source = found[[name for name in aliases if name in found][-1]]
         target = _Target(named[aliases[0]], tuple(aliases), source)
         if target.source.entry.shape != tuple(target.tensor.shape):
@@ -235,6 +243,7 @@ def _check_devices(model: torch.nn.Module, persistent: Mapping[int, object]) -> 
     empty = [
         name
         for name, buffer in model.named_buffers()
+        # Files have values for what is in the state dict alone.
         if buffer.is_meta and id(buffer) not in persistent
     ]
     if empty:
@@ -276,6 +285,7 @@ def _found(directory: Path) -> dict[str, _Source]:
 
 
 def _files(directory: Path) -> list[Path]:
+    # One index says which files belong together; others in the directory are not read.
     indices = sorted(directory.glob(f"*{_INDEX}"))
     if len(indices) == 1:
         try:
@@ -315,6 +325,7 @@ def _agree(ranks: Ranks, targets: Sequence[_Target]) -> None:
     for target in targets:
         entries.setdefault(target.source.path, {})[target.source.name] = str(target.source.entry)
     headers = {
+        # By name: ranks may see the directory under different paths.
         path.name: crc32c(json.dumps(tensors, sort_keys=True).encode())
         for path, tensors in entries.items()
     }
@@ -325,6 +336,7 @@ def _agree(ranks: Ranks, targets: Sequence[_Target]) -> None:
             for path in entries
         },
     )
+    # Headers may agree where values differ: an old copy on one machine.
     ranks.agree_again_on(
         "samples of the values in files", _samples([target.source for target in targets])
     )
@@ -336,6 +348,7 @@ def _samples(sources: Sequence[_Source]) -> dict[str, str]:
     Raises:
         TransferError: a file could not be read.
     """
+    # Rounded up, so that the samples are never more than the most.
     every = -(-len(sources) // _MOST_SAMPLES)
     by_file: dict[Path, list[_Source]] = {}
     for source in sources[::every]:
@@ -344,6 +357,7 @@ def _samples(sources: Sequence[_Source]) -> dict[str, str]:
     found = {}
     for path, those in by_file.items():
         with path.open("rb", buffering=0) as file:
+            # Pages around a sample are not read ahead: each file is touched in a few places.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             for source in those:
                 found[f"{source.name} in {path.name}"] = (
@@ -361,6 +375,7 @@ def _sample(descriptor: int, source: _Source) -> bytes:
         values = os.pread(descriptor, nbytes, offset)
     except OSError as problem:
         error = problem.errno or error
+    # Short without an error: the file ends early, which is reported as EIO.
     if len(values) < nbytes:
         asked, done = nbytes, len(values)
         raise TransferError(
@@ -379,6 +394,7 @@ def _cut(ranks: Ranks, targets: Sequence[_Target]) -> list[_Target]:
     partitioner = Partitioner(ranks.shards.size)
     return [
         replace(target, spec=partitioner.cut(target.tensor.numel()), rank=ranks.shards.rank)
+        # The same cut as the engine makes: each rank writes what it will own.
         if target.is_streamed
         else target
         for target in targets
@@ -402,9 +418,7 @@ class _Piece:
 
 
 class _Slot:
-    """Memory for a piece, once as the file has it and once as the model has it, and the I/O under
-    way with it.
-    """
+    """Memory for a piece, as the file and as the model have it, and the I/O under way with it."""
 
     def __init__(self) -> None:
         self._raw, self._cast = (
@@ -415,18 +429,21 @@ class _Slot:
 
     def read(self, piece: _Piece) -> None:
         """Begin to read a piece, once the I/O under way has ended."""
+        # The slot's memory may still be on its way to the drive.
         self.wait()
         self._piece = piece
         self._hop = _begin(piece.file, self._values(piece), piece.offset, piece.name)
 
     def write(self, swap: SwapFile) -> int:
         """Begin to write the piece, if one was read; return its bytes."""
+        # Taken out first: the slot is free for the next piece, also if the write fails.
         piece, self._piece = self._piece, None
         if piece is None:
             return 0
         self.wait()
         values = self._values(piece)
         if piece.target != piece.source:
+            # In the slot's second buffer: the two dtypes have different widths.
             values = self._cast[: piece.place.nbytes].view(piece.target).copy_(values)
         self._hop = swap.write(piece.place, memory_of(values, writable=False), what=piece.name)
         return piece.place.nbytes
@@ -453,8 +470,11 @@ def _stream(pieces: Iterable[_Piece], swap: SwapFile, written: Callable[[int], N
     try:
         for piece in pieces:
             slots[0].read(piece)
+            # The slot half a turn behind has had that time to arrive.
             written(slots[_SLOTS // 2].write(swap))
+            # The slot that was written longest ago is read into next.
             slots.rotate(1)
+        # Those that were read and not written yet, oldest first.
         for slot in reversed(slots):
             written(slot.write(swap))
         for slot in slots:
@@ -478,6 +498,7 @@ def _pieces(
         if place is None:
             continue
         source, dtype = target.source, target.tensor.dtype
+        # Whichever dtype is wider: a piece has to fit in both of a slot's buffers.
         most = _PIECE_BYTES // max(source.dtype.itemsize, dtype.itemsize)
         part = target.part
         for first in range(0, part.numel, most):
@@ -485,6 +506,7 @@ def _pieces(
             yield _Piece(
                 name=source.name,
                 file=files[source.path],
+                # Of this rank's part, in the file; its place has that part alone, from 0 on.
                 offset=source.entry.offset + (part.first_element + first) * source.dtype.itemsize,
                 numel=numel,
                 source=source.dtype,
@@ -504,12 +526,11 @@ def _read(target: _Target, file: File) -> torch.Tensor:
 
 
 def _install(targets: Sequence[_Target], values: Sequence[torch.Tensor], failed: ExitStack) -> None:
-    """Give the model's tensors, which stay the same objects, these values; `failed` takes them
-    back.
-    """
+    """Give the model's tensors, which stay the same objects, these values; `failed` undoes it."""
     for target, fresh_values in zip(targets, values, strict=True):
         tensor = target.tensor
         if not tensor.is_meta:  # a buffer
+            # Registered before the copy: the clone is what the buffer had.
             failed.callback(tensor.copy_, tensor.clone())
             tensor.copy_(fresh_values)
             continue
@@ -520,4 +541,5 @@ def _install(targets: Sequence[_Target], values: Sequence[torch.Tensor], failed:
             fresh = make(fresh_values, *others)
         # The object stays the same, so modules, tied names and optimizers see the values.
         torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
+        # Swapping again is the way back.
         failed.callback(torch.utils.swap_tensors, tensor, fresh)

@@ -1,5 +1,4 @@
-"""`PreviousStates`: the states that an optimizer made before the engine existed, with which the
-engine continues.
+"""`PreviousStates`: states that an optimizer made before the engine, which goes on with them.
 
 Checks them and fills the engine's own from them. The optimizer keeps them until the engine is
 complete.
@@ -36,6 +35,7 @@ class PreviousStates:
         self._cut: Cut | None = None
         self._states: dict[int, Mapping[str, Any]] = {}
         for known in trained:
+            # get: looking a parameter up in torch's defaultdict would add an entry.
             state = optimizer.state.get(known.parameter, {})
             if _has_stepped(state):
                 self._states[known.number] = _checked(known, state, rules[known.group])
@@ -46,6 +46,7 @@ class PreviousStates:
         Raises:
             CollectiveError: the ranks have other states.
         """
+        # Ranks that resumed from different files would otherwise train on, unnoticed.
         cut.ranks.agree_on(
             "the optimizer's states",
             {
@@ -59,16 +60,12 @@ class PreviousStates:
         self._cut = cut
 
     def steps_of(self, number: int) -> int:
-        """Return how many updates a parameter has had. torch does not count those of SGD: there,
-        any count as one.
-        """
+        """Return how many updates a parameter has had: 1 for SGD's states, which have no count."""
         state = self._states.get(number)
         return 0 if state is None else int(state.get(_STEP, 1))
 
     def fill(self, number: int, name: str, first_element: int, values: torch.Tensor) -> bool:
-        """Fill flat `values` with a state of a parameter, or of its shard, from one element on;
-        False: it has none.
-        """
+        """Fill flat `values` with part of a parameter's or shard's state; False: there is none."""
         state = self._states.get(number)
         if state is None:
             return False
@@ -80,6 +77,7 @@ class PreviousStates:
 
     def release(self, trained: Sequence[TrainedParameter]) -> None:
         """Remove the states from the optimizer: the engine has them."""
+        # Under the user's own parameter, which is the optimizer's key.
         for known in trained:
             if known.number in self._states:
                 del self._optimizer.state[known.of_model]
@@ -87,10 +85,9 @@ class PreviousStates:
 
 
 def _has_stepped(state: Mapping[str, object]) -> bool:
-    """Tell whether a parameter's states come from steps: Adagrad makes states before its first
-    step.
-    """
+    """Tell whether states come from steps: Adagrad makes some before its first step."""
     step = state.get(_STEP, 1)
+    # SGD without momentum keeps None; states that have a count of 0 come from no step.
     return any(value is not None for value in state.values()) and bool(step != 0)
 
 
@@ -98,6 +95,7 @@ def _checked(known: TrainedParameter, state: Mapping[str, Any], rule: Rule) -> d
     """Return a parameter's states, after checking that its rule knows all of them."""
     found = {name: value for name, value in state.items() if value is not None}
     numel, shape = known.parameter.numel(), tuple(known.parameter.shape)
+    # The count is no state of the rule.
     if set(found) - {_STEP} != set(rule.states):
         raise ConfigError(
             field=f"optimizer's states of {known.name}",

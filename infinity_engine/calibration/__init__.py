@@ -1,5 +1,4 @@
-"""Measures what this machine can do, by the code that training runs, and keeps it: figures as in
-`plan.Calibration`.
+"""Measures what this machine can do, by training's own code, and keeps it as `plan.Calibration`.
 
 `calibrated` takes what was kept and measures the rest; `kept_calibration` never measures. Torch is
 imported only when links and devices are measured, and only where it is installed. Used by engine/

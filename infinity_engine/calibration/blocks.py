@@ -1,5 +1,4 @@
-"""How fast modules compute: forwards and backwards of transformer blocks, with all that lies
-between their products.
+"""How fast modules compute: transformer blocks forward and backward, with all between the products.
 
 A matrix product alone promises more than a model reaches: normalization, activation functions,
 attention, sums, the cost of starting each of them, and new memory for gradients take their part,
@@ -36,9 +35,7 @@ _PASSES = 3  # forwards that one forward with its backward computes as much as
 def measure_blocks(
     device: torch.device, products: Mapping[str, Figure], part: MeasuringTime, nbytes: int
 ) -> dict[str, dict[BlockShape, BlockFigures]]:
-    """Measure blocks of several shapes, as far as that takes little time at the rates of these
-    products, and memory.
-    """
+    """Measure blocks of several shapes, as far as these products' rates and memory allow."""
     points = [
         (name, shape)
         for name, dtype in DTYPES.items()
@@ -48,11 +45,13 @@ def measure_blocks(
     ]
     weights = {name: _weights(device, dtype, nbytes // _PARTS) for name, dtype in DTYPES.items()}
     blocks = {point: _Block(point[1], weights[point[0]]) for point in points}
+    # Once before any sample: the first run of a shape pays for torch's own preparations.
     for block in blocks.values():
         block.rate(0.0)
     found = part.in_turn(points, lambda point, sample_s: blocks[point].rate(sample_s))
     figures: dict[str, dict[BlockShape, BlockFigures]] = {name: {} for name in DTYPES}
     for (name, shape), samples in found.items():
+        # A rate for each way, forward first.
         ways = (Figure.of([each[way] for each in samples], Unit.FLOPS) for way in range(2))
         figures[name][shape] = BlockFigures(**dict(zip(("forward", "backward"), ways, strict=True)))
     return figures
@@ -83,9 +82,7 @@ def _numel(shape: BlockShape) -> int:
 
 
 def _weights(device: torch.device, dtype: torch.dtype, nbytes: int) -> torch.Tensor:
-    """Return values for parameters to be parts of: more than caches hold, where there is memory for
-    that.
-    """
+    """Return values for parameters to be parts of: more than caches hold, where memory allows."""
     least = _numel(BlockShape(_WIDTHS[device.type][0], 1))
     values = torch.full((max(nbytes // dtype.itemsize, least),), 0.02, device=device, dtype=dtype)
     values[::3] = -0.03  # so that sums do not grow with the width
@@ -93,9 +90,7 @@ def _weights(device: torch.device, dtype: torch.dtype, nbytes: int) -> torch.Ten
 
 
 class _Block:
-    """A block with parameters, which makes and forgets gradients of all of them; and what goes into
-    it.
-    """
+    """A block with parameters, its input, and gradients that are made and forgotten."""
 
     def __init__(self, shape: BlockShape, weights: torch.Tensor) -> None:
         device, dtype = weights.device, weights.dtype
@@ -103,8 +98,10 @@ class _Block:
 
         self._shape = shape
         self._flops = block_flops(shape)
+        # Two norms, each with weight and bias.
         self._device = device
         norms = ((width,), (width,)) * 2
+        # Queries, keys and values in one; out; up; down: rows and columns in widths.
         layers = [
             each
             for rows, columns in ((3, 1), (1, 1), (4, 1), (1, 4))
@@ -116,6 +113,7 @@ class _Block:
         # where the next block's begin: not in any cache, as those of a model of many blocks
         self._at = 0
         self._input = torch.randn(1, shape.tokens, width, device=device).to(dtype).requires_grad_()
+        # A given gradient of the output: no loss, so that only the block is measured.
         self._gradient = torch.full_like(self._input, 0.01)
 
     def rate(self, seconds: float) -> ComputeRate:
@@ -126,8 +124,10 @@ class _Block:
             parameters = self._next_parameters()
             start = time.perf_counter()
             made = self._forward(parameters)
+            # On a GPU the forward has only been started by now.
             self._wait()
             middle = time.perf_counter()
+            # grad(), not backward(): gradients in new memory each time, and none is kept.
             torch.autograd.grad(made, [self._input, *parameters], self._gradient)
             self._wait()
             end = time.perf_counter()
@@ -136,10 +136,12 @@ class _Block:
                 backward_s + end - middle,
                 times + 1,
             )
+        # A backward has two products for each of the forward.
         return ComputeRate(times * self._flops / forward_s, 2 * times * self._flops / backward_s)
 
     def _next_parameters(self) -> list[torch.Tensor]:
         """Return the parameters of another block."""
+        # The memory is used up: the first block's are out of the caches by now.
         if self._at + self._numel > self._weights.numel():
             self._at = 0
         flat = self._weights[self._at : self._at + self._numel]
@@ -155,6 +157,7 @@ class _Block:
         pairs = [(parameters[at], parameters[at + 1]) for at in range(0, len(parameters), 2)]
         norms, (qkv, out, up, down) = pairs[:2], pairs[2:]
         size = (self._shape.width,)
+        # The caller may be in no_grad.
         with torch.enable_grad():
             x = self._input
             wide = functional.linear(functional.layer_norm(x, size, *norms[0]), *qkv)

@@ -1,5 +1,6 @@
-"""What was measured, kept between processes: JSON files in the user's cache folder, one for a
-machine or a directory.
+"""Measurements kept between processes: JSON files in the user's cache folder.
+
+There is one file for the machine and one for each directory that was measured.
 
 A file is named by a hash of what it holds for and says it as well. Files appear whole; what is
 wrong with one is a warning, and it counts as not there. Measures nothing, imports no torch.
@@ -27,9 +28,7 @@ _Figures = TypeVar("_Figures", Calibration, DriveFigures)
 
 
 class CalibrationWarning(RuntimeWarning):
-    """Figures that were kept cannot be used, or cannot be kept; the message says why and what
-    happens instead.
-    """
+    """Figures that were kept cannot be used, or kept; the message says what happens instead."""
 
 
 def cache_folder() -> Path | None:
@@ -38,6 +37,7 @@ def cache_folder() -> Path | None:
     That is infinity_engine/calibration under XDG_CACHE_HOME, or under ~/.cache.
     """
     folder = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG rule: a path that is not absolute counts as not set.
     if not Path(folder).is_absolute():
         try:
             folder = str(Path.home() / ".cache")
@@ -54,16 +54,15 @@ class CalibrationCache:
 
     @classmethod
     def of_user(cls) -> CalibrationCache:
-        """Return the cache of the user whose process this is."""
+        """Return the cache of the user of this process."""
         return cls(cache_folder())
 
     def machine(self, identity: Mapping[str, str]) -> Calibration | None:
-        """Return what was measured of this machine, without drives; None where nothing was, or
-        nothing usable.
-        """
+        """Return what was measured of this machine, without drives; None: nothing usable."""
 
         def read(document: Mapping[str, object]) -> Calibration:
             kept = Calibration.from_mapping(document.get("calibration"))
+            # The name is a hash, cut short, and files may be copied.
             if dict(kept.machine) != dict(identity):
                 expected = "the machine that the file is named after"
                 raise ConfigError(
@@ -74,9 +73,7 @@ class CalibrationCache:
         return self._read("machine", identity, read)
 
     def drive(self, machine: Mapping[str, str], identity: Mapping[str, str]) -> DriveFigures | None:
-        """Return what was measured of a directory on this machine; None where nothing was, or
-        nothing usable.
-        """
+        """Return what was measured of a directory on this machine; None: nothing usable."""
 
         def read(document: Mapping[str, object]) -> DriveFigures:
             kept = DriveFigures.from_mapping(document.get("drive"), field="drive")
@@ -85,6 +82,7 @@ class CalibrationCache:
                 raise ConfigError(field="drive.drive", value=dict(kept.drive), expected=expected)
             return kept
 
+        # A drive's figures are of one machine: home folders are shared between several.
         return self._read("drive", {**machine, **identity}, read)
 
     def keep_machine(self, measured: Calibration) -> None:
@@ -93,14 +91,13 @@ class CalibrationCache:
         self._write("machine", measured.machine, document)
 
     def keep_drive(self, machine: Mapping[str, str], measured: DriveFigures) -> None:
-        """Keep what was measured of a directory on this machine, in place of what was kept of
-        it.
-        """
+        """Keep what was measured of a directory on this machine, in place of earlier figures."""
         document = {"machine": dict(machine), "drive": measured.to_mapping()}
         self._write("drive", {**machine, **measured.drive}, document)
 
     def holds(self, measured: Calibration) -> bool:
         """Tell whether just this is what would be found, of the machine and of all its drives."""
+        # Without warnings: this only asks.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CalibrationWarning)
             drives = all(
@@ -111,12 +108,12 @@ class CalibrationCache:
 
     @contextlib.contextmanager
     def alone(self, waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Let the body run while no other process is in one; `waiting` is called where that means
-        to wait.
+        """Let the body run while no other process is in one; `waiting` is called before a wait.
 
         Where the folder cannot be written or its file system has no locks, the body runs at once.
         """
         with contextlib.ExitStack() as stack:
+            # Of the lock alone: an error of the body is raised.
             with contextlib.suppress(OSError):
                 stack.enter_context(self._locked(waiting))
             yield
@@ -127,15 +124,18 @@ class CalibrationCache:
             yield
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        # Never removed: another process may wait for the lock of this very file.
         descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
+                # First without waiting, so that `waiting` is called only where there is a wait.
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 waiting()
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
+            # Closing the last descriptor ends the lock, also when the process is killed.
             os.close(descriptor)
 
     def path(self, what: str, identity: Mapping[str, str]) -> Path | None:
@@ -143,6 +143,7 @@ class CalibrationCache:
         if self.folder is None:
             return None
         told = json.dumps(dict(sorted(identity.items())))
+        # 96 bits make short names; the file itself says what it is of.
         return self.folder / f"{what}-{hashlib.sha256(told.encode()).hexdigest()[:24]}.json"
 
     def _read(
@@ -155,12 +156,14 @@ class CalibrationCache:
         if path is None:
             return None
         try:
+            # From another version, or by another program: nothing in it is believed.
             document = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(document, dict) or document.get("version") != CALIBRATION_VERSION:
                 raise ValueError(f"it is no object of version {CALIBRATION_VERSION}")
             return read(document)
         except FileNotFoundError:
             return None
+        # RecursionError: JSON may nest deeper than Python reads.
         except (OSError, ValueError, RecursionError) as problem:  # a ConfigError is a ValueError
             warnings.warn(
                 f"{path} is not used: {problem}. It is measured again",
@@ -196,8 +199,10 @@ def _replace(path: Path, text: str) -> None:
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
+            # Before the rename: after a power failure the name must not show an empty file.
             file.flush()
             os.fsync(file.fileno())
         Path(draft).replace(path)
+    # Does nothing after the rename: the draft's name is gone.
     finally:
         Path(draft).unlink(missing_ok=True)

@@ -1,5 +1,4 @@
-"""Puts a calibration together: what was kept of this machine and its directories, and what is
-measured now.
+"""Puts a calibration together: what was kept of this machine and directories, and what is measured.
 
 One process of a user measures at a time. Reports what it does through a function; prints nothing.
 """
@@ -66,8 +65,7 @@ def kept_calibration(
     queue: IOQueue | None = None,
     cache: CalibrationCache | None = None,
 ) -> Calibration | None:
-    """Return what was kept of this machine and those of the directories that were measured; None
-    where nothing was.
+    """Return what was kept of this machine and of those directories with figures; None: nothing.
 
     Without an accelerator and a queue, of those that an engine would have here by default. Measures
     nothing.
@@ -94,8 +92,7 @@ def calibrated(
     report: _Report = lambda _: None,
     waiting: Callable[[], object] = lambda: None,
 ) -> Calibration:
-    """Return the figures of this machine with `accelerator` and of these directories; measure what
-    is not kept.
+    """Return the figures of this machine and directories; measure what is not kept.
 
     With None for an accelerator, which is for where torch is missing, links, device and matrix
     products are not measured. `queue` is used for the drives where given, and stays open. What is
@@ -106,6 +103,7 @@ def calibrated(
         OSError: a directory cannot be used, which is seen before anything is measured, or an
             operation failed there. What was measured before is kept.
     """
+    # Each once, in the order given.
     names = list(Directories(dict.fromkeys(directories), field="directories"))
     cache = cache or CalibrationCache.of_user()
     identity = machine_identity(_device(accelerator))
@@ -113,8 +111,10 @@ def calibrated(
         if queue is None and names:
             queue = resources.enter_context(IOQueue())
         drives = {} if queue is None else {name: _drive(name, queue) for name in names}
+        # Until everything is measured: two processes at once would measure each other.
         resources.enter_context(cache.alone(waiting))
         uses = kept is KeptFigures.USED
+        # Looked up under the lock: the process that was waited for may have measured it.
         found = {
             name: cache.drive(identity, drive) if uses else None for name, drive in drives.items()
         }
@@ -127,9 +127,11 @@ def calibrated(
         machine = cache.machine(identity) if uses else None
         if machine is None:
             machine = bench.machine(identity, accelerator)
+            # Kept at once: a drive that fails does not cost what was measured before.
             cache.keep_machine(machine)
         for name, place in missing.items():
             assert queue is not None, "there is a queue for directories"
+            # Equal parts of the time, whatever is missing.
             part = effort.part(_DRIVES_SHARE / len(missing))
             measured = bench.drive(name, place, drives[name], queue, part)
             found[name] = measured
@@ -148,7 +150,9 @@ class _Bench:
     def machine(self, identity: Mapping[str, str], accelerator: Accelerator | None) -> Calibration:
         """Measure all but drives."""
         effort = self._effort
+        # Before the pool is taken: `Effort.memory_bytes` counts the larger of the two.
         matmul = self._matmul(accelerator)
+        # Needs the rates of the products: they say which shapes take too long.
         blocks = self._blocks(accelerator, matmul)
         memory = self._taken()
         self._report("updates of the host, and sweeps over its memory")
@@ -157,6 +161,7 @@ class _Bench:
         return Calibration(
             machine=identity,
             date=datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds"),
+            # The state that the host's updates were measured on.
             memory_bytes=memory.updates.numel * STATE_BYTES,
             links=links.figures,
             dram={
@@ -189,6 +194,7 @@ class _Bench:
     ) -> DriveFigures:
         """Measure the drive of a directory, in `place`, which is its real path."""
         memory = self._taken()
+        # Registered with the queue, as an engine's pool is.
         queue.use_pool(memory.pool)
         try:
             return measure_drive(
@@ -203,6 +209,7 @@ class _Bench:
                 report=self._report,
             )
         finally:
+            # Also after a failure: the queue may be the caller's, and the pool is ours.
             queue.forget_pool(memory.pool)
 
     def _taken(self) -> _Memory:
@@ -245,9 +252,7 @@ class _Bench:
 
 @dataclass(frozen=True)
 class _Memory:
-    """The memory that everything but matrix products goes through: a part for updates, and one for
-    I/O and copies.
-    """
+    """The memory for all but matrix products: a part for updates, one for I/O and copies."""
 
     pool: Pool
     updates: HostUpdates
@@ -255,6 +260,7 @@ class _Memory:
 
     @classmethod
     def of(cls, effort: Effort) -> _Memory:
+        # One pool of whole pages for both parts, as an engine has.
         pool = Pool(effort.update_bytes + effort.io_bytes)
         updates = HostUpdates(pool, effort.update_bytes, thread_counts(usable_cores()))
         return cls(pool, updates, pool.buffer(effort.io_bytes))
@@ -287,11 +293,13 @@ def _measured_links(
     )
 
     h2d, d2h = StreamKind.H2D, StreamKind.D2H
+    # Half of the time for copies alone, half for copies beside updates.
     part = effort.part(_LINKS_SHARE / 2)
     try:
         with Links.open(accelerator, memory.io) as links:
             report("copies between host and device")
             found = measure_links(links, part)
+            # For a virtual clock, where nothing is measured beside updates.
             reason = "the time of copies is computed: the host's work does not disturb them"
             updates: Mapping[HostPoint, Figure] = {}
             copies = {kind: Figure.missing(reason, Unit.PART) for kind in (h2d, d2h)}
@@ -337,5 +345,6 @@ def _drive(directory: str, queue: IOQueue | None) -> Mapping[str, str]:
         return drive_identity(
             directory, backend=queue.backend, settings=queue.settings_for(directory)
         )
+    # What a queue with no settings of its own would choose here.
     settings = settle(load_profile().for_path(directory))
     return drive_identity(directory, backend=choose_backend("auto"), settings=settings)

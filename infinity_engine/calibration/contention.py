@@ -1,5 +1,4 @@
-"""What updates of the host and some other work lose to one another: each measured alone and with
-the other, in turn.
+"""What updates of the host and other work lose to one another: alone and together, in turn.
 
 The samples of a comparison follow one another, so that whatever else the machine does disturbs all
 of them alike.
@@ -53,14 +52,18 @@ def measure_contention(
     others: list[Pair[_Result]] = []
 
     def part_left(point: HostPoint, sample_s: float) -> float:
+        # Before and after: what changes slowly on the machine is half in each.
         before = updates.rate(point, sample_s)
         with meanwhile(work) as going_on:
             beside = updates.rate(point, sample_s)
         after = updates.rate(point, sample_s)
+        # What the other work loses is measured beside updates by all threads only.
         if point.threads == max(updates.counts):
             others.append(Pair(going_on.result(), work(until(sample_s))))
         else:
+            # Raises what the work failed with: else its error would be lost.
             going_on.result()
+        # Beside against the mean of both: 1 where nothing is lost.
         return 2 * beside / (before + after)
 
     found = part.in_turn(points, part_left, samples=_SAMPLES)
@@ -82,9 +85,11 @@ def meanwhile(work: Callable[[Stops], _Result]) -> Iterator[Future[_Result]]:
     What it returned or raised is in the future that is yielded, once the body has ended.
     """
     stop = threading.Event()
+    # The executor's end waits for the work, so that it never runs into the next sample.
     with ThreadPoolExecutor(1, thread_name_prefix="calibration") as executor:
         future = executor.submit(work, stop.is_set)
         try:
             yield future
         finally:
+            # Also when the body fails: the executor would wait for ever.
             stop.set()

@@ -41,12 +41,14 @@ def device_identity(accelerator: Accelerator) -> str:
     """Return what tells a device from others, as machine_identity has it."""
     if isinstance(accelerator, VirtualAccelerator | PacedAccelerator):
         emulation = accelerator.emulation
+        # The rates are the device: others are another one.
         return f"emulated, {emulation.clock.value} clock: {emulation.rates!r}"
     return gpu_device() if accelerator.name == "cuda" else accelerator.name
 
 
 def measure_matmul(device: torch.device, part: MeasuringTime) -> dict[str, Figure]:
     """Measure products of square matrices, as large as take some time and little memory."""
+    # Made once: sizes are found out, and the memory is used again.
     products = {name: _product(device, dtype) for name, dtype in DTYPES.items()}
 
     def flops(name: str, sample_s: float) -> float:
@@ -63,6 +65,7 @@ def measure_device_updates(
     """Measure the updates of each optimizer on the device, in up to so many bytes of its memory."""
     if accelerator.unified:
         return _missing("device and host are one memory, so the host updates")
+    # Takes no memory: an emulated update takes time by its number of parameters.
     if accelerator.name == "emulated":
         return _figures(_emulated(accelerator), part)
     numel = align_down(min(nbytes, accelerator.memory().free // 2) // STATE_BYTES, NORM_BLOCK)
@@ -93,7 +96,7 @@ def _missing(reason: str) -> dict[str, Figure]:
 def _emulated(accelerator: Accelerator) -> _Update:
     """Return what takes the time of an update on an emulated device, which is that of all rules."""
     stream = accelerator.stream(StreamKind.COMPUTE)
-    params = 1 << 20
+    params = 1 << 20  # any number: its time is proportional
 
     def clock() -> float:
         return (
@@ -116,6 +119,7 @@ def _on_gpu(accelerator: Accelerator, buffer: Buffer, numel: int) -> _Update:
     import cupy
 
     stream = accelerator.stream(StreamKind.COMPUTE)
+    # Wide ones first, so that every offset is aligned.
     widths = (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)
     tensors, offset = [], 0
     for dtype, value in zip(widths, (0.5, 0.01, 1e-4, 0.01, 0.5), strict=True):
@@ -134,6 +138,7 @@ def _on_gpu(accelerator: Accelerator, buffer: Buffer, numel: int) -> _Update:
 
     def launched(name: str) -> None:
         current = torch.cuda.current_stream()
+        # accelerator.run makes the stream torch's current one; cupy has one of its own.
         with stream_of_others(cupy, current.cuda_stream, current.device.index):
             steps[name](kernels)
 
@@ -141,6 +146,7 @@ def _on_gpu(accelerator: Accelerator, buffer: Buffer, numel: int) -> _Update:
         def some() -> None:
             cost = UpdateCost(numel)
             events = [
+                # Only the last is waited for, so that the GPU has no pause in between.
                 accelerator.run(lambda: launched(name), stream=stream, cost=cost)
                 for _ in range(_AT_ONCE)
             ]
@@ -158,7 +164,9 @@ def _product(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], Non
     columns = _FEWEST_COLUMNS
     while True:
         product, flop = _product_of(device, dtype, columns, times), 2 * columns**3 * times
+        # Once without a clock: it pays for torch's preparations of this size.
         product()
+        # Larger ones until one takes long enough; a slow device stops at small ones.
         if columns >= most or flop / repeated(product, flop, 0.0) >= _LONG_ENOUGH_S:
             return product, flop
         columns *= 2
@@ -170,6 +178,7 @@ def _product_of(
     left, right = (
         torch.full((columns, columns), 0.5, dtype=dtype, device=device) for _ in range(2)
     )
+    # `out=`: no memory is allocated while the time is taken.
     into = torch.empty_like(left)
 
     def product() -> None:
@@ -177,6 +186,7 @@ def _product_of(
             for _ in range(times):
                 torch.mm(left, right, out=into)
         if device.type == "cuda":
+            # Else only the start of the products would be measured.
             torch.cuda.synchronize(device)
 
     return product

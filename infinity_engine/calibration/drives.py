@@ -1,8 +1,6 @@
-"""How fast the drive behind a directory is read and written by a deepnvme queue, alone and beside
-updates of the host.
+"""How fast the drive behind a directory is, alone and beside updates of the host, through deepnvme.
 
-Writes one file there, which is removed when it is done, has failed, or was told to end. Imports no
-torch.
+Writes one file there, and removes it when it is done, fails or is interrupted. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,29 +34,28 @@ _Report = Callable[[str], object]
 
 @dataclass(frozen=True, kw_only=True)
 class _DriveLoad:
-    """A file, and the memory that operations on it go through; as many are pending as there are
-    buffers.
-    """
+    """A file and the buffers for operations on it; as many are pending as there are buffers."""
 
     file: File
     file_bytes: int
     buffers: Sequence[memoryview]
 
     def bytes_per_s(self, workload: Workload, stops: Stops) -> float:
-        """Keep operations pending until told to stop, and one has ended; what ends after that does
-        not count.
-        """
+        """Keep operations pending until told to stop, one having ended; later ones do not count."""
         verbs = (self.file.pread, self.file.pwrite)
         course = transfers(workload, self.file_bytes, self.buffers[0].nbytes)
         starts = (partial(verbs[writes], offset=offset) for writes, offset in course)
         begun = last = time.perf_counter()
         moved = 0
+        # All buffers at once: the drive has its full queue from the first moment on.
         pending = deque((buffer, next(starts)(buffer)) for buffer in self.buffers)
         while moved == 0 or not stops():
             buffer, future = pending.popleft()
             moved += future.result()
+            # The end of what counts: noticing the stop takes no part in the rate.
             last = time.perf_counter()
             pending.append((buffer, next(starts)(buffer)))
+        # Not counted: they end while nothing new is started.
         for _, future in pending:
             future.result()
         return moved / (last - begun)
@@ -76,16 +73,17 @@ def measure_drive(
     part: MeasuringTime,
     report: _Report,
 ) -> DriveFigures:
-    """Measure a directory in `place`, its real path; what is moved lies in `memory`, which the
-    queue's pool has.
+    """Measure a directory in `place`, its real path, through `memory`, which the queue's pool has.
 
     Raises:
         OSError: an operation failed there.
     """
+    # Two buffers at least, so that one is moved while the other waits for its turn.
     operation_bytes = min(_OPERATION_BYTES, memory.nbytes // 2, effort.file_bytes)
     pending = pending_for(operation_bytes, queue.settings_for(place).inflight_bytes)
     buffers = cut(memory, operation_bytes, min(pending, memory.nbytes // operation_bytes))
     for buffer in buffers:
+        # Random bytes: a drive may compress others.
         fill(buffer)
     with _scratch_file(place) as path, queue.open(path, "w", size=effort.file_bytes) as file:
         report(f"{directory}: writing a file of {format_bytes(effort.file_bytes)}")
@@ -106,9 +104,7 @@ def measure_drive(
 
 
 def _alone(load: _DriveLoad, part: MeasuringTime) -> dict[Workload, Figure]:
-    """Return what is read, written, and moved both ways at once, while nothing else is done
-    here.
-    """
+    """Return what is read, written, and moved both ways, while nothing else is done here."""
     found = part.in_turn(
         tuple(Workload), lambda each, sample_s: load.bytes_per_s(each, until(sample_s))
     )
@@ -124,17 +120,17 @@ def _beside(
     parts: dict[str, dict[int, Figure]] = {name: {} for name in RULES}
     for point, left in found.updates.items():
         parts[str(point.optimizer)][point.threads] = left
+    # The part that is left, not the rate: rates of two moments on a shared machine do not compare.
     return Figure.of([pair.beside / pair.alone for pair in found.others], Unit.PART), parts
 
 
 def _write(file: File, buffers: Sequence[memoryview], nbytes: int, seconds: float) -> int:
-    """Write what there is time for of the file, at least one operation on each buffer; return how
-    long it is then.
-    """
+    """Write what there is time for, at least one operation a buffer; return the file's length."""
     end = time.perf_counter() + seconds
     step = buffers[0].nbytes
     written = 0
     while written + step <= nbytes and (written == 0 or time.perf_counter() < end):
+        # In rounds, so that the time is looked at often enough.
         round_of = [(buffer, written + number * step) for number, buffer in enumerate(buffers)]
         pending = [
             file.pwrite(buffer, offset) for buffer, offset in round_of if offset + step <= nbytes
@@ -142,6 +138,7 @@ def _write(file: File, buffers: Sequence[memoryview], nbytes: int, seconds: floa
         for future in pending:
             future.result()
         written += len(pending) * step
+    # Down to what was written: no drive is needed to read a hole.
     file.truncate(written)
     file.sync().result()
     return written
@@ -149,13 +146,13 @@ def _write(file: File, buffers: Sequence[memoryview], nbytes: int, seconds: floa
 
 @contextmanager
 def _scratch_file(directory: Path) -> Iterator[Path]:
-    """Yield an empty file that is gone afterwards, also after Ctrl-C, a signal to end, or an
-    error.
-    """
+    """Yield an empty file that is gone afterwards, also after Ctrl-C, a signal or an error."""
+    # Else a signal would end the process without the `finally` below.
     with signals_are_exceptions():
         descriptor, name = tempfile.mkstemp(prefix=FILE_PREFIX, suffix=".tmp", dir=directory)
         path = Path(name)
         try:
+            # The queue opens the file itself, by its name.
             os.close(descriptor)
             yield path
         finally:

@@ -24,9 +24,7 @@ _EACH_UP_TO = 4  # threads; beyond, two numbers for each doubling
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuringTime:
-    """What some measuring may take: so many seconds, for so many rounds of samples that are not too
-    short.
-    """
+    """What some measuring may take: seconds, rounds, and the shortest time of a sample."""
 
     seconds: float
     rounds: int
@@ -43,8 +41,9 @@ class MeasuringTime:
         *,
         samples: int = 1,
     ) -> dict[_Point, list[_Result]]:
-        """Measure every point once per round; `measure` gets the seconds for each of the `samples`
-        that it takes.
+        """Measure every point once per round; `measure` gets the seconds for each of its samples.
+
+        It takes `samples` of them.
 
         The first round is always whole; later ones stop when the time is up.
         """
@@ -55,14 +54,13 @@ class MeasuringTime:
 
     def sample_s(self, samples: int) -> float:
         """Return how long each sample takes where there are so many in a round."""
+        # Never shorter than a clock can measure, even if that takes longer than asked.
         return max(_SAMPLING_SHARE * self.seconds / (self.rounds * samples), self.shortest_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """What measuring may take: `seconds` in all, about, and the bytes of memory and of a file in
-    each directory.
-    """
+    """What measuring may take: about `seconds` in all, and bytes of memory and of a file."""
 
     seconds: float
     rounds: int
@@ -75,6 +73,7 @@ class Effort:
     @property
     def memory_bytes(self) -> int:
         """Host memory that is held at most."""
+        # Not their sum: computing is measured before the memory for the rest is taken.
         return max(self.update_bytes + self.io_bytes, self.compute_bytes)
 
     def part(self, share: float) -> MeasuringTime:
@@ -96,9 +95,7 @@ QUICK = Effort(seconds=4.0, rounds=3, update_bytes=32 * MiB, io_bytes=16 * MiB, 
 
 
 def thread_counts(cores: int) -> tuple[int, ...]:
-    """Return the numbers of threads to measure on so many cores: 1 2 3 4 6 8 12 16 24 and so on,
-    and all of them.
-    """
+    """Return the numbers of threads to measure: 1 2 3 4 6 8 12 16 24 and so on, and all cores."""
     if cores < 1:
         raise ConfigError(field="cores", value=cores, expected="1 or more")
     counts = set(range(1, min(cores, _EACH_UP_TO) + 1))
@@ -106,6 +103,7 @@ def thread_counts(cores: int) -> tuple[int, ...]:
     while step < cores:
         counts |= {step + step // 2, 2 * step}
         step *= 2
+    # All cores in any case.
     return (*sorted(count for count in counts if count < cores), cores)
 
 
@@ -115,14 +113,13 @@ def repeated(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Do `work` again and again for so long, at least once; return the rate of the `amount` that
-    each time does.
-    """
+    """Do `work` for so long, at least once; return the rate of the `amount` that each time does."""
     start = clock()
     times = 0
     while True:
         work()
         times += 1
         passed = clock() - start
+        # `passed > 0`: a clock may not have moved after work that is too short for it.
         if passed >= seconds and passed > 0:
             return amount * times / passed

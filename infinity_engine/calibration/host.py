@@ -1,5 +1,4 @@
-"""How fast this host updates and sweeps its memory, with each number of threads: the kernels of
-training on one state.
+"""How fast this host updates and sweeps its memory, by number of threads, with training's kernels.
 
 Holds the memory that is measured on until it is forgotten. Imports no torch.
 """
@@ -66,9 +65,7 @@ FORMATS = Formats(parameter=FloatFormat.BF16)
 STATE_BYTES = 16
 """Of memory for each parameter: gradient and parameter of 16 bits, fp32 master, two fp32 states."""
 SWEEP_BYTES = 28
-"""Read and written for each parameter by a sweep, which goes through the memory as AdamW does: 16
-and 12 of them.
-"""
+"""Bytes that a sweep reads (16) and writes (12) for each parameter, in the order of AdamW."""
 
 
 class Kernels(Protocol):
@@ -80,25 +77,23 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostPoint:
-    """What is measured: the updates of one optimizer, or with None the bare sweep, by so many
-    threads.
-    """
+    """What is measured: one optimizer's updates, or the bare sweep (None), by so many threads."""
 
     optimizer: str | None
     threads: int
 
 
 class HostUpdates:
-    """One state in `pool`'s memory, as large as `nbytes` allow, and pools of as many threads as are
-    measured.
-    """
+    """One state in `pool`'s memory, within `nbytes`, and a pool for each number of threads."""
 
     def __init__(self, pool: Pool, nbytes: int, threads: Iterable[int]) -> None:
+        # At least one block, whatever `nbytes` is.
         self.numel = max(align_down(nbytes // STATE_BYTES, NORM_BLOCK), NORM_BLOCK)
         self.counts = tuple(threads)
         narrow = [pool.empty(self.numel, np.uint16) for _ in range(2)]
         wide = [pool.empty(self.numel, np.float32) for _ in range(3)]
         for values in narrow:
+            # A bf16 number is the upper half of an fp32 one.
             values.fill(np.float32(0.01).view(np.uint32) >> 16)
         for values, value in zip(wide, (0.5, 0.01, 1e-4), strict=True):
             values.fill(value)
@@ -109,6 +104,7 @@ class HostUpdates:
         self._kernels = {count: HostKernels(UpdateThreads.anywhere(count)) for count in self.counts}
         self._steps = {
             name: steps_of(
+                # Rules with one state use the first: all rules share one memory.
                 rule,
                 updates_state(self.numel, master, (first, second)[: len(rule.states)]),
                 self._gradient,
@@ -139,6 +135,7 @@ class HostUpdates:
         """Measure a point for so long: parameters per second, or bytes per second of a sweep."""
         kernels = self._kernels[point.threads]
         if point.optimizer is None:
+            # The update's own records: the same memory, in the same order.
             records, threads, home = self._swept.records, kernels.threads.native, kernels.home
             return repeated(
                 lambda: _native.sweep(records, threads, home), self.numel * SWEEP_BYTES, seconds
@@ -173,6 +170,7 @@ def steps_of(
     def step(kernels: Kernels) -> None:
         update = update_records(state, rules=[rule], gradients=[gradient], parameters=[parameter])
         kernels.update(update)
+        # Counted on, as an engine does: bias corrections depend on the number of steps.
         state.steps[:] = update.steps
 
     return step

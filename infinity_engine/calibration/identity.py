@@ -1,5 +1,4 @@
-"""What tells one machine, device and drive from another, as texts: what was measured there holds as
-long as they do.
+"""What tells machines, devices and drives apart, as texts: figures hold while these stay the same.
 
 Asks the system, measures nothing, imports no torch.
 """
@@ -26,6 +25,7 @@ def machine_identity(device: str) -> dict[str, str]:
     cpu = probe_cpu()
     packages = probe_packages()
     return {
+        # Another format, or another version's kernels, make earlier figures useless.
         "format": str(CALIBRATION_VERSION),
         "infinity_engine": metadata.version("infinity-engine"),
         "cpu": cpu.model,
@@ -40,9 +40,7 @@ def machine_identity(device: str) -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    """Return how many threads can run at once: cores that this process may use, no more than its
-    quota of time.
-    """
+    """Return how many threads can run at once: cores of this process, within its quota of time."""
     cpu = probe_cpu()
     return (
         cpu.usable_cores
@@ -53,6 +51,7 @@ def usable_cores() -> int:
 
 def default_device() -> str:
     """Return the device that an engine here would compute on, without asking torch."""
+    # Must say what `device_identity` says of the accelerator that would be opened.
     gpus = probe_gpus()
     build = probe_packages().torch_build
     return gpu_device() if gpus.visible_count and build is not None and build.cuda else "cpu"
@@ -61,17 +60,18 @@ def default_device() -> str:
 def gpu_device() -> str:
     """Return what the GPUs of this machine are called, with their driver."""
     gpus = probe_gpus()
+    # Which GPUs are visible decides which one is measured.
     visible = "" if gpus.visible_devices is None else f", of which {gpus.visible_devices}"
     return f"cuda: {', '.join(gpu.name for gpu in gpus.devices)}{visible}; driver {gpus.driver}"
 
 
 def drive_identity(directory: str, *, backend: str, settings: Settings) -> Mapping[str, str]:
-    """Return what the figures of a directory hold for: where it is, which drive that is, how it is
-    used.
+    """Return what figures of a directory hold for: where it is, which drive, how it is used.
 
     Raises:
         OSError: there is no such directory.
     """
+    # The real path: two names of one directory share its figures.
     place = Path(directory).resolve(strict=True)
     return {
         "directory": os.fspath(place),

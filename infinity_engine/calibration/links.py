@@ -1,5 +1,4 @@
-"""How fast bytes go between host and device, one way, both ways at once, and while the host updates
-as well.
+"""How fast bytes go between host and device: each way, both at once, and beside the host's updates.
 
 Copies by an accelerator's own streams, on the clock that its times are on. Called from one thread
 at a time.
@@ -38,11 +37,10 @@ class NoLinksError(Exception):
 
 
 class Links:
-    """Both ways between `host`, page-locked where that matters, and as much memory of the
-    device.
-    """
+    """Both ways between `host`, page-locked where that matters, and as much device memory."""
 
     def __init__(self, accelerator: Accelerator, host: torch.Tensor, device: torch.Tensor) -> None:
+        # One half for each direction: copies of the two never touch the same bytes.
         half = align_down(min(host.numel(), device.numel()) // 2, _ALIGNED)
         self._accelerator = accelerator
         self._clock_ns = _clock_of(accelerator)
@@ -51,6 +49,7 @@ class Links:
             _H2D: (device[:half], host[:half]),
             _D2H: (host[half : 2 * half], device[half : 2 * half]),
         }
+        # Doubled until a copy takes long enough, at this device's rate.
         self._nbytes = {kind: min(_SMALLEST, half) for kind in (_H2D, _D2H)}
         for kind in (_H2D, _D2H):
             while self._nbytes[kind] < half and self._one_copy_ns(kind) < _LONG_ENOUGH_NS:
@@ -66,6 +65,7 @@ class Links:
         """
         if accelerator.unified:
             raise NoLinksError("device and host are one memory, so nothing is copied")
+        # Leaves half of the free memory to others.
         nbytes = align_down(min(memory.nbytes, accelerator.memory().free // 2), 2 * _ALIGNED)
         try:
             buffer = accelerator.allocate(nbytes)
@@ -77,15 +77,14 @@ class Links:
                 buffer.tensor(torch.uint8, nbytes),
             )
             yield cls(accelerator, host, device)
+            # Raises what a copy failed with that nothing has waited for.
             accelerator.synchronize()
         finally:
             accelerator.free(buffer)
 
     @property
     def beside_updates(self) -> bool:
-        """Whether copies take their time while the host works, as they do unless time is
-        computed.
-        """
+        """Whether copies take time while the host works, as they do unless time is computed."""
         return not isinstance(self._accelerator, VirtualAccelerator)
 
     def rates(self, kinds: Sequence[StreamKind], seconds: float) -> LinkRates:
@@ -94,9 +93,7 @@ class Links:
         return self.copy_until(lambda: self._clock_ns() >= end_ns, kinds)
 
     def copy_until(self, stops: Stops, kinds: Sequence[StreamKind] = (_H2D, _D2H)) -> LinkRates:
-        """Keep some copies pending in each direction until told to stop, and one has ended in
-        each.
-        """
+        """Keep copies pending in each direction until it stops, and one has ended in each."""
         start_ns = self._clock_ns()
         last_ns = dict.fromkeys(kinds, start_ns)
         moved = dict.fromkeys(kinds, 0)
@@ -104,7 +101,9 @@ class Links:
         while not all(moved.values()) or not stops():
             pending[kinds[0]][0].wait()  # copies take about as long in both directions
             for kind in kinds:
+                # All that have ended: the direction waited for above may be the slower one.
                 while pending[kind][0].done():
+                    # Ended, so this does not block: it raises what the copy failed with.
                     pending[kind].popleft().wait()
                     pending[kind].append(self._start(kind))
                     moved[kind] += self._nbytes[kind]
@@ -139,9 +138,7 @@ def measure_links(
 def measure_beside_updates(
     links: Links, updates: HostUpdates, part: MeasuringTime
 ) -> tuple[dict[HostPoint, Figure], dict[StreamKind, Figure]]:
-    """Return the parts that updates, and that both directions keep of their rates where all of them
-    are at work.
-    """
+    """Return what updates, and both directions, keep of their rates where all are at work."""
     found = measure_contention(updates, updates.points(RULES), links.copy_until, part)
     parts = {
         kind: Figure.of([pair.beside[kind] / pair.alone[kind] for pair in found.others], Unit.PART)

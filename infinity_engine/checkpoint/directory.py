@@ -1,14 +1,14 @@
-"""`CheckpointDirectory`: the checkpoints of one run by tag; what makes one whole, and what removes
-old ones.
+"""`CheckpointDirectory`: the checkpoints of one run by tag: commits new ones, removes old ones.
 
-A name without a leading dot is a whole checkpoint, put there by one rename. What begins with a dot
-is being written or removed, and what a killed run left of that goes with the next save. Reads and
+A name without a leading dot is a whole checkpoint, put there by one rename. A name with a leading
+dot is being written or removed; the next save removes what a killed run left of it. Reads and
 writes no tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -30,8 +30,10 @@ __all__ = ["LATEST", "CheckpointDirectory", "open_regular", "read_manifest", "ta
 LATEST = "latest"
 """The name of the file that holds the newest checkpoint's tag, and what `load` calls it."""
 
+# No leading dot, which belongs to the writer, and no slash, so a tag never leads elsewhere.
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _UNFINISHED = re.compile(rf"\.{_TAG.pattern}\.(writing|removing)")
+# More than any tag has, so a damaged `latest` of any length costs nothing.
 _MOST_TAG_BYTES = 256
 _MOST_MANIFEST_BYTES = 256 << 20  # checksums of 32 TiB
 
@@ -46,6 +48,7 @@ class CheckpointDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._locks: dict[str, _DraftLock] = {}  # by tag
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -54,6 +57,7 @@ class CheckpointDirectory:
         try:
             found = [
                 entry
+                # The file `latest` has a name that a tag could have, but it is no directory.
                 for entry in self.path.iterdir()
                 if _TAG.fullmatch(entry.name) and _is_whole(entry)
             ]
@@ -65,6 +69,7 @@ class CheckpointDirectory:
         """Return the newest checkpoint's tag; None where there is no checkpoint."""
         try:
             with (self.path / LATEST).open("rb") as file:
+                # Bytes that are no ASCII become U+FFFD, which no tag has: the match below fails.
                 named = file.read(_MOST_TAG_BYTES).decode("ascii", "replace").strip()
         except OSError:
             named = ""
@@ -92,17 +97,18 @@ class CheckpointDirectory:
     def free_tag(self, tag: str) -> str:
         """Return this tag, or where a checkpoint has it, this tag with a number behind it.
 
-        A run that went back to an older checkpoint comes to the same step again.
+        A run that went back to an older checkpoint comes to the same step again. So does another
+        program that is writing one at the moment.
         """
         number, free = 1, tag
-        while os.path.lexists(self.path / free):
+        # lexists: a dangling link takes the name as well, and the rename of `commit` would fail.
+        while os.path.lexists(self.path / free) or _is_locked(self.draft_of(free)):
             number += 1
             free = f"{tag}.{number}"
         return free
 
     def begin(self, tag: str) -> Path:
-        """Return a new directory for the files of a checkpoint; what killed runs have left is
-        removed first.
+        """Return a new directory for a checkpoint's files; remove first what killed runs have left.
 
         Raises:
             ConfigError: `tag` cannot be a tag, or a checkpoint has it already.
@@ -116,9 +122,14 @@ class CheckpointDirectory:
                 "another tag",
             )
         _make_durably(self.path)
+        # Before mkdir: a killed save of this very tag left a directory of the draft's name.
         self._sweep()
         draft = self.draft_of(tag)
+        if _is_locked(draft):
+            expected = f"a tag that no other save is writing to {self.path} at the moment"
+            raise ConfigError(field="tag", value=tag, expected=expected)
         draft.mkdir()
+        self._locks[tag] = _DraftLock(draft)
         return draft
 
     def draft_of(self, tag: str) -> Path:
@@ -126,55 +137,75 @@ class CheckpointDirectory:
         return self.path / f".{_checked(tag)}.writing"
 
     def commit(self, tag: str, manifest: Manifest) -> Path:
-        """Make what `begin` has begun a checkpoint: all or nothing, from one instant to the next.
-
-        Move `latest`.
+        """Make what `begin` has begun a checkpoint, all or nothing, and let `latest` name it.
 
         The files are written and synced by now. When this returns, the checkpoint survives a power
         loss.
         """
         draft, target = self.draft_of(tag), self.path / tag
+        # The manifest comes last: every file that it names is whole by now.
         path = draft / MANIFEST
         path.write_bytes(encode(manifest))
         sync_file(path)
+        # The names of the files are content of the directory. Without this sync, a power loss could
+        # keep the rename and lose them.
         sync_directory(draft)
+        # The commit. A kill before it leaves a draft for the next save to remove.
         draft.rename(target)
         sync_directory(self.path)
+        # A kill before this leaves `latest` at the checkpoint before: a whole one as well.
         self._point_to(tag)
+        self._unlock(tag)
         return target
 
     def abandon(self, tag: str) -> None:
         """Remove what `begin` has begun."""
         shutil.rmtree(self.draft_of(tag), ignore_errors=True)
+        self._unlock(tag)
 
     def retire(self, keep: int) -> list[str]:
         """Remove all but the newest `keep` checkpoints; return the tags of those removed.
 
-        Stay: the one that `latest` names, and those whose manifests cannot be read, as their age is
-            unknown.
+        The one that `latest` names stays. So do those with manifests that cannot be read, as their
+        age is unknown.
         """
+        # The age of a checkpoint with a damaged manifest begins with -1.
         tags, latest = [tag for tag in self.tags() if _age(self.path / tag)[0] >= 0], self.latest()
         gone = [tag for tag in tags[: max(0, len(tags) - keep)] if tag != latest]
         for tag in gone:
             leaving = self.path / f".{tag}.removing"
+            # What a killed run left of the same tag: a rename does not replace a directory with
+            # files.
             shutil.rmtree(leaving, ignore_errors=True)
             # from here on it is no checkpoint, and not half of one
             (self.path / tag).rename(leaving)
             sync_directory(self.path)
+            # Only after the sync: a power loss must not bring the tag back without its files.
             shutil.rmtree(leaving, ignore_errors=True)
         return gone
 
     def _point_to(self, tag: str) -> None:
+        # Replaced, never written in place: a reader sees the old tag or the new one, no half of
+        # one.
         draft = self.path / f".{LATEST}.writing"
         draft.write_text(f"{tag}\n")
         sync_file(draft)
         draft.replace(self.path / LATEST)
         sync_directory(self.path)
 
+    def _unlock(self, tag: str) -> None:
+        if tag in self._locks:
+            self._locks.pop(tag).release()
+
     def _sweep(self) -> None:
-        """Remove what killed runs have left: nothing but what this class itself names so."""
+        """Remove what killed runs have left: nothing but what this class itself names so, and no
+        draft that another save is still writing.
+        """
         for entry in self.path.iterdir():
+            # A link is left alone: this class makes none, and it may lead anywhere.
             if not _UNFINISHED.fullmatch(entry.name) or entry.is_symlink():
+                continue
+            if _is_locked(entry):
                 continue
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
@@ -193,8 +224,10 @@ def read_manifest(path: Path) -> Manifest:
     try:
         with (
             open_regular(path / MANIFEST) as descriptor,
+            # dup: `fdopen` closes its own descriptor, and `open_regular` closes the other.
             os.fdopen(os.dup(descriptor), "rb") as file,
         ):
+            # One byte more than allowed tells a longer file from one of just this length.
             data = file.read(_MOST_MANIFEST_BYTES + 1)
     except FileNotFoundError:
         raise IncompleteCheckpoint(path=str(path), missing=(MANIFEST,)) from None
@@ -217,6 +250,7 @@ def open_regular(path: Path) -> Iterator[int]:
     Raises:
         OSError: it cannot be opened, or is something else.
     """
+    # Without O_NONBLOCK, opening a pipe waits for a writer. O_NOFOLLOW refuses a link.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -226,11 +260,52 @@ def open_regular(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+class _DraftLock:
+    """Locks a draft for as long as its writer lives. A file system without locks lets it be."""
+
+    def __init__(self, draft: Path) -> None:
+        self._descriptor = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        """Unlock it, explicitly: a forked process may have the descriptor too."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def __del__(self) -> None:
+        """Close it where its writer was dropped; a forked process leaves the lock to its parent."""
+        if self.__dict__.get("_descriptor", -1) >= 0:
+            os.close(self._descriptor)
+
+
+def _is_locked(draft: Path) -> bool:
+    """Tell whether a save is still writing a draft, in this process or another one."""
+    try:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(draft, flags)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _make_durably(path: Path) -> None:
     """Make a directory and those above it, so that their names survive a power loss."""
+    # Looked at before mkdir makes them.
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
+        # A directory's name is content of its parent, so the parent is synced.
         sync_directory(folder.absolute().parent)
 
 
@@ -244,16 +319,18 @@ def _checked(tag: str) -> str:
 
 
 def _is_whole(path: Path) -> bool:
+    # The manifest tells a checkpoint from a directory of yours. A link may lead to another run.
     return path.is_dir() and not path.is_symlink() and (path / MANIFEST).is_file()
 
 
 def _age(path: Path) -> tuple[int, str, int, str]:
-    """Return what checkpoints are sorted by: their manifests, as a copied file has another time.
+    """Return the key that sorts checkpoints by age, damaged ones first.
 
-    Damaged ones first.
+    It is what their manifests say: a file that was copied has another time.
     """
     try:
         manifest = read_manifest(path)
     except CheckpointError:
         return (-1, "", 0, path.name)
+    # Time before step: a run that went back has newer checkpoints of lower steps.
     return (0, manifest.created, manifest.step, path.name)

@@ -90,6 +90,7 @@ def export(
         if len(shards) > 1:
             _write_index(path, dict(zip(names, shards, strict=True)))
             names.append(_INDEX)
+    # Ctrl-C ends here too. Whole shards go as well: without the index they are no model.
     except BaseException:
         for name in names:
             (path / name).unlink(missing_ok=True)
@@ -119,6 +120,7 @@ def _write_index(path: Path, shards: Mapping[str, Sequence[_Weight]]) -> None:
     }
     total = sum(weight.nbytes for weights in shards.values() for weight in weights)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    # Replaced, so a reader finds no half of an index. It comes last, as it names the other files.
     draft = path / f".{_INDEX}.writing"
     draft.write_text(json.dumps(index, indent=2) + "\n")
     sync_file(draft)
@@ -168,6 +170,7 @@ def _shards(weights: Sequence[_Weight], shard_bytes: int) -> list[list[_Weight]]
     shards: list[list[_Weight]] = [[]]
     room = shard_bytes
     for weight in weights:
+        # A tensor that is larger than a file may be gets one of its own.
         if shards[-1] and weight.nbytes > room:
             shards.append([])
             room = shard_bytes

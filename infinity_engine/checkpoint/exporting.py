@@ -53,6 +53,7 @@ class WeightDraft:
         """
         check_free(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
+        # What a killed export left.
         self.abandon()
         self._directory.begin(_TAG)
 
@@ -64,6 +65,7 @@ class WeightDraft:
         Raises:
             TransferError: the drive is full or failed.
         """
+        # One half for conversions here, the other for the writer.
         half = memory_bytes // 2
         weights = _Weights(source, self._drafted(), half)
         draft = self._directory.draft_of(_TAG)
@@ -109,6 +111,7 @@ class WeightDraft:
                 continue
             if self.trainable_only and tensor.kind is not Kind.TRAINED:
                 continue
+            # A trained tensor is its value alone here, and that is what a frozen one has.
             kind = Kind.BUFFER if tensor.kind is Kind.BUFFER else Kind.FROZEN
             code = dtype_in(self.dtype, tensor)
             drafted.append(replace(tensor, kind=kind, dtype=code, streams={"value": code}, steps=0))
@@ -136,7 +139,9 @@ class _Weights:
                 return
             drafted = self._drafted_slice(part)
             have, want = part.stream.dtype, drafted.stream.dtype
+            # No copy: `values` is valid until this call returns.
             raw = np.frombuffer(values, np.uint8)
+            # Without a conversion the bytes go on as they are, in one call.
             step = raw.nbytes if have == want else self._step(have, want)
             for at in range(0, raw.nbytes, max(1, step)):
                 take(drafted, converted(raw[at : at + step], have, want).data)

@@ -53,9 +53,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedTensor:
-    """One parameter or buffer: `dtype` is what modules see of it, `streams` maps a stream's name to
-    its own dtype.
-    """
+    """A parameter or buffer. Modules see `dtype`; `streams` gives the dtype of each stream."""
 
     name: str
     kind: Kind
@@ -103,14 +101,9 @@ class Manifest:
     tensors: tuple[SavedTensor, ...]
     files: tuple[SavedFile, ...]
     run: Mapping[str, Any] = field(default_factory=dict)
-    """What the run is beside its streams: loss scale, optimizer groups, configuration, versions.
-
-    JSON.
-    """
+    """What else the run is: loss scale, optimizer groups, configuration, versions. JSON."""
     objects: Mapping[str, Any] = field(default_factory=dict)
-    """The structures of further state dicts by name, whose tensors are in the file
-    `objects.safetensors`.
-    """
+    """Structures of further state dicts, by the name of the file that has their tensors."""
 
     def tensor(self, name: str) -> SavedTensor:
         """Return a tensor by its name.
@@ -168,6 +161,7 @@ def parse(data: bytes) -> Manifest:
     payload, rest = unframed(_KIND, _VERSION, data)
     if rest:
         raise ValueError(f"{len(rest)} B follow the manifest, expected none")
+    # Texts may hold these characters too, so this is at least the number of parts.
     parts = sum(map(payload.count, (b",", b"[", b"{")))
     if parts > _MOST_PARTS:  # each becomes an object: a few bytes here, some hundred in memory
         raise ValueError(f"its JSON has {parts} parts, of which at most {_MOST_PARTS} are read")
@@ -215,6 +209,7 @@ def _tensor(entry: Any, where: str) -> SavedTensor:
     shape = tuple(
         _integer(size, f"{where}.shape") for size in _list(found["shape"], f"{where}.shape")
     )
+    # So that bytes, at up to 16 for each element, still fit into 63 bits.
     if len(shape) > MAX_DIMENSIONS or math.prod(shape) > _MOST // 16:
         raise ValueError(
             f"{where}.shape is {shown(list(shape))}: no tensor has so many dimensions or elements"
@@ -243,6 +238,7 @@ def _tensor(entry: Any, where: str) -> SavedTensor:
 def _file(entry: Any, where: str) -> SavedFile:
     found = _fields(entry, where, "name", "bytes", "checksums")
     name, nbytes = _text(found["name"], f"{where}.name"), _integer(found["bytes"], f"{where}.bytes")
+    # A manifest that names itself would have to hold its own checksum.
     if not _FILE.fullmatch(name) or name == MANIFEST:
         raise ValueError(
             f"{where}.name is {shown(name)}: expected a plain file name of the checkpoint's own "
@@ -263,6 +259,7 @@ def _file(entry: Any, where: str) -> SavedFile:
 
 def _fields(value: Any, where: str, *names: str) -> Mapping[str, Any]:
     found = _object(value, where)
+    # Unknown fields are refused too: a newer format says so by its version.
     if sorted(found) != sorted(names):
         raise ValueError(
             f"{where} has the fields {shown(sorted(found))}, expected {', '.join(sorted(names))}"
@@ -303,6 +300,7 @@ def _dtype(value: Any, where: str) -> str:
 
 
 def _integer(value: Any, where: str, *, least: int = 0) -> int:
+    # Not isinstance: true is a bool in JSON, and Python's bool is an int.
     if type(value) is not int or not least <= value <= _MOST:
         raise ValueError(
             f"{where} is {shown(value)}, expected a whole number from {least} to 2**63 - 1"

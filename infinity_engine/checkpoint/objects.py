@@ -16,7 +16,14 @@ from typing import Any
 from deepnvme import IOQueue
 from deepnvme.errors import NVMeError
 from deepnvme.formats.safetensors import SafetensorsWriter
-from deepnvme.memory.arrays import Description, describe, empty, nbytes_of
+from deepnvme.memory.arrays import (
+    Description,
+    Storable,
+    described,
+    empty,
+    nbytes_of,
+    storable,
+)
 from deepnvme.memory.buffers import memory_of
 from deepnvme.memory.checksum import BlockChecksums
 from deepnvme.store.manifest import ManifestError
@@ -49,11 +56,13 @@ class RankObjects:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.structure, found = flatten(dict(state))
-        described = {name: describe(leaf) for name, leaf in found.items()}
-        self.must_be_written = sum(leaf.nbytes for leaf in described.values()) > COPIED_BYTES
+        kept: dict[str, Storable] = {
+            name: described(name, leaf, storable) for name, leaf in found.items()
+        }
+        self.must_be_written = sum(leaf.nbytes for leaf in kept.values()) > COPIED_BYTES
         if not self.must_be_written:
-            described = {name: _copied(leaf) for name, leaf in described.items()}
-        self._described = described
+            kept = {name: _copied(leaf.gathered()) for name, leaf in kept.items()}
+        self._kept = kept
 
     def write(self, directory: Path, rank: int, *, queue: IOQueue, staging_bytes: int) -> SavedFile:
         """Write the tensors into a file of the checkpoint.
@@ -61,13 +70,14 @@ class RankObjects:
         Raises:
             TransferError: the drive is full or failed.
         """
-        layout = {name: (leaf.code, leaf.shape) for name, leaf in self._described.items()}
+        layout = {name: (leaf.code, leaf.shape) for name, leaf in self._kept.items()}
         sums, path = BlockChecksums(BLOCK_BYTES), directory / objects_file(rank)
         try:
             with SafetensorsWriter(
                 path, layout, sums=sums, staging_bytes=staging_bytes, queue=queue
             ) as writer:
-                writer.write({name: self._described[name] for name in writer.names})
+                for name in writer.names:  # one copy at a time of those on a device or in strides
+                    writer.write({name: self._kept[name].gathered()})
                 nbytes = writer.nbytes
         except NVMeError as error:
             raise transfer_error(error, f"checkpoint {directory}") from None

@@ -1,5 +1,4 @@
-"""`CheckpointReader`: reads slices of a checkpoint's streams and checks every byte before the
-caller gets it.
+"""`CheckpointReader`: reads slices of streams and checks every byte before the caller gets it.
 
 Opens nothing that the manifest does not name, and believes no header: the slices of the files have
 to cover each stream exactly once. Memory: a few MiB for the blocks that a slice begins and ends in.
@@ -49,10 +48,7 @@ from infinity_engine.storage import transfer_error
 __all__ = ["STAGING_BYTES", "CheckpointReader", "Damage"]
 
 STAGING_BYTES = 32 << 20
-"""The memory that blocks are read to, where the caller asks for no other.
-
-The least is one block.
-"""
+"""The memory that blocks are read to, where the caller asks for no other. At least one block."""
 
 _READ_BLOCKS = 8  # of one operation that reads to where the bytes belong
 _IN_FLIGHT = 4  # operations
@@ -103,12 +99,18 @@ class CheckpointReader:
         )
         if missing:
             raise IncompleteCheckpoint(path=str(self.path), missing=missing)
+        # Should something below fail, leaving this block closes what is open. After pop_all,
+        # `close` does.
         with ExitStack() as ends:
             through = queue or ends.enter_context(IOQueue())
+            # Four runs of blocks, so several reads are in flight; one block where memory is for no
+            # more.
             run_blocks = max(1, staging_bytes // (_IN_FLIGHT * BLOCK_BYTES))
             count = min(_IN_FLIGHT, max(1, staging_bytes // BLOCK_BYTES))
             pool = Pool(count * run_blocks * BLOCK_BYTES)
             through.use_pool(pool)
+            # Ends go backwards: files close, then the queue forgets the pool, then its own queue
+            # closes.
             ends.callback(through.forget_pool, pool)
             rooms = [pool.buffer(run_blocks * BLOCK_BYTES) for _ in range(count)]
             staging = deque(memory_of(room, writable=True) for room in rooms)
@@ -131,6 +133,7 @@ class CheckpointReader:
         memory, itemsize = memory_of(into, writable=True), ITEMSIZES[stream.dtype]
         at, end = first, first + memory.nbytes // itemsize
         held = self._held(stream)
+        # The slices cover the stream without gaps, so this one has the element `at`.
         number = bisect_right([part.part.first for part in held], at) - 1
         while at < end:
             found = held[number]
@@ -140,6 +143,7 @@ class CheckpointReader:
             try:
                 self._files[found.file].read(offset, target)
             except ChecksumError as error:
+                # A file knows blocks. Only this call knows which stream was read.
                 raise replace(error, tensor=_named(stream)) from None
             at, number = upto, number + 1
 
@@ -174,6 +178,7 @@ class CheckpointReader:
         `progress` is called with the bytes of each block.
         """
         for name, file in self._files.items():
+            # A generator that has raised is over: the other files are still read.
             try:
                 yield from file.verify(progress)
             except DamagedCheckpoint as damage:
@@ -196,6 +201,7 @@ class CheckpointReader:
         }
         found: dict[Stream, list[_Held]] = {stream: [] for stream in streams.values()}
         for name, file in self._files.items():
+            # The other files hold tensors of state dicts.
             if not name.startswith(SHARD):
                 continue
             for tensor, entry in file.header.tensors.items():
@@ -219,7 +225,9 @@ class CheckpointReader:
 
     def _covering(self, stream: Stream, held: list[_Held]) -> tuple[_Held, ...]:
         held = sorted(
-            (each for each in held if each.part.numel), key=lambda found: found.part.first
+            # A slice without elements covers nothing, wherever it says that it begins.
+            (entry for entry in held if entry.part.numel),
+            key=lambda found: found.part.first,
         )
         at = 0
         for found in held:
@@ -237,8 +245,9 @@ class CheckpointReader:
         return tuple(held)
 
     def _held(self, stream: Stream) -> tuple[_Held, ...]:
+        # The key has dtype and length too. A lookup by names alone says what there is instead.
         if stream not in self._slices:
-            saved = {(each.parameter, each.name): each for each in self._slices}
+            saved = {(known.parameter, known.name): known for known in self._slices}
             found = saved.get((stream.parameter, stream.name))
             raise ManifestMismatch(
                 path=str(self.path),
@@ -305,13 +314,12 @@ class _CheckedFile:
         return self._header
 
     def read(self, offset: int, into: Memory) -> None:
-        """Fill `into` with the bytes from `offset` on: whole blocks directly, the rest through
-        staging memory.
-        """
+        """Fill `into` from `offset` on: whole blocks directly, the rest through staging memory."""
         end = offset + into.nbytes
         if end > self._saved.nbytes:
             raise self._flaw(f"bytes {offset} to {end} were asked for, it has {self._saved.nbytes}")
         first, last = -(-offset // BLOCK_BYTES), end // BLOCK_BYTES  # the whole blocks
+        # Within one block, with no boundary of blocks between.
         if first > last:
             return self._copy(offset, into)
         head, tail = first * BLOCK_BYTES - offset, end - last * BLOCK_BYTES
@@ -324,6 +332,7 @@ class _CheckedFile:
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Damage]:
         """Read every block; yield the damaged ones."""
+        # Before the first read: the header passes the same staging memory.
         tensors = self._tensors_if_known()
         blocks = len(self._saved.checksums)
         reading: deque[tuple[IOFuture[int], int, Memory]] = deque()
@@ -331,6 +340,7 @@ class _CheckedFile:
         run = rooms[0].nbytes // BLOCK_BYTES
         try:
             for block in range(0, blocks, run):
+                # All memory is in use: the oldest read ends, and its memory serves the next one.
                 if not rooms:
                     rooms.append(reading[0][2])
                     yield from self._damages(*reading.popleft(), tensors)
@@ -342,13 +352,13 @@ class _CheckedFile:
                 progress(reading[0][2].nbytes)
                 yield from self._damages(*reading.popleft(), tensors)
         finally:
+            # The caller may drop this generator half-way: no read may go on into memory that is
+            # given back.
             for future, _, _ in reading:
                 future.exception()
 
     def _tensors_if_known(self) -> Mapping[str, SafetensorsEntry]:
-        """Return the tensors of the header, to name what is damaged: the bytes of the header itself
-        may be.
-        """
+        """Return the header's tensors, to name what is damaged: the header itself may be."""
         try:
             return self.header.tensors
         except DamagedCheckpoint:
@@ -399,19 +409,16 @@ class _CheckedFile:
         ctypes.memmove(into.address, memory_of(view, writable=False).address, into.nbytes)
 
     def _block(self, block: int) -> bytes:
-        """Return a block, checked; the last one is kept, as the slice that follows often begins in
-        it.
-        """
+        """Return a checked block. The last one is kept: the next slice often begins in it."""
         if self._edge is None or self._edge[0] != block:
             room = self._staging[0].part(0, self._block_bytes(block))
             self._wait(self._begin(block, room), block, room)
+            # Copied: the staging memory serves the next read of any file.
             self._edge = (block, bytes(_view(room)))
         return self._edge[1]
 
     def _read_blocks(self, first: int, last: int, into: Memory) -> None:
-        """Read whole blocks to where they belong, several operations at a time, and check them
-        there.
-        """
+        """Read whole blocks to where they belong, several reads at a time, and check them there."""
         reading: deque[tuple[IOFuture[int], int, Memory]] = deque()
         try:
             for block in range(first, last, _READ_BLOCKS):
@@ -456,6 +463,7 @@ class _CheckedFile:
         """Open the file, which has to be a regular one of the length that the manifest says."""
         if self._file is None:
             try:
+                # Refuses links, pipes and devices. The queue opens the file by its path again.
                 with open_regular(self._path) as descriptor:
                     nbytes = os.fstat(descriptor).st_size
                 if nbytes != self._saved.nbytes:
@@ -484,6 +492,7 @@ class _CheckedFile:
 
 
 def _view(memory: Memory) -> memoryview:
+    # Neither a copy nor an owner: valid as long as the caller holds `memory`.
     return memoryview((ctypes.c_char * memory.nbytes).from_address(memory.address))
 
 

@@ -68,6 +68,7 @@ def reshard(
         return others
 
     described = replace(manifest, tag=tag or manifest.tag, ranks=_checked(ranks), created=_now())
+    # Before anything is written.
     reader.check_slices()
     return _write(directory, described, reader, copy_others, file_bytes)
 
@@ -96,6 +97,7 @@ def import_foreign(
         structures[objects_file(0)] = of_rank_0.structure
         return [of_rank_0.write(draft, 0, queue=queue, staging_bytes=STAGING_BYTES)]
 
+    # Before anything is written.
     foreign.check()
     described = Manifest(
         tag=tag or tag_of_step(foreign.step),
@@ -126,6 +128,7 @@ def _write(
     draft = directory.begin(tag)
     try:
         with IOQueue() as queue:
+            # One piece at a time is in it: the writer is done with a slice before the next is read.
             room = np.empty(_PIECE_BYTES, np.uint8)
             files = [
                 saved
@@ -140,6 +143,7 @@ def _write(
             ]
             files += write_others(draft, queue)
         return directory.commit(tag, replace(manifest, files=tuple(files)))
+    # Ctrl-C ends here too.
     except BaseException:
         directory.abandon(tag)
         raise
@@ -173,6 +177,7 @@ class _CutStreams:
             return (0, numel) if self.rank == 0 else (numel, numel)
         blocks = -(-numel // _CUT_ELEMENTS)
         start, end = (
+            # Ranks differ by one block at most.
             min(numel, blocks * rank // self.ranks * _CUT_ELEMENTS)
             for rank in (self.rank, self.rank + 1)
         )

@@ -43,6 +43,7 @@ def converted(raw: npt.NDArray[np.uint8], have: str, want: str) -> npt.NDArray[n
 
 def _as_numpy(raw: npt.NDArray[np.uint8], have: str) -> npt.NDArray[Any]:
     if have == "BF16":
+        # bf16 is the upper half of an fp32.
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return raw.view(_NUMPY[have])
 
@@ -56,6 +57,7 @@ def _odd_fp32(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     with np.errstate(over="ignore"):
         near = values.astype(np.float32)
     inexact = (near.astype(np.float64) != values) & ~np.isnan(values)
+    # astype rounded to nearest. Where that went away from zero, the value before it is taken.
     beyond = inexact & (np.abs(near.astype(np.float64)) > np.abs(values))
     bits: npt.NDArray[np.uint32] = near.view(np.uint32) - beyond.astype(np.uint32)  # towards zero
     odd: npt.NDArray[np.float32] = (bits | inexact.astype(np.uint32)).view(np.float32)
@@ -64,8 +66,10 @@ def _odd_fp32(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
 
 def _bf16_of(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     bits = values.view(np.uint32)
+    # To nearest even, in integers: just under half of the last place, and one more if it is odd.
     rounded: npt.NDArray[np.uint32] = (
         bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     ) >> np.uint32(16)
+    # A NaN with its payload in the dropped half would become infinity.
     rounded[np.isnan(values)] = 0x7FC0
     return rounded.astype(np.uint16)

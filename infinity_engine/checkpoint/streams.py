@@ -17,9 +17,10 @@ from deepnvme.memory.arrays import ITEMSIZES
 __all__ = ["SHARD", "Slice", "Stream", "StreamSource", "fill_name", "is_fill", "parse_tensor"]
 
 SHARD = "rank-"
-"""How the names of the files begin whose tensors are slices of streams."""
+"""The first characters of the names of files that hold slices of streams."""
 
 _FILL = re.compile(r"fill@[0-9]{1,19}")
+# The last # and @ count: a parameter's own name may have some.
 _TENSOR = re.compile(
     r"(?P<parameter>.*)#(?P<stream>[a-z0-9_]{1,64})@(?P<first>0|[1-9][0-9]{0,18})", re.DOTALL
 )
@@ -27,9 +28,7 @@ _TENSOR = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One stream of one parameter: `dtype` is a safetensors code such as F32, `numel` the elements
-    of all ranks.
-    """
+    """One stream of one parameter: `dtype` is a safetensors code, `numel` counts all ranks."""
 
     parameter: str
     name: str
@@ -83,8 +82,6 @@ def is_fill(name: str) -> bool:
 
 
 def parse_tensor(name: str) -> tuple[str, str, int] | None:
-    """Return parameter, stream and first element from a tensor's name in a shard; None where it has
-    another form.
-    """
+    """Return the parameter, stream and first element that a tensor's name says, None if none."""
     found = _TENSOR.fullmatch(name)
     return None if found is None else (found["parameter"], found["stream"], int(found["first"]))

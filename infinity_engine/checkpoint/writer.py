@@ -1,5 +1,4 @@
-"""Writes one rank's shard of a checkpoint: its slices, in safetensors files, as the source hands
-them out.
+"""Writes one rank's shard: its slices, in safetensors files, as the source hands them out.
 
 Holds one slice at a time beside the queue's staging memory. Commits nothing: `CheckpointDirectory`
 does that once all ranks have written.
@@ -41,16 +40,16 @@ def write_shard(
     file_bytes: int = FILE_BYTES,
     first_file: int = 0,
 ) -> tuple[SavedFile, ...]:
-    """Write what `source` has into files of `directory`, synced; return what the manifest says of
-    them.
+    """Write what `source` has into synced files; return their entries for the manifest.
 
-    They are numbered from `first_file` on.
+    The files are in `directory` and numbered from `first_file` on.
 
     Raises:
         TransferError: the drive is full or failed. What was written is no checkpoint and stays for
             `abandon`.
     """
     names = shard_names(rank, first_file)
+    # Known before the first byte: a file begins with the names of all its tensors.
     to_write = list(_files(source.slices(), file_bytes))
     with _ShardFiles(directory, names, to_write, queue, staging_bytes) as files:
         source.hand_out(files.take)
@@ -103,9 +102,10 @@ class _ShardFiles:
 
     def take(self, part: Slice, values: memoryview) -> None:
         """Write the next bytes of the next slice."""
-        with self._told_as_transfer():
+        with self._raising_transfer_errors():
             writer = self._writer or self._open()
             assert part == self._slices[0], "a source hands out its slices in their order"
+            # It is 0 at the first bytes of a slice.
             self._left = self._left or part.nbytes
             if len(values):
                 writer.append(memory_of(values, writable=False))
@@ -133,7 +133,9 @@ class _ShardFiles:
     def _end(self) -> None:
         """Let the open file take its place."""
         assert self._writer is not None, "a file is open"
+        # Taken away first: should finishing fail, __exit__ must not finish the file again.
         writer, self._writer = self._writer, None
+        # Leaving the block gives the file its name, once it is on the drive.
         with writer:
             pass
         saved = SavedFile(
@@ -142,7 +144,7 @@ class _ShardFiles:
         self.saved.append(saved)
 
     @contextmanager
-    def _told_as_transfer(self) -> Iterator[None]:
+    def _raising_transfer_errors(self) -> Iterator[None]:
         """Raise what the drive refuses as the engine's own error."""
         what = f"checkpoint {self._directory}"
         try:
@@ -168,6 +170,8 @@ class _ShardFiles:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # A source that ended too early raised nothing. The open file must not get its name then
+        # either.
         if self._writer is not None:
             self._writer.__exit__(kind or RuntimeError, error, trace)
         assert kind is not None or not self._to_write, "a source hands out all of its slices"

@@ -1,5 +1,4 @@
-"""`infinity calibrate`: measures what this machine and the drives of some directories can do, and
-keeps it.
+"""`infinity calibrate`: measures what this machine and some drives can do, and keeps it.
 
 Progress goes to standard error. Exit status: 0 measured, 1 not, 130 interrupted.
 """
@@ -88,6 +87,7 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return _INTERRUPTED
+    # Alone on standard output, so that other programs can read it.
     if options.json == _STANDARD_OUTPUT:
         print(_json(measured), end="")
     else:
@@ -110,21 +110,26 @@ def _measured(options: argparse.Namespace) -> tuple[Calibration, Path | None]:
     effort = QUICK if options.quick else FULL
     if options.seconds is not None:
         effort = replace(effort, seconds=options.seconds)
+    # Rough figures are kept nowhere: every later plan would use them.
     cache = CalibrationCache(None) if options.quick else CalibrationCache.of_user()
     waiting = lambda: _say("another process measures this machine: waiting for it")  # noqa: E731
     with contextlib.ExitStack() as resources:
         accelerator = None
+        # Without torch, drives and the host are measured all the same.
         if is_torch_new_enough(probe_packages().torch or "0.0"):
             from infinity_engine.accel import open_accelerator
 
             accelerator = resources.enter_context(open_accelerator(options.accelerator))
+        # The lock of the user's cache: the one below keeps nothing and locks nothing.
         resources.enter_context(cache.alone(waiting))
+        # From here on, so that waiting for another process does not count.
         others = OthersWork()
         measured = calibrated(
             options.directories,
             accelerator=accelerator,
             effort=effort,
             kept=KeptFigures.REPLACED,
+            # Kept below, and only if the machine was quiet.
             cache=CalibrationCache(None),
             report=lambda part: _say(f"measuring {part}"),
         )
@@ -140,6 +145,7 @@ def _measured(options: argparse.Namespace) -> tuple[Calibration, Path | None]:
             cache.keep_machine(measured)
             for drive in measured.drives.values():
                 cache.keep_drive(measured.machine, drive)
+    # Asked again: keeping only warns where the folder cannot be written.
     return measured, cache.folder if cache.holds(measured) else None
 
 
@@ -149,6 +155,7 @@ def _check_writable(file: Path) -> None:
         raise IsADirectoryError(f"{file} cannot be written: it is a folder")
     if not file.absolute().parent.is_dir():
         raise FileNotFoundError(f"{file} cannot be written: there is no such folder")
+    # A new file needs the folder's permission, an old one its own.
     if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
         raise PermissionError(f"{file} cannot be written: permission denied")
 
@@ -164,6 +171,7 @@ def _say(line: str) -> None:
 @contextlib.contextmanager
 def _warnings_as_lines() -> Iterator[None]:
     """Say what the body warned of, each in one line, when it ends."""
+    # Recorded, as Python's own form names a file and a line of ours.
     with warnings.catch_warnings(record=True) as caught:
         try:
             yield
@@ -173,6 +181,7 @@ def _warnings_as_lines() -> Iterator[None]:
 
 
 def _what_happened(error: Exception) -> str:
+    # The text of an OSError has the number as well, which says less.
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)
@@ -182,9 +191,7 @@ def _what_happened(error: Exception) -> str:
 
 
 class _Rows(NamedTuple):
-    """One table: a title with its unit, what the columns are, and the figures of each row, None
-    where none was due.
-    """
+    """One table: title with unit, columns, and each row's figures, None where none is due."""
 
     title: str
     columns: Sequence[str]
@@ -236,36 +243,37 @@ def _tables(measured: Calibration) -> Iterator[_Rows]:
     yield _Rows(
         "Host memory, GB/s",
         ("sweep",),
-        {_threads(count): (each,) for count, each in measured.dram.items()},
+        {_threads(count): (figure,) for count, figure in measured.dram.items()},
     )
     yield _Rows(
         "Updates on the host, billions of parameters per second",
         ("alone", "left beside copies", *(f"left beside I/O in {name}" for name in drives)),
         {
             f"{name}, {_threads(count)}": (
-                each.alone,
-                each.beside_copies,
+                figures.alone,
+                figures.beside_copies,
                 *(drive.host_updates[name][count] for drive in drives.values()),
             )
             for name, updates in measured.host_updates.items()
-            for count, each in updates.items()
+            for count, figures in updates.items()
         },
     )
     yield _Rows(
         "Updates on the device, billions of parameters per second",
         ("alone",),
-        {name: (each,) for name, each in measured.device_updates.items()},
+        {name: (figure,) for name, figure in measured.device_updates.items()},
     )
-    products = {dtype: (each,) for dtype, each in measured.matmul.items()}
+    products = {dtype: (figure,) for dtype, figure in measured.matmul.items()}
     yield _Rows("Matrix products on the device, Gflop/s", ("alone",), products)
     for dtype, blocks in measured.blocks.items():
+        # A dtype that was not measured has no table.
         if blocks:
             yield _Rows(
                 f"Transformer blocks in {dtype}, Gflop/s",
                 ("forward", "backward"),
                 {
-                    f"width {shape.width}, {shape.tokens} tokens": (each.forward, each.backward)
-                    for shape, each in blocks.items()
+                    f"width {shape.width}, {shape.tokens} tokens": (way.forward, way.backward)
+                    for shape, way in blocks.items()
                 },
             )
     yield _Rows(
@@ -276,9 +284,7 @@ def _tables(measured: Calibration) -> Iterator[_Rows]:
 
 
 def _print_rows(console: Console, rows: _Rows) -> dict[str, str | None]:
-    """Print the columns in which something was measured; return the reasons for the others, None
-    where all are.
-    """
+    """Print the columns with figures; return reasons for the others, None in place of all names."""
     missing: dict[str, list[str]] = {}
     shown = []
     for number, name in enumerate(rows.columns):
@@ -287,6 +293,7 @@ def _print_rows(console: Console, rows: _Rows) -> dict[str, str | None]:
         ]
         if any(figure.reason is None for figure in column):
             shown.append(number)
+        # Each reason once, in the order of the rows.
         for reason in dict.fromkeys(
             figure.reason for figure in column if figure.reason is not None
         ):
@@ -312,8 +319,9 @@ def _cell(figure: Figure | None) -> str:
         return ""
     if figure.median is None or figure.least is None or figure.most is None:
         return "-"
+    # Bytes, parameters and operations per second in billions; parts in percent.
     one, sign = (0.01, "%") if figure.unit is Unit.PART else (1e9, "")
     median, least, most = (
-        f"{each / one:.3g}" for each in (figure.median, figure.least, figure.most)
+        f"{value / one:.3g}" for value in (figure.median, figure.least, figure.most)
     )
     return f"{median}{sign} ({least} to {most})"

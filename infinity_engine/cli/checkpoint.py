@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         subparser.set_defaults(command=name)
         if name == "import":
             subparser.add_argument("path", type=Path, help="the directory or file to import")
+            # What is imported has no tags.
             continue
         subparser.add_argument(
             "path", type=Path, help="a directory of checkpoints, or one checkpoint in it"

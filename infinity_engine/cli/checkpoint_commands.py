@@ -1,5 +1,4 @@
-"""What the commands of `infinity checkpoint` do: read what `infinity_engine.checkpoint` reads, and
-print.
+"""What the commands of `infinity checkpoint` do: read checkpoints, and print.
 
 Memory stays within a few tens of MiB, whatever the size of the checkpoint.
 """
@@ -32,7 +31,7 @@ from infinity_engine.units import format_bytes
 
 __all__ = ["COMMANDS"]
 
-_COMPARED_BYTES = 16 << 20
+_COMPARED_BYTES = 16 << 20  # of a stream at once, from each of the two checkpoints
 
 
 def _resolved(path: Path, tag: str | None) -> Path:
@@ -135,6 +134,7 @@ def _verify(options: argparse.Namespace) -> int:
     try:
         with CheckpointReader(path) as reader:
             return _verified(reader)
+    # Damage is the answer of this command, and no error of it.
     except (DamagedCheckpoint, IncompleteCheckpoint) as damage:
         print(damage)
         return 1
@@ -145,20 +145,23 @@ def _verified(reader: CheckpointReader) -> int:
     damaged = 0
     for damage in reader.verify(read.append):
         damaged += 1
+        # Damage outside of all tensors is in the header.
         inside = ", ".join(damage.tensors) or "its header"
         print(
             f"{damage.file}: {damage.flaw}"
             if damage.flaw
             else f"{damage.file}: damaged within the MiB at offset {damage.offset}: {inside}"
         )
+    # Named only: other files do no harm.
     for name in reader.strange_files():
-        print(f"{name}: no file of this checkpoint")
+        print(f"{name}: not a file of this checkpoint")
     if damaged:
         print(
             f"{damaged} of the checkpoint's MiB or files are damaged: load an earlier one, and "
             "check the drive"
         )
         return 1
+    # Raises where slices do not cover a stream: caught in _verify().
     reader.check_slices()
     print(
         f"{reader.path}: {format_bytes(sum(read))} in {len(reader.manifest.files)} files, all "
@@ -183,6 +186,7 @@ def _differences(one: CheckpointReader, other: CheckpointReader) -> Iterator[str
     mine, theirs = (
         {tensor.name: tensor for tensor in reader.manifest.tensors} for reader in (one, other)
     )
+    # In the order of the first, then what only the second has.
     for name in [*mine, *(name for name in theirs if name not in mine)]:
         if name not in mine or name not in theirs:
             yield f"{name}: only in {(one if name in mine else other).path}"
@@ -213,12 +217,14 @@ def _stream_difference(
     unlike, most = 0, 0.0
     for first in range(0, stream.numel, step):
         numel = min(step, stream.numel - first)
+        # As bytes: numbers would make NaN differ from itself, and -0.0 equal 0.0.
         mine, theirs = np.empty((numel, width), np.uint8), np.empty((numel, width), np.uint8)
         one.read(stream, first, mine)
         other.read(stream, first, theirs)
         differ = (mine != theirs).any(axis=1)
         unlike += int(differ.sum())
         if stream.dtype == "F32" and differ.any():
+            # Infinity less infinity is NaN, which nanmax leaves out.
             with np.errstate(invalid="ignore"):
                 gap = np.abs(mine.view(np.float32) - theirs.view(np.float32))
             most = max(most, float(np.nanmax(gap)) if not np.isnan(gap).all() else 0.0)
@@ -243,6 +249,7 @@ def _reshard(options: argparse.Namespace) -> int:
     with CheckpointReader(_resolved(options.path, options.tag)) as reader:
         directory = CheckpointDirectory(options.to)
         path = reshard(reader, directory, options.ranks, tag=options.to_tag)
+        # Read before the reader is closed.
         before = reader.manifest.ranks
     print(f"{path}: as {options.ranks} ranks would have saved it, not {before}")
     return 0
@@ -252,6 +259,7 @@ def _import(options: argparse.Namespace) -> int:
     names = None if options.names is None else options.names.read_text().split()
     with OpenFiles() as files:
         foreign = open_foreign(options.path, files, origin=options.origin, names=names)
+        # The files are read twice then: once to check them, once to import.
         if not options.no_check:
             files.check()
         path = import_foreign(

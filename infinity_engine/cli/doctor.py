@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=Path,
         metavar="DIR",
-        help="directories whose drives are probed (default: the current one)",
+        help="probe the drives of these directories (default: the current one)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of tables"
@@ -54,9 +54,11 @@ def run(options: argparse.Namespace) -> int:
     findings = diagnose_system(system)
     facts: dict[str, object] = {"system": asdict(system)}
     sections = [("System", _system_rows(system))]
+    # Else these findings are all: the rest needs the native modules.
     if can_work(findings):
         from infinity_engine.machine.survey import survey  # needs the native modules
 
+        # Path() is the current directory.
         machine = survey(system, options.directories or [Path()])
         findings = diagnose(machine, chosen)
         facts = asdict(machine)

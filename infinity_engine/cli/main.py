@@ -1,5 +1,4 @@
-"""Entry point of the `infinity` command: parses the command line and hands it to the subcommand's
-module.
+"""Entry point of the `infinity` command: hands the command line to its subcommand's module.
 
 Exit status: that of the subcommand, which says what it means; 2 for wrong usage, as argparse has
 it.
@@ -43,15 +42,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in _COMMANDS:
         subparser = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP)
         command.add_arguments(subparser)
+        # Found again in the parsed options: the subcommand that was named.
         subparser.set_defaults(run=command.run)
     options = parser.parse_args(argv)
     # a path need not be text in this terminal's encoding
+    # A program that calls this may have put another object there.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status: int = options.run(options)
+        # Within the try: a closed pipe may show only as the last lines are written.
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        # Python flushes stdout once more at its end, which would fail and say so.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
     return status

@@ -1,5 +1,4 @@
-"""`infinity plan`: whether a training fits, where each byte will be, how long a step takes and why,
-what wears out.
+"""`infinity plan`: whether a training fits, where its bytes are, a step's time, and drives' wear.
 
 Reads the arguments, asks the planner, prints its answer as tables, as one JSON object, or as a page
 with plots. Needs no torch and touches no drive. Exit status: 0 it fits, 1 it does not, 2 the
@@ -34,8 +33,8 @@ __all__ = ["HELP", "NAME", "SCHEMA", "add_arguments", "run"]
 
 NAME = "plan"
 HELP = (
-    "Tell whether a model can be trained with certain means, where its bytes will be, and how long "
-    "a step takes."
+    "Tell whether a model can be trained on a machine, where its bytes will be, and how long a "
+    "step takes."
 )
 SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goes
 
@@ -75,9 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan and print; return 0 where it fits, 1 where it does not, 2 where the question is
-    wrong.
-    """
+    """Plan and print; return 0 where it fits, 1 where it does not, 2 for a wrong question."""
     try:
         return _list() if options.models else _plan(options)
     except ConfigError as error:
@@ -116,6 +113,7 @@ def _plan(options: argparse.Namespace) -> int:
         return 1
     report = report_of(decision, rated_bytes=rated_bytes)
     advice = advise(decision, rates_are, run)
+    # Where the rates come from stands first: all else follows from them.
     notes = (*sources, *report.notes)
     if run is not None and advice.run is None:
         notes += (

@@ -49,8 +49,10 @@ def show(sections: Iterable[Section]) -> None:
     for title, rows in sections:
         table = Table.grid(padding=(0, 2))
         table.add_column(min_width=22)
+        # Folded, not cut: values may be paths that are copied.
         table.add_column(overflow="fold")
         for label, value in rows:
+            # As Text: brackets in a name are no markup.
             table.add_row(Text(label, style="dim"), Text(value))
         console.print(Text(title, style="bold"))
         console.print(table)
@@ -85,6 +87,7 @@ def _every_figure(report: PlanReport) -> Iterator[Section]:
 
     for tier in Tier:
         held, limit = report.held(tier), report.limits[tier]
+        # A tier that is not used, or not given, has no section.
         if held and limit:
             rank = _of_each_rank(report)
             title = f"{tier.value}{rank}: {format_bytes(held)} of {format_bytes(limit)}"
@@ -156,6 +159,7 @@ def _summary(report: PlanReport, training: Training) -> Rows:
         f"{training.sequence} tokens",
     )
     yield "activations", kept
+    # Without a rate of computing only the update's time is known.
     if report.tokens_per_s is None:
         yield "throughput", "unknown: give --tflops, or --rates of a calibration"
     else:
@@ -168,11 +172,13 @@ def setting_in_words(value: object) -> str:
         inner = ", ".join(
             f"{key}={setting_in_words(it)}"
             for key, it in value.items()
+            # The name stands before the brackets; None is what is left to its default.
             if key != "name" and it is not None
         )
         return (
             f"{value.get('name', '')}({inner})"
             if "name" in value
+            # Rates and the like have too many values for one line.
             else "those of this plan, in --json"
         )
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -182,12 +188,14 @@ def _times(report: PlanReport) -> Rows:
     from infinity_engine.sim.report import resource
 
     for phase in report.phases:
+        # Forward and backward need a rate of computing; updates do not.
         if report.tokens_per_s is None and not phase.name.startswith("update"):
             yield phase.name, "unknown, as the rate of computing is"
             continue
+        # The busiest first: it is what binds the phase.
         used = ", ".join(
             f"{name} {part:.0%}"
-            for name, part in sorted(phase.utilisation.items(), key=lambda it: -it[1])
+            for name, part in sorted(phase.utilisation.items(), key=lambda entry: -entry[1])
         )
         yield phase.name, f"{seconds_in_words(phase.seconds)}, bound by {phase.binding} ({used})"
     if report.update_utilisation and all(phase.name != "update" for phase in report.phases):
@@ -226,6 +234,7 @@ def _wear(report: PlanReport) -> Rows:
     yield "written", f"{wear.written_per_day / 1e12:,.1f} TB in a day of steps"
     if wear.years is not None and wear.rated_bytes is not None:
         days = wear.years * 365.25
+        # Below two years, days say more.
         life = f"{wear.years:,.1f} years" if wear.years >= 2 else f"{days:,.0f} days"
         yield "drives' life", f"{life} of steps, at {wear.rated_bytes / 1e12:,.0f} TB rated"
 
@@ -238,6 +247,7 @@ def refused(refusal: Refusal) -> Iterator[Section]:
         ("host", refusal.there.host, refusal.least.host),
         ("nvme", refusal.there.nvme, refusal.least.nvme),
     ):
+        # A machine without a GPU has no line about one.
         if tier == "device" and not has and not needs:
             continue
         short = (
@@ -250,13 +260,14 @@ def refused(refusal: Refusal) -> Iterator[Section]:
     if refusal.remedies:
         yield (
             "Any of these would do",
-            [(f"{number}.", it.change) for number, it in enumerate(refusal.remedies, 1)],
+            [(f"{number}.", remedy.change) for number, remedy in enumerate(refusal.remedies, 1)],
         )
 
 
 def with_options(refusal: Refusal) -> Refusal:
-    """Return it with the options that give what each remedy adds, as a part of what is given is
-    left for others.
+    """Return the refusal with options that add what each remedy needs.
+
+    A part of what is given is left for others, so an option is larger than the need.
     """
 
     def words(remedy: Remedy) -> str:
@@ -273,18 +284,19 @@ def with_options(refusal: Refusal) -> Refusal:
             ),
         }
         options = " ".join(f"{name} {size}" for name, (much, size) in added.items() if much)
+        # Nothing to add: the remedy is a setting, not a size.
         return f"{remedy.change} ({options})" if options else remedy.change
 
     return replace(
-        refusal, remedies=tuple(replace(each, change=words(each)) for each in refusal.remedies)
+        refusal,
+        remedies=tuple(replace(remedy, change=words(remedy)) for remedy in refusal.remedies),
     )
 
 
 def _to_give(needed: int, left: Callable[[Capacity], int]) -> str:
-    """Return the size, in whole GiB, of which so many bytes are left when others have their
-    part.
-    """
+    """Return the size in whole GiB of which so many bytes are left when others have their part."""
     gib = -(-needed // GiB)
+    # Again and again: the part for others grows with the size.
     while (lacking := needed - left(free(gib * GiB, gib * GiB, gib * GiB))) > 0:
         gib += -(-lacking // GiB)
     return f"{gib}GiB"

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     means.add_argument(
         "--machine",
         metavar="NAME",
-        help="a known machine; its figures hold where no other are given",
+        help="a known machine: its figures hold where no others are given",
     )
     means.add_argument(
         "--here",
@@ -68,12 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     means.add_argument("--gpu-mem", metavar="SIZE", help='memory of each GPU, such as "24GiB"')
     means.add_argument("--ram", metavar="SIZE", help="the host's memory that is free")
     means.add_argument(
-        "--nvme", metavar="SIZE", help="what is free on all drives together; none without it"
+        "--nvme", metavar="SIZE", help="free space on all drives together (default: no drives)"
     )
     means.add_argument(
         "--tbw",
         metavar="SIZE",
-        help='what the drives may be written in their life, such as "1200TB"',
+        help='rated endurance of all drives together (TBW), such as "1200TB"',
     )
     means.add_argument(
         "--rates", type=Path, metavar="FILE", help="a calibration, or rates, in JSON"
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tflops",
         type=float,
         metavar="N",
-        help="what each rank computes, in 10^12 operations a second",
+        help="compute rate of each rank, in 10^12 operations a second",
     )
 
 
@@ -131,18 +131,18 @@ def machine_of(options: argparse.Namespace, precision: str) -> AskedMachine:
     known = _known(options)
     gpus = known.gpus if options.gpus is None else options.gpus
     if not 0 <= gpus <= known.most_gpus:
-        expected = f"a number of GPUs, 0 to {known.most_gpus}: a plan is of one machine"
+        expected = f"a number of GPUs, 0 to {known.most_gpus}: a plan is for one machine"
         raise ConfigError(field="--gpus", value=gpus, expected=expected)
     if gpus == 0 and options.gpu_mem is not None:
         raise ConfigError(
-            field="--gpu-mem", value=options.gpu_mem, expected="none of it where --gpus is 0"
+            field="--gpu-mem", value=options.gpu_mem, expected="no size, as --gpus is 0"
         )
     left = _capacity(options, known, gpus)
     drives = bool(sum(left.nvme.values()))
-    ranks = max(gpus, 1)
+    ranks = max(gpus, 1)  # without GPUs, one rank trains on the CPU
     rated_bytes = known.rated_bytes if options.tbw is None else size_of(options.tbw, "--tbw")
     if options.tbw is not None and not drives:
-        expected = "--nvme beside it: no drive is used, so none wears out"
+        expected = "a size in --nvme, too: without drives, nothing wears out"
         raise ConfigError(field="--tbw", value=options.tbw, expected=expected)
     found = _rates(options, known, precision, ranks=ranks, unified=gpus == 0, drives=drives)
     compute = found.compute
@@ -150,6 +150,7 @@ def machine_of(options: argparse.Namespace, precision: str) -> AskedMachine:
         if not _LEAST_TFLOPS <= options.tflops <= _MOST_TFLOPS:
             expected = f"a positive number, from {_LEAST_TFLOPS:g} to {_MOST_TFLOPS:g}"
             raise ConfigError(field="--tflops", value=options.tflops, expected=expected)
+        # What is given takes the place of measured blocks, too.
         compute = compute._replace(flops_per_s=options.tflops * 1e12, blocks=None)
     means = Means(
         budget=ResolvedBudget(device=left.device, host=left.host, nvme=left.nvme),
@@ -159,7 +160,7 @@ def machine_of(options: argparse.Namespace, precision: str) -> AskedMachine:
         blocks=compute.blocks,
         alone=compute.alone,
         wire_bytes_per_s=known.model.wire_bytes_per_s(ranks) if found.wire else None,
-        unified=gpus == 0,
+        unified=gpus == 0,  # without GPUs, device and host are one memory
         io_bytes=_QUEUE_BYTES if drives else 0,
     )
     watts = None if known.watts is None else float(known.watts * gpus)
@@ -307,8 +308,7 @@ def _given(given: str | None, known: _Known, field: str) -> int:
         return 0
     if field not in known.sizes:
         expected = (
-            'a size such as "64GiB", or a known machine with --machine (it is what is free for '
-            f"{field[2:]})"
+            'a size such as "64GiB", for what is free there, or a known machine with --machine'
         )
         raise ConfigError(field=field, value=None, expected=expected)
     return known.sizes[field]
@@ -318,9 +318,7 @@ def _given(given: str | None, known: _Known, field: str) -> int:
 
 
 class _Compute(NamedTuple):
-    """How fast modules compute, operations per second or transformer blocks; and what all else does
-    alone.
-    """
+    """How fast modules compute, in operations or blocks, and what all else does alone."""
 
     flops_per_s: float | None = None
     blocks: BlockRates | None = None
@@ -425,13 +423,15 @@ def _rates_of_file(
         raise ConfigError(
             field="--rates", value=str(path), expected=f"a file in JSON ({error})"
         ) from error
+    # One of the cache's own files has the figures of a machine, or of a drive, alone.
     if isinstance(given, dict) and "links" not in given and {"calibration", "drive"} & given.keys():
         expected = (
-            "a file that `infinity calibrate --json FILE` wrote: this is a part of what it keeps "
-            "for itself"
+            "a file that `infinity calibrate --json FILE` wrote: this file is from its cache, "
+            "which has only a part of the figures"
         )
         raise ConfigError(field="--rates", value=str(path), expected=expected)
     if not (isinstance(given, dict) and "links" in given):
+        # No calibration: plain rates by their names.
         rates = Rates.from_mapping(given, field="--rates")
         return _FoundRates(rates, _Compute(), f"rates are those of {path}", RateSource.GIVEN)
     calibration = Calibration.from_mapping(given, field="--rates")
@@ -459,6 +459,7 @@ def _measured(
 ) -> _FoundRates:
     from infinity_engine.advice.doubt import RateSource
 
+    # The first with what I/O and copies take away, the second without.
     rates, alone = (
         calibration.rates(
             optimizer=optimizer,
@@ -467,6 +468,7 @@ def _measured(
         ).divided(ranks)
         for beside in (True, False)
     )
+    # Only these two are measured: fp16 is taken to compute as bf16.
     dtype = "fp32" if precision == "fp32" else "bf16"
     compute = _Compute(calibration.flops_per_s(dtype), calibration.block_rates(dtype), alone)
     return _FoundRates(rates, compute, note, RateSource.MEASURED)

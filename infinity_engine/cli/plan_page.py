@@ -1,5 +1,4 @@
-"""The page of `infinity plan --html`: the answer, memory of each tier over the step, and what each
-link does when.
+"""The page of `infinity plan --html`: the answer, memory over the step, and what each link does.
 
 One file that stands by itself: no script, no style or picture of elsewhere. Only draws what the
 report says.
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["page", "refusal_page"]
 
-_WIDTH, _LEFT, _RIGHT = 1000, 110, 370
-_CHART, _ROW = 220, 26
-_BINS = 260
+_WIDTH, _LEFT, _RIGHT = 1000, 110, 370  # pixels: of a picture, and of the labels at its sides
+_CHART, _ROW = 220, 26  # pixels: the height of a chart, and of a lane's strip
+_BINS = 260  # equal parts of the step's time in a strip
 _COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#7b4fa3", "#b8860b", "#2a9d8f", "#d1495b", "#777777")
 _LANES = MappingProxyType(
     {
@@ -80,6 +79,7 @@ def page(report: PlanReport, training: Training) -> str:
 
 def refusal_page(refusal: Refusal) -> str:
     """Return the page of what does not fit: what is there, and what would do."""
+    # The first title is the heading of the page.
     body = [f"<h1>{escape(title)}</h1>" for title, _ in [next(iter(refused(refusal)))]]
     for title, rows in refused(refusal):
         if not body[-1].startswith("<h1>"):
@@ -121,6 +121,7 @@ class _Band:
 
 def _memory(report: PlanReport, tier: Tier) -> str:
     """Return a chart of what a tier holds, one band upon another, below its limit."""
+    # What is held changes only where a phase begins or ends.
     times = sorted(
         {
             0.0,
@@ -131,9 +132,11 @@ def _memory(report: PlanReport, tier: Tier) -> str:
             ),
         }
     )
-    bands = [_band(each, times, report) for each in report.holdings if each.tier is tier]
+    bands = [_band(holding, times, report) for holding in report.holdings if holding.tier is tier]
     limit = report.limits[tier]
+    # Room for the limit, and for bands above it.
     top = max(limit, *(sum(band.values[at] for band in bands) for at in range(len(times))))
+    # Not 0, where no phase has a time.
     end = times[-1] or 1.0
 
     def x(at: float) -> float:
@@ -143,11 +146,13 @@ def _memory(report: PlanReport, tier: Tier) -> str:
         return 20 + (_CHART - 50) * (1 - nbytes / top)
 
     drawn = []
+    # Where the next band begins: bands stand one upon another.
     below = [0.0] * len(times)
     for number, band in enumerate(bands):
         above = [low + value for low, value in zip(below, band.values, strict=True)]
         points = [
             *((x(at), y(value)) for at, value in zip(times, above, strict=True)),
+            # Back along the lower edge, so that the points close a polygon.
             *((x(at), y(value)) for at, value in reversed([*zip(times, below, strict=True)])),
         ]
         path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
@@ -168,6 +173,7 @@ def _memory(report: PlanReport, tier: Tier) -> str:
     drawn.append(_text(_LEFT - 6, y(limit) + 4, format_bytes(limit), anchor="end"))
     drawn.append(_text(_LEFT - 6, y(0) + 4, "0", anchor="end"))
     drawn += _marks(report, x, y(0))
+    # The legend may be longer than the chart is high.
     height = max(_CHART, 40 + 17 * len(bands))
     return f"<h3>{tier.value}</h3>" + _svg(
         height, drawn, f"memory of the {tier.value} over the step"
@@ -175,8 +181,9 @@ def _memory(report: PlanReport, tier: Tier) -> str:
 
 
 def _band(holding: Holding, times: Sequence[float], report: PlanReport) -> _Band:
-    """Return a holding over the step: gradients come in the backward and go in the update,
-    activations in between.
+    """Return a holding over the step.
+
+    Gradients come in the backward and go in the update; activations are there in between.
     """
     phases = {phase.name: phase for phase in report.timeline.phases}
     forward, backward = phases.get("forward"), phases["backward"]
@@ -185,11 +192,13 @@ def _band(holding: Holding, times: Sequence[float], report: PlanReport) -> _Band
     values = []
     for at in times:
         if holding.what == "activations":
+            # All activations are there as the backward begins.
             values.append(whole if at == start else nothing)
         elif (
             holding.what in {"gradients", "gradients that stay", "sums of gradients"}
             and forward is not None
         ):
+            # With several micro-batches, sums stay through all forwards.
             computing = (
                 forward.start_ns / 1e9 <= at <= start
                 and report.micro_batches == 1
@@ -208,6 +217,7 @@ def _marks(report: PlanReport, x: object, bottom: float) -> Iterator[str]:
             start, end = x(phase.start_ns / 1e9), x(phase.end_ns / 1e9)
             ends = f'x1="{start:.1f}" x2="{start:.1f}" y1="20" y2="{bottom:.1f}"'
             yield f'<line {ends} stroke="#fff" stroke-width="1"/>'
+            # A narrower phase has no room for its label.
             if end - start > 60:
                 label = f"{phase.name}: {phase.ns / 1e9:,.3g} s"
                 yield _text((start + end) / 2, bottom + 18, label, anchor="middle")
@@ -217,22 +227,23 @@ def _marks(report: PlanReport, x: object, bottom: float) -> Iterator[str]:
 
 
 def _links(report: PlanReport) -> str:
-    """Return a strip for each lane: the darker, the larger the part of that time in which it
-    works.
-    """
+    """Return a strip for each lane: the darker, the larger the part of time in which it works."""
     timeline = report.timeline
     end_ns = max(phase.end_ns for phase in timeline.phases) or 1
     width = _WIDTH - _LEFT - _RIGHT
     drawn = []
+    # A lane with no work in this step has no strip.
     lanes = [lane for lane in _LANES if any(span.lane is lane for span in timeline.spans)]
     for number, lane in enumerate(lanes):
         top = 10 + _ROW * number
         drawn.append(_text(_LEFT - 6, top + 15, _LANES[lane], anchor="end"))
         used = _binned([span for span in timeline.spans if span.lane is lane], end_ns)
         for at, part in enumerate(used):
+            # Less than one of 255 shades is not drawn.
             if part > 0.004:
                 place = (
                     f'x="{_LEFT + width * at / _BINS:.1f}" y="{top}" '
+                    # Overlaps its neighbour, so that no seam shows.
                     f'width="{width / _BINS + 0.3:.2f}"'
                 )
                 drawn.append(
@@ -254,9 +265,11 @@ def _links(report: PlanReport) -> str:
 
 def _binned(spans: Sequence[Span], end_ns: int) -> list[float]:
     """Return the part of each of so many equal times in which these spans lie."""
+    # In integers, so that the edges of neighbours are the same.
     edges = [end_ns * number // _BINS for number in range(_BINS + 1)]
     used = [0] * _BINS
     for span in spans:
+        # What ends with the step ends in the last part.
         first = min(span.start_ns * _BINS // end_ns, _BINS - 1)
         last = min(span.end_ns * _BINS // end_ns, _BINS - 1)
         for number in range(first, last + 1):

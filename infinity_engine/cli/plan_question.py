@@ -43,7 +43,7 @@ _MOST_PRICE = 1e12
 
 def add_training(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that describe a training."""
-    what = parser.add_argument_group("what is trained")
+    what = parser.add_argument_group("training")
     what.add_argument(
         "--model",
         metavar="NAME|PATH",
@@ -69,7 +69,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         "--sequence",
         type=int,
         metavar="TOKENS",
-        help=f"tokens of one (default: {_TOKENS}, or its most)",
+        help=f"tokens in a sequence (default: {_TOKENS}, or the model's maximum)",
     )
     what.add_argument(
         "--accumulation",
@@ -86,19 +86,22 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         "bf16)",
     )
     what.add_argument(
-        "--optimizer", choices=_OPTIMIZERS, default="adamw", help="sgd is the one with momentum"
+        "--optimizer",
+        choices=_OPTIMIZERS,
+        default="adamw",
+        help="the optimizer (default: adamw); sgd is the one with momentum",
     )
     what.add_argument(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="make the activations of blocks anew in the backward (default: yes)",
+        help="recompute the activations of blocks in the backward (default: yes)",
     )
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that leave less to the planner."""
-    how = parser.add_argument_group("how, where that is to be so")
+    how = parser.add_argument_group("limits on the plan")
     how.add_argument(
         "--strategy", default="auto", help="a strategy by name or in JSON (default: the best)"
     )
@@ -106,14 +109,14 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         "--parameters",
         choices=("auto", "device", "host", "nvme"),
         default="auto",
-        help="where they stay",
+        help="where parameters stay (default: the best)",
     )
     how.add_argument(
         "--overlap",
         choices=("auto", "on", "off"),
         default="auto",
-        help="whether the end of an update goes on beside the next forward (default: where a step "
-        "is shorter so)",
+        help="whether the end of an update goes on beside the next forward (default: if that makes "
+        "the step shorter)",
     )
     how.add_argument("--subgroup", type=int, metavar="N", help="parameters in a subgroup")
 
@@ -145,8 +148,8 @@ def precision_of(given: str, model: ModelShape) -> str:
     if precision is None:
         stated = "states no dtype" if model.dtype is None else f"states {model.dtype}"
         expected = (
-            f"bf16, fp16 or fp32, as {model.name} {stated}; model is for one of bfloat16, float16 "
-            "or float32"
+            f"bf16, fp16 or fp32: {model.name} {stated}, and --precision model needs bfloat16, "
+            "float16 or float32"
         )
         raise ConfigError(field="--precision", value=given, expected=expected)
     return precision
@@ -158,14 +161,17 @@ def training_of(options: argparse.Namespace, model: ModelShape, precision: str) 
     from infinity_engine.optim import FloatFormat, Formats
     from infinity_engine.placement.training import Training
 
+    # fp32 parameters are the masters themselves, and have no format of their own.
     formats = {"bf16": FloatFormat.BF16, "fp16": FloatFormat.FP16, "fp32": None}
     sequence = options.sequence
     return Training(
         model=model,
         batch=options.batch,
+        # No longer than the positions that the model has.
         sequence=min(_TOKENS, model.positions or _TOKENS) if sequence is None else sequence,
         accumulation_steps=options.accumulation,
         checkpointing=options.checkpointing,
+        # Autocast changes what operations compute in, not what parameters are kept in.
         formats=Formats(parameter=formats[precision.removesuffix("_autocast")]),
         state_names=_states(options.optimizer),
         small_bytes=StorageConfig().small_bytes,
@@ -181,6 +187,7 @@ def _states(optimizer: str) -> tuple[str, ...]:
         "adam": Adam(),
         "lion": Lion(),
         "adagrad": Adagrad(),
+        # Any learning rate: only the names of the states are asked for.
         "sgd": SGD(lr=1.0, momentum=0.9),
     }
     return rules[optimizer].states
@@ -192,6 +199,7 @@ def _strategy(given: str) -> object:
         return given
     try:
         return json.loads(given)
+    # RecursionError: JSON may nest deeper than Python reads.
     except (ValueError, RecursionError) as error:
         expected = f'a name, or JSON such as {{"name": "static_split", "ratio": 0.5}} ({error})'
         raise ConfigError(field="--strategy", value=given, expected=expected) from error
@@ -199,6 +207,7 @@ def _strategy(given: str) -> object:
 
 def size_of(given: str, field: str) -> int:
     """Return a size in bytes, more than 0."""
+    # Without a unit it would mean bytes, which cannot be meant.
     if given.strip().isdecimal() and int(given):
         expected = f'a size with its unit: did you mean "{given.strip()}GiB"?'
         raise ConfigError(field=field, value=given, expected=expected)
@@ -260,6 +269,7 @@ def _more_than_nothing(given: float | None, field: str) -> float | None:
 
 def in_words(error: ConfigError) -> str:
     """Return an error with the names of options, where it has those of fields."""
+    # Fields of settings, as this command calls them.
     names = {
         "batch": "--batch",
         "sequence": "--sequence",
@@ -270,12 +280,11 @@ def in_words(error: ConfigError) -> str:
     if error.field.startswith("Rates."):  # the option of the file names what it has wrong
         expected = (
             f"a file with {error.field}, which this plan uses: `infinity calibrate DIR` measures "
-            "it on a machine with "
-            "the device, DIR being on a drive to be used"
+            "it on a machine with the device, where DIR is a directory on a drive to use"
         )
         return str(ConfigError(field="--rates", value=None, expected=expected))
     if error.field == "budget.nvme":
-        expected = 'a size such as "2TB", for what is to rest on drives'
+        expected = 'a size such as "2TB": this plan keeps data on drives'
         return str(ConfigError(field="--nvme", value=error.value, expected=expected))
     return str(
         ConfigError(

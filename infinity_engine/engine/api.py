@@ -36,8 +36,7 @@ def initialize(
     progress: Callable[[Progress], object] | None = None,
     **settings: object,
 ) -> Engine:
-    """Wrap `model` and `optimizer` so that their states live where the budget allows; return the
-    engine to train with.
+    """Return an engine that trains `model` with its states where the budget allows.
 
     `optimizer` is torch's Adam, AdamW, Adagrad or SGD over parameters of the model; or asks for one
     over all of them: a rule such as `infinity_engine.optim.Lion(lr=1e-4)`, its name, or {"name":
@@ -57,6 +56,7 @@ def initialize(
         CapacityError: a tier cannot hold what it would have to; the model is as it was.
         TransferError: what is to rest on drives could not be written there; the model is as it was.
     """
+    # Before torch is imported, so that the error names the extra to install.
     require_torch("infinity_engine.initialize")
     chosen = _settings(config, settings)
     import torch
@@ -81,6 +81,7 @@ def _settings(
     config: EngineConfig | Mapping[str, object] | None, keywords: Mapping[str, object]
 ) -> EngineConfig:
     if isinstance(config, EngineConfig):
+        # As a mapping, so that keywords can replace single settings.
         given: Mapping[str, object] = config.to_mapping()
     elif config is None or isinstance(config, Mapping):
         given = config or {}
@@ -105,6 +106,7 @@ def _policy(given: object, config: EngineConfig) -> OffloadPolicy | None:
             "built-in one"
         )
         raise ConfigError(field="policy", value=given, expected=expected)
+    # A strategy that was given, and is not the default.
     if config.strategy != EngineConfig().strategy:
         strategy = config.strategy.to_plain()
         expected = (

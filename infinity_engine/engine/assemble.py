@@ -93,8 +93,10 @@ def assemble(
 
     `initialize` says what is raised.
     """
+    # `taken` has what is opened once the model is touched: it closes before the rest.
     resources, taken, reporter = ExitStack(), ExitStack(), ProgressReporter(progress)
     built = built_model_of(model)
+    # A model that ranks have built together is trained by these ranks.
     ranks = None if built is None else built.ranks
     if ranks is None:
         ranks = Ranks.join(config.ranks)
@@ -119,8 +121,10 @@ def assemble(
         with restored_on_failure(model), _closed_where_it_fails(taken, ranks):
             parts = _parts(model, optimizer, config, planned, taken, reporter=reporter)
             engine = Engine(parts)
+            # The engine has all values: what the model and the optimizer had goes only now.
             release_initial_values(planned.everything, built)
             planned.previous.release(planned.trained)
+    # Pushed last, so closed first.
     resources.push(taken.pop_all())
     close_at_its_end(engine, resources)
     return_freed_memory()  # the model's former memory
@@ -155,6 +159,7 @@ def _parts(
     accelerator, sizing, plan = planned.accelerator, planned.sizing, planned.plan
     trained, everything = planned.trained, planned.everything
     ledger = Ledger(planned.budget, device_is=Tier.HOST if accelerator.unified else Tier.DEVICE)
+    # Promise all memory first: what does not fit is refused before anything moves.
     with refusing_beside(planned.built):
         swap = _swap(
             plan, ledger, planned.budget, planned.queue, resources, sums_bytes=planned.sums_bytes
@@ -164,10 +169,12 @@ def _parts(
     staying = resources.enter_context(
         ledger.reserve(Tier.DEVICE, plan.demand.staying, holder="gradients that stay")
     )
+    # Nothing yet: sums that no plan foresees make it grow within the budget.
     sums = resources.enter_context(
         ledger.reserve(Tier.HOST, 0, holder="sums of gradients beside the plan")
     )
     _serve((host, passing), swap)
+    # Streams, kernels and counters.
     telemetry = _telemetry(config, accelerator)
     meter = Meter(telemetry, accelerator, ledger)
     lanes = _lanes(_update_threads(planned), accelerator, host, on_device, meter)
@@ -175,8 +182,10 @@ def _parts(
     hooks = Hooks(signals)
     resources.callback(hooks.remove)
     initial = InitialValues(everything, planned.built)
+    # Registered first: an interrupt after cap() still lifts the limit.
     resources.callback(accelerator.cap, None)
     accelerator.cap(planned.budget.device)
+    # From here on the model changes: values go to where they stay.
     records, shown = place_parameters(
         everything,
         sizing,
@@ -199,11 +208,14 @@ def _parts(
         resting=plan.resting.states,
     )
     resources.callback(states.close)
+    # Masters are made of the old values, so parameters show the new ones only after this.
     states.begin(initial.fill, planned.rules, planned.previous, reporter)
     for parameter, values in shown:
         parameter.data = values
     has_fp16 = any(subgroup.formats.parameter is FloatFormat.FP16 for subgroup in sizing.subgroups)
+    # Block sums are made as gradients come only where each step needs a norm.
     sums_early = has_fp16 or config.max_grad_norm is not None
+    # The parts that a step goes through, from gradients to what modules fetch.
     gradients = _gradients(
         trained,
         sizing,
@@ -215,6 +227,7 @@ def _parts(
         sums_early=sums_early,
     )
     fetcher: ParameterFetcher | None = None
+    # Parameters that rest on the host or on drives are fetched around modules.
     if plan.steps.parameters is not Tier.DEVICE:
         fetcher = ParameterFetcher(
             everything, records, lanes, plan.demand.fetched, swap=swap, passing=passing
@@ -226,6 +239,7 @@ def _parts(
     early = _early_updates(
         sizing, plan, gradients=gradients, states=states, swapped=swapped, lanes=lanes
     )
+    # Several ranks have their own modules and provider, over this rank's shards.
     sharding = planned.sharding
     if sharding is not None:
         ranks = sharding.whole(
@@ -262,6 +276,7 @@ def _parts(
         model=model,
         optimizer=optimizer,
         accelerator=accelerator,
+        # The user's parameters, of which `trained` has this rank's shards.
         trained=trained if sharding is None else sharding.cut.wholes,
         frozen=planned.frozen if sharding is None else sharding.cut.frozen_wholes,
         plan=plan.steps,
@@ -290,9 +305,7 @@ def _parts(
 
 
 def _update_threads(planned: Planned) -> UpdateThreads:
-    """Return the threads for updates. Each rank of a machine gets cores of its own, if there are
-    enough.
-    """
+    """Return the threads for updates: on cores of this rank's own where there are enough."""
     if planned.cores is None or planned.cores.is_shared:
         return UpdateThreads.anywhere(planned.update_threads)
     return UpdateThreads.within(planned.cores.cores, planned.update_threads)
@@ -357,9 +370,7 @@ def _swap(
     *,
     sums_bytes: int,
 ) -> SwapFile | None:
-    """Open the swap file: its share of each directory, in proportion to their budgets, and host
-    memory for checksums.
-    """
+    """Open the swap file, each directory's share by its budget, and memory for checksums."""
     needed = plan.demand.nvme
     if not needed:
         return None
@@ -369,6 +380,7 @@ def _swap(
         directory: align_up(needed * limit // every, PAGE) + 2 * PAGE
         for directory, limit in budget.nvme.items()
     }
+    # Rounded up to pages, a share may pass its directory's limit.
     if any(nbytes > budget.nvme[directory] for directory, nbytes in sizes.items()):
         smallest = max(min(budget.nvme.values()), 1)
         enough = needed + 3 * PAGE * every // smallest  # where the limits keep their proportion
@@ -392,7 +404,7 @@ def _swap(
 
 
 def _warn_of_memory(directories: Iterable[str]) -> None:
-    """Warn of directories that are in host memory, whose bytes the host's budget does not count."""
+    """Warn of directories that are host memory: the host's budget does not count their bytes."""
     mounts = read_mounts()
     for directory in directories:
         mount = find_mount(mounts, os.path.realpath(directory))
@@ -424,12 +436,14 @@ def _deferral(
         return Deferral.none()
     if sizing.unified and not (fetching and records and plan.steps.buffer_bytes):
         return Deferral.none()
+    # A subgroup with a parameter that modules do not fetch cannot wait: no module would.
     now = [
         subgroup.index
         for subgroup in sizing.subgroups
         if fetching and any(segment.parameter not in records for segment in subgroup.segments)
     ]
     follower = fetching or pending()
+    # At the end no module waits for an update any more.
     resources.callback(follower.follow, None)
     return Deferral(now=now, parts=parts_of(sizing.subgroups), follower=follower)
 
@@ -481,6 +495,7 @@ def _early_updates(
         states,
         swapped,
         lanes.meter,
+        # Backwards: gradients come in the reverse order of the modules.
         order=order[::-1],
         segments={
             (segment.parameter, numbers[subgroup.index][number]): (subgroup.index, number)
@@ -500,6 +515,7 @@ def _pools(
 ) -> tuple[PinnedPool, DeviceMemory[Any]]:
     """Reserve the plan's memory, and open its pools."""
     host = ledger.reserve(Tier.HOST, demand.host, holder="pinned pool")
+    # Closed last first: each pool before its reservation.
     resources.callback(host.close)
     pool = PinnedPool(host, layout=demand.slots)
     resources.callback(pool.close)

@@ -40,9 +40,7 @@ thread holds a lock that the closing needs; the closing then goes on when the lo
 
 
 def while_alive(method: Any) -> Callable[..., None]:
-    """Return a function that calls a bound method while its object lives. It does not keep the
-    object alive.
-    """
+    """Return a function that calls a bound method while its object lives, without keeping it."""
     # A weakref.WeakMethod does the same, but makes a method for each call: of each gradient here.
     found, function = weakref.ref(method.__self__), method.__func__
 
@@ -170,18 +168,23 @@ class Ending:
         # A forked process has neither the memory nor the threads that are closed here.
         if self.closed or os.getpid() != self._process:
             return
+        # From here on Ctrl-C waits: half of a closing could not be repeated.
         self._safe_point.disable()
         failed: Exception | None = None
+        # First: other ranks may wait for this one in a collective.
         if reason is not None:
             self._ranks.close(reason)
         try:
             adopt_early(self._early, self._states, self._fetcher)
+            # A deferred update ends: parameters are restored with their new values.
             self._updates.resume()
             self._updates.end()
         except RuntimeError as error:  # raised at the end
             failed = kept(error)
+        # A save in flight reads states, so it ends before their memory goes.
         failed = self._end_save(alone=(failed or reason) is not None) or failed
         self.closed = True
+        # Nothing is left for the finalizer to do.
         if self._dropped is not None:
             self._dropped.detach()
         self._modules.close()
@@ -190,10 +193,12 @@ class Ending:
         self._updates.follow_no_more()
         self._early.drop()
         self._gradients.clear()
+        # Nothing is read for parameters that no code will see.
         if not (restore and self._is_in_use):
             self._fetcher.leave_absent()
         try:
             self._resources.close()
+        # Last: several ranks restore parameters together.
         finally:
             self._ranks.close(failed)
         if failed is not None:
@@ -213,7 +218,7 @@ class Ending:
 
     @property
     def _is_in_use(self) -> bool:
-        """Whether there is still the model, whose parameters can be given their values again."""
+        """Whether the model still exists: its parameters can be given their values again."""
         return self._model() is not None
 
     def _drop(self) -> None:
@@ -225,6 +230,7 @@ class Ending:
         if self.closed or os.getpid() != self._process:
             return
         closing = threading.Thread(target=self._close_dropped, name="closing an engine")
+        # With -W error the warning raises, and the engine is closed all the same.
         try:
             warnings.warn(
                 f"An engine for a {self._kind} was dropped without close(), after "
@@ -252,6 +258,7 @@ class Ending:
             self.close(reason, restore=reason is None)
         except Exception:
             _LOG.exception("An engine that was dropped failed to close")
+        # What close() did not come to.
         finally:
             with suppress(Exception):
                 self._resources.close()

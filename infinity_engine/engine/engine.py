@@ -1,5 +1,4 @@
-"""`Engine`: a model that trains within its budgets. Call it like the model, then `backward` and
-`step`.
+"""`Engine`: a model that trains within its budgets: call it like the model, `backward`, `step`.
 
 Connects the parts: hooks give gradients to the window, a step fixes the factor and hyperparameters,
 `Updates` carries out the plan, and modules compute with the new values. Made by `initialize`.
@@ -115,6 +114,7 @@ class Engine:
         self.optimizer = parts.optimizer
         self._parts = parts
         self._signals = parts.hooks.signals
+        # Where Ctrl-C may act within held methods: between ops, and while this rank waits.
         self._safe_point = SafePoint(self._signals)
         self._updates = updates = Updates(
             parts.plan,
@@ -125,10 +125,12 @@ class Engine:
             deferral=parts.deferral,
             replanner=parts.replanner,
         )
+        # By id: comparing tensors would compare their elements.
         self._known = {id(known.parameter): known for known in (*parts.trained, *parts.frozen)}
         self._recording = False
         self._window = GradientWindow(parts)
         for known in self._known.values():
+            # From here on check_untouched() compares with these.
             known.note_values()
         parts.ranks.on_wait(self._safe_point)
         accept = while_alive(self._accept)
@@ -187,11 +189,14 @@ class Engine:
             AttributeError: the model does not have it, or it would change the model behind the
                 engine's back.
         """
+        # Python calls this only for what the engine itself does not have.
         if name in _REFUSED:
             raise AttributeError(f"Engine has no {name}(): {_REFUSED[name]}")
+        # Before __init__ has set `model`, asking for it would come here again.
         if "model" not in self.__dict__ or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"Engine has no attribute {name!r}")
         found = getattr(self.model, name)
+        # It calls modules many times, and needs all that a call of the model needs.
         return partial(self._run, found) if name == "generate" else found
 
     # --- training ---------------------------------------------------------------------------------
@@ -208,11 +213,15 @@ class Engine:
     def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the model, or one of its methods that call modules."""
         parts, end = self._parts, HeldEnd(self._signals)
+        # Entered twice: see HeldEnd.
         with self._explaining_out_of_memory(), end as around, end:
             with self._signals:
+                # Handlers stay replaced during the call, so that each hook's hold costs little.
                 self._signals.watch(around)
+                # An update may go on beside this forward: modules wait for what they need.
                 self._check_whole(deferred_too=False)
                 self._begin()
+                # The micro-batch of a retained graph ends with the next call of the model.
                 self._window.accumulation.end_micro_batch()
                 around.enter_context(parts.telemetry.timed("forward"))
                 around.enter_context(parts.modules.saving())
@@ -223,11 +232,11 @@ class Engine:
                     around.enter_context(
                         torch.autocast(kind, dtype=parts.autocast, cache_enabled=False)
                     )
+            # Outside of the hold: Ctrl-C may interrupt the model's own code.
             return call(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, scale: bool = True, **kwargs: Any) -> None:
-        """Compute the gradients of `loss`. With fp16, the engine multiplies it by the loss scale
-        first.
+        """Compute the gradients of `loss`, which the engine multiplies by the loss scale with fp16.
 
         One call is one micro-batch, and the update divides the gradients by `accumulation_steps`.
         With `scale=False` it does not, and the caller averages. With `retain_graph=True` the next
@@ -247,6 +256,7 @@ class Engine:
         with self._explaining_out_of_memory(), end as around, end:
             self._begin_backward(around, averaged=scale)
             self._parts.modules.prepare_backward(loss)
+            # Not in place: the caller's loss stays what it is.
             scaled = loss if self._parts.scale.value == 1.0 else loss * self._parts.scale.value
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
             # torch's own default: the graph is retained if the backward can be differentiated.
@@ -259,13 +269,12 @@ class Engine:
 
     @contextmanager
     def _explaining_out_of_memory(self) -> Iterator[None]:
-        """Turn torch's out-of-memory error into one that says what would fit in the device's
-        budget.
-        """
+        """Turn torch's out-of-memory error into one that says what would fit in the budget."""
         try:
             yield
         except torch.OutOfMemoryError as error:
             explained = no_room_for_modules(error, self._parts.accelerator, self.usage())
+            # It did not run into the budget: torch's own error says all.
             if explained is None:
                 raise
             raise again(explained) from kept(error)
@@ -273,6 +282,7 @@ class Engine:
     @_held
     def _begin_backward(self, around: ExitStack, *, averaged: bool) -> None:
         self._signals.watch(around)
+        # Also ends a deferred update, which still uses the gradients of its step.
         self._check_whole()
         self._begin()
         self._window.begin_backward(averaged=averaged)
@@ -296,23 +306,29 @@ class Engine:
         """
         self._begin()
         parts = self._parts
+        # Before anything changes: the error of a save in the background shows here.
         self._saves.look()
         # First what is left of the update before: its gradients are still in use.
         self._updates.resume()
         self._updates.end()
         accumulation = self._window.accumulation
+        # A plain loss.backward() is counted here.
         accumulation.end_micro_batch()
         wanted = accumulation.is_reached if update is None else update
         last = wanted or accumulation.is_reached
+        # Collective: gradients that waited for the last micro-batch are reduced now.
         parts.ranks.finish(last=last)
+        # Before anything is updated: a refusal loses nothing.
         self._guards.check_gradients()
         self._guards.check_states()
+        # Gradients that wait for the last micro-batch are not in the keeper yet.
         if not parts.gradients.any and not parts.ranks.waits(last=last):
             raise RuntimeError(
                 "There is no gradient to update with: none has come since the last step, or "
                 "zero_grad() has dropped it. Call backward() first. If you did, the loss does not "
                 "depend on any parameter of the optimizer"
             )
+        # An update that has begun is finished whatever `update` says.
         if not wanted and not parts.states.begun:
             accumulation.leave()
             return StepResult(Outcome.ACCUMULATED, loss_scale=parts.scale.value)
@@ -327,6 +343,7 @@ class Engine:
             # Also where it failed: what it has written is not a change by the caller.
             for trained in parts.trained:
                 trained.note_values()
+        # First of all that follows: the update is made, whatever fails below.
         self._updates.end_step()
         accumulation.end_step()
         parts.fetcher.end_step()
@@ -335,7 +352,9 @@ class Engine:
         parts.telemetry.note(planned_again=self._updates.why_planned_again())
         parts.meter.end_step(result, in_time=fetching.in_time, late=fetching.late)
         self._recording = False
+        # After the meter: its counters are those of the step that has ended.
         self._updates.look_for_a_plan(parts.telemetry.counters)
+        # A skipped step has updated nothing, and no scheduler sees it.
         if self.steps > before:
             self._guards.step_optimizer()
         parts.drives.warn_of_wear()
@@ -353,8 +372,7 @@ class Engine:
 
     @_held
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Clip the gradients to `max_norm` in the next step, unless they are dropped before. Return
-        their norm.
+        """Clip the gradients to `max_norm` in the next step, unless dropped; return their norm.
 
         Use it instead of torch.nn.utils.clip_grad_norm_, which sees no gradients here.
         """
@@ -364,12 +382,16 @@ class Engine:
     def _update(self) -> StepResult:
         parts = self._parts
         rules = rules_of(self.optimizer)
+        # Early updates have used the hyperparameters of the backward's begin.
         parts.early.check_rules(rules)
+        # In this order: what early updates leave undone goes to the drives, and is waited for.
         parts.early.finish()
         parts.gradients.finish_transfers()
         window, unscale, used = self._window, self._window.unscaling, parts.scale.value
+        # Collective, and before anything is updated: ranks that differ have changed nothing.
         parts.ranks.agree_on_update(rules, window.clip_to, used, window.accumulation)
         norm = None
+        # A pass over all gradients, so only where the norm is used.
         if window.clip_to is not None or parts.scale.dynamic:
             total = window.norm()
             norm = total.norm(unscale)
@@ -392,7 +414,9 @@ class Engine:
         parts.modules.let_go()
         parts.fetcher.give_up()
         self._refuse_older_graphs()
+        # An interrupted step keeps the inputs that it began with.
         parts.states.begin_step(StepInputs(parts.gradients, rules, factor))
+        # Before the walk, which leaves out what the backward has updated.
         adopt_early(parts.early, parts.states, parts.fetcher)
         self._updates.make()
         # Before the rest is deferred: modules may fetch what is made from then on.
@@ -400,6 +424,7 @@ class Engine:
         self._updates.defer_rest()
         parts.scale.step_made()
         window.forget_clipping()
+        # The scale that these gradients had: step_made() may have raised it.
         return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)
 
     def _refuse_older_graphs(self) -> None:
@@ -430,9 +455,7 @@ class Engine:
     def gathered(
         self, parameters: torch.nn.Parameter | Iterable[torch.nn.Parameter], *, modify: bool = False
     ) -> Iterator[None]:
-        """Have whole parameters in the body. With `modify`, what the body writes to them is
-        kept.
-        """
+        """Have whole parameters in the body. With `modify`, what the body writes is kept."""
         wanted = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for parameter in wanted:
             if not isinstance(parameter, torch.Tensor):
@@ -440,25 +463,30 @@ class Engine:
                 raise ConfigError(
                     field="parameters", value=_described(parameter), expected=expected
                 )
+        # A tensor that the engine does not manage has its values already.
         known = [self._known[id(parameter)] for parameter in wanted if id(parameter) in self._known]
         end = HeldEnd(self._signals)
         with end as around, end:
             self._signals.holding(self._gather)(known, around, modify=modify)
             yield
+            # Not reached where the body raised: half of a change is not kept.
             with self._signals:
                 self._keep_changes(known) if modify else self._check_untouched(known)
 
     def _gather(self, known: Sequence[ModelParameter], around: ExitStack, *, modify: bool) -> None:
         """Have whole parameters until `around` ends."""
         self._check_whole()
+        # A change past the engine would show here and be lost later.
         if not modify:
             self._check_untouched(known)
         changing = modify and any(isinstance(parameter, TrainedParameter) for parameter in known)
         if changing:
             self._parts.early.check_not_begun()
         if modify:
+            # A save in the background still reads the values that are to change.
             self._saves.in_flight.wait_for_values()
         self._parts.early.finish()
+        # Gathering may need the memory of gradients that wait to be written.
         self._parts.gradients.start_writing()
         if changing:
             around.enter_context(self._window.modifying())
@@ -467,11 +495,10 @@ class Engine:
 
     @contextmanager
     def _gathered_with_room(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Have these parameters in the body. Parameters that the caller has read outside of modules
-        are evicted where room is short.
-        """
+        """Have these parameters in the body; evict what was read outside of modules for room."""
         fetcher, modules = self._parts.fetcher, self._parts.modules
         with ExitStack() as held:
+            # Each turn one parameter less is held: the one that was read first.
             while True:
                 try:
                     held.enter_context(fetcher.gathered(numbers))
@@ -544,10 +571,14 @@ class Engine:
     def _copies_of(self, is_wanted: Callable[[Any], bool]) -> dict[str, Any]:
         """Return copies of those entries of the model's state dict."""
         self._check_whole()
+        # With all names of tied parameters: they share one copy.
         names = dict(self.model.named_parameters(remove_duplicate=False))
+        # The model refuses state_dict() to all other callers.
         with self._guards.listing():
+            # keep_vars: the tensors themselves, by which parameters are recognised.
             found = self.model.state_dict(keep_vars=True)
         listed = {name: value for name, value in found.items() if is_wanted(value)}
+        # Tied parameters take memory once.
         tensors = {id(value): value for value in listed.values() if isinstance(value, torch.Tensor)}
         self._check_room_for_copies(
             sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
@@ -555,12 +586,15 @@ class Engine:
         )
 
         def copy_of(name: str, value: Any) -> Any:
+            # Copying takes long: Ctrl-C acts between two.
             self._safe_point()
             known = self._known.get(id(names.get(name)))
+            # Cut over ranks, it is gathered: all ranks come here in the same order.
             cut = not self._parts.ranks.is_alone and known is not None and known.numel > 0
             if known is not None and (known.on_drives or cut):
                 return self._parts.fetcher.copy_of(known.number).view(known.parameter.shape)
             tensor = value if known is None else known.values.view(known.parameter.shape)
+            # cpu() returns a tensor of the CPU itself, so clone() makes the copy.
             return tensor.detach().cpu().clone() if isinstance(tensor, torch.Tensor) else tensor
 
         copies: dict[int, Any] = {}
@@ -605,9 +639,7 @@ class Engine:
             parameter.note_values()
 
     def _check_room_for_copies(self, nbytes: int, instead: str) -> None:
-        """Refuse copies on the host that would not fit: the kernel kills who takes more than its
-        group has.
-        """
+        """Refuse copies on the host that would not fit: the kernel would kill the process."""
         free = self._parts.ranks.memory_for_copies(free_for_copies())
         if nbytes > free:
             raise CapacityError(
@@ -620,8 +652,7 @@ class Engine:
 
     @_held
     def state_of(self, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor | int]:
-        """Return copies of a parameter's fp32 master and moments, in its shape, and its number of
-        updates.
+        """Return copies of a parameter's fp32 master and moments, in its shape, and its step count.
 
         Also of its gradient, if one has come since the last step: in fp32, unscaled and averaged,
         not clipped. Early updates leave none.
@@ -635,6 +666,7 @@ class Engine:
             expected = "a parameter that the optimizer was made of and that requires a gradient"
             raise ConfigError(field="parameter", value=_described(parameter), expected=expected)
         number = known.number
+        # Early updates change states: they end before these are read.
         self._parts.early.finish()
         self._parts.gradients.start_writing()
         flat, steps = dict(self._parts.states.state_of(number)), self._parts.states.steps_of(number)
@@ -684,7 +716,7 @@ class Engine:
         """
         self._check_between_steps("save")
         request = SaveRequest(
-            path=Path(path),
+            path=Path(path).absolute(),  # a thread writes there, whatever directory is current then
             tag=tag,
             extra=extra or {},
             keep=keep,
@@ -758,6 +790,7 @@ class Engine:
             path, every, keep=keep, extra=extra, wait=wait, on_error=on_error
         )
         if stops:
+            # Nothing is read back: the checkpoint has the values, and time may be short.
             self.close(restore=False)
             raise SystemExit(PREEMPTED_EXIT_CODE)
         return tag
@@ -783,19 +816,28 @@ class Engine:
         """Save if it is time or the process has to stop; return the tag, and whether it has to."""
         self._ending.check_process()
         self._ending.check_open()
+        # SIGTERM is watched from the first call on, whether or not a save is due.
         self._autosave.begin(every, self.steps)
+        # A deferred update still has the gradients of its step: these are no new ones.
         waiting = self._parts.gradients.any and not self._updates.under_way
         if waiting or self._window.accumulation.count or not self.steps:
             return None, False
         due, stops = self._autosave.decide(self.steps)
         if not due and not stops:
             return None, False
+        # The save in flight may be the one that is needed.
         if stops:
-            self._saves.finish()
-        last = self._saves.in_flight.report
-        if stops and last.state is SaveState.COMMITTED and last.step == self.steps:
-            return last.tag, True
-        if stops:
+            self._saves.finish_before_last()
+            last = self._saves.in_flight.report
+            wanted = (
+                SaveState.COMMITTED,
+                self.steps,
+                Path(path).absolute(),
+                frozenset(extra or {}),
+            )
+            if (last.state, last.step, last.path, last.extra) == wanted:
+                return last.tag, True
+            # Waited for, and errors raise: the process ends after it.
             return self.save(path, extra=extra, keep=keep), True
         return self.save(path, extra=extra, keep=keep, wait=wait, on_error=on_error), False
 
@@ -825,6 +867,7 @@ class Engine:
             CollectiveError: another rank failed.
         """
         self._check_between_steps("load", loads=True)
+        # A save in flight reads the states that this overwrites.
         self._saves.finish()
         loaded = self._loads.load(
             Path(path),
@@ -835,6 +878,9 @@ class Engine:
         )
         if not weights_only:
             self._updates.continue_from(loaded.step)
+        if not self._parts.modules.fetches:
+            # Values are loaded without telling autograd, as updates are made.
+            increment_version([known.parameter for known in self._parts.trained])
         for parameter in self._parts.trained:
             parameter.note_values()
         return loaded
@@ -866,9 +912,7 @@ class Engine:
 
     @property
     def plan(self) -> StepPlan:
-        """What each update moves where, and in which order. With strategy auto, another plan may
-        replace it.
-        """
+        """What each update moves where, and when. With strategy auto, it may be replaced."""
         return self._updates.plan
 
     @property
@@ -886,9 +930,7 @@ class Engine:
         return self._parts.ledger.usage()
 
     def fetching(self) -> FetchingStats:
-        """Return how many parameters were fetched for modules: none where they stay on the
-        device.
-        """
+        """Return how many parameters modules had fetched: none where they stay on the device."""
         return self._parts.fetcher.stats
 
     def timeline(self) -> Timeline:
@@ -901,6 +943,7 @@ class Engine:
         Raises:
             RuntimeError: there is none.
         """
+        # The running step has no end yet.
         ended = [step for step in self.timeline().steps if step.end_ns is not None]
         if not ended:
             raise RuntimeError(
@@ -924,8 +967,10 @@ class Engine:
         rest = iter(batches)
         last: list[_B] = []
         while True:
+            # One at a time: none is taken that this rank does not train on.
             new = list(islice(rest, 1))
             self._ending.check_open()
+            # Every rank asks in each round, or those with batches would wait for the others.
             if not self._parts.ranks.any_has_more(has_more=bool(new), has_had=bool(last)):
                 return
             last = new or last
@@ -944,8 +989,7 @@ class Engine:
     # --- the end ----------------------------------------------------------------------------------
 
     def close(self, *, restore: bool = True) -> None:
-        """Remove all hooks and return all memory except the parameters'. A second call does
-        nothing.
+        """Remove all hooks and return all memory except the parameters'. Again: do nothing.
 
         Parameters that were fetched get ordinary memory with their values, if the machine and its
         memory cgroup have enough; if not, they show NaN and a warning says so. With `restore=False`
@@ -954,6 +998,7 @@ class Engine:
         """
         try:
             self._close(None, restore=restore)
+        # SIGTERM does again what it did before, whatever closing raises.
         finally:
             self._autosave.close()
 
@@ -983,6 +1028,7 @@ class Engine:
 
     def __del__(self) -> None:
         """Drop the model first, and then end: a model that goes too needs nothing restored."""
+        # Python calls this before the finalizer of `Ending`, which sees whether the model is gone.
         self.__dict__.clear()
 
     def __deepcopy__(self, _memo: object) -> Engine:
@@ -1003,9 +1049,9 @@ class Engine:
         self._ending.check_process()
         self._ending.check_open()
         self._window.accumulation.note_call()
-        if (
-            self._window.placeholders.hide()
-        ):  # optimizer.zero_grad() or model.zero_grad() was called
+        # True: optimizer.zero_grad() or model.zero_grad() was called.
+        if self._window.placeholders.hide():
+            # Refuses where gradients of earlier micro-batches would go unnoticed.
             self._window.check_may_drop()
             self.zero_grad()
         if not self._recording:
@@ -1013,9 +1059,7 @@ class Engine:
             self._recording = True
 
     def _check_whole(self, *, deferred_too: bool = True) -> None:
-        """Refuse to go on after half a step. A deferred update is finished first with
-        `deferred_too`.
-        """
+        """Refuse to go on after half a step; `deferred_too`: finish a deferred update first."""
         self._ending.check_process()
         self._leave_no_half(deferred_too=deferred_too)
 
@@ -1026,6 +1070,7 @@ class Engine:
                 "A load failed half-way, so some values are the checkpoint's and the rest are "
                 "older. Call load() again until it succeeds"
             )
+        # A deferred update that has failed goes on first.
         self._updates.resume()
         if self._updates.under_way:
             if deferred_too:

@@ -70,6 +70,7 @@ class GradientWindow:
                     "storage.early_updates has updated already. Nothing was lost: call step(), "
                     "then compute this loss again"
                 )
+            # Refused before anything is computed: step() can still use what has come.
             parts.gradients.check_room_for_more(accumulation.planned)
         accumulation.begin_backward(averaged=averaged)
         if accumulation.expects_last and parts.early.can_begin and not self._modifying:
@@ -93,6 +94,7 @@ class GradientWindow:
                 value=str(gradient.layout),
                 expected="a dense gradient: use sparse=False",
             )
+        # A plain loss.backward(): nothing was checked before it began.
         if not self._in_backward:
             self.begin_backward(averaged=True)
             if parts.scale.dynamic:
@@ -110,6 +112,7 @@ class GradientWindow:
                 "ctx.save_for_backward(parameter). No parameter was updated. Call zero_grad() "
                 "before the next backward"
             )
+        # After the refusals: a gradient that was refused opens no micro-batch.
         self.accumulation.note_gradient()
         parts.ranks.accumulate(number, gradient)
         self.placeholders.show(parts.trained[number])
@@ -118,6 +121,7 @@ class GradientWindow:
         """End a backward of `Engine.backward`; with `retains_graph`, its micro-batch goes on."""
         self.accumulation.end_backward(retains_graph=retains_graph)
         self._parts.ranks.end_backward(last=self.accumulation.is_reached)
+        # Gradients are counted by now: subgroups that they complete can be updated.
         self._parts.early.go_on()
 
     # --- the update -------------------------------------------------------------------------------
@@ -147,6 +151,7 @@ class GradientWindow:
                 expected="False where gradients are clipped: some updates are made before the norm "
                 "is known",
             )
+        # The norm is of all gradients: they are reduced and have arrived first.
         self._parts.ranks.finish(last=True)
         self._parts.gradients.finish_transfers()
         norm = self.norm().norm(self.unscaling)
@@ -167,6 +172,7 @@ class GradientWindow:
         ranks.finish(last=last)
         gradients.finish_transfers()
         found = ranks.gradient(number, gradients.sum_of(number))
+        # In place: it is a copy.
         return None if found is None else found.mul_(self.unscaling)
 
     @property

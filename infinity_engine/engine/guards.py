@@ -19,9 +19,7 @@ from infinity_engine.parameters.parameters import ModelParameter, TrainedParamet
 __all__ = ["Guards"]
 
 _LEFT_WITH_THE_ENGINE = "updates whose states an engine has"
-"""An entry in the state dict of an engine's optimizer: how many updates made the states that the
-dict lacks.
-"""
+"""An entry in the state dict of an engine's optimizer: how many updates made the missing states."""
 
 
 class Guards:
@@ -37,9 +35,7 @@ class Guards:
         whole: bool,
         updates: Callable[[], int],
     ) -> None:
-        """Set the guards. `whole` says that all parameters are on the device all the time;
-        `updates` returns how many updates were made.
-        """
+        """Set the guards. `whole`: all parameters stay on the device; `updates` counts updates."""
         self._optimizer = optimizer
         self._updates = updates
         # Adagrad makes states before its first step. They stay: it needs them after close().
@@ -48,6 +44,7 @@ class Guards:
         }
         self._known = known
         self._stepping = self._listing = False
+        # Parameters that stay on the device have their values: plain state dicts work.
         if not whole:
             for module in model.modules():
                 hooks.on_state_dict(module, self._refuse_state_dict)
@@ -65,9 +62,7 @@ class Guards:
             self._listing = False
 
     def step_optimizer(self) -> None:
-        """Call the optimizer's step() for its schedulers and hooks. It has no gradients, so it
-        changes nothing.
-        """
+        """Call the optimizer's step() for its schedulers and hooks: it finds no gradients."""
         self._stepping = True
         try:
             self._optimizer.step()
@@ -75,9 +70,7 @@ class Guards:
             self._stepping = False
 
     def check_gradients(self) -> None:
-        """Refuse gradients that the engine does not have: the optimizer's own step would use
-        them.
-        """
+        """Refuse gradients that the engine does not have: the optimizer's step would use them."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -118,9 +111,7 @@ class Guards:
         )
 
     def _check_states(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state dict whose states the engine would not see, or whose states stayed with an
-        engine.
-        """
+        """Refuse a state dict with states that the engine would not see, or has kept itself."""
         updates = state_dict.get(_LEFT_WITH_THE_ENGINE)
         if updates:
             raise RuntimeError(

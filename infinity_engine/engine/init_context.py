@@ -1,5 +1,4 @@
-"""`init_context` and `load_into`: the doors to models that are larger than the host's memory,
-before they are trained.
+"""`init_context` and `load_into`: the doors to models that are larger than the host's memory.
 
 Import torch, native code and the rest of the engine when they are used, and not before.
 """
@@ -35,8 +34,7 @@ def init_context(
     ranks: RanksConfig | Mapping[str, object] | None = None,
     progress: Callable[[Progress], object] | None = None,
 ) -> Iterator[BuiltModel]:
-    """Build the model in the body so that its parameters go to the drives as it grows: same seed,
-    same bits.
+    """Build the model in the body, its parameters going to the drives: same seed, same bits.
 
     `budget` is that of `initialize`, with one directory of NVMe at least; the device's part is not
     used. `cache` is how many bytes, as a number or text such as "2GiB", parameters take of the
@@ -57,9 +55,11 @@ def init_context(
             body.
         TransferError: a drive failed, in the body or at its end.
     """
+    # Before torch is imported, so that the error names the extra to install.
     require_torch("infinity_engine.init_context")
     size = None if cache is None else parse_bytes(cache, field="cache of init_context")
     chosen = _ranks(ranks)
+    # Here and not above: importing the package must not import torch.
     from infinity_engine.building.building import building
     from infinity_engine.progress import ProgressReporter
     from infinity_engine.ranks.ranks import together
@@ -80,13 +80,12 @@ def load_into(
     ranks: RanksConfig | Mapping[str, object] | None = None,
     progress: Callable[[Progress], object] | None = None,
 ) -> BuiltModel:
-    """Fill a model on the meta device from the safetensors files of a directory, by way of the
-    drives.
+    """Fill a model on the meta device from a directory's safetensors files, by way of the drives.
 
     The parameters stay the objects that they are, and their values go piece by piece from the files
     to the budget's directories; buffers get ordinary memory. A number is converted where the model
     has another dtype than the file. `progress`, such as print, is called now and then with the
-    bytes are there.
+    bytes that are there.
 
     Of several ranks, each reads its slices and keeps them, in its part of the budget: `ranks` is
     what `initialize` takes under that name.
@@ -113,6 +112,7 @@ def load_into(
 def _ranks(given: RanksConfig | Mapping[str, object] | None) -> RanksConfig:
     if isinstance(given, RanksConfig):
         return given
+    # By the engine's settings, so that mistakes are refused in the same words.
     return RanksConfig() if given is None else EngineConfig.from_mapping({"ranks": given}).ranks
 
 
@@ -123,5 +123,6 @@ def _resolved(given: object) -> ResolvedBudget:
         raise ConfigError(field="budget.nvme", value=dict(wanted.nvme), expected=expected)
     from infinity_engine.machine.capacity import probe_capacity
 
+    # Building uses no device, so a budget need not name one.
     without_device = Budget(host=wanted.host, nvme=wanted.nvme)
     return without_device.resolve(probe_capacity(wanted.nvme))

@@ -21,9 +21,7 @@ __all__ = ["LionOptimizer", "optimizer_of"]
 
 
 class LionOptimizer(torch.optim.Optimizer):
-    """Steps by the sign of an interpolated momentum (Chen et al., 2023); weight decay shrinks the
-    parameter.
-    """
+    """Steps by the sign of an interpolated momentum (Chen et al., 2023), with weight decay."""
 
     def __init__(
         self,
@@ -57,11 +55,13 @@ class LionOptimizer(torch.optim.Optimizer):
                     continue
                 gradient = -parameter.grad if group["maximize"] else parameter.grad
                 momentum = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                # Decoupled: decay shrinks the parameter and is no part of the gradient.
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(
                     torch.sign(momentum.mul(beta1).add_(gradient, alpha=1 - beta1)),
                     alpha=-group["lr"],
                 )
+                # After the step, which uses the momentum of before.
                 momentum.mul_(beta2).add_(gradient, alpha=1 - beta2)
         return loss
 
@@ -81,8 +81,7 @@ _BY_NAME: Mapping[str, type[Rule]] = MappingProxyType(
 
 
 def optimizer_of(model: torch.nn.Module, given: object) -> torch.optim.Optimizer:
-    """Return the optimizer itself where one is given, and otherwise one that is made of what is
-    asked for.
+    """Return the optimizer itself where one is given, else one made of what is asked for.
 
     A specification is a Rule, a name such as "adamw", or a mapping of a name and options: {"name":
     "lion", "lr": 1e-4}. It is for all parameters of the model that require a gradient.
@@ -93,6 +92,7 @@ def optimizer_of(model: torch.nn.Module, given: object) -> torch.optim.Optimizer
     if isinstance(given, torch.optim.Optimizer):
         return given
     rule = _rule(given)
+    # The fields of a rule are the options of torch's optimizer of that name.
     options = {item.name: getattr(rule, item.name) for item in fields(rule)}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:

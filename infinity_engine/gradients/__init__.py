@@ -1,5 +1,3 @@
-"""Gradients from the moment autograd makes them until an update has used them: accumulated,
-counted, scaled, offloaded.
-"""
+"""Gradients from autograd until an update used them: accumulated, counted, scaled, offloaded."""
 
 __all__ = ()

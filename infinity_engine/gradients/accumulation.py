@@ -1,5 +1,4 @@
-"""`Accumulation`: which micro-batches have come since the last update, and how their gradients are
-averaged.
+"""`Accumulation`: the micro-batches since the last update, and how gradients are averaged.
 
 Counts backwards, not calls of `Engine.step` (decision 0020). Holds no gradients. Called from one
 thread.
@@ -44,9 +43,7 @@ class Accumulation:
 
     @property
     def expects_last(self) -> bool:
-        """Whether the micro-batch that is open, or the next one, is the last planned one or a later
-        one.
-        """
+        """Whether the open or next micro-batch is the last planned one, or a later one."""
         return self._ended >= self.planned - 1
 
     @property
@@ -56,14 +53,13 @@ class Accumulation:
 
     @property
     def left_by_step(self) -> bool:
-        """Whether a call of step() came before the last micro-batch and left the gradients for a
-        later call.
-        """
+        """Whether step() came before the last micro-batch and left the gradients for later."""
         return self._left_by_step
 
     @property
     def divisor(self) -> int:
         """What the sum of all gradients is divided by."""
+        # A remainder is divided by `planned` too: a micro-batch weighs the same whenever it comes.
         return self.planned if self._averaged else 1
 
     # --- backwards --------------------------------------------------------------------------------
@@ -75,6 +71,7 @@ class Accumulation:
             RuntimeError: those of earlier micro-batches are averaged in the other way. Nothing has
                 changed.
         """
+        # With one planned micro-batch both ways divide by 1, so they may mix.
         if self.count and self.planned > 1 and averaged != self._averaged:
             have = f"divided by {self.planned}" if self._averaged else "not divided"
             raise RuntimeError(
@@ -90,9 +87,8 @@ class Accumulation:
         self._open = True
 
     def end_backward(self, *, retains_graph: bool) -> None:
-        """Note the end of a backward. A retained graph keeps its micro-batch open for further
-        backwards.
-        """
+        """Note the end of a backward; a retained graph keeps its micro-batch open for more."""
+        # Also where no parameter got a gradient: backwards are counted, not gradients.
         self._open = True
         if not retains_graph:
             self.end_micro_batch()
@@ -115,10 +111,11 @@ class Accumulation:
         self._left_by_step = self._just_left = True
 
     def drops_in_vain(self) -> bool:
-        """Note that zero_grad() is about to drop gradients. Tell whether the caller seems to drop
-        them after every step, so that no step ever updates anything.
+        """Note that zero_grad() drops gradients; tell whether the caller does so after every step.
+
+        Then no step ever updates anything.
         """
-        self._drops_after_step += self._just_left
+        self._drops_after_step += self._just_left  # a bool counts as 0 or 1
         return self._just_left and self._drops_after_step > 1
 
     def drop(self) -> None:
@@ -129,4 +126,5 @@ class Accumulation:
     def end_step(self) -> None:
         """Begin the next step."""
         self.drop()
+        # Not in drop(), which zero_grad() calls in the midst of a step.
         self._drops_after_step = 0

@@ -1,5 +1,4 @@
-"""`GradientKeeper`: holds each parameter's gradient from the moment autograd makes it until an
-update has used it.
+"""`GradientKeeper`: holds gradients from the moment autograd makes them until an update used them.
 
 The first gradient of a step stays in the dtype it came in. From the second on they are summed in
 fp32, in the order in which they come. Where a gradient lies follows from where its subgroup is
@@ -52,8 +51,7 @@ _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class GradientKeeper:
-    """The gradients of one engine; `pieces` has, for each parameter, where each piece of it is
-    kept.
+    """The gradients of one engine; `pieces` says for each parameter where each piece is kept.
 
     `staying` counts gradients that stay on the device, and `sums` those sums on the host that no
     plan foresees. Both grow as far as the budget allows when more comes than was planned, and
@@ -82,8 +80,9 @@ class GradientKeeper:
         self._sum_memory = _SumMemory(lanes.host, sums, planned=plans_sums)
         self._offload = offload
         self._sums_early = sums_early
+        # The plan says which pieces there are: another plan makes new slots in keep_in().
         self._slots: tuple[_Slots, ...] = ()
-        self._refused_name: str | None = None  # the parameter whose gradient was refused
+        self._refused_name: str | None = None  # its gradient was refused
         self.keep_in(pieces)
 
     def keep_in(self, pieces: Sequence[Sequence[GradientPiece]]) -> None:
@@ -126,20 +125,19 @@ class GradientKeeper:
         return self._slots[parameter].count > 0
 
     def accumulate(self, parameter: int, gradient: torch.Tensor) -> None:
-        """Add a gradient of a parameter to those that came before. The keeper owns its memory from
-        here on.
-        """
+        """Add a gradient to the earlier ones of its parameter, and own its memory from here on."""
         try:
             self._slots[parameter].accumulate(_flat(gradient))
         except Exception:
+            # Some of its pieces may have been added and others not: useless before clear().
             self._refused_name = self._names[parameter]
             if gradient.dtype not in _GRADIENTS:
                 raise ConfigError(
                     field=f"gradient of {self._refused_name}",
                     value=str(gradient.dtype),
-                    expected=f"one of {', '.join(map(str, _GRADIENTS))}, as initialize gives "
-                    "parameters: cast none after it, as model.to(dtype) does, but set its "
-                    "precision",
+                    expected=f"one of {', '.join(map(str, _GRADIENTS))}, the dtypes that "
+                    "initialize gives to parameters. Do not cast the model after initialize, as "
+                    "model.to(dtype) does: set `precision` in initialize",
                 ) from None
             raise
 
@@ -155,28 +153,26 @@ class GradientKeeper:
             raise _refused(
                 error,
                 f"accumulation_steps plans for {planned} in a step. This backward() would be one "
-                "more, whose gradients are added up in host memory. Nothing was lost: call step(), "
-                "which uses what has come, then compute this loss again. If a step has more "
-                "backwards, raise accumulation_steps to their number, or add up the losses of one "
-                "batch",
+                "more, and its gradients are added up in host memory. Nothing was lost: call "
+                "step(), which uses what has come, then compute this loss again. If a step has "
+                "more backwards, raise accumulation_steps to their number, or add up the losses of "
+                "one batch",
             ) from None
 
     def note_refused(self, parameter: int) -> None:
-        """Refuse every step until `clear`: a gradient of this parameter was refused in a
-        backward.
-        """
+        """Refuse every step until `clear`: a backward refused a gradient of this parameter."""
         self._refused_name = self._names[parameter]
 
     def values(self, parameter: int, piece: int) -> Values | None:
-        """Return a piece of a gradient in the memory where its update runs. Return None where no
-        gradient has come, or where it is on the drives: use `read` there.
+        """Return a piece of a gradient in the memory where its update runs.
+
+        None where no gradient has come, or where it is on the drives: use `read` there.
         """
         slots = self._slots[parameter]
         return slots.values(piece) if slots.count else None
 
     def release(self, parameter: int, piece: int) -> None:
-        """Note that an update has used a piece. A gradient on the device is freed with its last
-        piece.
+        """Note that an update has used a piece; the last one frees a gradient on the device.
 
         Any thread may call this.
         """
@@ -185,8 +181,9 @@ class GradientKeeper:
     def read(
         self, parameter: int, piece: int, into: Sequence[memoryview], *, start: int = 0
     ) -> list[Hop]:
-        """Begin to read a piece from the drives: the gradients of the micro-batches from `start`
-        on, one into each memory of `into`.
+        """Begin to read a piece from the drives into `into`, one memory for each micro-batch.
+
+        The first memory gets the gradient of micro-batch `start`.
         """
         return self._slots[parameter].read(piece, into, start)
 
@@ -208,14 +205,13 @@ class GradientKeeper:
                 "so the gradients are incomplete. Call zero_grad(), and repeat the backwards of "
                 "this step"
             )
+        # Copies to the host first: meanwhile the drives write, and these are waited for last.
         for slots in self._slots:
             slots.finish_transfers()
         self._offload.finish_writes()
 
     def start_writing(self) -> None:
-        """Begin all writes to the drives, so that other code can wait for the memory of their
-        buffers.
-        """
+        """Begin all writes to the drives, so that other code can wait for their buffers."""
         self._offload.start()
 
     def norm(self) -> GradientNorm:
@@ -225,6 +221,7 @@ class GradientKeeper:
     def sums(self) -> GradientSums:
         """Return the block sums that make up the norm."""
         sums = GradientSums(self._numels)
+        # All are begun before the first is waited for, so that the device has no pause.
         coming = [
             pending
             for number, slots in enumerate(self._slots)
@@ -238,27 +235,28 @@ class GradientKeeper:
         return sums
 
     def sum_of(self, parameter: int) -> torch.Tensor | None:
-        """Return a flat fp32 copy of a parameter's gradient, after `finish_transfers`. Return None
-        where no gradient has come, or an update has used it.
+        """Return a flat fp32 copy of a parameter's gradient, after `finish_transfers`.
+
+        None where no gradient has come, or an update has used it.
 
         Raises:
             CapacityError: there is no room to read it from the drives.
         """
         slots = self._slots[parameter]
+        # Ordinary memory of the caller's, not of the pool: it may live as long as the caller likes.
         whole = torch.empty(self._numels[parameter])
         return whole if slots.count and slots.copy_into(whole) else None
 
     def intercept_with(self, interceptor: Interceptor) -> None:
-        """Offer each piece that would go to the drives to `interceptor` first. A piece that it
-        keeps counts as if it were on the drives.
+        """Offer each piece that would go to the drives to `interceptor` first.
+
+        A piece that it keeps counts as if it were on the drives.
         """
         for parameter, slots in enumerate(self._slots):
             slots.intercept_with(parameter, interceptor)
 
     def write_back(self, parameter: int, piece: int, memory: memoryview) -> None:
-        """Write the newest gradient of a piece, which the interceptor had kept in this memory, to
-        the drives.
-        """
+        """Write the newest gradient of a piece to the drives from the interceptor's memory."""
         self._slots[parameter].write_back(piece, memory)
 
     def clear(self) -> None:
@@ -272,9 +270,7 @@ class GradientKeeper:
 
 
 class _Slots:
-    """The gradient of one parameter, whole or in pieces, on the device, on the host or on the
-    drives.
-    """
+    """The gradient of one parameter, whole or in pieces, on the device, the host or the drives."""
 
     def __init__(
         self,
@@ -291,6 +287,7 @@ class _Slots:
         self.count = 0
         self._pieces = pieces
         stay = [number for number, piece in enumerate(pieces) if piece.kept is Tier.DEVICE]
+        # Autograd's own tensor serves all pieces, and nothing is copied.
         if stay and len(stay) == len(pieces):
             whole = _DeviceSlot(
                 GradientPiece(0, numel, Tier.DEVICE), stay, lanes, staying, is_whole=True
@@ -301,6 +298,7 @@ class _Slots:
                 number: _DeviceSlot(pieces[number], [number], lanes, staying, is_whole=False)
                 for number in stay
             }
+        # Each slot once: all pieces of a whole gradient share one.
         self._device_slots = tuple(dict.fromkeys(self._on_device.values()))
         self._on_host: dict[int, _HostSlot | _DriveSlot] = {}
         for number, piece in enumerate(pieces):
@@ -329,6 +327,7 @@ class _Slots:
             return self._on_host[number].values()
         return self._on_device[number].values(self._pieces[number])
 
+    # Without a gradient, clear() would not put the piece back among those that are left.
     def release(self, number: int) -> None:
         if self.count and number in self._on_device:
             self._on_device[number].release(number)
@@ -376,6 +375,7 @@ class _Slots:
             into = whole[piece.first_element :][: piece.numel]
             if number in self._on_host:
                 found &= self._on_host[number].copy_into(Values.of(into))
+            # Not `and`, which would copy nothing after the first piece that was used already.
             else:
                 found &= self._on_device[number].copy_into(piece, into)
         return found
@@ -391,9 +391,7 @@ class _Slots:
 
 
 class _DeviceSlot:
-    """A gradient on the device, or one piece of it, until the pieces with these numbers are
-    used.
-    """
+    """A gradient on the device, or one piece of it, until the pieces with these numbers used it."""
 
     def __init__(
         self,
@@ -431,10 +429,12 @@ class _DeviceSlot:
                 self._staying.release(nbytes)
                 raise
             return
+        # From the second gradient on, the slot is an fp32 sum, whatever dtypes come.
         kernels, numel = self._lanes.device_kernels, self._part.numel
         if not self._is_sum:
             first = self._tensor
             nbytes = FloatFormat.FP32.nbytes * numel
+            # Both count for a moment: the first one is released once it is in the sum.
             self._hold(nbytes)
             try:
                 total = torch.empty(numel, dtype=torch.float32, device=gradient.device)
@@ -446,13 +446,13 @@ class _DeviceSlot:
                 raise
             # The kernel may still be reading `first`: the allocator reuses it in stream order.
             self._tensor, self._is_sum = total, True
+            # Last: after an error above, the first gradient is still there and counted.
             self._staying.release(first.nbytes)
         add = partial(_add, kernels.add_to_sum, piece, self._tensor)
         self._lanes.on_device(add, numel, name=_ADDING)
 
     def _hold(self, nbytes: int, *, first: torch.dtype | None = None) -> None:
-        """Count bytes that stay on the device; grow the reservation where they are more than
-        planned.
+        """Count bytes that stay on the device; grow the reservation where more come than planned.
 
         `first` is the dtype of a first gradient, None for a sum: each has an error of its own.
         """
@@ -463,6 +463,7 @@ class _DeviceSlot:
 
     def _hold_unplanned(self, nbytes: int, first: torch.dtype | None) -> None:
         try:
+            # Only what is missing: a part of the reservation may be free.
             self._staying.grow(max(self._staying.held + nbytes - self._staying.nbytes, 0))
         except CapacityError as error:
             raise (_too_many(error) if first is None else _unplanned(error, first)) from None
@@ -490,6 +491,7 @@ class _DeviceSlot:
 
     def sums(self, piece: GradientPiece, put: Callable[[_Sums], None]) -> _Coming:
         values, kernels = self.values(piece), self._lanes.device_kernels
+        # Carries the result out of `work`, which may run later, in a thread of the device.
         made: list[object] = []
         work = lambda: made.append(kernels.block_sums(values))  # noqa: E731
         event = self._lanes.on_device(work, piece.numel, name="norm of gradients")
@@ -506,6 +508,7 @@ class _DeviceSlot:
     def clear(self) -> None:
         with self._lock:
             self._let_go()
+            # All pieces again: the next gradient is used by as many updates.
             self._left.update(self._pieces)
             self._is_sum = False
 
@@ -545,10 +548,12 @@ class _HostSlot:
             self._block_sums = self._lanes.kernels.begin_sum(newest, self._sum_values(self._sum))
         else:
             self._block_sums = self._lanes.kernels.add_to_sum(newest, self._sum_values(self._sum))
+        # The pool has this memory back before accumulate() asks for the next.
         lease.close()
         self._newest = None
 
     def finish_transfers(self) -> None:
+        # One gradient alone is used as it came, in its own dtype; the update converts it.
         if self._newest is not None and self._sum is not None:
             self._fold()
         elif self._newest is not None:
@@ -559,11 +564,13 @@ class _HostSlot:
         return self._newest_values() if self._sum is None else self._sum_values(self._sum)
 
     def copy_into(self, into: Values) -> bool:
+        # A sum of one term is a copy that converts to fp32.
         self._lanes.kernels.begin_sum(self.values(), into)
         return True
 
     def sums(self) -> _Sums:
         values = self.values()
+        # Kept until the gradient changes: norm and clip_grad_norm_ may both ask.
         if self._block_sums is None:
             self._block_sums = self._lanes.kernels.block_sums(values)
         return self._block_sums
@@ -583,6 +590,7 @@ class _HostSlot:
     def _newest_values(self) -> Values:
         assert self._newest is not None, "there is one"
         lease, _, format_ = self._newest
+        # The lease goes along: the address is good only while it is open.
         return Values(lease.flat().data_ptr(), self._piece.numel, format_, lease)
 
     def _sum_values(self, lease: Lease | _Unplanned) -> Values:
@@ -633,9 +641,11 @@ class _DriveSlot:
         lease = self._offload.lease()
         made = _download(self._lanes, piece, lease)
         self._block_sums = None
+        # Only of a single gradient that is in memory: the norm of several is that of their sum.
         if self._sums_early and not count and made is None:
             values = Values(lease.flat().data_ptr(), self._piece.numel, format_, lease)
             self._block_sums = self._lanes.kernels.block_sums(values)
+        # The offload closes the lease, and its memory goes back when the write has ended.
         self._offload.send(lease, made, self._places[count], what=self._what)
         self.formats += (format_,)
 
@@ -650,6 +660,7 @@ class _DriveSlot:
 
     def _make_place(self, count: int, nbytes: int) -> None:
         """Allocate the place for a micro-batch's gradient, unless there is one of this size."""
+        # The parameter was cast since: its gradients have another width.
         if count < len(self._places) and self._places[count].nbytes != nbytes:
             self._offload.release(self._places.pop(count))
         if count == len(self._places):
@@ -665,6 +676,7 @@ class _DriveSlot:
     def read(self, into: Sequence[memoryview], start: int = 0) -> list[Hop]:
         return [
             self._offload.read(place, memory[: place.nbytes], what=self._what)
+            # Not strict: the caller may have memory for more micro-batches than came.
             for place, memory in zip(self._places[start : len(self.formats)], into, strict=False)
         ]
 
@@ -692,6 +704,7 @@ class _DriveSlot:
     def _add(self, piece: torch.Tensor, format_: FloatFormat) -> None:
         """Add a gradient that has no place on the drives to the sum in memory."""
         if self._sum is None:
+            # The gradients are read back below: their writes have to end first.
             self._offload.finish_writes()
             total = self._sum_memory.lease(self._piece.numel)
             try:
@@ -699,10 +712,12 @@ class _DriveSlot:
             except BaseException:
                 total.close()
                 raise
+            # The formats go with the gradients on the drives: from here on the sum alone counts.
             self._sum, self.formats = total, ()
         with self._offload.lease() as lease:
             made = _download(self._lanes, piece, lease)
             if made is not None:
+                # The kernels of the host read the bytes next.
                 made.wait()
             newest = Values(lease.flat().data_ptr(), self._piece.numel, format_, lease)
             self._block_sums = self._lanes.kernels.add_to_sum(newest, self._sum_in(self._sum))
@@ -711,9 +726,7 @@ class _DriveSlot:
         return Values(lease.flat().data_ptr(), self._piece.numel, FloatFormat.FP32, lease)
 
     def _read_back(self, total: Values | None) -> _Sums:
-        """Read the gradients back and sum them; return the block sums. Keep the sum in `total`
-        where that is given.
-        """
+        """Read the gradients back and sum them, in `total` where given; return the block sums."""
         numel, kernels = self._piece.numel, self._lanes.kernels
         several = len(self.formats) > 1 or total is not None
         with ExitStack() as leases:
@@ -732,6 +745,7 @@ class _DriveSlot:
             return added_up(kernels, streams, total)
 
     def clear(self) -> None:
+        # Places stay: the next step writes to the same ones.
         self.formats = ()
         if self._sum is not None:
             self._sum.close()
@@ -743,9 +757,8 @@ class _SumMemory:
     """Memory for sums of gradients: first the host's pool, then what the budget has left.
 
     A plan has room for the sums of `accumulation_steps` gradients, none for a single one, where the
-    budget's rest comes first. A parameter may get more: from
-    several losses, from a graph that is differentiated twice, or from a block that is checkpointed
-    in several places.
+    budget's rest comes first. A parameter may get more: from several losses, from a graph that is
+    differentiated twice, or from a block that is checkpointed in several places.
     """
 
     def __init__(self, pool: PinnedPool, unplanned: Reservation, *, planned: bool) -> None:
@@ -766,6 +779,7 @@ class _SumMemory:
         """
         missing = nbytes - self._pool.stats().free
         if missing > 0:
+            # The ledger is asked by growing, which refuses, and by shrinking back.
             self._unplanned.grow(missing)
             self._unplanned.shrink(missing)
 
@@ -797,6 +811,7 @@ class _Unplanned:
             reservation.grow(nbytes)
         except CapacityError as error:
             raise _too_many(error) from None
+        # Counted before memory is taken, so that the limit is never passed.
         reservation.hold(nbytes)
         self._reservation = reservation
         self._memory: torch.Tensor | None = torch.empty(nbytes, dtype=torch.uint8)
@@ -817,6 +832,7 @@ class _Unplanned:
 def _flat(gradient: torch.Tensor) -> torch.Tensor:
     """Return the elements of a gradient, without its graph, where it has one."""
     values = gradient.detach() if gradient.requires_grad else gradient
+    # reshape copies only where the elements do not lie one after another.
     return values if values.dim() == 1 and values.is_contiguous() else values.reshape(-1)
 
 
@@ -829,12 +845,11 @@ def added_up(kernels: HostKernels, gradients: Sequence[Values], into: Values) ->
 
 
 def _download(lanes: Lanes, piece: torch.Tensor, lease: Lease) -> Event | None:
-    """Begin to copy bytes from the device to host memory. Return None where they are there on
-    return.
-    """
+    """Begin to copy device bytes to host memory; None: the bytes are there on return."""
     if lanes.accelerator.unified:
         lease.flat()[: piece.numel()].copy_(piece)
         return None
+    # Autograd's kernels are in the compute stream: the copy waits for this event.
     made = lanes.accelerator.record(lanes.compute)
     if lanes.accelerator.torch_device.type != "cpu":
         event = _copy_down(lanes, piece, lease, made)
@@ -849,6 +864,7 @@ def _download(lanes: Lanes, piece: torch.Tensor, lease: Lease) -> Event | None:
     with source:
         source.flat().copy_(piece)
         event = _copy_down(lanes, source.flat(), lease, made)
+        # `with` closes the lease now, and its memory goes back after the copy.
         source.until(event)
         return event
 

@@ -67,13 +67,15 @@ class NaNChecks:
             warnings.warn(problem, RuntimeWarning, stacklevel=3)
 
     def is_suspect(self, gradient: torch.Tensor) -> bool:
-        """Tell whether a gradient begins with a NaN that may come from a parameter read as NaN.
+        """Tell whether a gradient has a NaN that may come from a parameter read as NaN.
 
-        One element decides: a parameter shown as NaN makes every element of such a gradient NaN.
+        The first element of each row and column decides: such a NaN fills whole rows or columns,
+        of an embedding only the rows that were looked up.
         """
-        return (
-            self._may_be_ours
-            and gradient.device.type == "cpu"
-            and gradient.numel() > 0
-            and math.isnan(gradient.reshape(-1)[0].item())
-        )
+        if not (self._may_be_ours and gradient.device.type == "cpu" and gradient.numel()):
+            return False
+        starts = gradient  # of its rows
+        while starts.dim() > 1:
+            starts = starts[..., 0]
+        first = gradient[0] if gradient.dim() > 1 else starts
+        return bool(starts.isnan().any()) or bool(first.isnan().any())

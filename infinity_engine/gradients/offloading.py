@@ -29,21 +29,21 @@ class _Sent:
     """A gradient in a buffer, or on its way there: complete once `made` has passed."""
 
     lease: Lease
-    made: Event | None
+    made: Event | None  # None: the buffer is filled
     place: Place
     what: str
 
 
 class GradientOffload:
-    """The gradients of one engine that go to `swap`, which has a place for `micro_batches` of
-    each.
-    """
+    """The gradients of one engine that go to `swap`: a place for `micro_batches` of each."""
 
     def __init__(self, swap: SwapFile, lanes: Lanes, micro_batches: int) -> None:
         self.micro_batches = micro_batches
         self._swap = swap
         self._lanes = lanes
+        # As many as the pool's layout has places for; reading back takes one a micro-batch.
         self._slots = max(micro_batches, GRADIENT_SLOTS)
+        # Buffers are taken in turn: the next one has been in flight longest.
         self._turn = 0
         # The device may still be copying these into their buffers: no write may begin before.
         self._waiting: deque[_Sent] = deque()
@@ -63,11 +63,12 @@ class GradientOffload:
         slot, self._turn = gradient_slot(self._turn % self._slots), self._turn + 1
         self._start_ready()
         while True:
+            # Waits for the write that still reads this slot's memory.
             try:
                 with self._lanes.meter.waits(Wait.GRADIENTS):
                     return self._lanes.host.lease_planned(slot, holder="gradients on their way")
             except CapacityError:
-                # Every buffer may hold a gradient whose write has not even begun: begin the oldest.
+                # Every buffer may hold a gradient that is not even being written: begin the oldest.
                 if not self._waiting:
                     raise
                 self._start()
@@ -77,9 +78,7 @@ class GradientOffload:
         return self._lanes.host.lease_planned(SUM)
 
     def send(self, lease: Lease, made: Event | None, place: Place, *, what: str) -> None:
-        """Write a gradient that is in the buffer once `made` has passed. The buffer is closed after
-        that.
-        """
+        """Write a gradient once `made` has passed, and close its buffer after that."""
         self._waiting.append(_Sent(lease, made, place, what))
         self._start_ready()
 
@@ -124,6 +123,7 @@ class GradientOffload:
         self._failed = None
 
     def _start_ready(self) -> None:
+        # Only from the front: writes begin in the order in which gradients were made.
         while self._waiting and (self._waiting[0].made is None or self._waiting[0].made.done()):
             self._start()
 
@@ -138,7 +138,9 @@ class GradientOffload:
         # Closed now, but the buffer returns to the pool only when the write has ended.
         sent.lease.until(event)
         sent.lease.close()
+        # Ended writes are looked at here, so the list does not grow with the backward.
         written = [event for event in self._writing if event.done()]
+        # From one question: a write that ends between two would be in neither list.
         self._writing = [*(event for event in self._writing if event not in written), event]
         self._forget_written(written)
         self._lanes.meter.copies(
@@ -146,9 +148,7 @@ class GradientOffload:
         )
 
     def _forget_written(self, events: Sequence[IOEvent]) -> None:
-        """Wait for writes, and keep the first error without its traceback, which would hold
-        buffers.
-        """
+        """Wait for writes; keep the first error without its traceback, which holds buffers."""
         for event in events:
             try:
                 event.wait()

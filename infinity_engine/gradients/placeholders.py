@@ -23,6 +23,7 @@ class PlaceholderGradient(torch.Tensor):
 
     def __new__(cls, of: torch.Tensor) -> PlaceholderGradient:
         """Return one for this parameter."""
+        # Without a storage: every operation on it arrives at __torch_dispatch__.
         made: PlaceholderGradient = torch.Tensor._make_wrapper_subclass(
             cls, of.shape, dtype=of.dtype, device=of.device
         )
@@ -63,6 +64,7 @@ class GradientPlaceholders:
             return
         taken = PlaceholderGradient(of.parameter)
         self._shown[of.group] = of.parameter, taken
+        # torch checks shape, dtype and device here: the placeholder has its parameter's.
         of.parameter.grad = taken
         if of.number not in self._watched:
             self._watched.add(of.number)
@@ -74,6 +76,7 @@ class GradientPlaceholders:
         Raises:
             RuntimeError: the caller had set `grad` to None. The engine still has the gradients.
         """
+        # After an earlier call, another parameter of the group may show it.
         if (
             of.group in self._shown
             and self._shown[of.group][0] is of.parameter
@@ -82,11 +85,10 @@ class GradientPlaceholders:
             raise RuntimeError(f"{set_to_none_message()}. Call it now, and repeat this backward")
 
     def hide(self) -> bool:
-        """Remove all placeholders. Tell whether the caller has replaced one, as `zero_grad` of an
-        optimizer or model does.
-        """
+        """Remove all placeholders; tell whether the caller replaced one, as `zero_grad` does."""
         if not self._watched:
             return False
+        # A list: all placeholders go, also after one that the caller replaced.
         dropped = [self._hide(group) for group in list(self._shown)]
         # Hooks first: from here on autograd accumulates into the parameter as usual.
         self._hooks.remove()

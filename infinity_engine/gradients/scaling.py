@@ -1,7 +1,7 @@
 """`LossScale`: what the loss is multiplied by, so that fp16 gradients do not underflow to 0.
 
-A step whose gradients overflow is skipped and halves the scale; 2,000 good steps in a row double
-it, as in torch.amp.GradScaler. It is always a power of two: scaling and unscaling then round
+A step with gradients that overflow is skipped and halves the scale; 2,000 good steps in a row
+double it, as in torch.amp.GradScaler. It is always a power of two: scaling and unscaling then round
 nothing.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 __all__ = ["LossScale"]
 
-_GROWTH_STEPS = 2000
-_FIRST = 2.0**16
+_GROWTH_STEPS = 2000  # as torch.amp.GradScaler: growth_interval
+_FIRST = 2.0**16  # as torch.amp.GradScaler: init_scale
 _LEAST = 1.0
 
 
@@ -31,10 +31,11 @@ class LossScale:
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Restore what `state_dict` returned, if this model needs a scale."""
         if self.dynamic:
+            # A model without fp16 parameters ignores the scale of one that had some.
             self.value, self._good = float(state["value"]), int(state["good_steps"])
 
     def step_made(self) -> None:
-        """Note a step whose gradients were all finite."""
+        """Note a step in which all gradients were finite."""
         self._good += 1
         if self.dynamic and self._good == _GROWTH_STEPS:
             self.value *= 2

@@ -1,5 +1,3 @@
-"""What one engine works with: its streams, copies, kernels and pools; and the meter that counts
-what they do.
-"""
+"""What one engine works with: streams, copies, kernels, pools, and the meter that counts them."""
 
 __all__ = ()

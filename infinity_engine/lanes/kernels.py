@@ -1,5 +1,4 @@
-"""`DeviceKernels`: the kernels for work on the device: a GPU's, or the host's where the device is
-emulated.
+"""`DeviceKernels`: the kernels for work on the device: a GPU's, or the host's for an emulated one.
 
 Starts work in torch's current stream and waits for nothing. Decides nothing. The GPU's have not run
 on a GPU yet.
@@ -59,6 +58,7 @@ def device_kernels(accelerator: Accelerator, host: HostKernels) -> DeviceKernels
 class _OnHost:
     """The host's kernels, which reach the memory of an emulated device."""
 
+    # The methods themselves: a call of the device's kernels costs no second one.
     def __init__(self, kernels: HostKernels) -> None:
         self.update = kernels.update
         self.block_sums = kernels.block_sums
@@ -82,6 +82,7 @@ class _OnGpu:
         self._device = device
 
         self._cupy = cupy
+        # Compiled for, and loaded into, cupy's current device.
         with cupy.cuda.Device(device.index):
             self._kernels = CudaKernels()
 
@@ -102,11 +103,13 @@ class _OnGpu:
             return self._kernels.add_to_sum(gradient, into)
 
     def on_host(self, sums: Any) -> _Sums:
+        # In the stream that made them; asnumpy returns when the copy has ended.
         with self._in_stream():
             return cast(_Sums, self._cupy.asnumpy(sums))
 
     @contextmanager
     def _in_stream(self) -> Iterator[None]:
+        # cupy has a current device and stream of its own, whatever torch's are.
         handle, index = torch.cuda.current_stream(self._device).cuda_stream, self._device.index
         with self._cupy.cuda.Device(index), stream_of_others(self._cupy, handle, index):
             yield

@@ -1,5 +1,4 @@
-"""`Lanes`: the streams, pools and kernels of one engine, and the one place where copies between
-host and device begin.
+"""`Lanes`: one engine's streams, pools and kernels; copies between host and device begin here.
 
 Every copy is counted, and holds the leases of both its sides until it has ended. Decides nothing.
 Called by the code that keeps gradients, states or fetched parameters.
@@ -48,9 +47,7 @@ class Lanes:
         after: Sequence[Event] = (),
         **fields: object,
     ) -> Event:
-        """Copy bytes up or down once all of `after` have passed; `name` and `fields` are for the
-        timeline.
-        """
+        """Copy bytes up or down after all of `after`; `name` and `fields` are for the timeline."""
         stream = self.upload if lane is Lane.H2D else self.download
         assert stream is not None, "copies are between two memories"
         bytes_of = [side.flat() if isinstance(side, Lease) else side for side in (target, source)]
@@ -59,6 +56,7 @@ class Lanes:
             if isinstance(side, Lease):
                 # A lease may be closed at once: its memory goes back only after the copy.
                 side.until(event)
+        # Counted after the submission: a refused copy carries nothing.
         self.meter.copies(lane, cargo, bytes_of[0].numel(), event, name=name, **fields)
         return event
 
@@ -72,6 +70,7 @@ class Lanes:
         **fields: object,
     ) -> Event:
         """Run work on so many parameters on the device, after all that it was given before."""
+        # The modules' own stream on a GPU: the work follows their kernels.
         event = self.accelerator.run(
             work, stream=self.compute, cost=UpdateCost(params), after=after
         )

@@ -1,5 +1,4 @@
-"""`Meter`: counts what a step did: bytes over each link, updates in each place, and how long the
-host waited.
+"""`Meter`: counts a step's bytes over each link, updates in each place, and the host's waiting.
 
 One for each engine; counts in its Telemetry, and knows the names of the counters there. Decides
 nothing. Asks the device when it was at work, where it knows: emulated ones do.
@@ -104,42 +103,32 @@ def carried(lane: Lane, cargo: Cargo) -> str:
 
 
 def needed(cargo: Cargo, found: str) -> str:
-    """Return the name of the counter of bytes that were needed and were `FOUND` in memory, or
-    `MISSING` there.
-    """
+    """Return the counter of bytes that were needed and were `FOUND` in memory, or `MISSING`."""
     return f"bytes of {cargo.value} {found}"
 
 
 def busy(lane: Lane, unit: str) -> str:
-    """Return the name of the counter of the ns in which a link was busy, or of the bytes that it
-    carried in them.
-    """
+    """Return the counter of a link's busy ns, or of the bytes that it carried in them."""
     return f"{lane.value} busy {unit}"
 
 
 def updated(op: type[UpdateOp], unit: str) -> str:
-    """Return the name of the counter of the params that ops of a kind have updated, or of the ns
-    that they took.
-    """
+    """Return the counter of the params that ops of a kind updated, or of the ns they took."""
     return f"{op.__name__} {unit}"
 
 
 def of_update(lane: Lane, unit: str) -> str:
-    """Return the name of the counter of the ns in which a lane was busy with an update, or of a
-    drive's bytes.
-    """
+    """Return the counter of a lane's ns of work for an update, or of a drive's bytes."""
     return f"{lane.value} {unit} of the update"
 
 
 def peak_of(usage: Usage) -> str:
     """Return the name of the gauge of a tier, or of a directory of NVMe."""
-    return f"peak of {usage.directory or usage.tier.name}"
+    return f"peak of {usage.directory or usage.tier.name}"  # one gauge a directory of NVMe
 
 
 def clock_of(accelerator: Accelerator) -> Callable[[], int]:
-    """Return the clock that an accelerator's own times are on: the device's, where it computes its
-    time.
-    """
+    """Return the clock of an accelerator's times: the device's, where it computes its time."""
     if isinstance(accelerator, VirtualAccelerator):
         return lambda: accelerator.now_ns
     return time.perf_counter_ns
@@ -175,7 +164,7 @@ class _Submitted:
     lane: Lane
     fields: Mapping[str, object]
     nbytes: int | None = None  # None: it is no copy
-    update: _Update | None = None  # the update the update that it is an op of
+    update: _Update | None = None  # the one that it is an op of
 
 
 class Meter:
@@ -185,8 +174,10 @@ class Meter:
         self._telemetry = telemetry
         self._accelerator = accelerator
         self._ledger = ledger
+        # Without telemetry nothing is remembered, so that nothing grows.
         self._on = not isinstance(telemetry, NullTelemetry)
         self._device_times = _device_times(accelerator) if self._on else None
+        # By the operation's name, which the device's timeline has as well.
         self._submitted: dict[str, _Submitted] = {}
         self._left: dict[str, _Submitted] = {}  # operations that had not ended when their step did
         self._in_time = self._late = 0
@@ -215,20 +206,21 @@ class Meter:
             self._telemetry.counter(carried(lane, cargo)).add(nbytes)
             update = self._update_of(name)
             if update is not None and lane in _DRIVES:
+                # Bytes only: nothing measures when a drive was busy for this engine.
                 update.nbytes[lane] += nbytes
             elif update is not None:
+                # An op with unknown times: when the device has told them, `know` counts it down.
                 update.unknown[lane] += 1
             self._note(event, _Submitted(name, lane, fields, nbytes, update))
 
     def needs(self, cargo: Cargo, nbytes: int, *, found: bool) -> None:
-        """Count bytes that could be on drives and were needed: they were in memory, or had to be
-        read.
-        """
+        """Count bytes that could be on drives and were needed: found in memory, or read."""
         self._telemetry.counter(needed(cargo, FOUND if found else MISSING)).add(nbytes)
 
     def works(self, event: Event, *, name: str, **fields: object) -> None:
         """Note work on the device; `event` is its end."""
         if self._on:
+            # In one memory `updates` times it on the host: the device's time would count twice.
             update = None if self._accelerator.unified else self._update_of(name)
             if update is not None:
                 update.unknown[Lane.DEVICE] += 1
@@ -243,6 +235,7 @@ class Meter:
                 start_ns = self._telemetry.now_ns()
                 update()
                 if op.lane is Lane.HOST:
+                    # Within the span: a virtual clock advances here.
                     self._accelerator.host_updated(op.params)
                 if self._on and self._update is not None:
                     self._update.works(op.lane, start_ns, self._telemetry.now_ns())
@@ -256,6 +249,7 @@ class Meter:
 
     def begin_update(self) -> None:
         """Note that an update begins, or that an interrupted one goes on."""
+        # An update that was interrupted keeps its beginning.
         if self._on and self._update is None:
             now_ns = self._telemetry.now_ns()
             self._update = _Update(now_ns, now_ns)
@@ -263,20 +257,20 @@ class Meter:
     def end_update(self) -> None:
         """Note that every op of the update has ended."""
         if self._update is not None:
+            # Counted in end_step() only: the device may report its times later.
             self._ended, self._update = (self._update, self._telemetry.now_ns()), None
 
     # --- at the end of a step ---------------------------------------------------------------------
 
     def end_step(self, result: StepResult, *, in_time: int, late: int) -> None:
-        """End the step that is recorded; `in_time` and `late` are the fetched parameters since the
-        beginning.
-        """
+        """End the step that is recorded; `in_time` and `late` count fetches since the start."""
         if not self._on:
             return
         telemetry = self._telemetry
         # In this order: an update is counted with the times that its ops turn out to have.
         self._ask_the_device()
         self._count_update()
+        # Counters are of one step; the fetcher counts from its beginning on.
         telemetry.counter(IN_TIME).add(in_time - self._in_time)
         telemetry.counter(LATE).add(late - self._late)
         self._in_time, self._late = in_time, late
@@ -295,13 +289,13 @@ class Meter:
         return self._update if name in _OPS else None
 
     def _count_update(self) -> None:
-        """Count when the lanes were busy with the update that has ended in this step, as far as
-        that is known.
-        """
+        """Count how long lanes were busy with the update that ended in this step, where known."""
         if self._ended is None:
             return
         (update, ended_ns), self._ended = self._ended, None
+        # A lane with an op of unknown time gets no number: the sum would be too small.
         unknown = {lane for lane, ops in update.unknown.items() if ops}
+        # Drives report no times, so the end is when the host saw that all ops had ended.
         end_ns = ended_ns if unknown or update.nbytes else update.end_ns
         self._telemetry.counter(UPDATE_NS).add(end_ns - update.begin_ns)
         for lane, ns in update.busy_ns.items():
@@ -311,13 +305,12 @@ class Meter:
             self._telemetry.counter(of_update(lane, "bytes")).add(nbytes)
 
     def _note(self, event: Event | None, submitted: _Submitted) -> None:
+        # Only emulated devices have a timeline; other events are not remembered.
         if self._device_times is not None and isinstance(event, Operation):
             self._submitted[event.name] = submitted
 
     def _ask_the_device(self) -> None:
-        """Record when the device carried out the operations, as far as it has. It remembers only
-        the newest.
-        """
+        """Record when the device carried out the operations, as far as its timeline goes back."""
         if self._device_times is None:
             return
         wanted, known = {**self._left, **self._submitted}, []
@@ -327,8 +320,10 @@ class Meter:
                 break
             if record.name in wanted:
                 known.append((record, wanted.pop(record.name)))
+        # Spans are recorded in the order in which they were carried out.
         for record, submitted in reversed(known):
             self._record(submitted, record.start_ns, record.end_ns)
+        # Looked for once more, in the next step: the timeline forgets old operations.
         self._left = {
             name: submitted for name, submitted in wanted.items() if name in self._submitted
         }
@@ -350,18 +345,14 @@ class Meter:
 
 
 def _device_times(accelerator: Accelerator) -> Callable[[], Sequence[OperationRecord]] | None:
-    """Return the function that lists when the device was at work with what; None where it does not
-    know.
-    """
+    """Return what lists the device's operations with their times; None where it does not know."""
     if isinstance(accelerator, VirtualAccelerator | PacedAccelerator):
         return accelerator.timeline
     return None
 
 
 def _described(accelerator: Accelerator) -> str:
-    """Return how to read times of this accelerator: an emulated one is a test instrument, and says
-    so.
-    """
+    """Return how to read this accelerator's times: an emulated one says that it is emulated."""
     if isinstance(accelerator, VirtualAccelerator):
         return "emulated, on its virtual clock"
     return (

@@ -1,5 +1,4 @@
-"""A machine's Capacity, which a Budget's percentages and defaults refer to, less room for other
-programs.
+"""A machine's Capacity, which a Budget's percentages and defaults refer to, less room for others.
 
 Asks the system and reserves nothing. The caller that has the accelerator's context passes its free
 memory: no torch here. Called when an engine starts, before anything is planned.
@@ -28,16 +27,16 @@ from infinity_engine.units import GiB, MiB
 
 __all__ = ["capacity_of", "free_for_copies", "probe_capacity"]
 
-# File cache that was not used lately, as version 2 writes it, and version 1 with that of the groups
-# below.
+# File cache not used lately: as version 2 writes it, and version 1 with that of the groups below.
 _RECLAIMABLE = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
 
 
 def probe_capacity(
     directories: Iterable[str], *, device_free_bytes: int = 0, roots: SystemRoots = HOST_ROOTS
 ) -> Capacity:
-    """Return what a budget can take of this machine now, with so many bytes free on the device, and
-    of these directories.
+    """Return what a budget can take of this machine and these directories now.
+
+    `device_free_bytes` are free on the device.
 
     Of the host's available memory a tenth is left for the rest of the process (Python, torch, the
     loader's workers, page tables): at least 1 GiB or, where less than 2 GiB are available, half of
@@ -65,35 +64,34 @@ def free_for_copies(roots: SystemRoots = HOST_ROOTS) -> int:
 
 
 def capacity_of(*, device: int, host: int, nvme: Mapping[str, int]) -> Capacity:
-    """Return the capacity where so many bytes are free; `probe_capacity` says how much of them
-    stays for others.
-    """
+    """Return the capacity for so many free bytes, less what `probe_capacity` leaves to others."""
     return Capacity(
         device=_without(device, part=20, at_least=512 * MiB),
+        # Half of a small host: a whole GiB would leave it nothing.
         host=_without(host, part=10, at_least=min(GiB, host // 2)),
         nvme={directory: _without(free, part=20) for directory, free in nvme.items()},
     )
 
 
 def _without(free: int, *, part: int, at_least: int = 0) -> int:
-    """Return `free` less a part of it, one of `part` parts rounded up, and at least less `at_least`
-    bytes.
-    """
+    """Return `free` less one of `part` parts, rounded up, and less `at_least` bytes at least."""
+    # A floor division of the negated number rounds up.
     return max(free - max(-(-free // part), at_least), 0)
 
 
 def _free_host_bytes(roots: SystemRoots) -> int:
     # Not the smallest limit alone: a larger one above it may be used up by others.
     left = [limit.limit_bytes - _used_for_good(limit) for limit in probe_cgroup_limits(roots)]
+    # MemAvailable counts the file cache that the kernel can drop as free.
     return min([probe_memory(roots).available_bytes, *left])
 
 
 def _used_for_good(cgroup: CgroupMemory) -> int:
-    """Return the bytes that the group uses, less the file cache that the kernel drops when a
-    process needs memory.
+    """Return the bytes that the group uses, less file cache that the kernel can drop.
 
     Without this, a group that has read as many bytes of files as its limit would have nothing left.
     """
+    # Version 1 lists the group's own figure and the total with the groups below: the larger counts.
     reclaimable = _RECLAIMABLE.findall(read_kernel_file(Path(cgroup.directory) / "memory.stat"))
     return max((cgroup.used_bytes or 0) - max(map(int, reclaimable), default=0), 0)
 
@@ -101,9 +99,10 @@ def _used_for_good(cgroup: CgroupMemory) -> int:
 def _drives(directories: tuple[str, ...], roots: SystemRoots) -> dict[str, int]:
     free = {directory: _free_bytes(directory) for directory in directories}
     mounts = read_mounts(roots)
-    # Not by st_dev, which differs between the subvolumes of one btrfs. What is on no known mount
-    # counts as one.
+    # Not by st_dev, which differs between the subvolumes of one btrfs.
+    # Without links, or a directory would seem to be on the file system of its link.
     found = {directory: find_mount(mounts, os.path.realpath(directory)) for directory in free}
+    # What is on no known mount counts as one file system: parts too small are the safe mistake.
     file_systems = {directory: mount.device if mount else "" for directory, mount in found.items()}
     shared_by = Counter(file_systems.values())
     return {

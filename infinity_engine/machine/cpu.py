@@ -22,9 +22,7 @@ __all__ = ["Cpu", "Simd", "probe_cpu", "probe_cpu_quota", "probe_simd"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simd:
-    """The instruction sets that matter here, and the level chosen; `problem` says why none could
-    be.
-    """
+    """The instruction sets that matter here, and the level chosen; `problem`: why there is none."""
 
     features: tuple[str, ...]
     level: str | None
@@ -55,10 +53,12 @@ def probe_cpu(roots: SystemRoots = HOST_ROOTS) -> Cpu:
         model=_model_name(roots),
         logical_cores=logical_cores,
         physical_cores=psutil.cpu_count(logical=False),
+        # The affinity mask, which a scheduler or taskset may have made smaller; macOS has none.
         usable_cores=len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else logical_cores,
         quota_cores=probe_cpu_quota(roots),
+        # Without the directory there is one node.
         numa_nodes=max(1, sum(1 for _ in (roots.sys / "devices/system/node").glob("node[0-9]*"))),
         simd=probe_simd(os.environ.get("INFINITY_SIMD")),
     )
@@ -74,9 +74,7 @@ def probe_simd(wanted: str | None) -> Simd:
 
 
 def probe_cpu_quota(roots: SystemRoots = HOST_ROOTS) -> float | None:
-    """Return the smallest share of time that the groups around this process grant, in cores; None
-    without a quota.
-    """
+    """Return the least time that groups around this process grant, in cores; None: no quota."""
     return min(_cgroup_quotas(roots), default=None)
 
 
@@ -95,6 +93,7 @@ def _cgroup_quotas(roots: SystemRoots) -> Iterator[float]:
 
 
 def _model_name(roots: SystemRoots) -> str:
+    # The kernel writes no model name on ARM.
     named = re.search(
         r"^model name\s*:\s*(.+)$", read_kernel_file(roots.proc / "cpuinfo"), re.MULTILINE
     )

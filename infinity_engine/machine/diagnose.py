@@ -1,5 +1,4 @@
-"""From facts about a machine to findings: what keeps the engine from running, what slows it down,
-and what to do.
+"""From facts about a machine to findings: what stops or slows the engine, and what to do.
 
 Adds the engine's findings to those of `deepnvme.diagnosis` about storage. Pure functions: they ask
 nothing and start nothing, so that every finding is tested on every machine. Imports nothing that
@@ -30,16 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = ["diagnose", "diagnose_system"]
 
-# A process that may use less than this share of the machine's memory is probably in a container by
-# oversight.
+# Less than this share of the machine's memory is probably a container's limit set by oversight.
 _SMALL_SHARE = 0.5
 _X86 = ("x86_64", "AMD64")
 
 
 def diagnose(machine: Machine, chosen: Chosen = Chosen.BY_NAME) -> tuple[Finding, ...]:
-    """Return the findings about `machine`, worst first; `chosen` says how its directories were
-    chosen.
-    """
+    """Return the findings about `machine`, worst first; `chosen`: how directories were chosen."""
     found = [
         *diagnose_system(machine.system),
         *_about_torch(machine),
@@ -54,9 +50,7 @@ def diagnose(machine: Machine, chosen: Chosen = Chosen.BY_NAME) -> tuple[Finding
 
 
 def diagnose_system(system: System) -> tuple[Finding, ...]:
-    """Return the findings that can be made before anything else is known: whether the packages run
-    here at all.
-    """
+    """Return the findings that need no other facts: whether the packages run here at all."""
     return tuple(_about_system(system))
 
 
@@ -74,6 +68,7 @@ def _about_system(system: System) -> Iterator[Finding]:
             "native-modules-not-loaded",
             "native modules",
             f"they cannot be loaded: {system.native_problem}",
+            # Without dependencies: they are there, and pip would install them anew.
             "install again for this Python: pip install --force-reinstall --no-deps "
             "infinity-engine",
         )
@@ -97,6 +92,7 @@ def _about_gpus(machine: Machine) -> Iterator[Finding]:
             f"{gpus.reason or 'none found'}; training runs on the CPU",
             "install the NVIDIA driver; in a container, start it with GPUs: docker run --gpus all",
         )
+        # No GPU: the rest is about using one.
         return
     if gpus.visible_count == 0:
         yield weak(
@@ -107,6 +103,7 @@ def _about_gpus(machine: Machine) -> Iterator[Finding]:
             "training runs on the CPU",
             "unset CUDA_VISIBLE_DEVICES, or list GPUs in it: CUDA_VISIBLE_DEVICES=0",
         )
+        # As without one: what else is wrong with them does not matter to this process.
         return
     if build is not None and build.cuda is None:
         yield weak(
@@ -115,6 +112,7 @@ def _about_gpus(machine: Machine) -> Iterator[Finding]:
             "this build of PyTorch has no CUDA, so that the GPUs stay unused",
             "install a CUDA build of PyTorch: https://pytorch.org/get-started/locally",
         )
+    # Minor versions are compatible: CUDA 12.8's builds run on drivers for 12.0.
     elif build is not None and gpus.cuda is not None and _major(build.cuda) > _major(gpus.cuda):
         yield weak(
             "torch-cuda-too-new",
@@ -139,14 +137,13 @@ def _about_gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def _major(version: str | None) -> int:
-    """Return the first number of a CUDA version such as "13.0"; builds for one run on drivers of
-    the same.
-    """
+    """Return the first number of a version such as "13.0": drivers run builds of the same one."""
     first = (version or "").split(".")[0]
     return int(first) if first.isdecimal() else 0
 
 
 def _about_link(gpu: Gpu) -> Iterator[Finding]:
+    # The width only: an idle GPU lowers the generation of its link.
     if gpu.link is not None and gpu.link.width < gpu.link.max_width:
         yield weak(
             "gpu-lanes-missing",
@@ -162,6 +159,7 @@ def _about_cpu(machine: Machine) -> Iterator[Finding]:
     if cpu.simd.problem is not None:
         yield blocker("simd-level-impossible", "SIMD", cpu.simd.problem, "unset INFINITY_SIMD")
     if cpu.simd.level == "scalar" and machine.system.architecture in _X86:
+        # The CPU could do better, so the variable is the reason.
         if "avx2" in cpu.simd.features:
             yield weak(
                 "simd-lowered",
@@ -190,6 +188,7 @@ def _about_cpu(machine: Machine) -> Iterator[Finding]:
 
 def _about_memory(machine: Machine) -> Iterator[Finding]:
     memory = machine.memory
+    # Only where a group sets it: usable is the machine's total otherwise.
     if memory.cgroup is not None and memory.usable_bytes < memory.total_bytes * _SMALL_SHARE:
         yield weak(
             "memory-limit",

@@ -1,5 +1,4 @@
-"""The NVIDIA GPUs, read from the driver's management library (NVML) through ctypes: no CUDA
-context, no extra package.
+"""The NVIDIA GPUs, read from the driver's library (NVML) through ctypes, without a CUDA context.
 
 A machine without the library, or with a driver that does not answer, has no GPUs and a reason why.
 Tested against a fake library that is compiled for the purpose; not yet run on a machine with a GPU.
@@ -36,6 +35,7 @@ NVML_LIBRARIES = (
     "/usr/lib/aarch64-linux-gnu/libnvidia-ml.so.1",
     "/usr/lib/wsl/lib/libnvidia-ml.so.1",
 )
+# NVML's texts are shorter: names have at most 96 bytes, versions 80.
 _TEXT_BYTES = 96
 _Record = TypeVar("_Record", bound=ctypes.Structure)
 
@@ -158,9 +158,7 @@ class _PciInfo(ctypes.Structure):
 
 
 class _Nvml:
-    """NVML's calling convention: every function returns a status and writes its answer where a
-    pointer says.
-    """
+    """NVML's calling convention: functions return a status and write where a pointer says."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -169,8 +167,7 @@ class _Nvml:
         """Call `function`, raising _NvmlError for any status but success."""
         try:
             entry = getattr(self._library, function)
-        # A driver that is older than the function.
-        except AttributeError:
+        except AttributeError:  # the driver is older than the function
             raise _NvmlError(f"it has no {function}") from None
         status = entry(*arguments)
         if status != 0:
@@ -184,6 +181,7 @@ class _Nvml:
 
     def text(self, function: str, *arguments: object) -> str:
         """Return the text that `function` writes."""
+        # NVML ends the text with a 0, which `value` stops at.
         answer = ctypes.create_string_buffer(_TEXT_BYTES)
         self.call(function, *arguments, answer, ctypes.c_uint(_TEXT_BYTES))
         return answer.value.decode(errors="replace")
@@ -192,6 +190,7 @@ class _Nvml:
         describe = getattr(self._library, "nvmlErrorString", None)
         if describe is None:
             return f"error {status}"
+        # ctypes takes results for ints, which would cut the pointer.
         describe.restype = ctypes.c_char_p
         text: bytes | None = describe(status)
         return (text or b"").decode(errors="replace") or f"error {status}"
@@ -218,13 +217,12 @@ def _session(library: ctypes.CDLL) -> Iterator[_Nvml]:
 
 
 def _cuda_version(nvml: _Nvml) -> str | None:
-    """Return the newest CUDA that the driver supports, such as "12.8"; None where it does not
-    report it.
-    """
+    """Return the newest CUDA that the driver supports, such as "12.8"; None where unknown."""
     try:
         number = nvml.number("nvmlSystemGetCudaDriverVersion_v2")
     except _NvmlError:
         return None
+    # NVML writes 12.8 as 12080.
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
@@ -233,6 +231,7 @@ def _gpu(nvml: _Nvml, index: int, roots: SystemRoots) -> Gpu:
     nvml.call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
     memory = _filled(_MemoryInfo(), nvml, "nvmlDeviceGetMemoryInfo", device)
     pci = _filled(_PciInfo(), nvml, "nvmlDeviceGetPciInfo_v3", device)
+    # The legacy field is too short for a domain of eight digits.
     bus_id = pci.bus_id.decode(errors="replace") if pci else None
     return Gpu(
         name=nvml.text("nvmlDeviceGetName", device),
@@ -245,9 +244,7 @@ def _gpu(nvml: _Nvml, index: int, roots: SystemRoots) -> Gpu:
 
 
 def _filled(record: _Record, nvml: _Nvml, function: str, device: ctypes.c_void_p) -> _Record | None:
-    """Return `record` as `function` filled it; None where this kind of GPU does not support the
-    function.
-    """
+    """Return `record`, filled by `function`; None: this kind of GPU does not support it."""
     try:
         nvml.call(function, device, ctypes.byref(record))
     except _NvmlError:
@@ -268,9 +265,9 @@ def _link(nvml: _Nvml, device: ctypes.c_void_p) -> PcieLink | None:
 
 
 def _numa_node(bus_id: str, roots: SystemRoots) -> int | None:
-    # NVML writes the domain with eight digits and in capitals, sysfs with four and in small
-    # letters.
+    # NVML writes the domain with eight digits and capitals, sysfs with four and small letters.
     node = read_kernel_file(
         roots.sys / "bus/pci/devices" / bus_id.lower()[-len("0000:00:00.0") :] / "numa_node"
     )
+    # -1, of a machine with one node, is no decimal: None.
     return int(node) if node.isdecimal() else None

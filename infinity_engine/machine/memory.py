@@ -1,5 +1,4 @@
-"""How much host memory this process may use: the machine's, less the limits of the control groups
-around it.
+"""How much host memory this process may use: the machine's, less the limits of its control groups.
 
 Facts only. Called by doctor, and by engine and calibration for a default host budget.
 """
@@ -22,15 +21,15 @@ _LIMIT_FILES = (
     ("memory.high", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-# Version 1 writes "no limit" as the largest multiple of the page size, which differs between
-# architectures.
+# Version 1 writes "no limit" as the largest multiple of the page size, which differs.
 _NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CgroupMemory:
-    """The tightest memory limit of the groups around this process, and how much of it is used
-    (None: not readable).
+    """The tightest memory limit of the groups around this process, and what is used of it.
+
+    `used_bytes` is None where it cannot be read.
     """
 
     limit_bytes: int
@@ -66,12 +65,11 @@ def probe_cgroup_memory(roots: SystemRoots = HOST_ROOTS) -> CgroupMemory | None:
 
 
 def probe_cgroup_limits(roots: SystemRoots = HOST_ROOTS) -> Iterator[CgroupMemory]:
-    """Yield every memory limit on this process: of its own groups and of those above, which it may
-    share with others.
-    """
+    """Yield every memory limit on this process: of its groups and of those above, shared or not."""
     for directory in cgroup_directories("memory", roots):
         for limit_file, used_file in _LIMIT_FILES:
             limit = read_number(directory / limit_file)
+            # Version 2 writes "max" for no limit, which is no number.
             if limit is not None and limit < _NO_LIMIT:
                 used = read_number(directory / used_file)
                 yield CgroupMemory(limit_bytes=limit, used_bytes=used, directory=str(directory))

@@ -1,5 +1,4 @@
-"""The installed versions of the packages that matter, and how torch was built, without importing
-any of them.
+"""The installed packages that matter and how torch was built, without importing any of them.
 
 Versions come from the installed metadata, torch's CUDA version from the text of its version.py.
 """
@@ -39,9 +38,7 @@ class TorchBuild:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packages:
-    """Installed versions, None for what is not installed. `torch_build` is None where torch does
-    not say.
-    """
+    """Installed versions; None: not installed. `torch_build` is None where torch does not say."""
 
     torch: str | None
     torch_build: TorchBuild | None
@@ -66,15 +63,15 @@ def probe_packages(path: Sequence[str] | None = None) -> Packages:
 
 
 def is_torch_new_enough(version: str) -> bool:
-    """Tell whether the engine supports a torch of this version, such as "2.6.0" or
-    "2.13.0a0+git1234".
-    """
+    """Tell whether the engine supports a torch of this version: "2.6.0", "2.13.0a0+git1234"."""
+    # Two numbers decide: builds of one's own have anything behind them.
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return numbers is not None and (int(numbers[1]), int(numbers[2])) >= OLDEST_TORCH
 
 
 def _distribution(name: str, path: Sequence[str] | None) -> metadata.Distribution | None:
     where = list(sys.path if path is None else path)
+    # The first on the path is the one that an import finds.
     return next(iter(metadata.distributions(name=name, path=where)), None)
 
 
@@ -103,9 +100,7 @@ def _torch_build(torch: metadata.Distribution) -> TorchBuild | None:
 
 
 def require_torch(needed_by: str) -> None:
-    """Raise MissingDependencyError, naming the extra to install, unless a new enough torch is
-    installed.
-    """
+    """Raise MissingDependencyError, naming the extra, unless a new enough torch is installed."""
     try:
         found = metadata.version("torch")
     except metadata.PackageNotFoundError:

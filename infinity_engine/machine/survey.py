@@ -1,6 +1,4 @@
-"""Collects the facts about one machine. Needs the native modules; decides nothing: `diagnose`
-does.
-"""
+"""Collects the facts about one machine. Needs native modules; `diagnose` decides what they mean."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ class Machine:
 
 
 def survey(system: System, directories: Sequence[Path], roots: SystemRoots = HOST_ROOTS) -> Machine:
-    """Collect all facts about the machine with this `system`, and which I/O works in each of
-    `directories`.
-    """
+    """Collect all facts about the machine, and which I/O works in each of `directories`."""
     return Machine(
         system=system,
         cpu=probe_cpu(roots),

@@ -1,5 +1,4 @@
-"""The base of everything else: the operating system, the architecture, and whether the native
-modules load there.
+"""The base of everything else: the system, the architecture, and whether native modules load there.
 
 Facts only; `diagnose_system` decides whether they suffice. Imports nothing that needs a native
 module.
@@ -17,9 +16,7 @@ __all__ = ["System", "probe_system"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class System:
-    """The operating system, the architecture and the Python; `native_problem` says why the native
-    modules do not load.
-    """
+    """The system, architecture and Python; `native_problem`: why native modules do not load."""
 
     name: str
     release: str
@@ -36,6 +33,7 @@ def probe_system() -> System:
         name=platform.system(),
         release=platform.release(),
         architecture=platform.machine(),
+        # maxsize is the largest signed number of a pointer's size.
         pointer_bits=sys.maxsize.bit_length() + 1,
         byte_order=sys.byteorder,
         python=platform.python_version(),

@@ -1,6 +1,4 @@
-"""The bytes of DEVICE and HOST and their holders: limits, promises, buffers. Moves nothing and
-decides nothing.
-"""
+"""The bytes of DEVICE and HOST and their holders: limits, promises, buffers. Decides nothing."""
 
 from infinity_engine.memory.device import DeviceMemory, Views
 from infinity_engine.memory.layout import Layout, Request, layout

@@ -1,5 +1,4 @@
-"""`DeviceMemory`: the device memory of one reservation, as leases of what the accelerator
-allocates.
+"""`DeviceMemory`: one reservation's device memory, as leases of what the accelerator allocates.
 
 Counts and keeps the limit; the accelerator allocates. When a lease is closed, its memory is the
 device's again and views of it are dead, unless it was leased with `Views.KEEP`. Where DEVICE is the
@@ -40,8 +39,9 @@ class SharedBacking(Backing, Protocol):
     """Memory that can be shared with views of it."""
 
     def shared(self) -> tuple[torch.Tensor, object]:
-        """Return all bytes as a flat tensor, and an object that lives until the last view of it is
-        gone. Keep neither.
+        """Return all bytes as a flat tensor, and an object that lives until its last view is gone.
+
+        Keep neither.
         """
 
 
@@ -68,17 +68,13 @@ class Allocator(Protocol[_Buffer]):
 
 
 class Cache(Protocol):
-    """Holds leases with views that keep them, and can evict them where another holder needs the
-    memory.
-    """
+    """Holds leases with views that keep them; evicts them where another holder needs memory."""
 
     def evict_one(self) -> bool:
         """Close a lease that is not in use; tell whether there was one."""
 
     def last_use(self) -> Waitable:
-        """Return the end of all that the device was given so far that may use views of its
-        leases.
-        """
+        """Return the end of all work given to the device so far that may use its views."""
 
 
 class DeviceMemory(Lessor, Generic[_Buffer]):
@@ -87,15 +83,14 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
     def __init__(self, accelerator: Allocator[_Buffer], reservation: Reservation) -> None:
         super().__init__(Tier.DEVICE, reservation)
         self._accelerator = accelerator
+        # Set by attach(): the cache is made of leases of this memory.
         self._cache: Cache | None = None
         # the last view is gone: [Note: when kept memory is free]
         self._gone: deque[_LeasedBuffer] = deque()
         self._is_left_to_views = False
 
     def attach(self, cache: Cache) -> None:
-        """From here on, let `cache` evict where there is no room, and say when views were last
-        used.
-        """
+        """From here on, let `cache` evict where there is no room, and say when views were used."""
         self._cache = cache
 
     def lease(self, nbytes: int, *, holder: str, views: Views = Views.DIE) -> Lease:
@@ -109,6 +104,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
             try:
                 return self._new_lease(nbytes, holder, views)
             except CapacityError:
+                # One at a time: what was evicted may be enough.
                 if self._cache is None or not self._cache.evict_one():
                     raise
 
@@ -124,6 +120,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
             nbytes,
             holder,
             allocate=lambda: self._allocate(nbytes, views),
+            # Every buffer that comes back is room: a device allocates anywhere.
             in_the_way=lambda _: True,
             refusal=lambda: self._refusal(nbytes, holder),
         )
@@ -133,11 +130,14 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
 
         Memory that views keep is left to them for good.
         """
+        # `finally`, as an open lease makes the close raise, and all else has to be given back.
         try:
             super().close()
         finally:
             with self._lock:
+                # Copied before _catch_up(): what ends in the loop below is taken out of it.
                 kept = self._views.copy()
+                # From here on _view_gone counts at once: no later call would look at `_gone`.
                 self._is_left_to_views = True
                 self._catch_up()  # views that are gone already
                 while self._closing:
@@ -145,6 +145,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
                     self._closing[0].wait()
                     self._release(self._closing.popleft())
                 for given in kept:
+                    # Other memory is the host's own, which its views keep by themselves.
                     if isinstance(given.backing, _KeptBuffer):
                         # as in `_free`
                         self._accelerator.disown(given.backing.buffer)  # type: ignore[arg-type]
@@ -154,6 +155,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
     @property
     def kept_bytes(self) -> int:
         """The bytes that views keep of closed leases, once all events have passed."""
+        # A copy, as a view may go meanwhile.
         return sum(given.nbytes for given in self._views.copy()) if self._views else 0
 
     def _allocate(self, nbytes: int, views: Views) -> Backing | None:
@@ -164,6 +166,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
         # Counted before it is allocated: no other thread can be promised the same bytes meanwhile.
         self.reservation.hold(nbytes)
         try:
+            # What the reservation has left may be idle there: together they keep the limit.
             buffer = self._accelerator.allocate(nbytes, idle_bytes=self._free_bytes())
         except BaseException as failure:
             self.reservation.release(nbytes)
@@ -171,6 +174,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
             if isinstance(failure, CapacityError) and self._closing:
                 return None
             raise
+        # In one memory every view keeps its bytes by itself; see _memory().
         if views is Views.DIE or self.reservation.tier is not Tier.DEVICE:
             return buffer
         return _KeptBuffer(buffer)
@@ -182,10 +186,12 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
             return None
         import torch
 
+        # Views of a host tensor share its storage, which lives as long as the last of them.
         return backing.tensor(torch.uint8, (backing.nbytes,)).untyped_storage()
 
     def _free(self, backing: Backing) -> None:
         if isinstance(backing, _KeptBuffer):
+            # Views are left: the last of them ends the owner, and _view_gone follows.
             if backing.owner() is not None:
                 backing.release()
                 return
@@ -196,6 +202,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
 
     def _release(self, given: _LeasedBuffer) -> None:
         super()._release(given)
+        # _view_gone ran within the call above: no view is left, so no event is needed.
         if self._gone and self._gone[-1] is given:  # it had no views
             super()._release(self._gone.pop())
 
@@ -235,6 +242,7 @@ class _KeptBuffer:
         self.nbytes = buffer.nbytes
         tensor, owner = buffer.shared()
         self._tensor: torch.Tensor | None = tensor
+        # Weak: a reference here would keep the owner beyond the last view.
         self._owner = weakref.ref(owner)
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""Places buffers with known lifetimes: requests with sizes and steps in, places in one run of bytes
-out.
+"""Places buffers with known lifetimes: sizes and steps in, places in one run of bytes out.
 
 Pure and deterministic, whatever the order of the requests; takes no memory. PinnedPool gives leases
 at the places.
@@ -58,9 +57,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The places of all requests, by name, in `nbytes` bytes; `peak_bytes` is the most that is live
-    in one step.
-    """
+    """The places of all requests, by name, in `nbytes` bytes; `peak_bytes` live at once."""
 
     places: Mapping[str, Extent]
     nbytes: int
@@ -68,15 +65,12 @@ class Layout:
 
     @property
     def overhead(self) -> float:
-        """The bytes taken for each byte of the peak, which is the least that would do: 1.0 is
-        perfect.
-        """
+        """Bytes taken for each byte of the peak, the least that would do: 1.0 is perfect."""
         return self.nbytes / self.peak_bytes if self.peak_bytes else 1.0
 
 
 def layout(requests: Iterable[Request], *, alignment: int = PAGE) -> Layout:
-    """Return a place for each of `requests`, on a multiple of `alignment`, such that few bytes are
-    taken in all.
+    """Return a place for each request, on a multiple of `alignment`, such that few bytes are taken.
 
     Buffers that are live in the same step share no byte, nor the multiple of `alignment` that one
     of them ends in. A buffer of no bytes is at 0.
@@ -88,12 +82,14 @@ def layout(requests: Iterable[Request], *, alignment: int = PAGE) -> Layout:
         raise ConfigError(
             field="layout alignment", value=alignment, expected="a positive number of bytes"
         )
+    # Sorted by all that a request has, so that their order in the argument does not matter.
     ordered = sorted(
         requests, key=lambda request: (request.first, request.last, request.nbytes, request.name)
     )
     for name, following in pairwise(sorted(request.name for request in ordered)):
         if name == following:
             raise ConfigError(field="layout requests", value=name, expected="each name once")
+    # Without bytes they overlap nothing, and would only slow the search.
     places = {request.name: Extent(0, 0) for request in ordered if not request.nbytes}
     filled = [request for request in ordered if request.nbytes]
     # What lives in all steps stands at the bottom, out of the way; the search is for the others.
@@ -105,10 +101,12 @@ def layout(requests: Iterable[Request], *, alignment: int = PAGE) -> Layout:
     for request in always:
         places[request.name] = Extent(bottom, request.nbytes)
         bottom += align_up(request.nbytes, alignment)
+    # In units of the alignment, the search cannot place a buffer off it.
     others = _Buffers(
         [request for request in filled if (request.first, request.last) != (filled[0].first, end)],
         alignment,
     )
+    # Also the bottom itself, for layouts in which everything lives in all steps.
     tops = [bottom]
     for request, offset in zip(others.requests, _search(others).tolist(), strict=True):
         places[request.name] = Extent(bottom + offset * alignment, request.nbytes)
@@ -117,6 +115,7 @@ def layout(requests: Iterable[Request], *, alignment: int = PAGE) -> Layout:
         places=places,
         nbytes=max(tops),
         peak_bytes=sum(request.nbytes for request in always)
+        # Bytes asked for, not rounded to the alignment: `overhead` shows what rounding costs too.
         + others.peak([request.nbytes for request in others.requests]),
     )
 
@@ -129,18 +128,21 @@ class _Fit(Enum):
 
 
 class _Buffers:
-    """Requests as arrays, long-lived ones first, each part by first step: a buffer's rivals stand
-    side by side.
+    """Requests as arrays, long-lived first, each part by first step: rivals stand side by side.
 
     Sizes and offsets are in units of the alignment, times in those steps in which a buffer begins
     or has ended.
     """
 
     def __init__(self, requests: Sequence[Request], alignment: int) -> None:
+        # `last + 1`: a buffer is live in its last step, and free from the next one on.
         edges = [request.first for request in requests] + [request.last + 1 for request in requests]
+        # Only steps in which something changes are times, so that gaps between them cost nothing.
         steps, times = np.unique(np.array(edges, np.int64), return_inverse=True)
         lives = times[len(requests) :] - times[: len(requests)]
+        # Short ones are found by a window in time; a long one's window would be almost everything.
         is_short = lives <= len(steps) // _SHORT
+        # Stable, so that each part keeps the order by first step, which the windows rely on.
         order = np.argsort(is_short, kind="stable")
         self.requests = [requests[index] for index in order.tolist()]
         self.sizes = np.array(
@@ -152,6 +154,7 @@ class _Buffers:
         # `short_begin:short_end`.
         count = int(np.count_nonzero(~is_short))
         short_begins = self.begins[count:]
+        # A short buffer that overlaps began at most this long before.
         longest = int(lives[is_short].max(initial=0))
         self._long_end = np.searchsorted(self.begins[:count], self.ends).tolist()
         self._short_begin = (count + np.searchsorted(short_begins, self.begins - longest)).tolist()
@@ -159,20 +162,20 @@ class _Buffers:
 
     def looks(self) -> int:
         """Return the cost of one packing, in buffers looked at."""
+        # For each buffer: long ones that begin before it ends, and short ones in its window.
         windows = zip(self._long_end, self._short_begin, self._short_end, strict=True)
         return sum(_PLACING + long + end - begin for long, begin, end in windows)
 
     def peak(self, sizes: Sequence[int] | NDArray[np.int64]) -> int:
         """Return the largest sum of those of `sizes` that are live at one time."""
+        # Changes at each time, summed up: one pass, where comparing all pairs would be quadratic.
         change = np.zeros(int(self.ends.max(initial=0)) + 1, np.int64)
         np.add.at(change, self.begins, sizes)
         np.subtract.at(change, self.ends, sizes)
         return int(np.cumsum(change).max())
 
     def pack(self, order: NDArray[np.int64], fit: _Fit) -> NDArray[np.int64]:
-        """Return the offsets when one buffer after the other, in `order`, takes a gap that those
-        before it left.
-        """
+        """Return the offsets when, in `order`, each buffer takes a gap left by those before it."""
         sizes, begins, ends = self.sizes.tolist(), self.begins.tolist(), self.ends.tolist()
         offsets = np.zeros(len(order), np.int64)
         tops = np.zeros(len(order), np.int64)
@@ -184,6 +187,7 @@ class _Buffers:
                 np.flatnonzero(placed_until[short : self._short_end[index]] > begins[index]) + short
             )
             if long_end := self._long_end[index]:
+                # Long ones come first in the arrays: the indices stay in order.
                 rivals = np.concatenate(
                     (np.flatnonzero(placed_until[:long_end] > begins[index]), rivals)
                 )
@@ -196,12 +200,14 @@ class _Buffers:
 
 def _place(offsets: NDArray[np.int64], tops: NDArray[np.int64], size: int, fit: _Fit) -> int:
     """Return where `size` fits between, below or above the runs from `offsets` to `tops`."""
+    # Rivals need not live at the same time and may overlap: floors are running maxima.
     upwards = offsets.argsort()
     floors = np.zeros(len(offsets) + 1, np.int64)  # under each run, and over all of them
     np.maximum.accumulate(tops[upwards], out=floors[1:])
     gaps = offsets[upwards] - floors[:-1]
     large_enough = np.flatnonzero(gaps >= size)
     if not len(large_enough):
+        # No gap is large enough: above everything.
         return int(floors[-1])
     chosen = large_enough[gaps[large_enough].argmin()] if fit is _Fit.BEST else large_enough[0]
     return int(floors[chosen])
@@ -216,6 +222,7 @@ class _Attempt:
         self._rank = np.argsort(np.lexsort(keys[::-1]))
         self._blame = np.zeros(len(self._rank), np.int64)
 
+    # Ranks of the attempt's own keys decide among buffers with the same blame.
     @property
     def order(self) -> NDArray[np.int64]:
         """The buffers, first to last."""
@@ -227,8 +234,7 @@ class _Attempt:
 
 
 def _search(buffers: _Buffers) -> NDArray[np.int64]:
-    """Return the best offsets found in some rounds of several orders; ends at once when none can be
-    better.
+    """Return the best offsets of some rounds of several orders; end when none can be better.
 
     Size first packs lifetimes that nest or that have little to do with one another; order in time
     packs windows that move along. Which order will do is not known before. Where neither does,
@@ -242,8 +248,10 @@ def _search(buffers: _Buffers) -> NDArray[np.int64]:
         _Attempt(_Fit.FIRST, begins, -sizes),
         _Attempt(_Fit.BEST, -ends, -sizes),
     )
+    # No packing is lower than the most that is live at one time.
     bound = buffers.peak(sizes)
     best, best_top = np.zeros(0, np.int64), None
+    # A bound of work, not of time: the same requests give the same layout on any machine.
     most_rounds = _MOST_LOOKS // (len(attempts) * max(buffers.looks(), 1))
     for _ in range(min(max(most_rounds, 1), _MOST_ROUNDS)):
         for attempt in attempts:
@@ -254,5 +262,6 @@ def _search(buffers: _Buffers) -> NDArray[np.int64]:
                 best, best_top = offsets, top
             if top == bound:
                 return best
+            # Those that stick out were placed too late: the next round places them earlier.
             attempt.blame(tops > bound)
     return best

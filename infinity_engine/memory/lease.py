@@ -1,5 +1,4 @@
-"""`Lease`: one buffer with its one holder, and `Lessor`, the part of a pool that gives leases out
-and takes them back.
+"""`Lease`: one buffer with one holder; `Lessor`: the part of a pool that gives leases out.
 
 A buffer goes back when its lease is closed, the events attached to it have passed, and no view of
 it is left. `close` never waits: a request that finds no memory waits for the oldest of those
@@ -78,7 +77,9 @@ class Lease:
         self.nbytes = nbytes
         self.holder = holder
         self._lessor = lessor
+        # None: the lease is closed. The only mark of it, so the two cannot disagree.
         self._backing: Backing | None = backing
+        # What still uses the memory: it goes back after all of these, in whatever order they pass.
         self._events: list[Waitable] = []
 
     @property
@@ -103,8 +104,7 @@ class Lease:
     def tensor(
         self, dtype: torch.dtype, shape: Sequence[int] | None = None, *, offset: int = 0
     ) -> torch.Tensor:
-        """Return a view of its bytes from `offset` on: of `shape`, or flat and of all that are
-        left.
+        """Return a view of its bytes from `offset` on: of `shape`, or flat and of all that follow.
 
         A view is valid until the lease is closed. In the host's own memory, the bytes stay and
         count as held as long as a view exists, but they may hold anything by then. Bytes of a
@@ -117,14 +117,12 @@ class Lease:
         if min(shape, default=0) < 0 or offset < 0 or wanted > left:
             raise ValueError(
                 f"the lease of {self.holder} has {self.nbytes} B: a view of {wanted} B at offset "
-                f"{offset} is not in it "
-                f"(shape {tuple(shape)} of {dtype})"
+                f"{offset} is not in it (shape {tuple(shape)} of {dtype})"
             )
         if offset % dtype.itemsize:
             raise ValueError(
                 f"the lease of {self.holder}: expected an offset that is a multiple of "
-                f"{dtype.itemsize} B for {dtype}, "
-                f"got {offset}"
+                f"{dtype.itemsize} B for {dtype}, got {offset}"
             )
         return self.backing.tensor(dtype, shape, offset)
 
@@ -140,6 +138,7 @@ class Lease:
         Raises:
             TypeError: they are on the device, where no I/O can reach them.
         """
+        # Only host memory has one; a device's backing has no address that the kernel can read.
         view = getattr(self.backing, "view", None)
         if not isinstance(view, memoryview):
             raise TypeError(
@@ -157,12 +156,9 @@ class Lease:
         self._events.append(event)
 
     def close(self) -> None:
-        """Give the buffer up; it goes back when its events have passed. Does not wait. Again: does
-        nothing.
-        """
+        """Give the buffer up, to go back after its events; never wait. Again: do nothing."""
         if self._backing is not None:
-            # The backing is forgotten last: a lease that an interrupt left here can be closed
-            # again.
+            # The backing is forgotten last: an interrupt here leaves a lease to be closed again.
             self._lessor._close_lease(self, self._backing, self._events)
             self._backing = None
             self._events = []
@@ -222,9 +218,7 @@ class _LeasedBuffer:
 
 
 class Lessor(ABC):
-    """The part that pools share: which leases are open, and which buffers wait for events. Any
-    thread may call.
-    """
+    """The part that pools share: open leases, and buffers that wait for events. For any thread."""
 
     def __init__(self, tier: Tier, reservation: Reservation) -> None:
         self.reservation = reservation
@@ -248,8 +242,8 @@ class Lessor(ABC):
         in_the_way: Callable[[Backing], bool],
         refusal: Callable[[], CapacityError],
     ) -> Lease:
-        """Return a lease of the memory that `allocate` returns; it returns None while there is no
-        room.
+        """Return a lease of the memory that `allocate` returns; None from it means no room.
+
 
         Where it does, waits for the oldest of those closed leases that are `in_the_way`; raises
         `refusal` where there is none.
@@ -270,15 +264,17 @@ class Lessor(ABC):
                 while self._closing and self._closing[0].passed():
                     self._release(self._closing.popleft())
                 backing = allocate()
+                # Out of room: now all of them, as a younger one may have ended before the oldest.
                 if backing is None and self._release_all_ended():
                     backing = allocate()
                 if backing is not None:
                     self._open[id(backing)] = _LeasedBuffer(backing, holder, nbytes)
                     return Lease(self, backing, tier=self._tier, nbytes=nbytes, holder=holder)
+                # Only one that would make room: waiting for others would stall for nothing.
                 oldest = next((given for given in self._closing if in_the_way(given.backing)), None)
                 if oldest is None:
                     raise refusal()
-                self._waits += 1
+                self._waits += 1  # how often requests had to wait, for `stats`
             # Without the lock, as what it waits for may have to close leases. It stays where it is
             # meanwhile: the first look gives it back, also when this wait is interrupted.
             oldest.wait()
@@ -290,6 +286,7 @@ class Lessor(ABC):
 
     def _end(self, backing: Backing, events: Sequence[Waitable]) -> None:
         """Give a buffer back, now or when its events have passed. Again: does nothing."""
+        # Closed before: an interrupted close comes a second time.
         given = self._open.get(id(backing))
         if given is None:
             return
@@ -314,13 +311,12 @@ class Lessor(ABC):
             if self._closing[0].passed():
                 self._release(self._closing.popleft())
             else:
+                # One look around: those that wait keep their order, oldest first.
                 self._closing.rotate(-1)
         return len(self._closing) < before
 
     def _release(self, given: _LeasedBuffer) -> None:
-        """Give the memory back; it counts as held until the last view of it is gone, which may be
-        at once.
-        """
+        """Give the memory back; it counts as held until its last view is gone, perhaps at once."""
         given.wait_for(())  # events may have views of it
         memory = self._memory(given.backing)
         if memory is not None:
@@ -328,6 +324,7 @@ class Lessor(ABC):
             # In place before the memory is freed below, as its last view may be gone by then.
             weakref.finalize(memory, self._view_gone, given)
         self._free(given.backing)
+        # No view keeps it: it is free by now.
         if memory is None:
             self._uncount(given.nbytes)
 
@@ -338,13 +335,13 @@ class Lessor(ABC):
 
     def release_ended(self) -> None:
         """Give back the buffers of closed leases that wait for no event any more."""
+        # Dropped leases first: their buffers may have ended as well.
         with self._lock:
             self._catch_up()
             self._release_all_ended()
 
     def close(self) -> None:
-        """Wait for the events of closed leases and give all memory back. Again: does nothing, or
-        the rest.
+        """Wait for the events of closed leases and give all memory back. Again: do what is left.
 
         Views of closed leases keep their memory, which counts as held until the last of them is
         gone.
@@ -354,6 +351,7 @@ class Lessor(ABC):
                 counts as held until they are closed.
         """
         while True:
+            # Taken anew in each round: while it waits for an event, other threads may close leases.
             with self._lock:
                 self._ending = True  # no request takes what is being given back
                 self._catch_up()
@@ -368,6 +366,7 @@ class Lessor(ABC):
             oldest.wait()  # without the lock, as in `_lease`
         left = list(self._open.values())
         if left:
+            # Five are enough to find the code; the number says how many there are.
             named = ", ".join(f"{given.holder} ({given.nbytes} B)" for given in left[:5])
             more = f" and {len(left) - 5} others" if len(left) > 5 else ""
             raise RuntimeError(
@@ -377,6 +376,7 @@ class Lessor(ABC):
 
     def _in_use(self) -> list[tuple[str, _LeasedBuffer]]:
         """Return the buffers that leases and views hold, each with a name."""
+        # A copy, as finalizers remove from the set while it is read.
         viewed = [(f"a view of {given.holder}", given) for given in self._views.copy()]
         return [(given.holder, given) for given in list(self._open.values())] + viewed
 
@@ -388,6 +388,7 @@ class Lessor(ABC):
             if given.nbytes:
                 holders[name] = holders.get(name, 0) + given.nbytes
         reason = f"{holder} asked for {nbytes} B"
+        # Enough bytes but no piece: the figure alone would look like a mistake.
         if free >= nbytes:
             reason += (
                 ", more than the largest free piece: give buffers that live long a place in the "
@@ -405,9 +406,7 @@ class Lessor(ABC):
 
     @abstractmethod
     def _memory(self, backing: Backing) -> object | None:
-        """Return the object that lives until the last view of the memory is gone; None where views
-        do not keep it.
-        """
+        """Return what lives until the memory's last view is gone; None: views do not keep it."""
 
     @abstractmethod
     def _free(self, backing: Backing) -> None:
@@ -430,6 +429,4 @@ class Lessor(ABC):
 
     @abstractmethod
     def _shut_down(self) -> None:
-        """Release everything except what open leases and views hold, which stays until they end.
-        Again: goes on.
-        """
+        """Release all but what open leases and views hold, until they end. Again: goes on."""

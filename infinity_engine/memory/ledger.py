@@ -1,5 +1,4 @@
-"""`Ledger`: the limit of each tier, and the bytes promised to each holder. The only place where
-limits are compared.
+"""`Ledger`: each tier's limit and the bytes promised to each holder; limits are compared only here.
 
 Takes no memory itself: pools and swap files hold bytes within their `Reservation`. Reservations are
 made when things are planned, so that what does not fit is refused before anything moves. Any thread
@@ -22,12 +21,11 @@ __all__ = ["Ledger", "Reservation", "Usage"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """The bytes of one tier, or of one directory of NVMe: promised and held now, and the most of
-    each so far.
-    """
+    """The bytes of one tier or directory of NVMe: promised and held, now and at their peaks."""
 
     tier: Tier
     directory: str | None
+    # limit >= reserved >= held: holders use what was promised to them.
     limit: int
     reserved: int
     held: int
@@ -59,6 +57,7 @@ class _Account:
         needed = self.reserved + nbytes
         if needed <= self.limit:
             return
+        # The name of the setting as the user writes it in the budget.
         setting = f"nvme[{self.directory!r}]" if self.directory else self.tier.value
         raise CapacityError(
             tier=self.tier.name,
@@ -85,32 +84,30 @@ class _Account:
         promised = (
             (reservation.holder, reservation.nbytes)
             for reservation in self.reservations
+            # Reservations of no bytes, which may grow later, are in no other's way.
             if reservation.nbytes
         )
         return tuple(sorted(promised, key=lambda holder: holder[1], reverse=True))
 
 
 class _Books:
-    """The lock of all accounts of a ledger, and the late releases, to be counted before an account
-    is read.
-    """
+    """The lock of all accounts of a ledger, and late releases, to be counted before a reading."""
 
     def __init__(self) -> None:
+        # Without a lock: append and popleft are one step each.
         self.late: deque[tuple[Reservation, int]] = deque()
+        # One lock for all accounts: a device's and the host's may be one.
         self.lock = threading.Lock()
 
     def count_late(self) -> None:
-        """Count the late releases; called with the lock held, before an account is read or
-        changed.
-        """
+        """Count the late releases; called with the lock held, before an account is used."""
         while self.late:
             reservation, nbytes = self.late.popleft()
             reservation._subtract(nbytes)
 
 
 class Reservation:
-    """Bytes of one tier that are promised to `holder`, and how many of them are in use. Made by
-    `Ledger.reserve`.
+    """Bytes of one tier that are promised to `holder`, some in use; made by `Ledger.reserve`.
 
     A context manager. Closing it ends the promise: at once, except for the bytes in use, which end
     as they are released.
@@ -118,6 +115,7 @@ class Reservation:
 
     def __init__(self, account: _Account, books: _Books, nbytes: int, holder: str) -> None:
         self.holder = holder
+        # What is promised now: grow, shrink and close change it.
         self.nbytes = nbytes
         self._account = account
         self._books = books
@@ -126,9 +124,7 @@ class Reservation:
 
     @property
     def tier(self) -> Tier:
-        """The tier of the account that it counts in: HOST for DEVICE bytes where these are one
-        memory.
-        """
+        """The tier of its account: HOST also for DEVICE bytes where both are one memory."""
         return self._account.tier
 
     @property
@@ -141,6 +137,7 @@ class Reservation:
     @property
     def peak(self) -> int:
         """The most that ever were in use."""
+        # Without the lock: one read of an int, and the peak only ever grows.
         return self._peak
 
     def hold(self, nbytes: int) -> None:
@@ -156,6 +153,7 @@ class Reservation:
                 raise RuntimeError(
                     f"the reservation of {self.holder} is closed. Hold bytes only before close()"
                 )
+            # Within its own promise: what other holders have left does not matter here.
             if self._held + nbytes > self.nbytes:
                 raise CapacityError(
                     tier=self._account.tier.name,
@@ -184,6 +182,7 @@ class Reservation:
                 raise RuntimeError(
                     f"the reservation of {self.holder} is closed and cannot grow. Reserve again"
                 )
+            # Raises before anything is counted.
             self._account.check(nbytes, self.holder)
             self.nbytes += nbytes
             self._account.promise_more(nbytes)
@@ -197,6 +196,7 @@ class Reservation:
         self._check(nbytes, "promised less")
         with self._books.lock:
             self._books.count_late()
+            # What a closed reservation still promises is in use, and ends with its release.
             if self._closed:
                 return
             if nbytes > self.nbytes - self._held:
@@ -219,9 +219,7 @@ class Reservation:
             self._subtract(nbytes)
 
     def release_soon(self, nbytes: int) -> None:
-        """Count `nbytes`, which must be held, as no longer in use when an account is read next.
-        Takes no lock.
-        """
+        """Count `nbytes`, which must be held, as released at the next reading; take no lock."""
         # Appending is one step, so the collector may run this in the midst of any other method.
         self._books.late.append((self, nbytes))
 
@@ -244,11 +242,13 @@ class Reservation:
             self._books.count_late()
             if not self._closed:
                 self._closed = True
+                # What is in use stays promised: another holder must not be given the same bytes.
                 self._end_promise(self.nbytes - self._held)
 
     def _end_promise(self, nbytes: int) -> None:
         self.nbytes -= nbytes
         self._account.promise_more(-nbytes)
+        # Only when the last byte has gone, so that a refusal still names who has it.
         if not self.nbytes:
             self._account.forget(self)
 
@@ -269,8 +269,7 @@ class Reservation:
 
 
 class Ledger:
-    """The accounts of one rank. `device_is` says which memory DEVICE's bytes are in: HOST where the
-    device has none.
+    """The accounts of one rank; `device_is` says which memory DEVICE's bytes are in.
 
     Then DEVICE and HOST are one account under the host's limit.
     """
@@ -282,6 +281,7 @@ class Ledger:
             )
         self._books = _Books()
         host = _Account(Tier.HOST, None, budget.host)
+        # The same object twice: what counts for DEVICE counts for HOST, against one limit.
         device = host if device_is is Tier.HOST else _Account(Tier.DEVICE, None, budget.device)
         self._memory = {Tier.DEVICE: device, Tier.HOST: host}
         self._drives = {
@@ -302,6 +302,7 @@ class Ledger:
                 field=f"bytes reserved for {holder}", value=nbytes, expected="0 or more bytes"
             )
         account = self._account(tier, directory)
+        # Check and promise under one lock, or two threads could be promised the same bytes.
         with self._books.lock:
             self._books.count_late()
             account.check(nbytes, holder)
@@ -331,6 +332,7 @@ class Ledger:
                     peak_held=account.peak_held,
                     holders=account.holders(),
                 )
+                # dict.fromkeys: DEVICE and HOST may be one account.
                 for account in (*dict.fromkeys(self._memory.values()), *self._drives.values())
             )
 

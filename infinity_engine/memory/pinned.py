@@ -1,5 +1,4 @@
-"""`PinnedPool`: the host memory of one reservation, cut into leases. One buffer serves NVMe and GPU
-without a copy.
+"""`PinnedPool`: one reservation's host memory as leases; one buffer serves NVMe and GPU, uncopied.
 
 Owns the places and the leases. `deepnvme.Pool` owns the memory, which is mapped, touched and
 registered once and never grows. Close the pool before the CUDA context is destroyed.
@@ -49,7 +48,7 @@ class PoolStats:
     peak_held: int
     peak_pages_bytes: int
     free: int  # of the part without planned places
-    largest_free: int  # of the same part part
+    largest_free: int  # of the same part
     open_leases: int
     closing_leases: int
     waits: int
@@ -61,8 +60,7 @@ class PoolStats:
 
 
 class PinnedPool(Lessor):
-    """Takes the whole of `reservation`, in pages, at once. The places that `layout` names are for
-    planned buffers.
+    """Takes all of `reservation`, in pages, at once; planned buffers have the places of `layout`.
 
     Without CUDA, or without the right to lock memory, it works unpinned; `pinned` says which.
     """
@@ -77,6 +75,7 @@ class PinnedPool(Lessor):
         freed: Freed = Freed.KEPT,
     ) -> None:
         super().__init__(Tier.HOST, reservation)
+        # The rest of a reservation that is no multiple of a page stays unused.
         capacity = align_down(reservation.nbytes, PAGE)
         planned = align_up(layout.nbytes, PAGE) if layout is not None else 0
         if capacity < max(planned, PAGE):
@@ -91,12 +90,14 @@ class PinnedPool(Lessor):
         self._layout = layout
         self._freed = freed
         self._queues: list[IOQueue] = []
+        # In bytes asked for, and in whole pages: their difference is what rounding costs.
         self._held = self._held_pages = self._peak_held = self._peak_pages = 0
         # bytes of buffers that are no longer held, not subtracted yet
         self._gone: deque[int] = deque()
         self._planned: _Region | None = None
         self._others: _Region | None = None
         try:
+            # Each part is one run of addresses, so that a buffer of any size has a place in it.
             if planned:
                 self._planned = _Region(planned, reservation, cuda, numa_node)
             if capacity > planned:
@@ -139,8 +140,7 @@ class PinnedPool(Lessor):
         )
 
     def lease_planned(self, slot: str, *, holder: str | None = None) -> Lease:
-        """Return the buffer of `slot` in the layout, waiting for the events of the lease that had
-        its place.
+        """Return the buffer of `slot`, waiting for the events of the lease that had its place.
 
         Raises:
             CapacityError: another lease still holds some of its place: the step differs from its
@@ -151,6 +151,7 @@ class PinnedPool(Lessor):
         if slot not in places:
             raise ConfigError.unknown_name(field="slot of the layout", name=slot, known=places)
         place = places[slot]
+        # Slots that live at different times may share this place.
         return self._lease(
             place.nbytes,
             holder or slot,
@@ -163,6 +164,7 @@ class PinnedPool(Lessor):
         """Return how much is held, and in which pieces the rest is."""
         with self._lock:
             self._catch_up()
+            # Ended views are counted first, so that the figures agree with one another.
             self._count_gone()
             return PoolStats(
                 capacity=self.capacity,
@@ -184,9 +186,11 @@ class PinnedPool(Lessor):
         if not nbytes:
             return NoBytes()
         if self._others is None:
+            # All of the pool is planned: the request is refused.
             return None
         try:
             return self._piece(self._others, self._others.pool.buffer(nbytes), None)
+        # None: `Lessor._lease` waits for closing leases, or refuses.
         except PoolExhaustedError:
             return None
 
@@ -202,6 +206,7 @@ class PinnedPool(Lessor):
             return None
 
     def _piece(self, region: _Region, view: memoryview, place: Extent | None) -> Backing:
+        # Before the new bytes, or the peak would count buffers that are gone already.
         self._count_gone()
         self._held += view.nbytes
         self._held_pages += align_up(view.nbytes, PAGE)
@@ -209,6 +214,7 @@ class PinnedPool(Lessor):
         self._peak_pages = max(self._peak_pages, self._held_pages)
         return _PoolBytes(region, view, place)
 
+    # Called with the pool's lock; what it counts was appended without it.
     def _count_gone(self) -> None:
         while self._gone:
             nbytes = self._gone.popleft()
@@ -221,11 +227,13 @@ class PinnedPool(Lessor):
 
     def _free(self, backing: Backing) -> None:
         if isinstance(backing, _PoolBytes):
+            # Before the release: after it the bytes may be another lease's.
             if self._freed is Freed.NAN:
                 backing.fill(0xFF)
             backing.release()
 
     def _uncount(self, nbytes: int) -> None:
+        # A deque, as the collector may call this at any place: [Note: what the collector may do].
         self._gone.append(nbytes)
 
     def _free_bytes(self) -> int:
@@ -251,12 +259,15 @@ class PinnedPool(Lessor):
         )
 
     def _shut_down(self) -> None:
+        # One queue after another: an interrupted close goes on with those that are left.
         while self._queues:
             queue = self._queues[-1]
+            # A closed queue has no rings that know the memory.
             if not queue.closed:
                 for pool in self._pools():
                     queue.forget_pool(pool)
             self._queues.pop()
+        # Views may keep the regions: then their memory stays, and stays counted.
         self._planned = self._others = None
 
 
@@ -268,6 +279,7 @@ class _Region:
     def __init__(
         self, nbytes: int, reservation: Reservation, cuda: Cuda, numa_node: int | None
     ) -> None:
+        # Counted first, so that a refusal takes no memory.
         reservation.hold(nbytes)
         try:
             self.pool = Pool(nbytes, cuda=cuda, numa_node=numa_node)
@@ -275,6 +287,7 @@ class _Region:
             reservation.release(nbytes)
             raise
         # Not at the pool's close: views of leases may keep the memory longer than the pool exists.
+        # release_soon: the finalizer may run while this thread has the ledger's lock.
         weakref.finalize(self, reservation.release_soon, nbytes)
 
 
@@ -311,6 +324,7 @@ class _PoolBytes:
         ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(self.view)), byte, self.nbytes)
 
     def release(self) -> None:
+        # The memory goes back to the native pool when no tensor refers to the view any more.
         self._view = None
 
 
@@ -328,6 +342,7 @@ def _shared_bytes(place: Extent, backing: Backing) -> int:
 
 def _check_places(layout: Layout) -> None:
     for slot, place in layout.places.items():
+        # O_DIRECT reads and writes whole pages: a buffer has to begin on one.
         if place.offset % PAGE:
             expected = f"a multiple of {PAGE} B, as layout(..., alignment={PAGE}) gives"
             raise ConfigError(

@@ -19,18 +19,16 @@ _HIGH_WATER = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
 def return_freed_memory() -> None:
-    """Return freed memory that malloc keeps to the system: tensors that come and go leave holes of
-    their size.
+    """Return freed memory that malloc keeps to the system: tensors leave holes of their size.
 
     Does nothing where the C library has no malloc_trim.
     """
     with suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        ctypes.CDLL(None).malloc_trim(0)  # 0: keep nothing at the heap's top
 
 
 class FreedMemory:
-    """Counts what is freed piece by piece: after every `most` bytes, malloc returns what it keeps
-    to the system.
+    """Counts what is freed in pieces: after every `most` bytes, malloc gives back what it keeps.
 
     As soon as something small lies in the hole that a tensor left, the next tensor of that size
     does not fit there. Without this, a process that many tensors pass through grows by almost all
@@ -65,8 +63,7 @@ class ResidentMemory:
         return max(0, self.now_bytes() - self.baseline_bytes)
 
     def peak_bytes(self) -> int | None:
-        """Return the most that was ever resident, also before the baseline; None where the kernel
-        does not say.
-        """
+        """Return the most that was ever resident, since the process began; None: unknown."""
         found = _HIGH_WATER.search(Path("/proc/self/status").read_text())
+        # The kernel writes kB and means KiB.
         return int(found[1]) * 1024 if found else None

@@ -1,5 +1,4 @@
-"""Optimizers: update rules, the subgroups they work on, and the kernels that carry them out,
-without torch.
+"""Optimizers without torch: update rules, the subgroups they work on, and their kernels.
 
 The rules give the same bits on every CPU and GPU, whatever the number of threads. Called by
 policies and the executor.

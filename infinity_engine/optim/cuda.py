@@ -18,8 +18,10 @@ from infinity_engine.optim.subgroup import NORM_BLOCK, Update
 
 __all__ = ["CudaKernels", "stream_of_others"]
 
+# Of a block of CUDA; a warp adds one block of a gradient's squares.
 _THREADS = 256
 _WARP = 32
+# For each multiprocessor. The kernels loop over what one grid does not cover.
 _BLOCKS_PER_PROCESSOR = 8
 
 
@@ -33,6 +35,7 @@ class CudaKernels:
             MissingDependencyError: cupy is not installed.
             RuntimeError: they do not compile.
         """
+        # Before `import cupy`: without cupy this raises an error that names the extra to install.
         nvrtc = cupy_nvrtc()
         import cupy
 
@@ -54,27 +57,22 @@ class CudaKernels:
             return
         # As bytes: cupy has no arrays of records.
         records = self._cupy.asarray(np.frombuffer(update.records.tobytes(), np.uint8))
+        # The second dimension of the grid is the record: a shorter one leaves threads idle.
         widest = int(update.records["numel"].max())
         grid = (self._grid(widest), len(update.records))
         self._functions["update"](grid, (_THREADS,), (records,))
 
     def block_sums(self, gradient: Values) -> Any:
-        """Return the sums of squares of the gradient's blocks, a cupy array, valid when the stream
-        has passed.
-        """
+        """Return a gradient's block sums, a cupy array, valid once the stream has passed."""
         format_ = np.uint32(gradient.format.value)
         return self._sums("block_sums", gradient, (gradient.address, format_, gradient.numel))
 
     def begin_sum(self, gradient: Values, into: Values) -> Any:
-        """Write a gradient to the fp32 values `into`; return the block sums of the result, as
-        above.
-        """
+        """Write a gradient to the fp32 values `into`; return the result's block sums, as above."""
         return self._accumulate(gradient, into, begins=1)
 
     def add_to_sum(self, gradient: Values, into: Values) -> Any:
-        """Add a gradient to the fp32 values `into`; return the block sums of the result, as
-        above.
-        """
+        """Add a gradient to the fp32 values `into`; return the result's block sums, as above."""
         return self._accumulate(gradient, into, begins=0)
 
     def _accumulate(self, gradient: Values, into: Values, *, begins: int) -> Any:
@@ -91,6 +89,7 @@ class CudaKernels:
         sums = self._cupy.empty(-(-gradient.numel // NORM_BLOCK), np.float64)
         if gradient.numel > 0:
             grid = (self._grid(len(sums) * _WARP),)
+            # Addresses and counts, as unsigned 64 bits: so the kernels declare them.
             wide = tuple(
                 np.uint64(argument) if isinstance(argument, int) else argument
                 for argument in arguments
@@ -104,9 +103,7 @@ class CudaKernels:
 
 
 def stream_of_others(cupy: Any, handle: int, device: int) -> Any:
-    """Return cupy's stream for one that another library made and owns, on the device of that
-    index.
-    """
+    """Return cupy's stream for one that another library made and owns, on the device `device`."""
     # since cupy 14, which deprecates ExternalStream
     adopt = getattr(cupy.cuda.Stream, "from_external", None)
     return cupy.cuda.ExternalStream(handle, device) if adopt is None else adopt(_OfOthers(handle))
@@ -118,5 +115,6 @@ class _OfOthers:
     def __init__(self, handle: int) -> None:
         self._handle = handle
 
+    # The protocol's version, and the handle.
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self._handle

@@ -1,5 +1,4 @@
-"""The storage of an update's values: dtypes of gradients, parameters, masters and moments, and
-where they lie.
+"""The storage of an update's values: dtypes of gradients, parameters, masters and moments.
 
 Pure descriptions: owns no memory and changes none. Values keep alive what it was made of. Imports
 no torch: any object with a tensor's methods is a tensor.
@@ -50,8 +49,9 @@ class Moments(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formats:
-    """The dtypes of masters, parameters and states of one subgroup. Checkpoints hold it: other
-    formats give other bits.
+    """The dtypes of one subgroup's masters, parameters and states. Checkpoints record them.
+
+    Other formats give other bits.
     """
 
     # The format of the parameter that the update writes; None where modules compute with the fp32
@@ -92,6 +92,7 @@ class Formats:
 
     def nbytes_per_parameter(self, state_count: int) -> int:
         """Bytes of master (or remainder) and states; the parameter itself is not counted."""
+        # A split master is the parameter itself and 2 bytes of remainder.
         return (2 if self.master is Master.SPLIT else 4) + state_count * self.state_format.nbytes
 
 
@@ -107,6 +108,7 @@ _DTYPES = MappingProxyType(
 )
 
 
+# Cached by the dtype itself: a dtype that was seen before costs no text.
 @cache
 def _format_of(dtype: Any) -> FloatFormat | None:
     """Return the format of a dtype of numpy or torch; None where no format has it."""
@@ -143,6 +145,7 @@ class Values:
                 field="layout", value=tuple(values.shape), expected="a contiguous array or tensor"
             )
         address = values.data_ptr() if is_tensor else values.ctypes.data
+        # With its owner: the address is good only as long as the array or tensor lives.
         return cls(address, values.numel() if is_tensor else values.size, found, values)
 
     def part(self, start: int, numel: int) -> Values:
@@ -157,4 +160,5 @@ class Values:
                 value=(start, numel),
                 expected=f"start and number within the {self.numel} values",
             )
+        # The part keeps the whole's owner alive.
         return Values(self.address + start * self.format.nbytes, numel, self.format, self.owner)

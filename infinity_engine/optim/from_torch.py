@@ -25,8 +25,7 @@ _OPTIONS = (
 
 
 def rules_of(optimizer: Any) -> tuple[Rule, ...]:
-    """Return the rule of each parameter group of a torch optimizer, with the values that the group
-    has now.
+    """Return the rule of each parameter group of a torch optimizer, with the group's values now.
 
     Raises:
         ConfigError: no rule computes the optimizer, or one of its options.
@@ -43,6 +42,7 @@ def rules_of(optimizer: Any) -> tuple[Rule, ...]:
 
 
 def _rule(rule: type[Rule], options: tuple[str, ...], group: Mapping[str, Any]) -> Rule:
+    # Options that are not read (foreach, fused, capturable) change no result. This one does.
     if group.get("differentiable"):
         raise ConfigError(
             field="differentiable",
@@ -59,4 +59,5 @@ def _plain(value: Any) -> Any:
     """Turn tensors into the numbers they hold."""
     if isinstance(value, (tuple, list)):
         return tuple(_plain(item) for item in value)
+    # bool before float: a flag stays a flag. float() of a tensor reads its one element.
     return value if isinstance(value, bool) else float(value)

@@ -24,8 +24,7 @@ class HostKernels:
     """The kernels of one SIMD level on a pool of threads."""
 
     def __init__(self, threads: UpdateThreads, *, home: str | None = None) -> None:
-        """Use the best kernels of this CPU, or those that `home` names; INFINITY_SIMD lowers the
-        default.
+        """Use the best kernels of this CPU, or those of `home`; INFINITY_SIMD lowers the default.
 
         Raises:
             ConfigError: this CPU has no such kernels.
@@ -45,6 +44,7 @@ class HostKernels:
         sums = _native.block_sums(
             gradient.address, format_, gradient.numel, self.threads.native, self.home
         )
+        # The array shares the bytes that the kernel returned; numpy keeps them alive.
         return np.frombuffer(sums)
 
     def begin_sum(self, gradient: Values, into: Values) -> npt.NDArray[np.float64]:

@@ -16,16 +16,15 @@ from infinity_engine.errors import MissingDependencyError
 
 __all__ = ["FLAGS", "KERNELS", "Compiled", "Nvrtc", "compile_kernels", "cupy_nvrtc"]
 
-# cupy's own compilation would append -ftz=true, which flushes subnormals.
+# Passed to NVRTC directly: cupy's own compilation appends -ftz=true, which flushes subnormals.
 FLAGS = ("--std=c++17", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--fmad=false")
 KERNELS = ("update", "block_sums", "accumulate")
+# Instructions of PTX that flush subnormals or approximate.
 _INEXACT = re.compile(r"\S*\.(?:ftz|approx)\b\S*")
 
 
 class Nvrtc(Protocol):
-    """The functions of cupy.cuda.nvrtc that are used; tests bind the same ones to NVRTC without
-    cupy.
-    """
+    """The functions of cupy.cuda.nvrtc that are used; tests bind them to NVRTC without cupy."""
 
     def createProgram(  # noqa: D102, N802
         self, src: str, name: str, headers: Sequence[bytes], include_names: Sequence[bytes]

@@ -1,5 +1,4 @@
-"""Policies, which decide where each subgroup is updated: their interface, their limits, and a draft
-to make plans with.
+"""Policies, which decide where each subgroup is updated: interface, limits, and a draft of plans.
 
 A policy is a pure function of subgroups, rates and limits. Starts nothing and holds no state; the
 built-in ones are in policies/. Called by the planner and the engine; `initialize(..., policy=)`
@@ -130,6 +129,7 @@ class Limits:
     def _check_weights(self, plan: StepPlan) -> None:
         subgroups = {subgroup.index: subgroup for subgroup in plan.subgroups}
         for number, op in enumerate(plan.ops):
+            # A StepPlan checks by itself what drives move.
             if isinstance(op, CopyOp) and not isinstance(op, _OF_DRIVES):
                 subgroup = subgroups[op.subgroup]
                 states = subgroup.numel * self.per_parameter.states
@@ -137,8 +137,10 @@ class Limits:
                     self.parameter_bytes(subgroup) if isinstance(op, _OF_PARAMETERS) else states
                 )
                 if op.nbytes != weight:
-                    each = weight // subgroup.numel
-                    expected = f"{weight} bytes: {each} for each of the subgroup's parameters"
+                    per_parameter = weight // subgroup.numel
+                    expected = (
+                        f"{weight} bytes: {per_parameter} for each of the subgroup's parameters"
+                    )
                     raise ConfigError(field=f"StepPlan.ops[{number}]", value=op, expected=expected)
 
 
@@ -151,8 +153,9 @@ Homes = Callable[[Sequence[SubgroupSpec]], Mapping[int, Home]]
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
-    """A function that makes plans, with the name that users know it by. The engine trains with the
-    plans that it makes.
+    """A function that makes plans, with the name that users know it by.
+
+    The engine trains with the plans that it makes.
 
     `homes` is given where the subgroups' sizes alone decide where each is updated. It saves making
     plans to find that out.
@@ -180,6 +183,7 @@ class OffloadPolicy:
         if set(plan.subgroups) != set(ordered):
             expected = "a plan for the subgroups that it was given, all of them and no others"
             raise ConfigError(field=field, value=plan.subgroups, expected=expected)
+        # Placing asks `homes` before there is a plan, so both have to agree.
         if self.homes is not None and plan.homes() != self.homes(ordered):
             expected = (
                 "a plan that updates each subgroup where the policy's `homes` says; or a policy "
@@ -207,8 +211,7 @@ def offload_policy(name: str) -> Callable[[Decide], OffloadPolicy]:
 def split_residents(
     subgroups: Sequence[SubgroupSpec], part: float
 ) -> tuple[tuple[SubgroupSpec, ...], tuple[SubgroupSpec, ...]]:
-    """Return the other subgroups and the residents: as many of the last ones as hold no more than
-    `part` of all.
+    """Return the other subgroups and the residents: the last ones that hold at most `part` of all.
 
     The last ones, because their parameters are needed last, and residents are updated last.
     """
@@ -252,9 +255,7 @@ class PolicyRegistry(Mapping[str, OffloadPolicy]):
 
 
 class PlanDraft:
-    """A plan in the making: each call adds the ops of one subgroup, in the order in which their
-    lanes carry them out.
-    """
+    """A plan in the making: each call adds the ops of one subgroup, in the order of their lanes."""
 
     def __init__(self, subgroups: Sequence[SubgroupSpec], limits: Limits) -> None:
         self._subgroups = tuple(subgroups)
@@ -286,9 +287,7 @@ class PlanDraft:
 
     @property
     def next_set_after(self) -> int | None:
-        """The number of the op that empties the staging set of the next visit; None where it is
-        empty.
-        """
+        """The number of the op that empties the next visit's staging set; None if it is empty."""
         return self._left[self._visits % len(self._left)] if self._left else None
 
     def update_on_host(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
@@ -303,6 +302,8 @@ class PlanDraft:
                 subgroup=subgroup.index, params=subgroup.numel, after=self._loaded_at(subgroup)
             )
         )
+        # Where parameters stay on the host, nothing follows the update, so states can be stored at
+        # once.
         stored = () if self._limits.parameters is Tier.DEVICE else self._store(subgroup)
         return *loaded, updated, *stored
 
@@ -340,6 +341,7 @@ class PlanDraft:
                 expected=("1 or more where subgroups visit the device"),
             )
         loaded = self._load(subgroup)
+        # Sets serve in turn: the one that was filled first is empty first.
         staging = self._visits % len(self._left)
         before = self._left[staging]
         nbytes = subgroup.numel * self._limits.per_parameter.states
@@ -348,6 +350,7 @@ class PlanDraft:
             UploadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=after)
         )
         updates = self._update_on_device(subgroup, staging)
+        # The last op of the update: it writes the set that is downloaded next.
         newest = (len(self._ops) - 1,)
         left = self._add(
             DownloadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=newest)
@@ -365,10 +368,9 @@ class PlanDraft:
         )
 
     def _update_on_device(self, subgroup: SubgroupSpec, staging: int | None) -> tuple[Op, ...]:
-        """Update a subgroup on the device, and download its parameters where they stay on the
-        host.
-        """
+        """Update a subgroup on the device; download its parameters where they stay on the host."""
         index, params = subgroup.index, subgroup.numel
+        # A visitor's update comes after its upload, which is the op before.
         after = self._loaded_at(subgroup) if staging is None else (len(self._ops) - 1,)
         update = self._add(
             UpdateOnDevice(subgroup=index, staging=staging, params=params, after=after)
@@ -391,6 +393,7 @@ class PlanDraft:
                 value=0,
                 expected=("1 or more where states are offloaded to NVMe"),
             )
+        # Buffers serve in turn, as staging sets do.
         buffer = self._loads % len(self._stored)
         occupant = self._occupants.get(buffer)
         # A subgroup is stored after its upload, which has to be in the plan before its buffer is
@@ -399,6 +402,7 @@ class PlanDraft:
         before = self._stored[buffer]
         self._occupants[buffer] = subgroup
         self._loads += 1
+        # The number that the load will have.
         self._in_buffer[subgroup.index] = buffer, len(self._ops)
         after = () if before is None else (before,)
         loaded = self._add(
@@ -412,7 +416,7 @@ class PlanDraft:
         return (self._in_buffer[subgroup.index][1],) if subgroup.on_drives else ()
 
     def _store(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
-        """Store it to the drives after the last op, which is its own."""
+        """Store a subgroup to the drives after the newest op, which is its own."""
         if not subgroup.on_drives:
             return ()
         buffer, _ = self._in_buffer[subgroup.index]

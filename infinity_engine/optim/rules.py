@@ -1,5 +1,4 @@
-"""The optimizers: their options as in torch.optim, and the constants of an update kernel in one
-step.
+"""The optimizers: options as in torch.optim, and the constants of an update kernel in one step.
 
 Every constant is computed here, once per step, in double precision by formulas that give the same
 bits on every machine (docs/decisions/0006-optimizer-kernels.md); the kernels round them to fp32 and
@@ -54,9 +53,7 @@ class RuleFlag(IntFlag):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constants:
-    """The constants of a rule in one step, as a kernel reads them; the names are those of the
-    native Segment.
-    """
+    """The constants of a rule in one step for a kernel, named as in the native Segment."""
 
     rule: RuleNumber
     flags: RuleFlag
@@ -73,9 +70,8 @@ class Constants:
 
 
 def power(base: float, exponent: int) -> float:
-    """Return `base` to the power of a whole number, by squaring and multiplying: the same bits on
-    every machine.
-    """
+    """Return `base` to the power of a whole number, with the same bits on every machine."""
+    # By squaring and multiplying, from the lowest bit of the exponent on.
     # math.pow may differ between C libraries; multiplications do not.
     result = 1.0
     while exponent:
@@ -88,9 +84,7 @@ def power(base: float, exponent: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule(ABC):
-    """An optimizer with its options; one for each parameter group. `lr` may be anything that
-    float() reads.
-    """
+    """An optimizer with its options, one for each parameter group. float() has to read `lr`."""
 
     state_names: ClassVar[tuple[str, ...]] = ()
     lr: float = 1e-3
@@ -105,9 +99,7 @@ class Rule(ABC):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of the states that these options need, those of torch where torch has the
-        rule.
-        """
+        """The states that these options need, under torch's names where torch has the rule."""
         return self.state_names
 
     @property
@@ -116,14 +108,14 @@ class Rule(ABC):
         return 0.0
 
     def constants(self, step: int, gradient_factor: float = 1.0) -> Constants:
-        """Return the constants for the kernels in this step, the first being 1; the gradient is
-        multiplied by the factor.
+        """Return the constants for the kernels; the first step is 1. The factor scales gradients.
 
         Raises:
             ConfigError: `step` is less than 1.
         """
         if step < 1:
             raise ConfigError(field="step", value=step, expected="1 for the first step, or more")
+        # Multiplying by -f negates exactly, so kernels need no code of their own to maximise.
         return self._constants(step, -gradient_factor if self.maximize else gradient_factor)
 
     @abstractmethod
@@ -138,6 +130,7 @@ class Rule(ABC):
 
     def _check(self, name: str, value: float, low: float, end: float) -> None:
         """Refuse what is not a number from `low` on and below `end`."""
+        # A NaN fails both comparisons.
         if not low <= value < end:
             bound = "a finite number" if end == math.inf else f"less than {end:g}"
             raise ConfigError(
@@ -169,6 +162,7 @@ class Adam(Rule):
 
     def _constants(self, step: int, factor: float) -> Constants:
         beta1, beta2 = self.betas
+        # In double; a kernel gets it rounded to fp32 once.
         root = math.sqrt(1.0 - power(beta2, step))
         return Constants(
             rule=RuleNumber.ADAM_AMSGRAD if self.amsgrad else RuleNumber.ADAM,
@@ -178,6 +172,7 @@ class Adam(Rule):
             decay=1.0 - self.lr * self.weight_decay,
             # Negative: kernels only add.
             step=-(self.lr / (1.0 - power(beta1, step))),
+            # In double: taken from an fp32 beta2, it would have lost digits.
             take1=1.0 - beta1,
             keep2=beta2,
             take2=1.0 - beta2,
@@ -270,6 +265,7 @@ class SGD(Rule):
     def __post_init__(self) -> None:
         Rule.__post_init__(self)
         self._check("momentum", self.momentum, 0.0, math.inf)
+        # As torch refuses it.
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             expected = "False, or a momentum above 0 and no dampening"
             raise ConfigError(field="SGD.nesterov", value=self.nesterov, expected=expected)
@@ -280,6 +276,7 @@ class SGD(Rule):
         return ("momentum_buffer",) if self.momentum != 0 else ()
 
     def _constants(self, step: int, factor: float) -> Constants:
+        # At the first step the momentum is the gradient itself, without dampening.
         first = RuleFlag.FIRST_STEP if step == 1 else RuleFlag(0)
         nesterov = RuleFlag.NESTEROV if self.nesterov else RuleFlag(0)
         return Constants(

@@ -28,13 +28,12 @@ class GradientNorm:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every element of every gradient is finite: the squares of finite fp32 cannot
-        overflow a double.
-        """
+        """Whether all gradients are finite: squares of finite fp32 cannot overflow a double."""
         return math.isfinite(self.sum_of_squares)
 
     def norm(self, unscale: float = 1.0) -> float:
         """Return the norm of the gradients multiplied by `unscale`."""
+        # In double: the scale goes into the norm, not into the gradients.
         return math.sqrt(self.sum_of_squares) * unscale
 
 
@@ -47,8 +46,7 @@ class GradientSums:
         self._blocks = [np.zeros(-(-numel // _native.NORM_BLOCK)) for numel in numels]
 
     def put(self, parameter: int, first_element: int, sums: npt.NDArray[np.float64]) -> None:
-        """Note the block sums of a piece of a gradient that begins at `first_element`, a multiple
-        of the block.
+        """Note the block sums of a gradient's piece that begins with a block, at `first_element`.
 
         Raises:
             ConfigError: the piece does not begin with a block, or ends behind the parameter.
@@ -88,4 +86,5 @@ def gradient_factor(
     """
     if max_norm is None:
         return unscale
+    # torch's own constant, so that both clip alike.
     return unscale * min(1.0, max_norm / (norm.norm(unscale) + 1e-6))

@@ -1,5 +1,4 @@
-"""Subgroups: optimizer states that are moved and updated as one piece, made of segments of
-parameters.
+"""Subgroups: optimizer states that are moved and updated as one piece, segments of parameters.
 
 Cutting is pure; a SubgroupState names the memory that a subgroup's states are in and counts each
 segment's steps. `update_records` turns both, with gradients and rules, into records that the
@@ -59,14 +58,14 @@ class Subgroup:
     numel: int = field(init=False, repr=False, compare=False)  # Elements of all segments.
 
     def __post_init__(self) -> None:
+        # Counted once: it is asked for at every op.
         object.__setattr__(self, "numel", sum(segment.numel for segment in self.segments))
 
 
 def cut_into_subgroups(
     numels: Sequence[int], subgroup_numel: int, formats: Formats = _FP32
 ) -> tuple[Subgroup, ...]:
-    """Lay the parameters, given by their sizes, one behind another and cut them into subgroups of
-    at most that many.
+    """Lay parameters of these sizes one behind another; cut them into subgroups of at most so many.
 
     A parameter is cut at multiples of NORM_BLOCK only, so a subgroup may hold up to NORM_BLOCK - 1
     elements less.
@@ -93,6 +92,7 @@ def cut_into_subgroups(
             cut[-1].append(Segment(parameter, first, taken, subgroup_numel - room))
             first += taken
             room -= taken
+    # Without any elements there is one empty list.
     return tuple(
         Subgroup(index, tuple(segments), formats) for index, segments in enumerate(cut) if segments
     )
@@ -137,6 +137,7 @@ class SubgroupState:
             )
         width = wanted.nbytes
         for number, (segment, stream) in enumerate(zip(segments, masters, strict=True)):
+            # Compared here first: `_check` would be given a new text for every segment.
             if stream.numel != segment.numel or stream.format.nbytes != width:
                 self._check(f"master[{number}]", stream, segment.numel, wanted)
 
@@ -152,9 +153,7 @@ class SubgroupState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """The update of one subgroup in one step: records for the kernels, and the step counts after
-    it.
-    """
+    """One subgroup's update in one step: the kernels' records, and the step counts after it."""
 
     records: npt.NDArray[Any]
     steps: list[int]
@@ -169,8 +168,9 @@ def update_records(
     parameters: Sequence[Values | None],
     gradient_factor: float = 1.0,
 ) -> Update:
-    """Return the records that tell the kernels how to update a subgroup; then `state.steps` is set
-    to `steps`.
+    """Return the records that tell the kernels how to update a subgroup.
+
+    The caller sets `state.steps` to their `steps` once the update is made.
 
     `rules`, `gradients` and `parameters` have one entry for each segment: the rule of its parameter
     group, its piece of the gradient or None (the segment is skipped, its step count stays), its
@@ -179,6 +179,7 @@ def update_records(
     Raises:
         ConfigError: something is missing, or does not fit the subgroup and its formats.
     """
+    # A parameter without a gradient in this step is left out, as torch.optim leaves it out.
     written = [number for number, gradient in enumerate(gradients) if gradient is not None]
     segments = [state.subgroup.segments[number] for number in written]
     steps = list(state.steps)
@@ -188,6 +189,7 @@ def update_records(
         gradient, parameter = gradients[number], parameters[number]
         assert gradient is not None, "segments without one are skipped"
         _check_segment(state, segment, rules[number], gradient, parameter)
+        # In the copy: the state's own counts change when the update has been made.
         steps[number] += 1
         read.append(gradient)
         if parameter is not None:
@@ -201,10 +203,12 @@ def update_records(
     if state.formats.parameter is not None:
         records["parameter"] = [stream.address for stream in copies]
         records["parameter_format"] = state.formats.parameter.value
+    # The key has the parameter and its step, not the subgroup: cuts do not change bits.
     if state.formats.moments is Moments.BF16_STOCHASTIC:
         seed, keyed = state.formats.seed, zip(segments, made, strict=True)
         records["flags"] |= np.uint32(RuleFlag.STOCHASTIC_MOMENTS)
         records["key"] = [rounding_key(seed, segment.parameter, step) for segment, step in keyed]
+    # Everything that the records name by address stays alive with the Update.
     masters = (state.master,) if isinstance(state.master, Values) else state.master
     return Update(records=records, steps=steps, keeps=(*masters, *state.states, *read, *copies))
 
@@ -212,9 +216,8 @@ def update_records(
 def _with_constants(
     rules: Sequence[Rule], steps: Sequence[int], gradient_factor: float
 ) -> npt.NDArray[Any]:
-    """Return a record for each segment with the constants of its rule and step; most segments share
-    them.
-    """
+    """Return a record for each segment with its rule's constants; most segments share them."""
+    # The row of each pair of rule and step.
     shared: dict[tuple[int, int], int] = {}
     # By the rules' identity: there are few of them, and comparing their options would cost more.
     rows = [shared.setdefault(key, len(shared)) for key in zip(map(id, rules), steps, strict=True)]
@@ -248,6 +251,7 @@ def _write_states(
     records["state_format"] = state.formats.state_format.value
     offsets = np.array([segment.offset for segment in segments], np.uint64)
     for place, stream in enumerate(state.states):
+        # uint64 throughout: with int64 beside it, numpy would go on in float64.
         records["states"][:, place] = stream.address + offsets * np.uint64(stream.format.nbytes)
 
 
@@ -276,6 +280,7 @@ def _check_segment(
 
 
 @cache
+# Asked of the native module: its compiler lays the record out.
 def segment_dtype() -> np.dtype[Any]:
     """Return the layout of the native Segment, as numpy describes records."""
     names, formats, offsets = zip(*_native.segment_fields(), strict=True)
@@ -285,11 +290,9 @@ def segment_dtype() -> np.dtype[Any]:
 
 
 def rounding_key(seed: int, parameter: int, step: int) -> int:
-    """Return the 64-bit key of stochastic rounding for one parameter in one step (SplitMix64 over
-    the three).
-    """
+    """Return the 64-bit key of stochastic rounding for one parameter in one step."""
     key = 0
-    # The constants are SplitMix64's.
+    # One round of SplitMix64 for each of the three, with its constants.
     for part in (seed, parameter, step):
         key = (key + part + 0x9E3779B97F4A7C15) % 2**64
         key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9 % 2**64

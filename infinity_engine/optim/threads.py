@@ -1,5 +1,4 @@
-"""Threads for the update kernels, on given cores, and how many of them are worth having for the
-memory's bandwidth.
+"""Threads for the update kernels on given cores; how many of them the memory's bandwidth feeds.
 
 The threads sleep between updates and never spin, so that torch and the I/O keep their cores. A pool
 cannot be used in a forked child.
@@ -57,6 +56,7 @@ class UpdateThreads:
         Raises:
             ConfigError: the system refuses these cores.
         """
+        # Of this thread alone: 0 is the calling thread, not the process.
         before = os.sched_getaffinity(0)
         try:
             os.sched_setaffinity(0, cores)
@@ -84,15 +84,15 @@ def bandwidth_by_threads(
     rounds: int = 5,
     clock: Callable[[], float] | None = None,
 ) -> Mapping[int, float]:
-    """Measure the bytes per second of a sweep over the streams of an update with 1, 2, ...
-
-    of the cores.
+    """Measure the bytes per second of a sweep over an update's streams with 1, 2, ... of the cores.
 
     Takes 16 bytes of memory per element; the default is 256 MiB, much more than caches hold.
     """
     now = clock or time.perf_counter
+    # Written, not only allocated: untouched pages would all be the kernel's one page of zeros.
     streams = [np.ones(numel, np.float32) for _ in range(4)]
     record = np.zeros(1, segment_dtype())
+    # Formats 1 are fp32.
     record["numel"], record["gradient_format"], record["state_format"] = numel, 1, 1
     record["gradient"], record["master"] = streams[0].ctypes.data, streams[1].ctypes.data
     record["states"][0, :2] = [stream.ctypes.data for stream in streams[2:]]

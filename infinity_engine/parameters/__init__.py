@@ -1,5 +1,3 @@
-"""How modules get their parameters: hooks see what they need, providers bring it and take it away
-again.
-"""
+"""How modules get their parameters: hooks see what they need, providers bring it and evict it."""
 
 __all__ = ()

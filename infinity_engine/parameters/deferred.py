@@ -1,5 +1,4 @@
-"""`DeferredUpdate`: an update that goes on beside the next forward, which waits for what it needs
-of it.
+"""`DeferredUpdate`: an update that goes on beside the next forward, which waits where it needs it.
 
 Knows which subgroups hold which parts of each parameter; the walk carries out ops. Made by a step,
 followed by the object that brings parameters to modules.
@@ -27,9 +26,9 @@ class Part(NamedTuple):
 def parts_of(subgroups: Sequence[Subgroup]) -> dict[int, tuple[Part, ...]]:
     """Return the parts of each parameter, in order."""
     found: dict[int, tuple[Part, ...]] = {}
-    for each in subgroups:
-        for segment in each.segments:
-            part = Part(each.index, segment.first_element, segment.numel)
+    for subgroup in subgroups:
+        for segment in subgroup.segments:
+            part = Part(subgroup.index, segment.first_element, segment.numel)
             found[segment.parameter] = (*found.get(segment.parameter, ()), part)
     return found
 
@@ -50,6 +49,7 @@ class DeferredUpdate:
         self._walk = walk
         self._parts = parts
         self._end = end
+        # Adopted early updates: nothing is left of these.
         self._made = frozenset(made)
 
     @property
@@ -76,8 +76,7 @@ class DeferredUpdate:
         return [part for part in self.parts(parameter) if not self._has_arrived(part.subgroup)]
 
     def reach(self, parameters: Iterable[int]) -> None:
-        """Go on until these parameters are updated: they have their new values in buffers, or where
-        it leaves them.
+        """Go on until these parameters are updated: new values are in buffers or where they belong.
 
         Raises:
             RuntimeError: as `make`.
@@ -93,8 +92,7 @@ class DeferredUpdate:
         self._walk.arrive(self._subgroups(parameters))
 
     def go_on(self) -> bool:
-        """Do what can be done without waiting, with at most one update on the host; tell whether
-        there was one.
+        """Do what needs no wait, with at most one update on the host; tell whether there was one.
 
         Raises:
             RuntimeError: as `make`.
@@ -102,8 +100,7 @@ class DeferredUpdate:
         return self._walk.poll()
 
     def end(self) -> None:
-        """Do all that is left of it, so that its memory is free; its follower learns that there
-        is none any more.
+        """Do all that is left of it, so that its memory is free; the follower learns that.
 
         Raises:
             RuntimeError: as `make`.
@@ -112,6 +109,7 @@ class DeferredUpdate:
         self._end()
 
     def _subgroups(self, parameters: Iterable[int]) -> list[int]:
+        # Each once, in the order of the parameters: several parts may be of one subgroup.
         every = dict.fromkeys(part.subgroup for number in parameters for part in self.parts(number))
         return [index for index in every if index not in self._made]
 
@@ -123,6 +121,4 @@ class Follower(Protocol):
     """An object that brings parameters to modules."""
 
     def follow(self, update: DeferredUpdate | None) -> None:
-        """Bring nothing from here on that this update has not made yet; None: all of it is
-        made.
-        """
+        """Bring nothing that this update has not made yet; None: all of it is made."""

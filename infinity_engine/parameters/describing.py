@@ -40,8 +40,9 @@ def sizing_of(
     unified: bool,
     in_memory: bool = True,
 ) -> Sizing:
-    """Return the sizes of a model whose parameters these are, or shards of them. `in_memory` says
-    whether their values are in memory already.
+    """Return the sizes of a model with these parameters, or of shards of them.
+
+    `in_memory` says whether their values are in memory already.
     """
     everything = (*trained, *frozen)
     nbytes = {id(parameter.of_model): parameter.nbytes for parameter in everything}
@@ -55,6 +56,7 @@ def sizing_of(
             config.subgroup_numel,
             small_bytes=config.storage.small_bytes if on_drives else None,
         ),
+        # The widest rule decides: every subgroup has memory for as many states.
         state_names=max(
             (rules[group].states for group in {known.group for known in trained}), key=len
         ),
@@ -63,6 +65,7 @@ def sizing_of(
         unified=unified,
         sums=config.accumulation_steps > 1,
         activations=config.activation_bytes,
+        # Modules go on with the caller's memory only where nothing is copied, cast or cut.
         own=in_memory and unified and not (has_copies or is_cast or is_cut),
         gradient_width=FloatFormat.FP32.nbytes if is_cut else None,  # sums of all ranks'
     )
@@ -71,8 +74,7 @@ def sizing_of(
 def deepest_of(
     model: torch.nn.Module, nbytes: Mapping[int, int], leaves: Collection[str] = ()
 ) -> int:
-    """Return the most bytes that nested modules need at one time; `nbytes` has those of parameters,
-    by id.
+    """Return the most bytes that nested modules need at one time; `nbytes` is by parameters' id.
 
     Modules of `leaves` need all that is inside them.
     """
@@ -87,9 +89,7 @@ def deepest_of(
 def shape_of(
     model: torch.nn.Module, trained: Iterable[TrainedParameter], frozen: Iterable[ModelParameter]
 ) -> ModelShape:
-    """Return a live model in the planner's terms. The arithmetic of a module is estimated from its
-    weights.
-    """
+    """Return a live model in the planner's terms; arithmetic is estimated from the weights."""
     ours = {id(known.of_model) for known in trained}
     widths = {id(known.of_model): known.dtype.itemsize for known in (*trained, *frozen)}
     seen: set[int] = set()
@@ -102,8 +102,10 @@ def shape_of(
             )
             if parameter.numel()
         ]
+        # A tied parameter belongs to the module that has it first.
         first = [(key, parameter) for key, parameter in own if id(parameter) not in seen]
         seen.update(id(parameter) for _, parameter in own)
+        # An embedding looks rows up and multiplies nothing.
         multiplies = not isinstance(module, torch.nn.Embedding)
         shape = ModuleShape(
             name=name,
@@ -174,4 +176,5 @@ def _deepest(
         if isinstance(child, _LISTS)
         for parameter in child.parameters()
     )
+    # The module's own stay while one of the modules inside runs.
     return own + max((_deepest(child, nbytes, leaves) for child in within), default=0)

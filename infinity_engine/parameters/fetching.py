@@ -1,5 +1,4 @@
-"""`ParameterFetcher`: parameters that are at home on the host or on drives, brought to the device
-around the modules that use them.
+"""`ParameterFetcher`: parameters at home on host or drives, on the device while modules use them.
 
 Fetches what is needed, prefetches what the trace has next, and evicts what is needed last. What to
 prefetch and evict is decided by `ResidentSet`; how bytes move is the Mover's.
@@ -58,7 +57,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         swap: SwapFile | None = None,
         passing: PinnedPool | None = None,
     ) -> None:
-        fetched = {each.number: each for each in parameters if each.number in records}
+        fetched = {known.number: known for known in parameters if known.number in records}
         nbytes = {number: record.nbytes for number, record in records.items()}
         resident = ResidentSet[Fetched](nbytes, limit, beside=lambda: lanes.device.kept_bytes)
         super().__init__(fetched, resident, lanes, lanes.device)
@@ -79,6 +78,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
             collects=self._there is Tier.HOST,
         )
         self._beside: Callable[[], None] = _nothing
+        # Last: from here on leases that have no room may ask `evict_one`.
         lanes.device.attach(self)
 
     # --- what modules need ------------------------------------------------------------------------
@@ -93,9 +93,12 @@ class ParameterFetcher(ResidentParameters[Fetched]):
             TransferError: one could not be fetched; it can be asked for again.
         """
         self.resident.record_use(use)
+        # What is held already was counted when it was first needed.
         fresh = [number for number in use.parameters if number not in self.resident.held]
+        # Before anything is brought: making room for one must not evict another of them.
         self.resident.hold(use.parameters)
         try:
+            # Early updates go on: work that waits for nothing, at each need of a module.
             self._beside()
             self._pieces.make(use.parameters)
             self._count_needs(fresh)
@@ -107,8 +110,9 @@ class ParameterFetcher(ResidentParameters[Fetched]):
             self.resident.let_go(use.parameters)
 
     def version_of(self, number: int) -> int:
-        """Return how often the values of a parameter were changed: the backward of a forward from
-        before that needs others.
+        """Return how often a parameter's values were changed.
+
+        The backward of an earlier forward would need other values.
         """
         return self._records[number].version
 
@@ -116,6 +120,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
 
     def evict_one(self) -> bool:
         """Evict what is needed last, for a lease that has no room; tell whether that frees some."""
+        # One byte more than can ever be free, so something leaves whatever is free.
         for number in self.resident.evictions(self.resident.limit + 1):
             self._evict(number)
             return True
@@ -137,6 +142,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         self._evict_all()
         for number, record in self._records.items():
             if isinstance(self._parameters[number], TrainedParameter):
+                # Graphs that were made so far see by the version that these values are gone.
                 record.changed()
 
     def follow(self, update: DeferredUpdate | None) -> None:
@@ -148,15 +154,16 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         self._beside = go_on
 
     def receive(self, number: int, start: int, values: torch.Tensor) -> None:
-        """Copy a piece of the new values of a parameter, so that nothing reads it back, if there is
-        room until it is needed. Its first byte is `start`.
+        """Copy a piece of a parameter's new values, if there is room until it is needed.
+
+        Nothing reads it back then. Its first byte is `start`.
         """
         if number not in self._pieces:
             self._expect(number)
         self._pieces.receive(number, start, values)
 
     def moved(self, places: Mapping[int, Place]) -> None:
-        """Note that the current values of these rest at other places; none of them is resident."""
+        """Note where the current values of these rest now; none of them is resident."""
         for number, place in places.items():
             self._records[number].arrived(Tier.NVME, place)
 
@@ -171,6 +178,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         if number not in self._records:  # it has no elements
             return
         record = self._records[number]
+        # A record cannot change while its transfer is under way.
         self.resident[number].transfer.result()
         record.changed()
         transfer = self._mover.move(record, self._homes[number], source=Source.KEPT)
@@ -180,8 +188,10 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         transfer.result()
         # No bytes move here: the values are there already.
         self._mover.move(record, self._there, source=Source.KEPT).result()
+        # The write passed the host and left a copy there.
         if self._homes[number] is Tier.NVME and self._there is Tier.DEVICE:
             self._mover.release(record, Tier.HOST)
+        # The write is the engine's own from here on.
         self._parameters[number].note_values()
 
     def copy_of(self, number: int) -> torch.Tensor:
@@ -212,11 +222,13 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         Raises:
             TransferError: some could not be read from the drives, and are gone. All else is done.
         """
+        # Waits for the reads of collected pieces: no module will get them.
         self._pieces.drop_all()
         self._mover.poll()
         restores = self._restores and self._has_room_for_all()
         lost: TransferError | None = None
         for number, parameter in self._parameters.items():
+            # What the caller has changed is what it wants to keep.
             values = None
             if restores and self.shown.is_as_shown(number):
                 values = parameter.parameter.detach().cpu().clone()
@@ -226,6 +238,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
                 except TransferError as error:
                     lost = lost or kept(error)
             self.shown.end(number, values)
+            # Its home is given back below.
             parameter.live_at(None)
         for number in list(self.resident):
             self._evict(number)
@@ -244,9 +257,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         return nbytes <= free
 
     def _count_needs(self, numbers: Iterable[int]) -> None:
-        """Count needs of parameters on drives: those in memory since another use, or read for this
-        one.
-        """
+        """Count needs of parameters on drives: found in memory, or read for this use."""
         for number in numbers:
             if self._homes[number] is Tier.NVME:
                 found = number in self.resident and self.resident[number].needed
@@ -256,8 +267,10 @@ class ParameterFetcher(ResidentParameters[Fetched]):
     # --- several parameters -----------------------------------------------------------------------
 
     def _bring(self, name: str, numbers: Sequence[int]) -> None:
+        # Hops that have become possible start first.
         self._mover.poll()
         for number in numbers:
+            # It is needed now: all of it is read, not piece by piece.
             self._pieces.drop(number)
             self._make_room(self._parameters[number].nbytes)
             self._fetch(number, self._lease(number))
@@ -277,6 +290,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
                 raise
 
     def _prefetch_upcoming(self) -> None:
+        # Pieces that were written meanwhile can be read now.
         self._pieces.read_all()
         upcoming = self.resident.upcoming(_LOOK_AHEAD)
         if not upcoming:
@@ -290,6 +304,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
                 self._expect(number)
                 self._pieces.read(number)
             elif not self._prefetch_one(number):
+                # Looked at again when there is room.
                 self.resident.fetch_again(number)
                 return
 
@@ -297,6 +312,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         """Start to fetch a parameter if there is room without evicting; tell whether so."""
         if not self._passes(number):
             return False
+        # What its pieces hold is room for the whole.
         self._pieces.drop(number)
         parameter = self._parameters[number]
         lease = self._lanes.device.try_lease(
@@ -323,6 +339,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         if self._passing is None or self._homes[number] is not Tier.NVME:
             return True
         self._passing.release_ended()
+        # The largest run of free bytes counts, not their sum: a lease is one piece.
         return self._parameters[number].nbytes <= self._passing.stats().largest_free
 
     def _lease(self, number: int) -> Lease:
@@ -341,6 +358,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         if self._homes[number] is Tier.HOST:
             transfer = self._mover.upload(record, into=lease, source=Source.KEPT)
             self._count(Lane.H2D, number, transfer)
+        # One that has ended may free the pool that reads go through.
         else:
             for in_flight in [self.resident[other] for other in self.resident]:
                 if self._passes(number):
@@ -348,6 +366,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
                 self._wait(in_flight)
             transfer = self._mover.move(record, self._there, into=lease)
             self._count(Lane.NVME_READ, number, transfer)
+        # Only now: a move that could not begin leaves no member.
         self.resident.admit(number, Fetched(lease, transfer))
 
     def _count(self, lane: Lane, number: int, transfer: Transfer) -> None:
@@ -367,6 +386,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         One that could not come is as if it had not been asked for.
         """
         fetched, accelerator = self.resident[number], self._lanes.accelerator
+        # A move from drives has an event only once its last hop is under way.
         event = fetched.transfer.event if self._homes[number] is Tier.HOST else None
         if event is not None and accelerator.torch_device.type != "cpu":
             accelerator.wait_for(self._lanes.compute, event)
@@ -394,15 +414,17 @@ class ParameterFetcher(ResidentParameters[Fetched]):
             return
         fetched = self.resident[number]
         self.shown.hide(number)
+        # The transfer may still be writing to the memory.
         self._wait(fetched)
         self._forget(number)
         if fetched.transfer.error is None:
             # Kernels that were given views may still run: the memory waits for them.
             fetched.lease.until(self.last_use())
+            # Down to a copy that is current: no bytes move.
             self._mover.move(self._records[number], self._homes[number]).result()
 
     def _forget(self, number: int) -> None:
-        """Remove a member whose transfer has ended."""
+        """Remove a member with a transfer that has ended."""
         fetched = self.resident.remove(number)
         with suppress(Exception):
             fetched.transfer.result()  # else the mover keeps an error that nothing asks for

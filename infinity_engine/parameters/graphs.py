@@ -21,6 +21,7 @@ _DEPTH = 5  # of containers within containers
 def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Node]:
     """Yield every node of the graphs that made these tensors, once."""
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    # Paths share nodes: without this, the walk could take for ever.
     seen: set[Node] = set()
     while waiting:
         node = waiting.pop()
@@ -32,7 +33,7 @@ def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Node]:
 
 def custom_functions(tensors: Iterable[torch.Tensor]) -> Iterator[Node]:
     """Yield the nodes of each `torch.autograd.Function` in these graphs: a node is the `ctx`."""
-    custom: Any = BackwardCFunction  # which torch does not declare as a Node
+    custom: Any = BackwardCFunction  # torch does not declare it as a Node
     return (node for node in nodes_of(tensors) if isinstance(node, custom))
 
 
@@ -85,6 +86,7 @@ class GraphParts:
         return list(found.values())
 
     def _is_of_modules(self, node: Node) -> bool:
+        # torch numbers nodes in the order in which they were made, by thread.
         number = node._sequence_nr()
         return any(first <= number < last for first, last in self._made)
 

@@ -32,15 +32,16 @@ class Hooks:
     def on_gradient(
         self, parameter: torch.nn.Parameter, take: Callable[[torch.Tensor], None]
     ) -> None:
-        """Call `take` with each gradient of a parameter, whose `grad` is None from then on."""
+        """Call `take` with each gradient of a parameter; its `grad` is None from then on."""
 
         @self.signals.holding
         def hook(owner: torch.Tensor) -> None:
+            # None at once: autograd would add the next gradient to it, and its memory would stay.
             gradient, owner.grad = owner.grad, None
             if gradient is not None:
                 take(gradient)
 
-        # torch is
+        # torch has no annotations for it
         handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._handles.append(handle)
 
@@ -48,6 +49,7 @@ class Hooks:
     def takes_gradients(parameter: torch.nn.Parameter) -> bool:
         """Tell whether this or another engine receives the gradients of a parameter."""
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        # Recognised by name: every engine's hooks are made by the same function.
         ours = f"{Hooks.on_gradient.__qualname__}.<locals>.hook"
         return any(
             (hook.__module__, getattr(hook, "__qualname__", "")) == (__name__, ours)
@@ -61,7 +63,7 @@ class Hooks:
         def hook(_gradient: torch.Tensor) -> None:
             call()
 
-        # torch is
+        # torch has no annotations for it
         self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def on_optimizer_step(
@@ -80,9 +82,7 @@ class Hooks:
         saved: Callable[[dict[str, Any]], None],
         loaded: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """Call `saved` with each state dict that the optimizer makes, and `loaded` before it loads
-        one.
-        """
+        """Call `saved` with each state dict of the optimizer, `loaded` before it loads one."""
 
         def saved_hook(_optimizer: Any, state_dict: dict[str, Any]) -> None:
             saved(state_dict)
@@ -99,9 +99,7 @@ class Hooks:
         before: Callable[[torch.nn.Module], None],
         after: Callable[[torch.nn.Module, object], None],
     ) -> None:
-        """Call `before` when a module is about to run, and `after` with its output, also where it
-        raises.
-        """
+        """Call `before` when a module is about to run, and `after` with its output or an error."""
 
         @self.signals.holding
         def pre_hook(owner: torch.nn.Module, _args: Any) -> None:
@@ -112,18 +110,17 @@ class Hooks:
             after(owner, output)
 
         self._handles.append(module.register_forward_pre_hook(pre_hook))
+        # always_call: also where the forward raises, so that what is held for it is let go.
         self._handles.append(module.register_forward_hook(hook, always_call=True))
 
     def before_backward(self, tensor: torch.Tensor, call: Callable[[], None]) -> None:
-        """Call `call` when the gradient of a tensor is computed, before the gradients of its inputs
-        are.
-        """
+        """Call `call` when a tensor's gradient is computed, before those of its inputs are."""
 
         @self.signals.holding
         def hook(_gradient: torch.Tensor) -> None:
             call()
 
-        # torch is; it goes with the tensor
+        # torch has no annotations for it; it goes with the tensor
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def around_backward(
@@ -132,9 +129,7 @@ class Hooks:
         before: Callable[[], None],
         after: Callable[[], None],
     ) -> None:
-        """Call `before` when the backward of a node of a graph begins, and `after` when it has
-        ended.
-        """
+        """Call `before` when the backward of a node begins, and `after` when it has ended."""
 
         @self.signals.holding
         def begins(_gradients: Any) -> None:
@@ -150,8 +145,8 @@ class Hooks:
     def before_call(
         self, module: torch.nn.Module, hook: Callable[[torch.nn.Module, Any], None]
     ) -> None:
-        """Call `hook` when the module is about to run. It is registered unwrapped, so that
-        compilers can trace it and callers can find it among the module's hooks.
+        """Call `hook` when the module is about to run. It is registered as it is: compilers can
+        trace it, and callers can find it among the module's hooks.
 
         Signals are not delayed, here and in `on_any_use`.
         """
@@ -162,8 +157,9 @@ class Hooks:
         parameter: Callable[[torch.nn.Module, str, object], None],
         submodule: Callable[[torch.nn.Module, str, object], None],
     ) -> None:
-        """Call `parameter` and `submodule` with every one that any module in any thread is about to
-        register, and its name.
+        """Call `parameter` and `submodule` with each that any module is about to register.
+
+        With the name, and in whatever thread that happens.
 
         A submodule's own `__init__` has run by then. Each may return a replacement, or None.
         """
@@ -183,9 +179,7 @@ class Hooks:
         listed: Callable[[], None],
         copied: Callable[[], None],
     ) -> None:
-        """Like `on_read`. Also call `listed` before all parameters of the module are listed, and
-        `copied` before they are copied.
-        """
+        """Like `on_read`; call `listed` before all are listed, and `copied` before copies."""
         parameters = module._parameters
         self._watched.append((module, parameters))
         module.__dict__["_parameters"] = _PendingParameters(parameters, read, listed, copied)
@@ -196,7 +190,7 @@ class Hooks:
         def hook(*_: Any) -> None:
             check()
 
-        # torch is
+        # torch has no annotations for it
         self._handles.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
 
     def on_load_state_dict(self, module: torch.nn.Module, check: Callable[[], None]) -> None:
@@ -205,7 +199,7 @@ class Hooks:
         def hook(*_: Any) -> None:
             check()
 
-        # torch is
+        # torch has no annotations for it
         self._handles.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
 
     def saving(
@@ -219,12 +213,13 @@ class Hooks:
     def can_save(self) -> bool:
         """Tell whether `saving` can be used here.
 
-        Not under checkpointing, whose own hooks must see what is saved, and would be hidden by
-        ours. Not inside a transform of torch.func, which keeps what it needs itself.
+        Not under checkpointing: its own hooks must see what is saved, and ours would hide them.
+        Not inside a transform of torch.func, which keeps what it needs itself.
         """
         if not self.transforms_nothing():
             return False
         try:
+            # torch refuses this where a saved-tensor hook is set: there is no other way to ask.
             with torch.autograd.graph.disable_saved_tensors_hooks("asked whether there are any"):
                 return True
         except RuntimeError:
@@ -232,7 +227,7 @@ class Hooks:
 
     @staticmethod
     def transforms_nothing() -> bool:
-        """Tell whether no transform of torch.func is under way, whose tensors have no values."""
+        """Tell whether no transform of torch.func is under way: its tensors have no values."""
         return torch._C._functorch.peek_interpreter_stack() is None
 
     def remove(self) -> None:
@@ -270,7 +265,7 @@ class _WatchedParameters(dict[str, "torch.nn.Parameter | None"]):
 
     def __reduce_ex__(self, _protocol: object) -> Any:
         raise TypeError(
-            "A model whose parameters an engine fetches cannot be copied or pickled, as most of "
+            "A model with parameters that an engine fetches cannot be copied or pickled: most of "
             "its parameters show NaN. Copy engine.state_dict(), or close the engine first"
         )
 
@@ -303,6 +298,7 @@ class _PendingParameters(_WatchedParameters):
         return super().values()
 
     def __reduce_ex__(self, _protocol: object) -> Any:
+        # As an ordinary dict: the copy belongs to no engine.
         self._copied()
         return dict, (dict(super().items()),)
 

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ _MOST_NAMED = 5  # parameters in a message
 
 
 def check_modules(model: torch.nn.Module) -> None:
-    """Refuse modules whose parameters cannot be fetched.
+    """Refuse modules with parameters that cannot be fetched.
 
     Raises:
         ConfigError: one does not run in Python.
@@ -57,6 +57,7 @@ def check_modules(model: torch.nn.Module) -> None:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Tell whether a module is compiled, so that hooks may not see what it reads."""
+    # torch.compile wraps a module, or replaces how it is called.
     compiled = (
         "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
     )
@@ -64,8 +65,9 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def leaves_of(model: torch.nn.Module, names: Iterable[str]) -> frozenset[str]:
-    """Return the paths of the modules that `names` name, by path or class. Of nested ones, only the
-    outermost.
+    """Return the paths of the modules that `names` name, by path or class.
+
+    Of nested ones, only the outermost.
 
     Raises:
         ConfigError: a name fits no module.
@@ -82,6 +84,7 @@ def leaves_of(model: torch.nn.Module, names: Iterable[str]) -> frozenset[str]:
             )
             raise ConfigError(field="ranks.leaf_modules", value=name, expected=expected)
         found |= some
+    # A module inside another leaf is whole with that one.
     return frozenset(path for path in found if not _within(path, found))
 
 
@@ -92,9 +95,7 @@ def _within(path: str, modules: Collection[str]) -> bool:
 
 @dataclass(slots=True)
 class _Frame:
-    """A running module, the parameters that are held for it, and the hooks for what autograd
-    saves.
-    """
+    """A running module, the parameters held for it, and the hooks for what autograd saves."""
 
     module: torch.nn.Module | None
     saving: AbstractContextManager[None] | None = None
@@ -115,9 +116,7 @@ class _Frame:
 
 
 class _SavedParameter(NamedTuple):
-    """What is saved for the backward in place of a view of a parameter, which is fetched again
-    then.
-    """
+    """What is saved in place of a view of a parameter, which the backward fetches again."""
 
     number: int
     version: int
@@ -143,7 +142,7 @@ class _Leaves:
     """The modules that use all parameters inside them as one."""
 
     frame: _Frame = field(default_factory=lambda: _Frame(None))
-    """Of the leaf whose backward began last."""
+    """Of the leaf that began its backward last."""
     uses: dict[int, Use] = field(default_factory=dict)
     """What the backward of each needs, by its id."""
     parameters: set[int] = field(default_factory=set)
@@ -186,12 +185,13 @@ class ModuleParameters:
         self._uses: dict[int, Use] = {}  # what each module needs when it runs, by its id
         self._leaves = _Leaves()
         self._called: set[int] = set()  # ids of the modules that have hooks around their calls
-        self._functions: list[_Frame] = []  # of custom functions whose backward is running
+        self._functions: list[_Frame] = []  # of custom functions in their backward
         self._graph_parts = GraphParts()
         self._sees_graph = False  # whether the newest outermost call returned what has a graph
         self._asked: set[int] = set()  # what a module or the caller has asked for so far
         self._asked_now: set[int] = set()  # what was asked for in the newest outermost call
         self._closed = False
+        # Each module once: named_modules() lists a shared one by its first name.
         for name, module in model.named_modules():
             is_leaf = name in leaves
             own = tuple(
@@ -202,18 +202,19 @@ class ModuleParameters:
             if is_leaf:
                 self._leaves.around.update((id(inner), module) for inner in module.modules())
             self._uses[id(module)] = Use(name or "the model", own)
+            # Also of containers: the outermost call begins with one of them.
             if own or any(id(parameter) in self._numbers for parameter in module.parameters()):
                 hooks.on_read(module, self._read)
                 if is_leaf:
                     self._leaves.uses[id(module)] = Use(f"backward of {name or 'the model'}", own)
                     self._leaves.parameters.update(own)
+                # A leaf is called as one: modules inside it need no hooks.
                 if not _within(name, leaves):
                     hooks.on_call(module, self._before, self._after)
                     self._called.add(id(module))
 
     def register_external(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-        """Let a module use a parameter from its next call on, as it uses its own. A leaf uses it
-        for a module inside it.
+        """Let a module use a parameter from its next call on; a leaf for modules inside it.
 
         Raises:
             ConfigError: the module was added after the engine was made.
@@ -255,10 +256,12 @@ class ModuleParameters:
         Raises:
             ConfigError: a module was compiled after the engine was made.
         """
+        # Frames that an interrupted call has left would hold their parameters.
         self._end_frames(1)
         self._end_functions()
         model = self._model()
         if model is not None:
+            # At each call: a module may have been compiled since.
             check_modules(model)
         return self._hooks.saving(self._pack, self._unpack)
 
@@ -268,9 +271,7 @@ class ModuleParameters:
         self._closed = True
 
     def let_go(self) -> None:
-        """Let go of all parameters that are held. No module is running, and the caller's reads have
-        ended.
-        """
+        """Let go of all that is held. No module is running, and the caller's reads have ended."""
         self._end_frames(1)
         self._end(self._outside)
         self._end_functions()
@@ -278,14 +279,14 @@ class ModuleParameters:
         self.end_backward()
 
     def let_go_of_oldest_read(self, wanted: Collection[int] = ()) -> bool:
-        """Let go of the parameter that the caller read first outside of modules, unless it is
-        wanted. Tell whether there was one.
+        """Let go of what the caller read first outside of modules, unless wanted; tell whether.
 
         Nothing shows when the caller has done with such a read, so it is held until its memory is
         needed.
         """
         for number in self._outside.held:
             if number not in wanted:
+                # Deleted first: an interrupt in between must not let go of it twice.
                 del self._outside.held[number]
                 self._fetcher.resident.let_go((number,))
                 return True
@@ -333,12 +334,13 @@ class ModuleParameters:
         self._ask(use, frame)
 
     def _end_function(self, frame: _Frame) -> None:
+        # An interrupted backward may have ended it already.
         if frame in self._functions:
             self._functions.remove(frame)
         self._end(frame)
 
     def _end_functions(self) -> None:
-        """Let go of what functions held whose backward failed."""
+        """Let go of what functions held after their backward failed."""
         while self._functions:
             self._end(self._functions.pop())
 
@@ -346,6 +348,7 @@ class ModuleParameters:
 
     def _before(self, module: torch.nn.Module) -> None:
         use, frame = self._uses[id(module)], _Frame(module)
+        # Only `_outside` is there: this is the outermost call.
         if len(self._frames) == 1:
             self._asked_now.clear()
             self._graph_parts.begin()
@@ -364,7 +367,9 @@ class ModuleParameters:
         at = len(frames) - 1
         while at and frames[at].module is not module:
             at -= 1
+        # 0: the frame is gone, as frames of an interrupted call are ended.
         if at:
+            # What the module returns stays for its caller, which may use it outside of any module.
             for number in self._returned(output):
                 self._hold(number, frames[at - 1])
             self._end_frames(at)
@@ -374,26 +379,27 @@ class ModuleParameters:
                 self._check_output(output)
                 self.prepare_functions(output)
         use = self._leaves.uses.get(id(module))
+        # Hooks of the outputs: full-backward hooks of modules do not see outputs in dicts.
         if use is not None:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     self._hooks.before_backward(tensor, partial(self._before_backward, use))
 
     def _check_output(self, output: object) -> None:
-        """Look for NaN in what the outermost module returns: parameters that no module asked for
-        read as NaN.
+        """Look for NaN in the outermost module's output: unseen parameters read as NaN.
 
         Raises:
             RuntimeError: there is NaN, and some parameters were never asked for; names them.
         """
         unseen = [number for number in self._parameters if number not in self._asked_now]
+        # What is shown had its values.
         unseen = [number for number in unseen if number not in self._fetcher.shown]
         if not unseen or not any(map(_has_nan, tensors_in(output))):
             return
         never = [number for number in unseen if number not in self._asked]
         named = listed([self._names[number] for number in never or unseen])
         when = "yet" if never else "in this call"
-        told = (
+        text = (
             f"The model returned NaN, and no module has asked for {named} {when}. If plain PyTorch "
             "returns other values, your code uses them where the engine cannot see it, such as "
             "through a list: they read as NaN. Call engine.register_external(module, parameter) "
@@ -401,13 +407,12 @@ class ModuleParameters:
             "engine.gathered(parameters)`"
         )
         if never:
-            raise RuntimeError(told)
-        warnings.warn(told, RuntimeWarning, stacklevel=2)
+            raise RuntimeError(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _before_backward(self, use: Use) -> None:
-        """Hold all parameters of a leaf on every rank, until the backward of another leaf
-        begins.
-        """
+        """Hold all parameters of a leaf on every rank, until another leaf's backward begins."""
+        # Several outputs of one leaf come here: it is gathered once.
         if not self._leaves.frame.held.keys() >= set(use.parameters):
             self._end(self._leaves.frame)
             self._ask(use, self._leaves.frame)
@@ -424,6 +429,7 @@ class ModuleParameters:
         self._fetcher.resident.let_go(held)
 
     def _read(self, parameter: object) -> None:
+        # By identity: buffers and other attributes are no parameters.
         number = self._numbers.get(id(parameter))
         frame = self._frames[-1]
         if number is None or (number in frame.held and number in self._fetcher.shown):
@@ -431,6 +437,7 @@ class ModuleParameters:
         self._ask(self._read_uses[number], frame)
 
     def _ask(self, use: Use, frame: _Frame) -> None:
+        # Needed before it is held: a failed fetch leaves nothing to let go of.
         self._need(use)
         self._asked.update(use.parameters)
         self._asked_now.update(use.parameters)
@@ -468,13 +475,16 @@ class ModuleParameters:
     def _pack(self, tensor: torch.Tensor) -> object:
         number = None
         if (
+            # A conjugated or negated view shows other values than its memory has.
             tensor.layout == torch.strided
             and tensor.numel()
             and not (tensor.is_conj() or tensor.is_neg())
         ):
+            # By the storage's address: what is saved may be any view of the parameter.
             number = self._fetcher.shown.number_at(tensor.untyped_storage().data_ptr())
         if number is None:
             self._check_seen(tensor)
+            # Detached, and its version as it is now: an in-place change after this is an error.
             return _SavedTensor(tensor.detach(), tensor._version)
         return _SavedParameter(
             number=number,
@@ -492,6 +502,7 @@ class ModuleParameters:
         if any(tensor.stride()) or storage.nbytes() != tensor.element_size() or tensor.numel() < 2:
             return
         for number, parameter in self._parameters.items():
+            # A NaN of the caller's own has a storage of its own.
             if (
                 parameter.untyped_storage().data_ptr() == storage.data_ptr()
                 and number not in self._fetcher.shown
@@ -536,8 +547,10 @@ class ModuleParameters:
         if number not in self._leaves.parameters or number not in self._fetcher.shown:
             self._need(self._saved_uses[number])
         values = self._fetcher.shown.values(number)
+        # What was saved is a view in another dtype.
         if values.dtype is not saved.dtype:
             values = values.view(-1).view(saved.dtype)
+        # As autograd had it: shape, strides and offset of the view that was saved.
         return values.as_strided(saved.size, saved.stride, saved.offset)
 
 
@@ -590,6 +603,9 @@ def tensors_in(output: object) -> Iterator[torch.Tensor]:
     elif isinstance(output, list | tuple):
         for part in output:
             yield from tensors_in(part)
+    elif is_dataclass(output) and not isinstance(output, type):
+        for part in fields(output):
+            yield from tensors_in(getattr(output, part.name, None))
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from infinity_engine.config import Precision
@@ -29,8 +32,7 @@ __all__ = [
 
 @dataclass(eq=False)
 class ModelParameter:
-    """One parameter of the model, or this rank's shard of one; `number` is its index among all that
-    the engine knows.
+    """One parameter of the model, or this rank's shard; `number` is its index in the engine.
 
     Modules compute with it in `dtype`, which may differ from the dtype that it had in `initialize`.
     A shard is flat, and has the number and name of the model's parameter `part_of`.
@@ -67,9 +69,7 @@ class ModelParameter:
 
     @property
     def home(self) -> torch.Tensor:
-        """The contiguous tensor where its values live: the parameter itself, or one that modules
-        see copies of.
-        """
+        """The contiguous tensor where its values live: itself, or one that modules see copied."""
         if self._on_drives:
             raise RuntimeError(
                 f"The values of {self.name} are on the drives, so there is no tensor of them. "
@@ -97,11 +97,13 @@ class ModelParameter:
         The version is not noted: `check_untouched` still detects a change that came before.
         """
         self.parameter.data = values
+        # The address is the engine's own change. The version is compared as it was noted.
         self._seen = (values.data_ptr(), self._seen[1])
 
     @property
     def is_there(self) -> bool:
         """Whether modules see its values, and not NaN in place of them."""
+        # Expanded NaN has strides of 0 only; fewer than two elements do not show it.
         return self.parameter.numel() < 2 or any(self.parameter.stride())
 
     def note_values(self) -> None:
@@ -128,18 +130,14 @@ class ModelParameter:
 
 
 def absent(dtype: torch.dtype, shape: torch.Size, where: torch.device) -> torch.Tensor:
-    """Return what is shown in place of absent values: NaN, expanded so that a write to it
-    raises.
-    """
+    """Return what absent values look like: NaN, expanded so that a write to it raises."""
     nothing = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), nothing, dtype=dtype, device=where).expand(shape)
 
 
 @dataclass(eq=False)
 class TrainedParameter(ModelParameter):
-    """One parameter of the optimizer; `number` is its index among them, `group` that of its
-    parameter group.
-    """
+    """One parameter of the optimizer; `number` and `group` are indices among its own."""
 
     group: int
 
@@ -152,8 +150,7 @@ class TrainedParameter(ModelParameter):
 def collect_parameters(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: Precision
 ) -> tuple[TrainedParameter, ...]:
-    """Return the optimizer's parameters that are trained, in the model's order, which is about that
-    of their use.
+    """Return the optimizer's trained parameters, in the model's order, about that of their use.
 
     Raises:
         ConfigError: one is not the model's, or cannot be trained here; or none is left.
@@ -175,11 +172,12 @@ def collect_parameters(
             if Hooks.takes_gradients(parameter):
                 raise ConfigError(
                     field="model",
-                    value=f"one whose {name} another engine trains",
+                    value=f"one with a parameter {name} that another engine trains",
                     expected="a model that no other engine trains: close that engine first, which "
                     "leaves an ordinary model",
                 )
             if parameter.requires_grad:
+                # Refuses a dtype that cannot be trained; the result is asked for again later.
                 formats_of(name, dtypes[id(parameter)])
                 groups[id(parameter)] = number
     if not groups:
@@ -208,39 +206,73 @@ def check_memory_of_their_own(
     Raises:
         ConfigError: two share memory. The error names both.
     """
-    ranges = [
-        (*_range_of(known.parameter), known.name, isinstance(known, TrainedParameter))
+    memories = [
+        _Memory(known.name, known.parameter, trained=isinstance(known, TrainedParameter))
         for known in parameters
     ]
-    ranges += [(*_range_of(buffer), f"buffer {name}", False) for name, buffer in buffers.items()]
-    end, of, is_trained = 0, "", False  # of the range that reaches furthest so far
-    for start, stop, name, trained in sorted(found for found in ranges if found[0] < found[1]):
-        if start < end and (trained or is_trained):
-            raise ConfigError(
-                field=f"parameter {name}",
-                value=f"one that shares memory with {of}",
-                expected="memory of its own, as the two would become different tensors once they "
-                "are offloaded or rounded to 16 bits: to tie them, let both modules have "
-                "the same Parameter (second.weight = first.weight); to keep both, give "
-                "one its own values (parameter.data = parameter.data.clone())",
-            )
-        if stop > end:
-            end, of, is_trained = stop, name, trained
+    memories += [
+        _Memory(f"buffer {name}", buffer, trained=False) for name, buffer in buffers.items()
+    ]
+    reaching: list[_Memory] = []  # those before that end behind the beginning of this one
+    for memory in sorted(memories, key=lambda memory: (memory.start, memory.stop, memory.name)):
+        reaching = [before for before in reaching if before.stop > memory.start]
+        for before in reaching:
+            if (memory.trained or before.trained) and memory.shares_with(before):
+                raise ConfigError(
+                    field=f"parameter {memory.name}",
+                    value=f"one that shares memory with {before.name}",
+                    expected="memory of its own, as the two would become different tensors once "
+                    "they are offloaded or rounded to 16 bits: to tie them, let both modules have "
+                    "the same Parameter (second.weight = first.weight); to keep both, give one its "
+                    "own values (parameter.data = parameter.data.clone())",
+                )
+        reaching.append(memory)
 
 
-def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the range of addresses of a tensor's elements. It is empty where they have gaps, as a
-    matrix column has.
+class _Memory:
+    """The memory of a tensor, from its first element's address to the end of its last one's.
+
+    It is empty for a tensor without memory of its own, and for an expanded one.
     """
-    if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
-        return 0, 0
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    # An expanded tensor has fewer elements in memory than it shows.
-    if last + 1 != tensor.numel():
-        return 0, 0
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+    def __init__(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
+        self.name = name
+        self.trained = trained
+        self._tensor = tensor
+        self._has_gaps = False  # as a column of a matrix has
+        self.start = self.stop = 0
+        if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+            return
+        steps = [
+            (size - 1) * stride
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            if size > 1
+        ]
+        if all(steps):
+            count = sum(steps) + 1
+            self.start = tensor.data_ptr()
+            self.stop = self.start + count * tensor.element_size()
+            self._has_gaps = count != tensor.numel()
+
+    def shares_with(self, other: _Memory) -> bool:
+        """Tell whether an element of this tensor is one of another tensor, whose range overlaps
+        with this one's.
+        """
+        if not (self._has_gaps or other._has_gaps):
+            return True
+        return np.shares_memory(self._addresses(), other._addresses())
+
+    def _addresses(self) -> npt.NDArray[np.void]:
+        """Return an array of the same addresses. numpy lacks some dtypes, such as bf16."""
+        size = self._tensor.element_size()
+        interface = {
+            "version": 3,
+            "data": (self.start, False),
+            "shape": tuple(self._tensor.shape),
+            "strides": tuple(stride * size for stride in self._tensor.stride()),
+            "typestr": f"|V{size}",
+        }
+        return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def collect_frozen(

@@ -1,5 +1,6 @@
-"""`PendingParameters`: parameters that stay on the device, and show NaN until a deferred update has
-made their new values.
+"""`PendingParameters`: parameters that show NaN until a deferred update has made their values.
+
+They stay on the device.
 
 A module that runs, and code that reads `module.weight`, wait for the parameters that they need.
 Code that lists or copies parameters waits for the whole update. Only parameters that modules were
@@ -54,22 +55,24 @@ class PendingParameters:
             self._unseen.add(self._numbers[id(parameter)])
 
     def follow(self, update: DeferredUpdate | None) -> None:
-        """Hide the parameters that this update has not made yet. None: show all, and remove all
-        hooks.
+        """Hide the parameters that this update has not made yet. None: show all, remove hooks.
 
         Raises:
             RuntimeError: an op of the update failed.
         """
         if update is None:
+            # Before the hooks go: from then on nothing shows them.
             self._show(list(self._hidden))
             self._hooks.remove()
             self._update = None
             return
         self._hooks.remove()
         self._update = update
+        # Compiled code runs without hooks.
         if any(map(is_compiled, self._modules())):
             update.end()
             return
+        # Only what modules in Python ask for can wait: anything else would be read as NaN.
         waits = self._asked - self._unseen
         update.make(
             number for number in set(self._numbers.values()) - waits if self._updated(number)
@@ -113,10 +116,12 @@ class PendingParameters:
         missing = [number for number in numbers if number in self._hidden]
         if update is None or not missing:
             return
+        # Signals are delayed here only: most reads find nothing to wait for.
         self._hooks.signals.holding(self._await)(update, missing)
 
     def _await(self, update: DeferredUpdate, missing: Sequence[int]) -> None:
         while not all(map(update.has_made, missing)):
+            # Nothing can go on without a wait: then wait for these.
             if not update.go_on():
                 update.make(missing)
         self._show(missing)
@@ -134,9 +139,11 @@ class PendingParameters:
     def _hide(self, number: int) -> None:
         known = self._trained[number]
         values = known.parameter.data
+        # Made once for each parameter: it is the same NaN at every step.
         if number not in self._absent:
             self._absent[number] = absent(known.dtype, known.parameter.shape, values.device)
         self._hidden[number] = values
+        # The update writes to the old memory while modules see NaN.
         known.live_at(values.view(-1))
         known.show(self._absent[number])
 

@@ -65,9 +65,7 @@ def dtypes_of(model: torch.nn.Module, precision: Precision) -> Mapping[int, torc
 
 
 def _beside_statistics(model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-    """Yield the weights of batch norms whose statistics are fp32: torch computes with both in one
-    dtype.
-    """
+    """Yield the weights of batch norms with fp32 statistics: torch wants one dtype for both."""
     for module in model.modules():
         if (
             isinstance(module, _BatchNorm)

@@ -1,5 +1,4 @@
-"""`Provider`: what modules and the engine ask of the object that brings parameters to modules, and
-takes them away.
+"""`Provider`: what modules and the engine ask of the object that brings and evicts parameters.
 
 The fetcher is one, for parameters that this process has whole. Of those that are cut over ranks,
 the gatherer has whole what modules need, and replicas are whole all the time.
@@ -25,9 +24,7 @@ __all__ = ["ModuleProvider", "NothingFetched", "Provider", "stay_absent"]
 
 
 class Provider(Protocol):
-    """Has parameters where modules compute, as far as they are not at home there, and takes changes
-    of them home.
-    """
+    """Has parameters where modules compute, if they are not at home there; takes changes home."""
 
     def gathered(self, numbers: Iterable[int]) -> AbstractContextManager[None]:
         """Have these shown and held within the body."""
@@ -117,9 +114,7 @@ class NothingFetched:
 
 
 def stay_absent(nbytes: int, free: int) -> str:
-    """Return what is said where a close finds no memory for copies of so many bytes of
-    parameters.
-    """
+    """Return the warning of a close without memory for copies of `nbytes` of parameters."""
     return (
         f"After close() the model's parameters show NaN. They take {nbytes} B "
         f"({format_bytes(nbytes)}), and the "

@@ -59,6 +59,7 @@ class ResidentParameters(ABC, Generic[_Entry]):
     @property
     def stats(self) -> FetchingStats:
         """What was brought since the beginning."""
+        # A copy: the caller's figures do not go on counting.
         return replace(self.resident.stats)
 
     def last_use(self) -> Waitable:
@@ -77,6 +78,7 @@ class ResidentParameters(ABC, Generic[_Entry]):
         Raises:
             RuntimeError: a parameter was changed outside of the engine, or is held.
         """
+        # Modules have returned by now, so what is held is the caller's.
         if self.resident.held:
             names = ", ".join(self._parameters[number].name for number in self.resident.held)
             raise RuntimeError(
@@ -91,8 +93,10 @@ class ResidentParameters(ABC, Generic[_Entry]):
     def _provide(self, use: Use) -> None:
         """Have the parameters of a use, which are held, resident and shown."""
         hidden = [number for number in dict.fromkeys(use.parameters) if number not in self.shown]
+        # Two passes: all of them are on their way before the first is waited for.
         self._bring(use.name, self.resident.note_needs(hidden))
         for number in hidden:
+            # Showing replaces the data, and would hide what other code has set.
             self.shown.check_untouched(number)
             parameter = self._parameters[number]
             lease = self._arrived(number)

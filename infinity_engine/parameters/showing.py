@@ -24,6 +24,7 @@ class ShownParameters:
         self._absent = {
             number: absent(parameter.dtype, parameter.parameter.shape, where)
             for number, parameter in parameters.items()
+            # Shown from the start: whatever reads a parameter too early reads NaN.
         }
         for number, parameter in parameters.items():
             parameter.show(self._absent[number])
@@ -33,7 +34,7 @@ class ShownParameters:
         return number in self._addresses
 
     def number_at(self, address: int) -> int | None:
-        """Return the parameter whose shown values begin at this address, if there is one."""
+        """Return the parameter with shown values that begin at this address, if there is one."""
         return self._numbers.get(address)
 
     def values(self, number: int) -> torch.Tensor:
@@ -68,10 +69,12 @@ class ShownParameters:
 
         Unlike `hide`, this keeps no record of what was shown: nothing is fetched any more.
         """
+        # 0 is no address of memory, so nothing is found for one that was never shown.
         self._numbers.pop(self._addresses.pop(number, 0), None)
         self._parameters[number].show(self._absent[number] if values is None else values)
 
     def is_as_shown(self, number: int) -> bool:
         """Tell whether a parameter still has the data that was shown last."""
         shown = self._addresses.get(number)
+        # Other data means that the caller has set its own.
         return shown is not None and shown == self._parameters[number].parameter.data_ptr()

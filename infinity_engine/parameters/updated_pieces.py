@@ -91,8 +91,10 @@ class UpdatedPieces:
         update = self.update
         if update is not None:
             update.go_on()
+            # Updated first: what is in a buffer is handed over from there.
             update.reach(number for number in numbers if number not in self._resident)
             self.read_all()
+            # The rest has to be where the update leaves it.
             update.make(number for number in numbers if number not in self._resident)
             self.read_all()
 
@@ -108,7 +110,7 @@ class UpdatedPieces:
         }
 
     def may_expect(self, number: int) -> bool:
-        """Tell whether memory may be reserved for a parameter whose pieces are about to be made."""
+        """Tell whether to reserve memory for a parameter that the update makes piece by piece."""
         parameter = self._parameters.get(number)
         return (
             self.update is not None
@@ -121,6 +123,7 @@ class UpdatedPieces:
 
     def expect(self, number: int) -> None:
         """Reserve memory for the pieces of a parameter, if there is room for it."""
+        # Room in the limit and memory of the device are two things: both are asked for.
         update, parameter = self.update, self._parameters[number]
         if update is None or parameter.nbytes > self._resident.free:
             return
@@ -135,9 +138,10 @@ class UpdatedPieces:
         self._collected[number] = _Collected(lease, pieces)
 
     def receive(self, number: int, start: int, values: torch.Tensor) -> None:
-        """Copy the new values of a piece, whose first byte is `start`, if it is expected."""
+        """Copy a piece's new values, if they are expected; its first byte is `start`."""
         collected = self._collected.get(number)
         if collected is not None and start in collected.missing:
+            # Copied now: the buffer is reused as soon as its subgroup is stored.
             collected.lease.flat()[start : start + values.numel()].copy_(values)
             del collected.missing[start]
             if not collected.missing:
@@ -155,6 +159,7 @@ class UpdatedPieces:
             return
         parameter = self._parameters[number]
         width = parameter.dtype.itemsize
+        # Still to be handed over by the update.
         unmade = {width * part.first_element for part in update.missing(number)}
         memory = collected.lease.flat().numpy().data
         for start, nbytes in list(collected.missing.items()):
@@ -179,6 +184,7 @@ class UpdatedPieces:
         collected = self._collected.get(number)
         if collected is not None:
             with suppress(TransferError):
+                # The reads go into this memory.
                 Hops(collected.reading).wait()
             collected.lease.close()
             del self._collected[number]
@@ -190,7 +196,7 @@ class UpdatedPieces:
             self.drop(number)
 
     def _complete(self, number: int, collected: _Collected) -> None:
-        """Make a member of a parameter all of whose pieces are here, or in flight."""
+        """Make a parameter a member, as all of its pieces are here or in flight."""
         transfer = self._mover.load_with(
             self._records[number], into=collected.lease, hop=Hops(collected.reading)
         )

@@ -1,5 +1,6 @@
-"""How parameters are cut over ranks, and the collectives of the ranks. Decides nothing about when;
-owns no memory.
+"""How parameters are cut over ranks, and the ranks' collectives.
+
+Decides nothing about when; owns no memory.
 """
 
 from infinity_engine.partition.collectives import CollectiveEvent, Collectives

@@ -1,5 +1,6 @@
-"""`Collectives`: one rank of a group, and what the ranks do together. The only caller of
-torch.distributed.
+"""`Collectives`: one rank of a group, and what the ranks do together.
+
+The only caller of torch.distributed.
 
 Carries out rounds that its callers have laid out, in the order in which they were started, the same
 on every rank. Before data of a collective moves, the ranks send one another headers that say which
@@ -65,6 +66,7 @@ class CollectiveEvent(Event):
 
     def done(self) -> bool:
         """Tell whether it has ended, without blocking; lets everything under way make progress."""
+        # Polls all of the sequence: an event that is asked for moves the collectives before it too.
         self._owner.poll()
         return self._pending.ended
 
@@ -112,7 +114,7 @@ class _Torch:
 
     def block(self, most_s: float) -> None:
         """Block until the work has ended, but no longer than `most_s`."""
-        # Raises when the time is over, or when the work failed; then `wait` raises it again.
+        # torch raises when the time is over, too. A work that failed raises again in `wait`.
         with suppress(RuntimeError):
             self._work.wait(timedelta(seconds=most_s))
 
@@ -131,9 +133,7 @@ class _Done:
 
 
 class _Channel(Protocol):
-    """The way to the other ranks. `on_host`: for bytes in host memory, whichever backend the data
-    has.
-    """
+    """The way to the other ranks. `on_host` is for host bytes, whichever backend the data has."""
 
     store: Store | None
 
@@ -153,6 +153,7 @@ class _Alone:
 
     def start(self, wire: Wire, *, on_host: bool) -> HostWork:
         if not isinstance(wire, NoWire):
+            # The only rank's own bytes are all that arrives.
             wire.into[: wire.mine.numel()].copy_(wire.mine)
         return _Done()
 
@@ -167,8 +168,7 @@ class _Alone:
 
 
 class _Groups:
-    """Two process groups of the same ranks: Gloo's for headers and other host bytes, and one for
-    data.
+    """Two process groups of the same ranks: Gloo's for headers and host bytes, and one for data.
 
     torch wants all ranks to make all groups, so these are made for each of `parts` in turn; this
     rank is in `mine`.
@@ -187,6 +187,7 @@ class _Groups:
         self._groups: list[Any] = []
         for number, ranks in enumerate(parts):
             groups = [
+                # NCCL sends device memory only, so headers always go over Gloo.
                 dist.new_group(ranks, timeout, "gloo"),
                 dist.new_group(ranks, timeout, backend),
             ]
@@ -227,21 +228,20 @@ class _Groups:
             with suppress(Exception):  # after a failure the group may be broken
                 dist.destroy_process_group(group)
             del group
-        # Others, of a later engine or of the user, may be of the world that this one has made; or
-        # it is another now.
+        # Groups of a later engine, or of your code, may need the world that this one has made. And
+        # by now another world may be in its place.
         if (
             self._world is not None
             and dist.is_initialized()
             and dist.group.WORLD is self._world
-            and not _others()
+            and not _other_groups_exist()
         ):
             with suppress(Exception):
                 dist.destroy_process_group()
 
 
 def _init_world(timeout: timedelta, name: str) -> None:
-    """Meet the processes that the environment names; each time under keys of the store that no
-    earlier meeting has used.
+    """Meet the processes that the environment names, under keys that no earlier meeting has used.
 
     Raises:
         CollectiveError: not all have come in time.
@@ -254,6 +254,7 @@ def _init_world(timeout: timedelta, name: str) -> None:
     try:
         dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
+        # `add` with 0 reads a counter: a rank that is as far as this one has counted as often.
         try:
             missing = [
                 other
@@ -270,13 +271,15 @@ def _init_world(timeout: timedelta, name: str) -> None:
 
 
 def _store_of_all(timeout: timedelta, name: str) -> tuple[Any, int, int]:
-    """Return the store at which the ranks meet, which rank 0 may hold, with this rank and the
-    number of ranks.
+    """Return the store at which the ranks meet, this rank, and the number of ranks.
+
+    Rank 0 may hold the store.
+
 
     With a world size of 1 rank 0 does not wait inside torch, where it could not name the missing
     ranks.
     """
-    # it is there
+    # torch's annotations leave `rendezvous` out.
     found = dist.rendezvous("env://?world_size=1", timeout=timeout)  # type: ignore[attr-defined]
     try:
         store, rank, _ = next(found)
@@ -291,22 +294,23 @@ def _not_met(timeout: timedelta, name: str, rank: int, who: str) -> CollectiveEr
     return CollectiveError(
         group=name,
         rank=rank,
-        op="meeting the others",
+        op="meeting the other ranks",
         reason=f"{who} did not come in {timeout.total_seconds():g} s. All ranks must call "
         "initialize, init_context and load_into equally often; to train on its own, a process "
         'passes ranks={"stage": "alone"}',
     )
 
 
-def _others() -> bool:
+def _other_groups_exist() -> bool:
     """Tell whether there are process groups beside the world; they would end with it."""
-    # torch has no other list of them
+    # torch has no public list of its groups.
     groups = getattr(dist.distributed_c10d, "_world").pg_map  # noqa: B009
     return len(groups) > 1
 
 
 def _all_gather() -> Callable[..., Any]:
     found: Callable[..., Any] = (
+        # Newer torch has a new name for the same.
         getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     )
     return found
@@ -327,21 +331,22 @@ class _Unpacking:
 
     def wait(self) -> None:
         self._work.wait()
+        # After `wait`: until then the buffers are undefined.
         self._unpack()
 
 
 @dataclass(frozen=True)
 class _Related:
-    """What the sequences of one family share, and which ranks take part in one of them, numbered as
-    in the family.
+    """What the sequences of one family share, and which ranks take part in one of them.
+
+    The ranks have the numbers that they have in the family.
     """
 
     failures: Failures
     ranks: tuple[int, ...]
     lane: tuple[Accelerator, Stream] | None  # where data is on a GPU
-    own_order: bool = (
-        False  # whether ranks may start its collectives at other points of their programs
-    )
+    # Whether ranks may start its collectives at other points of their programs.
+    own_order: bool = False
     sequences: list[Collectives] = field(default_factory=list)
 
 
@@ -353,8 +358,9 @@ def _join_nothing(_number: int) -> None:
 
 
 class Collectives:
-    """Rank `rank` of `size`, and what it does together with the other ranks. Made by `join`,
-    `alone` or `split`.
+    """Rank `rank` of `size`, and what it does together with the other ranks.
+
+    Made by `join`, `alone` or `split`.
     """
 
     def __init__(
@@ -373,6 +379,7 @@ class Collectives:
         self.timeout_s = timeout_s
         self._channel = channel
         self._related = related or _Related(
+            # A rank cannot wait longer for reports than it would have waited for the collective.
             Failures(channel.store, name, rank, size, patience_s=min(_PATIENCE_S, timeout_s)),
             tuple(range(size)),
             lane,
@@ -386,13 +393,12 @@ class Collectives:
         self._while_waiting: Callable[[], object] = nothing
         self._headers: deque[tuple[Pending, HostWork, torch.Tensor]] = deque()
         self._under_way: deque[Pending] = deque()
+        # A wait in one sequence polls all of them, so each has to know the others.
         self._related.sequences.append(self)
 
     @classmethod
     def alone(cls) -> Collectives:
-        """Return the only rank of a group: it starts nothing of torch.distributed and asks no other
-        process.
-        """
+        """Return the only rank of a group. It starts no process groups and asks no process."""
         return cls(_Alone(), name="one rank", rank=0, size=1, timeout_s=math.inf)
 
     @classmethod
@@ -422,6 +428,7 @@ class Collectives:
                 expected=f"more than 0 seconds, and at most {_LONGEST_S:g}",
             )
         on_gpu = lane is not None and lane[0].torch_device.type != "cpu"
+        # Asked before `_init_world`: only a world that this engine made may be destroyed by it.
         own_world = not dist.is_initialized()
         if own_world:
             if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -445,13 +452,13 @@ class Collectives:
         first.
         """
         return self._made(
-            self._channel.again(self.timeout_s), replace(self._related, own_order=True)
+            # Its own order: that of the first sequence says nothing of this one.
+            self._channel.again(self.timeout_s),
+            replace(self._related, own_order=True),
         )
 
     def _made(self, channel: _Channel, related: _Related, name: str | None = None) -> Collectives:
-        """Return a sequence of the ranks of this channel, which shares waits and failures with this
-        one.
-        """
+        """Return a sequence of this channel's ranks that shares waits and failures with this."""
         return Collectives(
             channel,
             name=name or self.name,
@@ -467,14 +474,13 @@ class Collectives:
         return len(self._related.ranks)
 
     def on_wait(self, call: Callable[[], object]) -> None:
-        """Call this again and again while this rank waits in this sequence; an exception that it
-        raises ends the wait.
-        """
+        """Call this again and again while this rank waits here; what it raises ends the wait."""
         self._while_waiting = call
 
     def on_stall(self, join: Callable[[int], object]) -> None:
-        """Call `join` with the number of a collective of this sequence that another rank waits for
-        and this rank has not started.
+        """Call `join` with the number of a collective here that another rank waits for.
+
+        This rank has not started that collective.
 
         Called while this rank waits in another sequence for a collective that the other rank has
         not come to, so that neither would go on. Where there are replicas, their collectives have
@@ -489,9 +495,7 @@ class Collectives:
 
     @property
     def can_stall(self) -> bool:
-        """Whether ranks learn that they wait for one another in two orders, which `on_stall`
-        resolves.
-        """
+        """Whether ranks learn that they wait for one another in two orders: see `on_stall`."""
         return self._related.failures.has_store
 
     @property
@@ -500,8 +504,7 @@ class Collectives:
         return self._closed or self._failure is not None
 
     def split(self, shard_ranks: int) -> tuple[Collectives, Collectives]:
-        """Return a mesh: the ranks among which parameters are cut, and the ranks that own the same
-        shards.
+        """Return a mesh: the ranks that cut parameters among them, and those with the same shards.
 
         Every `shard_ranks` neighbours make a group of the first kind, which keeps the order of all
         ranks. Groups of the second kind have an order of their own, as those of `beside`. A failure
@@ -523,6 +526,7 @@ class Collectives:
     def _part(self, parts: Sequence[range], name: str, *, own_order: bool) -> Collectives:
         number = next(number for number, part in enumerate(parts) if self.rank in part)
         related = replace(self._related, ranks=tuple(parts[number]), own_order=own_order)
+        # torch wants every rank to make the groups of all parts, not only its own.
         channel = self._channel.parted(parts, number, self.timeout_s)
         return self._made(channel, related, f"{self.name}/{name} {number}")
 
@@ -538,8 +542,7 @@ class Collectives:
         after: Sequence[Event] = (),
         ended: Callable[[BaseException | None], object] = ignore,
     ) -> CollectiveEvent:
-        """Begin a collective; its data moves once all of `after` have passed and all ranks have
-        started it.
+        """Begin a collective; data moves once all ranks have started it and `after` has passed.
 
         `op` names it in messages; all ranks must start the same `op` with the same `key`. `ended`
         is called at its end, with the error if there is one. All ranks can read from the event the
@@ -550,12 +553,14 @@ class Collectives:
             RuntimeError: it is closed.
         """
 
+        # Where no rank announces anything, the headers are all that moves.
         def rounds_if_any(announced: Sequence[int]) -> Sequence[Round]:
             return rounds if announces is None or any(announced) else ()
 
         pending = self._begin(
             op, rounds_if_any, self._issue, key=key, nbytes=announces or 0, after=after, ended=ended
         )
+        # At once: headers of other ranks may be here already.
         self.poll()
         return CollectiveEvent(self, pending)
 
@@ -569,7 +574,8 @@ class Collectives:
         self.wait_for(self._begin(text, lambda _: (), self._issue_on_host, key=digest(value)))
 
     def share(self, op: str, payload: bytes | memoryview) -> tuple[bytes, ...]:
-        """Return the payload of each rank, in the ranks' order; each may have another length.
+        """Return the payload of each rank, in the ranks' order. Lengths may differ.
+
         Blocks, and stays on the host.
 
         Raises:
@@ -585,6 +591,7 @@ class Collectives:
             # Padded to the longest: an all-gather takes as many bytes from each rank.
             mine = torch.zeros(width, dtype=torch.uint8)
             if len(payload):
+                # A copy that may be written: torch warns of read-only bytes.
                 mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
             into = torch.empty(width * self.size, dtype=torch.uint8)
 
@@ -602,9 +609,7 @@ class Collectives:
     # of the user's own, while another rank waits for the engine's: ranks that run one program do
     # both in one order, and never get there.
     def poll(self) -> None:
-        """Let everything under way make progress. Raises nothing: waiting for a collective raises
-        its error.
-        """
+        """Let all that is under way make progress. Raises nothing: `wait` raises what failed."""
         if self._polling:  # a collective that comes after another polls that one's end
             return
         self._polling = True
@@ -629,12 +634,15 @@ class Collectives:
         return pending.work if isinstance(pending.work, Event) else None
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the group and send the other ranks `error`, if there is one. What is under way ends
-        here. Again: does nothing.
+        """Leave the group and send the other ranks `error`, if any. Does nothing a second time.
+
+        What is under way ends here.
         """
         if self._closed:
             return
         self._closed = True
+        # With an alarm where something failed here. A rank that leaves on purpose raises none: the
+        # others learn of it when they wait for this one.
         if error is not None and self._failure is None:
             self._related.failures.report(f"has left with {type(error).__name__}: {_brief(error)}")
         else:
@@ -662,6 +670,7 @@ class Collectives:
     # --- how they go on ---------------------------------------------------------------------------
 
     def _wait_until(self, reached: Callable[[], bool], pending: Pending) -> None:
+        # How long this call waits, not how old the collective is.
         since = time.monotonic()
         while True:
             # All sequences: another rank may need one of them before it comes to this collective.
@@ -671,15 +680,16 @@ class Collectives:
                 return
             self._look()
             self._while_waiting()
+            # Neither at once nor often: each look asks the store, perhaps over the network.
             if time.monotonic() - max(since, self._asked) > _STALL_S and pending.waits_for_headers:
                 self._asked = time.monotonic()
                 self._resolve_stall(pending)
+            # `_while_waiting` may have brought it about.
             if not reached():
                 self._block()
 
     def _resolve_stall(self, pending: Pending) -> None:
-        """Announce which collective this rank waits for, or start one that another rank has
-        announced.
+        """Announce which collective this rank waits for, or start one that another rank announced.
 
         [Note: who waits for whom] Where ranks do other things between two gathers, rank A may wait
         for a reduce that rank B would start later, after a gather that A has not come to. So a rank
@@ -690,21 +700,20 @@ class Collectives:
         these only, as it may be anywhere past where the others are. A collective of all ranks waits
         for all of them, so nothing can come then.
         """
-        everybody = self._related.sequences[0]
+        all_ranks = self._related.sequences[0]
         if self._related.own_order:
-            for among in {self.name, everybody.name}:
+            for among in {self.name, all_ranks.name}:
                 self._related.failures.want(pending.number, self._position, among)
             return
         number, position = self._related.failures.wanted(self.name)
         for other in self._related.sequences:
+            # Not started here, and this rank is past where the other one waits.
             if number > other._started and pending.position > position:
                 other._join(number)
 
     @property
     def _position(self) -> int:
-        """How many collectives this rank has started in the sequences that keep the order of all
-        ranks.
-        """
+        """How many collectives this rank has started in sequences that keep all ranks' order."""
         return sum(
             sequence._started
             for sequence in self._related.sequences
@@ -715,9 +724,12 @@ class Collectives:
         """Give the processor away until the oldest collective can go on, or for a short time."""
         oldest = next(pending for pending in self._under_way if not pending.ended)
         work = self._headers[0][1] if oldest.waits_for_headers else oldest.work
+        # Nothing to block on: a device's event can only be polled.
         if work is None or isinstance(work, Event):
             time.sleep(_PAUSE_S)
         else:
+            # While this blocks, other sequences do not go on: the block is short where one has
+            # work.
             others = [sequence for sequence in self._related.sequences if sequence is not self]
             work.block(
                 _TURN_S
@@ -745,6 +757,7 @@ class Collectives:
             )
         if self._failure is not None:
             raise again(self._failure)
+        # Ranks compare numbers too: a collective that one rank left out shows at the next one.
         self._started += 1
         # [Note: why headers] If the ranks of a collective disagree, it hangs, ends the process or
         # mixes up bytes, depending on backend and sizes. A header of 256 bytes over Gloo costs one
@@ -765,11 +778,12 @@ class Collectives:
         self._under_way.append(pending)
         mine = torch.frombuffer(bytearray(header.pack() * self.size), dtype=torch.uint8)
         into = torch.empty(self.size * Header.SIZE, dtype=torch.uint8)
-        each = [Header.SIZE] * self.size
+        per_rank = [Header.SIZE] * self.size
         try:
             # Straight to each rank: Gloo's all-gather goes from neighbour to neighbour.
-            work = self._channel.start(Exchange(mine, into, each, each), on_host=True)
+            work = self._channel.start(Exchange(mine, into, per_rank, per_rank), on_host=True)
         except Exception as error:
+            # Ends all sequences: without this header the ranks are out of step.
             self._fail(pending, error)
             assert self._failure is not None, "it is why this failed"
             raise again(self._failure) from error
@@ -779,7 +793,9 @@ class Collectives:
     def _go_on(self) -> None:
         self._read_headers()
         may_issue = True
+        # A copy: the end of one may start another, which appends here.
         for pending in list(self._under_way):
+            # Headers come in order: none behind this one has the ranks' agreement.
             if pending.ended or pending.waits_for_headers:
                 break
             try:
@@ -796,6 +812,7 @@ class Collectives:
         while self._headers and self._headers[0][1].done():
             pending, work, into = self._headers.popleft()
             try:
+                # Raises what the exchange failed with; `done` is true for that as well.
                 work.wait()
             except Exception as error:
                 self._fail(pending, error)
@@ -836,29 +853,29 @@ class Collectives:
     def _look(self) -> None:
         """Check now and then whether another rank has failed, or has not come for too long."""
         now = time.monotonic()
+        # Its clock counts: later ones wait for it, not for other ranks.
         oldest = next(pending for pending in self._under_way if not pending.ended)
         if now - oldest.since > self.timeout_s:
             self._fail(oldest, TimeoutError(f"not all ranks came within {self.timeout_s:g} s"))
         elif now - self._looked > _LOOK_S:
             self._looked = now
+            # Without a cause of its own: `account` says which rank it was.
             if self._related.failures.seen():
                 self._fail(oldest, None)
 
     def _fail(self, pending: Pending, cause: BaseException | None) -> None:
-        """End everything, with an error that names the ranks to blame as far as they can be found
-        out.
-        """
+        """End everything, with an error that names the ranks to blame, where they can be found."""
         if self._failure is not None:
             return
         known = [] if cause is None else [_first_sentence(cause)]
+        # Before `account` waits for the others' reports: they wait for this one.
         self._related.failures.report(f"has stopped in {': '.join([pending.op, *known])}")
         try:
             raise self._error(
                 pending.op, "; ".join([*known, *self._related.failures.account()])
             ) from cause
-        except (
-            CollectiveError
-        ) as failure:  # raised once so that it has its cause; every wait raises it again
+        # Raised once, so that it has its cause. Each wait raises a copy without frames.
+        except CollectiveError as failure:
             self._end_all(kept(failure))
 
     def _error(self, op: str, reason: str) -> CollectiveError:
@@ -869,6 +886,7 @@ class Collectives:
     def _end_all(self, failure: CollectiveError) -> None:
         self._failure = failure
         self._headers.clear()
+        # First `_failure`, then these: an `ended` that starts something has to find it failed.
         for pending in self._under_way:
             if not pending.ended:
                 pending.end(failure)
@@ -885,7 +903,5 @@ def _brief(error: BaseException) -> str:
 
 
 def _first_sentence(error: BaseException) -> str:
-    """Return the first sentence of an error of Gloo: the fact. Guesses and places in torch's
-    sources follow it.
-    """
+    """Return the first sentence of an error of Gloo, the fact. Guesses and places follow it."""
     return re.split(r"\.\s", _brief(error))[0].removesuffix(".")

@@ -1,5 +1,4 @@
-"""`Failures`: how ranks report that they cannot go on, so that each rank can name the one that
-failed, or can help it.
+"""`Failures`: how ranks report that they cannot go on, so that each rank can name the one that did.
 
 Uses the key-value store that the ranks met at, and looks at processes of its own machine. Takes no
 part in collectives, which do not work any more by then. Without a store it knows only that
@@ -21,8 +20,11 @@ import psutil
 
 __all__ = ["Failures", "Process", "Store"]
 
+# Between two looks at the store.
 _PAUSE_S = 0.02
+# A longer difference means that the process number belongs to another process by now.
 _CLOCK_S = 5.0
+# Characters of one report.
 _MOST_SHOWN = 500
 
 
@@ -41,9 +43,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process, as others on its machine can find it. Processes of other machines or containers
-    have another `machine`.
-    """
+    """A process, as others on its machine can find it. `machine` differs on other machines."""
 
     pid: int
     started: float
@@ -52,6 +52,8 @@ class Process:
     @classmethod
     def own(cls) -> Process:
         """Return this one."""
+        # Containers of one machine share the boot's number, but not the namespace of process
+        # numbers.
         boot = Path("/proc/sys/kernel/random/boot_id")
         machine = f"{boot.read_text().strip() if boot.exists() else ''} {_pid_namespace()}"
         return cls(os.getpid(), psutil.Process().create_time(), machine)
@@ -64,14 +66,16 @@ class Process:
             process = psutil.Process(self.pid)
             # Reading the clock's start anew may move what was seen of a process by a second.
             another = abs(process.create_time() - self.started) > _CLOCK_S
+            # A zombie has ended: its parent has not asked for its status yet.
             return another or process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 
 
 class Failures:
-    """What rank `rank` of `size` reports to the others, and what they report. `patience_s` bounds
-    waiting for them.
+    """What rank `rank` of `size` reports to the other ranks, and what they report to it.
+
+    It waits for them for `patience_s` at most.
     """
 
     def __init__(
@@ -106,23 +110,20 @@ class Failures:
             self._put(f"reports/{self._rank}", what[:_MOST_SHOWN])
 
     def want(self, number: int, position: int, among: str) -> None:
-        """Announce to the other ranks of a group which collective this rank waits for, and how far
-        it is in their order.
-        """
+        """Announce which collective this rank waits for, and how far it is in the group's order."""
         self._put(f"wanted/{among}", f"{number} {position}")
 
     def wanted(self, among: str) -> tuple[int, int]:
-        """Return which collective some rank of a group waits for, or waited for, and how far it is
-        in their order.
+        """Return which collective a rank of a group waits or waited for, and how far it is.
+
+        The last that was announced: ranks write to one key.
         """
         text = self._get(f"wanted/{among}")
         number, position = (0, 0) if text is None else map(int, text.split())
         return number, position
 
     def account(self) -> list[str]:
-        """Return a sentence about each of the other ranks; waits, for a bounded time, until they
-        have reported.
-        """
+        """Return a sentence about each other rank; wait, for a bounded time, until it reports."""
         if self._size == 1:
             return []
         if self._store is None or not self._reachable():
@@ -131,10 +132,12 @@ class Failures:
                 "be reached"
             ]
         reports: dict[int, str] = {}
+        # Known to have ended without a report.
         ended: dict[int, int] = {}
         missing = [rank for rank in range(self._size) if rank != self._rank]
         until = time.monotonic() + self._patience_s
         while missing:
+            # A copy, as ranks leave the list.
             for rank in list(missing):
                 reported = self._get(f"reports/{rank}")
                 pid = self._ended(rank)
@@ -162,7 +165,7 @@ class Failures:
         assert self._store is not None, "there is one"
         try:
             self._store.check([self._key("failed")])
-        except Exception:  # Each kind of store raises its own.
+        except Exception:  # Each kind of store raises errors of its own.
             return False
         return True
 
@@ -183,6 +186,7 @@ class Failures:
             return False
 
     def _get(self, what: str) -> str | None:
+        # `get` would wait for a value that no rank may ever set.
         if self._store is None or not self._has(what):
             return None
         try:

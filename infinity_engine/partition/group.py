@@ -37,9 +37,7 @@ MOST_ANNOUNCED = 63
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """One parameter of a group: its name, how it is cut, and the dtype in which it goes over the
-    wire.
-    """
+    """One parameter of a group: its name, how it is cut, and its dtype on the wire."""
 
     name: str
     spec: ShardSpec
@@ -57,9 +55,7 @@ class Adder(Protocol):
 
 
 class TorchAdder:
-    """torch's own additions. The engine passes its kernels instead: no setting of torch changes
-    their bits.
-    """
+    """torch's own additions. The engine passes its kernels, which no setting of torch changes."""
 
     def begin(self, values: torch.Tensor, into: torch.Tensor) -> None:
         """Write values to `into`."""
@@ -103,6 +99,7 @@ class ShardGroup:
         self._layout = WireLayout(
             [member.spec for member in members], [member.dtype.itemsize for member in members]
         )
+        # Ranks compare it in the headers: another cut or dtype is another collective.
         self._key = digest(*((member.spec, member.dtype) for member in members))
 
     def shard(self, member: int) -> Shard:
@@ -128,6 +125,7 @@ class ShardGroup:
         after: Sequence[Event] = (),
     ) -> CollectiveEvent:
         """Begin to assemble whole parameters from all ranks' shards, once `after` have passed.
+
         Returns at once.
 
         All tensors are flat: this rank's shards, the whole parameters, and `wire`, bytes that are
@@ -143,6 +141,7 @@ class ShardGroup:
         self._check("into", into, [member.spec.numel for member in self.members])
         most = self._room(wire, self.gather_bytes(), self._layout.ranks + 1)
         rounds = self._gathering(shards, into, _no_bytes() if wire is None else wire, most)
+        # With `most`: buffers of other sizes would make other rounds.
         return self._collectives.start(
             f"gather of {self.name}", rounds, key=digest(self._key, most), after=after
         )
@@ -168,10 +167,12 @@ class ShardGroup:
                 if shard.numel()
             ]
         if layout.is_one_run:
+            # The segments are the parameter as it lies in memory, so nothing is copied.
             return [Round(AllGather(_bytes(shards[0]), _bytes(into[0])))]
         rounds = []
         for window in layout.windows(most) if most else ():
             width = window.end - window.start
+            # A window of this rank, then those of all ranks, itself included.
             mine, all_ = wire[:width], wire[width : width * (layout.ranks + 1)]
             pack = partial(self._pack_shards, window, rank, shards, mine)
             unpack = partial(self._unpack_parameters, window, all_, width, into)
@@ -182,6 +183,7 @@ class ShardGroup:
         self, window: Window, rank: int, shards: Sequence[torch.Tensor], mine: torch.Tensor
     ) -> None:
         for piece in self._layout.pieces_in(window, rank):
+            # The piece may begin in the middle of the shard, where a window cuts it.
             first = piece.first_element - self.shard(piece.member).first_element
             self._on_wire(mine, piece).copy_(shards[piece.member][first : first + piece.numel])
 
@@ -199,6 +201,7 @@ class ShardGroup:
 
     def reduce_bytes(self) -> int:
         """Return the buffer size with which a reduce goes in one round; 0 where none is needed."""
+        # One half for what is sent, the other for what comes.
         return 0 if self._layout.ranks == 1 else 2 * self._layout.width * self._layout.ranks
 
     def reduce(
@@ -211,8 +214,9 @@ class ShardGroup:
         after: Sequence[Event] = (),
         ended: Callable[[BaseException | None], object] = ignore,
     ) -> CollectiveEvent:
-        """Begin to add up all ranks' gradients of this rank's shards, in fp32 and in the ranks'
-        order, into `into`.
+        """Begin to add up all ranks' gradients of this rank's shards, in fp32, into `into`.
+
+        The order of the additions is that of the ranks.
 
         `gradients` are of the whole parameters, None where this rank has none; flat, as `wire` is.
         The bytes of `wire` are used until the end: the more of them, up to `reduce_bytes`, the
@@ -236,6 +240,7 @@ class ShardGroup:
             for place, gradient in enumerate(gradients[:MOST_ANNOUNCED])
             if gradient is not None
         )
+        # All further members share the last bit: a header has 64.
         if any(gradient is not None for gradient in gradients[MOST_ANNOUNCED:]):
             announces |= 1 << MOST_ANNOUNCED
         key = digest(self._key, most)
@@ -255,6 +260,7 @@ class ShardGroup:
         if layout.ranks == 1:
             return [
                 Round(
+                    # One rank sends nothing: packing writes the sum.
                     NoWire(),
                     total.zero_ if gradient is None else partial(adder.begin, gradient, total),
                 )
@@ -264,11 +270,13 @@ class ShardGroup:
         for window in layout.windows(most) if most else ():
             sent = [layout.nbytes_in(window, other) for other in range(layout.ranks)]
             width = layout.nbytes_in(window, rank)
+            # By the longest segment, so `got` begins at the same byte on every rank.
             half = (window.end - window.start) * layout.ranks
             mine, got = wire[: sum(sent)], wire[half : half + width * layout.ranks]
             pack: Callable[[], object] = partial(
                 self._pack_gradients, window, sent, gradients, mine
             )
+            # All of the one gradient in this window.
             if self._layout.is_one_run and width == layout.width and gradients[0] is not None:
                 mine, pack = _bytes(gradients[0]), nothing  # sent from where it lies
             unpack = partial(self._add_up, window, got, width, into, adder)
@@ -282,12 +290,14 @@ class ShardGroup:
         gradients: Sequence[torch.Tensor | None],
         mine: torch.Tensor,
     ) -> None:
+        # Segments follow one another without gaps here, as an exchange sends them.
         at = 0
         for rank, nbytes in enumerate(sent):
             segment = mine[at : at + nbytes]
             for piece in self._layout.pieces_in(window, rank):
                 gradient, place = gradients[piece.member], self._on_wire(segment, piece)
                 if gradient is None:
+                    # Other ranks have a gradient of it: this one adds nothing to theirs.
                     place.zero_()
                 else:
                     place.copy_(gradient[piece.first_element :][: piece.numel])
@@ -311,14 +321,13 @@ class ShardGroup:
             total = into[piece.member][first : first + piece.numel]
             for rank in range(self._layout.ranks):
                 values = self._on_wire(got[rank * width : (rank + 1) * width], piece)
+                # Rank 0 begins the sum: adding to zeros would turn -0 into 0.
                 (adder.add if rank else adder.begin)(values, total)
 
     # --- buffers ----------------------------------------------------------------------------------
 
     def _room(self, wire: torch.Tensor | None, enough: int, parts: int) -> int:
-        """Return how many bytes of each segment go in one round; 0 where no buffer is needed, as
-        `enough` is 0.
-        """
+        """Return the bytes of each segment in one round; 0 where none is needed, as `enough` is."""
         if not enough:
             return 0
         nbytes = 0 if wire is None else wire.nbytes
@@ -338,6 +347,7 @@ class ShardGroup:
                 expected=f"flat, contiguous uint8 of {parts * WIRE_ALIGNMENT} B or more, {enough} "
                 "B for one round",
             )
+        # Longer windows than segments would only be empty.
         return min(most, self._layout.width)
 
     def _on_wire(self, segment: torch.Tensor, piece: Piece) -> torch.Tensor:

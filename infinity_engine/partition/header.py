@@ -1,5 +1,4 @@
-"""`Header`: what each rank sends about a collective before any data moves, and how ranks find that
-they disagree.
+"""`Header`: what each rank sends about a collective before data moves; finds disagreements.
 
 Bytes of one size, whatever the collective; sends nothing.
 """
@@ -13,13 +12,13 @@ from hashlib import blake2b
 
 __all__ = ["Header", "digest", "disagreement"]
 
+# 256 bytes: number, announced number, digest, length of the name, name.
 _LAYOUT = struct.Struct("<QQ16sH222s")
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Which collective it is: its number, a digest of what must be equal on all ranks, and its name
-    for messages.
+    """Which collective it is: number, digest of what must be equal on all ranks, name for messages.
 
     `nbytes` may differ between ranks: how many bytes this rank shares, or another number that it
     announces.
@@ -47,13 +46,12 @@ class Header:
 
 def digest(*parts: object) -> bytes:
     """Return 16 bytes that differ where the parts, as they print, do."""
+    # Separated, so that ("ab", "c") and ("a", "bc") differ.
     return blake2b("\0".join(str(part) for part in parts).encode(), digest_size=16).digest()
 
 
 def disagreement(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
-    """Return which of these ranks are about to do what, where that is not the same on all; None
-    where it is.
-    """
+    """Return what these ranks are about to do, where that differs; None where it does not."""
     groups: dict[tuple[int, bytes], list[int]] = {}
     for place, header in enumerate(headers):
         groups.setdefault((header.number, header.key), []).append(place)

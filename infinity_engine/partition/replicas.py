@@ -1,5 +1,4 @@
-"""`ReplicaSums`: adds up the sums of ranks that own the same shards, each of which has summed among
-its neighbours.
+"""`ReplicaSums`: adds up sums of ranks that own the same shards, each summed among neighbours.
 
 Lays out what goes over the wire; `Collectives` carries it. Owns no memory. `HybridReduce` puts it
 behind a reduce.
@@ -47,8 +46,7 @@ class ReplicaSums:
         adder: Adder,
         wire: torch.Tensor,
     ) -> CollectiveEvent:
-        """Begin to replace flat fp32 tensors, which are as large on all ranks, by their sums over
-        the ranks.
+        """Begin to replace flat fp32 tensors, alike on all ranks, by their sums over the ranks.
 
         `wire`, bytes that are used until the end, bounds what goes in one round. A rank that
         announces 0 has nothing: its tensors count as zeros, whatever is in them. Returns at once.
@@ -63,9 +61,11 @@ class ReplicaSums:
             expected = f"{2 * ranks * WIRE_ALIGNMENT} B or more"
             raise ConfigError(field=f"wire of {name}", value=f"{wire.numel()} B", expected=expected)
         every = sum(numels)
+        # No more than one round needs, so that buffers larger than that cut alike.
         part = min(part, align_up(-(-every // ranks) * _SIZE, WIRE_ALIGNMENT) // _SIZE)
         values = wire[: 2 * ranks * part * _SIZE].view(torch.float32)
         rounds: list[Round] = []
+        # At least 1, as range() wants; without elements there is no round.
         for first in range(0, every, max(ranks * part, 1)):
             numel = min(ranks * part, every - first)
             rounds += self._rounds(
@@ -85,10 +85,9 @@ class ReplicaSums:
         *,
         has: bool,
     ) -> list[Round]:
-        """Return the rounds for `numel` elements, of which each rank adds up `part` or what is
-        left.
-        """
+        """Return the rounds for `numel` elements; a rank adds up `part` of them or what is left."""
         ranks, rank = self._collectives.size, self._collectives.rank
+        # The last ranks may have fewer, or none.
         counts = [min(max(numel - owner * part, 0), part) for owner in range(ranks)]
         mine, got = values[: ranks * part], values[ranks * part :]
         own = counts[rank]
@@ -130,6 +129,7 @@ class HybridReduce:
         self._queue = queue
         self._reduced = False
         self._second: CollectiveEvent | None = None
+        # Before `reduce`, which may end at once and look for this in the queue.
         queue.append(self)
         self._first: CollectiveEvent | None = None
         self._first = reduce(self._ended)
@@ -154,9 +154,7 @@ class HybridReduce:
 
     @property
     def announced(self) -> Sequence[int]:
-        """Of each replica, which members any of its ranks had a gradient of; once it has ended
-        well.
-        """
+        """Of each replica, which members its ranks had gradients of, once it has ended well."""
         return () if self._second is None else self._second.announced
 
     def _ended(self, error: BaseException | None) -> None:
@@ -165,6 +163,7 @@ class HybridReduce:
             self._begin_seconds()
 
     def _begin_seconds(self) -> None:
+        # Only from the front: replicas start their second parts in one order.
         while self._queue and self._queue[0]._begin_second():
             self._queue.popleft()
 
@@ -205,6 +204,7 @@ def _pack(pieces: Sequence[torch.Tensor], mine: torch.Tensor, *, has: bool) -> N
 # beginning with the first replica's. One rank adds up a part of them and all get its bits, so
 # replicas hold the same bits, which no bucket and no round changes.
 def _add_up(got: torch.Tensor, own: int, ranks: int, mine: torch.Tensor, adder: Adder) -> None:
+    # Over what was sent: the exchange has ended, so `mine` is free.
     total = mine[:own]
     for rank in range(ranks):
         (adder.add if rank else adder.begin)(got[rank * own : (rank + 1) * own], total)

@@ -1,5 +1,4 @@
-"""A collective as rounds, each one of torch's collectives, and `Pending`: one collective that is
-under way here.
+"""A collective as rounds, each one of torch's, and `Pending`: one collective under way here.
 
 Knows in which order the steps follow; starts and ends them when it is called. Calls nothing of
 torch.distributed.
@@ -43,9 +42,7 @@ class AllGather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
-    """Every rank gets from each the bytes that are for it: `sent` of `mine` to each, `received`
-    from each.
-    """
+    """Every rank gets from each the bytes for it: `sent` of `mine` each, `received` from each."""
 
     mine: torch.Tensor
     into: torch.Tensor
@@ -64,7 +61,7 @@ def nothing() -> None:
     """Pack or unpack nothing."""
 
 
-def _no_rounds(_said: Sequence[int]) -> Sequence[Round]:
+def _no_rounds(_announced: Sequence[int]) -> Sequence[Round]:
     return ()
 
 
@@ -140,10 +137,9 @@ class Pending:
         return self._rounds is not None and not self._rounds
 
     def agreed(self, nbytes: Sequence[int]) -> None:
-        """Note that all ranks do this, and the number that each has announced, such as how many
-        bytes it shares.
-        """
+        """Note that all ranks do this, and what each announced, such as bytes that it shares."""
         self.announced = tuple(nbytes)
+        # Dropped once used: what it refers to, such as buffers, may go with the rounds.
         self._rounds, self._make_rounds = list(self._make_rounds(nbytes)), _no_rounds
         self.since = time.monotonic()
 
@@ -156,9 +152,11 @@ class Pending:
         """Start and end rounds, as far as they can; tell whether the last has ended."""
         assert self._rounds is not None, "the ranks have agreed"
         while True:
+            # In a stream the next round may be started behind one that is under way.
             if self._work is not None and not (self._in_stream and self._rounds):
                 if not self._work.done():
                     return False
+                # Raises what it failed with, and unpacks.
                 self._work.wait()
                 self._work = None
             if not self._rounds:

@@ -36,7 +36,7 @@ class ShardSpec:
 
     def __post_init__(self) -> None:
         block, at = _native.NORM_BLOCK, 0
-        # Without gaps and overlaps, cut at blocks, and to the last element.
+        # No gaps and no overlaps, cuts at blocks, and all elements to the last.
         for shard in self.in_order():
             if shard.first_element != at or shard.numel < 0 or at % block:
                 self._refuse()
@@ -67,8 +67,7 @@ class ShardSpec:
 
 
 class Partitioner:
-    """Cuts parameters over `ranks`, one after another, so that each rank owns about as many
-    elements.
+    """Cuts parameters over `ranks`, one after another, so that each rank owns about as much.
 
     The cut of a parameter depends on those before it and on nothing else, so code that builds a
     model can cut while it grows. At any time no rank owns more than a block (NORM_BLOCK elements)
@@ -109,14 +108,15 @@ class Partitioner:
         grow apart.
         """
         block, ranks = _native.NORM_BLOCK, len(self._owned)
+        # sorted is stable: among equals the lower rank comes first, on every rank alike.
         poorest_first = sorted(range(ranks), key=lambda rank: self._owned[rank])
-        each, left_over = divmod(-(-numel // block), ranks)
-        blocks = dict.fromkeys(range(ranks), each)
+        per_rank, left_over = divmod(-(-numel // block), ranks)
+        blocks = dict.fromkeys(range(ranks), per_rank)
         for rank in poorest_first[:left_over]:
             blocks[rank] += 1
         order = list(blocks)
         if numel % block:
-            # index -1, the richest, where none is left over
+            # Where no block is left over, index -1 is the richest rank.
             order.remove(last := poorest_first[left_over - 1])
             order.append(last)
         shards, at = {}, 0

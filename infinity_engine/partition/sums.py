@@ -1,5 +1,4 @@
-"""The block sums of the gradient norm, shared by all ranks: with all of them, each computes the
-norm that one rank would.
+"""Shares the gradient norm's block sums: with all, each rank computes what one rank would.
 
 Moves doubles as bytes and adds nothing. [Note: where parameters are cut] in shard.py says why no
 block has two owners.
@@ -26,6 +25,7 @@ def share_block_sums(
     collectives: Collectives, specs: Sequence[ShardSpec], mine: Sequence[_Sums]
 ) -> list[_Sums]:
     """Return the sums of all blocks of each parameter; `mine` has those of this rank's shards.
+
     Blocks.
 
     Raises:
@@ -39,6 +39,7 @@ def share_block_sums(
             raise ConfigError(
                 field=f"block sums of parameter {number}", value=len(sums), expected=expected
             )
+    # Without parameters there would be no array, which concatenate refuses.
     payload = np.concatenate([np.zeros(0), *mine]).tobytes()
     payloads = [
         np.frombuffer(of_rank)

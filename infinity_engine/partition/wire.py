@@ -1,5 +1,4 @@
-"""`WireLayout`: where the shards of several parameters lie in the flat buffers that a collective
-sends and receives.
+"""`WireLayout`: where shards of several parameters lie in the flat buffers of a collective.
 
 Pure arithmetic over bytes. Each rank has a segment, in which its shards follow one another; what
 does not fit into a buffer goes in several rounds, each of which takes the same window of every
@@ -39,9 +38,7 @@ class Window:
 
 
 class WireLayout:
-    """The segments of every rank for parameters that are cut as `specs` say, of elements of
-    `itemsizes` bytes.
-    """
+    """The segments of every rank for parameters cut as `specs` say; elements have `itemsizes`."""
 
     def __init__(self, specs: Sequence[ShardSpec], itemsizes: Sequence[int]) -> None:
         self._itemsizes = tuple(itemsizes)
@@ -60,9 +57,7 @@ class WireLayout:
 
     @property
     def is_one_run(self) -> bool:
-        """Whether the segments, one behind another, are the single parameter as it lies in
-        memory.
-        """
+        """Whether the segments, one behind another, are the one parameter as it lies in memory."""
         if any(len(segment) != 1 for segment in self.segments):
             return False
         pieces = [segment[0] for segment in self.segments]
@@ -74,9 +69,7 @@ class WireLayout:
         )
 
     def windows(self, most: int) -> Iterator[Window]:
-        """Yield windows of at most `most` bytes, a multiple of the alignment, that cover every
-        segment.
-        """
+        """Yield windows of at most `most` bytes, an aligned number, that cover every segment."""
         for start in range(0, self.width, most):
             yield Window(start, min(start + most, self.width))
 
@@ -85,9 +78,7 @@ class WireLayout:
         return max(min(window.end, self.nbytes[rank]) - window.start, 0)
 
     def pieces_in(self, window: Window, rank: int) -> Iterator[Piece]:
-        """Yield the pieces of a rank's segment, or their parts, in a window, with offsets from the
-        window's start.
-        """
+        """Yield the pieces, or their parts, of a rank's segment in a window, offset from it."""
         for piece in self.segments[rank]:
             size = self._itemsizes[piece.member]
             # Windows and pieces begin at multiples of the alignment, so this cuts no element.

@@ -1,5 +1,3 @@
-"""What lies where: sizes, buffers and demands of each tier, as arithmetic; used by engine and
-planner alike.
-"""
+"""What lies where: each tier's sizes, buffers and demands, as arithmetic for engine and planner."""
 
 __all__ = ()

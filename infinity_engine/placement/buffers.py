@@ -1,5 +1,4 @@
-"""`BufferLayout`: where in a host buffer the things of a subgroup lie, of which some rests on the
-drives: arithmetic.
+"""`BufferLayout`: where in a host buffer the things of a subgroup lie, if some rests on drives.
 
 States come first, as they lie at their place on the drives. Values and gradients of each segment
 begin on a page of their own, so that each goes to its own place without being copied.
@@ -58,9 +57,7 @@ class Resting:
     values: Set[int] = frozenset()
     """Parameters."""
     gradients: int = 0
-    """For how many micro-batches those of these subgroups have a place there; 0: they stay in
-    memory.
-    """
+    """For how many micro-batches these subgroups' gradients have places; 0: they stay in memory."""
     small_bytes: int = 0
     """Of fewer bytes are gradients that stay in memory all the same."""
     early: int = 0
@@ -72,9 +69,7 @@ class Resting:
         return bool(self.states or self.values)
 
     def of(self, layouts: Collection[BufferLayout]) -> Resting:
-        """Return this without places for gradients, or buffers for early updates, that no layout
-        uses.
-        """
+        """Return this without places for gradients and early buffers that no layout uses."""
         return replace(
             self,
             gradients=self.gradients if any(layout.gradients for layout in layouts) else 0,
@@ -103,11 +98,11 @@ class BufferLayout:
 
     @property
     def may_be_early(self) -> bool:
-        """Whether all of the subgroup rests on drives, so that it can be updated in a backward, to
-        other places.
+        """Whether all of the subgroup rests on drives, so that a backward can update it elsewhere.
 
         Values that are masters cannot be: later layers of the same backward may need the old ones.
         """
+        # No key of either is missing: each segment has a value and a gradient on the drives.
         is_whole = self.values.keys() == self.gradients.keys() == set(range(self.segments))
         return bool(self.states_bytes) and not self.in_place and is_whole
 
@@ -124,13 +119,16 @@ class BufferLayout:
     ) -> BufferLayout:
         """Return it for a subgroup with so many fp32 streams of states.
 
-        `in_place`: the values are the masters, and are loaded as well. `copies`: all of them are
-            written once more.
+        `in_place`: the values are the masters, and are loaded as well. `copies`: the update writes
+        all of them once more.
         """
         width = subgroup.formats.width
+        # 4: states and masters are fp32.
         states = 4 * streams * subgroup.numel if subgroup.index in resting.states else 0
+        # From a page on: drives take whole pages from and to here.
         copies_at = at = align_up(states, PAGE)
         at += align_up(width * subgroup.numel, PAGE) if copies and states else 0
+        # Copies are neither loaded nor stored: they go to the device from the buffer.
         load = store = states
         values = {}
         gradients = {}
@@ -140,14 +138,18 @@ class BufferLayout:
                 values[number] = at
                 at += align_up(nbytes, PAGE)
                 store += nbytes
+                # Values that are no masters are written by the update, never read by it.
                 load += nbytes if in_place else 0
+            # Gradients of what is updated from memory stay in memory too.
             if resting.gradients and states and nbytes >= resting.small_bytes:
-                each = align_up(gradient_width * segment.numel, PAGE)
+                gradient_bytes = align_up(gradient_width * segment.numel, PAGE)
                 gradients[number] = tuple(
-                    at + each * micro_batch for micro_batch in range(resting.gradients)
+                    at + gradient_bytes * micro_batch for micro_batch in range(resting.gradients)
                 )
-                at += each * resting.gradients
+                at += gradient_bytes * resting.gradients
                 load += gradient_width * segment.numel * resting.gradients
+                # Several need the place of their fp32 sum, which is made here and does not come
+                # from a drive.
                 if resting.gradients > 1:
                     gradients[number] += (at,)
                     at += align_up(4 * segment.numel, PAGE)

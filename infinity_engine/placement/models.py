@@ -1,5 +1,4 @@
-"""What planning has to know of a model: its parameters module by module, its arithmetic, and what
-autograd keeps.
+"""What planning has to know of a model: parameters by module, arithmetic, and what autograd keeps.
 
 Pure numbers, put together of a Hugging Face config.json (configs.py), or of a live model by the
 engine. Called by the planner, the command line and the engine.
@@ -48,11 +47,12 @@ class ModuleShape:
     @property
     def numel(self) -> int:
         """Elements of all its parameters."""
-        return sum(each.numel for each in self.parameters)
+        return sum(parameter.numel for parameter in self.parameters)
 
     def flops(self, sequence: int) -> int:
-        """Return the operations of a forward for one token of sequences that long; causal masks
-        save none of them.
+        """Return the operations of a forward for one token of sequences that long.
+
+        Causal masks save none of them.
         """
         return self.flops_per_token + 4 * sequence * self.attention_width
 
@@ -69,8 +69,7 @@ class ModuleShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activations:
-    """What autograd keeps between forward and backward, for each token, as the blocks' own code
-    saves it.
+    """What autograd keeps of each token between forward and backward, as the blocks save it.
 
     An estimate: `elements` have the width that modules compute with, `fp32` four bytes. Attention
     is taken to keep no matrix of scores. A checkpointed block keeps its input, `hidden` elements,
@@ -84,10 +83,9 @@ class Activations:
     logits: int
 
     def nbytes(self, tokens: int, *, width: int, checkpointing: bool) -> int:
-        """Return the most bytes that are there at once, for so many tokens and elements of `width`
-        bytes.
-        """
+        """Return the most bytes at once for so many tokens, with elements of `width` bytes."""
         block = width * self.elements + 4 * self.fp32
+        # Checkpointed, one block at a time has everything beside the inputs of all.
         kept = width * self.hidden * self.blocks + block if checkpointing else block * self.blocks
         return tokens * kept + self.logits_bytes(tokens, width=width)
 
@@ -128,14 +126,13 @@ class ModelShape:
 
     @property
     def width(self) -> int:
-        """The elements that a block makes of a token; where that is not known, the side of a
-        middling product.
-        """
+        """The elements that a block makes of a token; if unknown, a middling product's side."""
         if self.activations is not None:
             return self.activations.hidden
         products = sorted(
             module.flops_per_token for module in self.modules if module.flops_per_token
         )
+        # A product of side n takes 2 n² operations for a token.
         return max(isqrt(products[len(products) // 2] // 2), 1) if products else 1
 
     def forward_flops_per_token(self, sequence: int) -> int:

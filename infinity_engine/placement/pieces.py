@@ -1,6 +1,4 @@
-"""`GradientPiece`: the pieces that a parameter's gradient is needed in, and the tier that keeps
-each until its use.
-"""
+"""`GradientPiece`: a piece of a parameter's gradient, and the tier that keeps it until its use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which plan a budget allows, and which parts of it rest on the drives: the best is tried first.
 
-Pure: asks policies and adds up bytes. Called by the engine, which carries out what it says, and by
-    the planner.
+Pure: asks policies and adds up bytes. Called by the engine, which carries out the plan, and by the
+planner.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from infinity_engine.plan.step import Home, StepPlan
 
 __all__ = ["Plan", "Wish", "place"]
 
-_MOST_TRIES = 4  # to find a plan whose buffers fit what it lets be updated where
-# small ones are done with before a module ends, so more of them are filled ahead,
+_MOST_TRIES = 4  # to find a plan with buffers that fit where it updates
+# Small buffers are done with before a module ends, so more of them are filled ahead, within so many
+# bytes.
 _MOST_BUFFERS = 8
-_MOST_BUFFER_BYTES = 256 << 20  # within so much
+_MOST_BUFFER_BYTES = 256 << 20
 _NOTHING = Resting()
 
 
@@ -60,8 +61,7 @@ class Plan:
 
 
 def place(sizing: Sizing, wish: Wish, budget: ResolvedBudget, *, io_bytes: int) -> Plan:
-    """Return the plan that the policy or the strategy makes, what it takes, and what rests on
-    drives.
+    """Return the plan of the policy or the strategy, what it takes, and what rests on drives.
 
     Where that is left open, parameters stay on the device if all fits with them there, else on the
     host; and nothing rests on drives that has room elsewhere. `io_bytes` of the host are what using
@@ -83,6 +83,7 @@ class _Placing:
     wish: Wish
     budget: ResolvedBudget
     io_bytes: int
+    # Of one search: the same layouts are asked for at every number of buffers.
     _layouts: dict[Hashable, BufferLayout] = field(default_factory=dict, init=False, compare=False)
 
     def plan(self) -> Plan:
@@ -93,7 +94,7 @@ class _Placing:
                 field="budget.nvme",
                 value=None,
                 expected='directories of drives and their sizes, such as {"/mnt/nvme": "400GiB"}, '
-                "for what rests there",
+                "for what is offloaded to NVMe",
             )
         refused: CapacityError | None = None
         for parameters, on_drives in self._choices():
@@ -103,6 +104,8 @@ class _Placing:
                 plan = self._plan(parameters)
                 self._check_host(plan.demand)
             except CapacityError as error:
+                # The first refusal is of the best choice, so it says what that would need. It is
+                # kept without its frames, which hold the plans that were tried.
                 refused = refused or error.with_traceback(None)
             else:
                 return plan
@@ -110,15 +113,15 @@ class _Placing:
         raise again(refused)
 
     def _choices(self) -> Iterator[tuple[Tier, bool]]:
-        """Yield where parameters and states may be, what is best first: parameters' tier, and
-        states on the drives.
-        """
+        """Yield the tier of parameters, and whether states are on drives, what is best first."""
         wish = self.wish
+        # In one memory, HOST and DEVICE are one tier.
         tiers = [
             tier for tier in wish.tiers if tier is not Tier.HOST or not self.sizing.unified
         ] or [Tier.DEVICE]
         may_rest = isinstance(wish.strategy, NvmeStreamed)
         must_rest = may_rest or (isinstance(wish.strategy, Auto) and wish.policy is None)
+        # All that needs no drives for states comes before what does.
         for on_drives in (False, True):
             for tier in tiers:
                 drives = on_drives or tier is Tier.NVME
@@ -139,8 +142,11 @@ class _Placing:
         buffers: int = 0,
     ) -> Plan:
         sizing, wish = self.sizing, self.wish
+        # Without layouts nothing passes a buffer, whatever its number.
         limits = replace(sizing.limits(self.budget, parameters), host_buffers=buffers)
-        specs = [sizing.spec(each, layouts.get(each.index)) for each in sizing.subgroups]
+        specs = [
+            sizing.spec(subgroup, layouts.get(subgroup.index)) for subgroup in sizing.subgroups
+        ]
 
         def made(by: OffloadPolicy) -> Plan:
             steps = by(specs, wish.rates, limits)
@@ -151,6 +157,7 @@ class _Placing:
                 refused = error.with_traceback(None)
             else:
                 return Plan(steps=steps, demand=demand, resting=resting, layouts=layouts)
+            # At first with one staging set at least, then perhaps without visitors.
             for visit in (True, False):
                 left = sizing.beside_gradients(limits, steps, drives=resting.any, visit=visit)
                 with suppress(CapacityError):  # not of a policy that could do with more
@@ -167,6 +174,7 @@ class _Placing:
             return made(wish.policy)
         if not isinstance(wish.strategy, Auto):
             return made(policy_for(wish.strategy))
+        # On the device first: nothing moves in the update then.
         if not sizing.unified and not resting.states:
             try:
                 return made(DEVICE_ONLY)
@@ -177,10 +185,9 @@ class _Placing:
     # --- drives -----------------------------------------------------------------------------------
 
     def _plan_with_drives(self, parameters: Tier, *, states: bool) -> Plan:
-        """Return the plan that keeps as much in memory as there is room for, what is needed first
-        before the rest.
-        """
+        """Return the plan that keeps all that has room in memory, what is needed first."""
         sizing, budget = self.sizing, self.budget
+        # Of at least one byte: parameters without elements have no place on a drive.
         small = max(self.wish.small_bytes, 1)
         values = frozenset(
             number
@@ -188,28 +195,33 @@ class _Placing:
             if parameters is Tier.NVME and nbytes >= small
         )
         resting = Resting(
-            states=frozenset(each.index for each in sizing.subgroups) if states else frozenset(),
+            states=frozenset(subgroup.index for subgroup in sizing.subgroups)
+            if states
+            else frozenset(),
             values=values,
             small_bytes=small,
         )
         micro_batches = self.wish.accumulation_steps
         early = self.wish.early_updates and states
         most = self._most_buffers()
+        # Gradients in memory first, with ever fewer buffers; early updates need them on drives.
         choices = [] if early else [(buffers, 0) for buffers in range(most, 1, -1)]
+        # Then gradients on the drives too: that takes less of the host.
         if states:
             choices += [(buffers, micro_batches) for buffers in range(most, 0, -1)]
         refused: CapacityError | None = None
-        said = self._homes()
-        homes = said or {each.index: Home.HOST for each in sizing.subgroups}
-        # of the host, by gradients: with so many buffers
+        known_homes = self._homes()
+        homes = known_homes or {subgroup.index: Home.HOST for subgroup in sizing.subgroups}
+        # By gradients: the least of the host that any plan takes with so many buffers.
         least: dict[int, Callable[[int], int]] = {}
-        if said:
+        if known_homes:
             for gradients in {gradients for _, gradients in choices}:
                 least[gradients] = self._least_of_any_plan(
-                    parameters, said, replace(resting, gradients=gradients)
+                    parameters, known_homes, replace(resting, gradients=gradients)
                 )
         for buffers, gradients in choices:
             is_last = (buffers, gradients) == choices[-1]  # which says what is missing
+            # Plans that cannot fit are not made: half of a search's time goes into plans.
             if (
                 not is_last
                 and not early
@@ -222,20 +234,20 @@ class _Placing:
             )
             try:
                 plan = self._settled(parameters, homes, resting=tried, buffers=buffers)
+                # The next choice begins where this plan updates.
                 homes = plan.steps.homes()
                 least[gradients] = partial(self._least_of_host, plan)
                 self._check_host(plan.demand, self.io_bytes)
             except CapacityError as error:
                 refused = error.with_traceback(None)
-                if said and error.tier == Tier.DEVICE.name:
+                if known_homes and error.tier == Tier.DEVICE.name:
                     break  # buffers of the host change nothing there
                 continue
             if not states:
                 return self._with_room(plan)
             left = budget.host - self.io_bytes - sizing.held_on_host(plan.demand)
-            kept = self._kept(
-                plan, left - (plan.demand.fetched if sizing.unified else 0)
-            )  # room to compute with, first
+            # Room to compute with goes first.
+            kept = self._kept(plan, left - (plan.demand.fetched if sizing.unified else 0))
             fewer_by = 1
             while kept:
                 fewer = replace(tried, states=tried.states - frozenset(kept))
@@ -243,8 +255,10 @@ class _Placing:
                 if sizing.held_on_host(plan_of_fewer.demand) + self.io_bytes <= budget.host:
                     plan = plan_of_fewer
                     break
-                # The policy lets others be updated where this takes more; or nothing rests, which
-                # takes more as well.
+                # Where this takes more, the policy updates others; or nothing rests, which takes
+                # more too.
+                # One subgroup less, then two, four ... more: halving at once would give up too
+                # much.
                 kept, fewer_by = kept[:-fewer_by], 2 * fewer_by
             return self._with_room(plan)
         assert refused is not None, "there is a choice"
@@ -259,26 +273,23 @@ class _Placing:
         return (
             None
             if policy is None
-            else policy.homes_of([sizing.spec(each, None) for each in sizing.subgroups])
+            else policy.homes_of([sizing.spec(subgroup, None) for subgroup in sizing.subgroups])
         )
 
     def _most_buffers(self) -> int:
         """Return how many buffers there are where the host has room for them."""
         sizing = self.sizing
-        each = (
-            4
-            * (1 + len(sizing.state_names))
-            * max((each.numel for each in sizing.subgroups), default=0)
-        )
-        return max(HOST_BUFFERS, min(_MOST_BUFFERS, _MOST_BUFFER_BYTES // max(each, 1)))
+        # The fp32 master and states of the largest subgroup.
+        largest = max((subgroup.numel for subgroup in sizing.subgroups), default=0)
+        nbytes = 4 * (1 + len(sizing.state_names)) * largest
+        return max(HOST_BUFFERS, min(_MOST_BUFFERS, _MOST_BUFFER_BYTES // max(nbytes, 1)))
 
     def _least_of_any_plan(
         self, parameters: Tier, homes: Mapping[int, Home], resting: Resting
     ) -> Callable[[int], int]:
-        """Return the least of the host that plans take which update there, however many buffers
-        they have.
-        """
+        """Return the least of the host that plans take which update there, with any buffers."""
         rests = replace(resting, states=self.sizing.with_states(resting.states, homes, parameters))
+        # A lower bound: buffers come on top, and where nothing rests, drives take nothing.
         nbytes = (
             self.sizing.all_beside_drives(homes, parameters, rests) + self.io_bytes
             if rests.any
@@ -287,30 +298,30 @@ class _Placing:
         return lambda buffers: nbytes
 
     def _least_of_host(self, plan: Plan, buffers: int) -> int:
-        """Return the least of the host that a plan takes with so many buffers instead, and no
-        more of them.
-        """
+        """Return the least of the host that a plan would take with so many buffers instead."""
         there = plan.steps.buffer_bytes
         held = self.sizing.held_on_host(plan.demand) + self.io_bytes
+        # All buffers of a plan have one size.
         return held - (len(there) - buffers) * there[0] if there else held
 
     def _settled(
         self, parameters: Tier, homes: Mapping[int, Home], *, resting: Resting, buffers: int
     ) -> Plan:
-        """Return the plan whose buffers fit what it lets be updated where, which decides what
-        passes them.
+        """Return the plan with buffers that fit where it updates; that decides what passes them.
 
         `homes` is where that may be: what another plan of the same wish does.
         """
         sizing = self.sizing
+        # Layouts follow from where updates run, and the policy decides that by the layouts.
         for _ in range(_MOST_TRIES):
             rests = replace(resting, states=sizing.with_states(resting.states, homes, parameters))
             layouts = {
-                each.index: self._layout(each, rests, homes[each.index], parameters)
-                for each in sizing.subgroups
+                subgroup.index: self._layout(subgroup, rests, homes[subgroup.index], parameters)
+                for subgroup in sizing.subgroups
             }
             passing = MappingProxyType(
-                {index: each for index, each in layouts.items() if each.nbytes}
+                {index: layout for index, layout in layouts.items() if layout.nbytes}
+                # A subgroup without bytes in a buffer passes none.
             )
             plan = self._plan(
                 parameters, resting=rests.of(passing.values()), layouts=passing, buffers=buffers
@@ -323,17 +334,16 @@ class _Placing:
             field="strategy",
             value=self.wish.strategy.name,
             expected="one that says which part visits the device, such as "
-            "NvmeStreamed(update=Interleaved(share=0.5)): what is best changes with what passes "
-            "the host",
+            "NvmeStreamed(update=Interleaved(share=0.5)). No best part was found: it depends on "
+            "what passes the host, and that depends on the part",
         )
 
     def _layout(
         self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier
     ) -> BufferLayout:
-        """Return where the things of a subgroup lie in a buffer; a search asks for the same ones
-        many times.
-        """
+        """Return where a subgroup's things lie in a buffer; a search asks for them many times."""
         rests = subgroup.index in resting.states
+        # All that the layout depends on.
         known = (
             subgroup.index,
             rests,
@@ -348,22 +358,27 @@ class _Placing:
         return self._layouts[known]
 
     def _kept(self, plan: Plan, left: int) -> list[int]:
-        """Return the subgroups whose states have room in so many bytes of the host.
+        """Return the subgroups with states that have room in so many bytes of the host.
 
         What is needed first, first; with early updates they are spread among those that rest on the
         drives, so that in a backward the drives have as much to do at each time as at any other.
         """
         homes = plan.steps.homes()
         sizes: dict[int, int] = {}
-        for each in self.sizing.subgroups:
-            if each.index in plan.resting.states:
+        for subgroup in self.sizing.subgroups:
+            if subgroup.index in plan.resting.states:
                 there, here = (
                     self.sizing.on_host_beside_drives(
-                        each, homes[each.index], plan.steps.parameters, plan.resting, rests=rests
+                        subgroup,
+                        homes[subgroup.index],
+                        plan.steps.parameters,
+                        plan.resting,
+                        rests=rests,
                     )
                     for rests in (True, False)
                 )
-                sizes[each.index] = here - there
+                sizes[subgroup.index] = here - there
+        # Early updates load in a backward; the others do not, so they are kept in memory first.
         early = [
             index for index in sizes if plan.resting.early and plan.layouts[index].may_be_early
         ]
@@ -371,16 +386,16 @@ class _Placing:
         kept: list[int] = []
         for index in first:
             left -= sizes[index]
+            # In the order of use: one that has no room ends this, whatever fits behind it.
             if left < 0:
                 return kept
             kept.append(index)
         return kept + _spread({index: sizes[index] for index in early}, left)
 
     def _with_room(self, plan: Plan) -> Plan:
-        """Return the plan with what the host has left as room for parameters that come from the
-        drives.
-        """
+        """Return the plan with what the host has left as room for parameters from the drives."""
         sizing = self.sizing
+        # Only one memory: elsewhere they are fetched to the device, with what that has left.
         if not sizing.unified or not plan.resting.values:
             return plan
         left = self.budget.host - self.io_bytes - sizing.held_on_host(plan.demand)
@@ -389,6 +404,7 @@ class _Placing:
             for number, nbytes in enumerate(sizing.parameters)
             if number in plan.resting.values
         )
+        # Never more than would hold all of them at once.
         more = max(min(left, passing - plan.demand.fetched), 0)
         demand = replace(
             plan.demand, device=plan.demand.device + more, fetched=plan.demand.fetched + more
@@ -410,8 +426,10 @@ class _Placing:
 def _spread(sizes: Mapping[int, int], left: int) -> list[int]:
     """Return which of these have room in so many bytes, evenly among them."""
     total = sum(sizes.values())
-    chosen, owed = [], 0  # in 1/total of a byte
+    # Whole numbers, in 1/total of a byte.
+    chosen, owed = [], 0
     for index, nbytes in sizes.items():
+        # A subgroup is chosen when its share of what is left has come together.
         owed += min(left, total) * nbytes
         if owed >= total * nbytes:
             owed -= total * nbytes

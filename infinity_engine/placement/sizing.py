@@ -1,14 +1,14 @@
-"""What there is to be held for one model and one optimizer, and the bytes that a plan takes of each
-tier: arithmetic.
+"""What one model and one optimizer have to hold, and the bytes that a plan takes of each tier.
 
 Pure: of sizes, before anything is made or moved. The engine makes its memory by it, the planner
 answers with it. Which plan is taken is for placing.py to say.
 
-[Note: gradients that stay] Where modules compute stay the gradients of what is updated there, in
-one memory without drives all of them: each as it came, or, of several micro-batches, its fp32 sum;
-a new sum has its first gradient beside it. They come as a backward lets go of activations, and go
-as updates are made, before the next forward has new ones in their place: where activations are
-known, both take what the larger one does. Sums stay through forwards, beside them.
+[Note: gradients that stay] Gradients of what is updated where modules compute stay there; in one
+memory without drives, all of them do. Each stays as it came; of several micro-batches its fp32 sum
+stays, and a new sum has its first gradient beside it. They come as a backward lets go of
+activations, and go as updates are made, before the next forward has new activations in their place.
+So where activations are known, both together take what the larger one does. Sums stay through
+forwards, beside activations.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ __all__ = ["Demand", "Sizing", "cut"]
 
 _BEFORE, _BACKWARD, _UPDATE = range(3)  # when buffers live
 _PASSING = 4  # of the largest parameters, so many pass the host at once
+# Values come to the drives in pieces of so many bytes before the first step.
 _MOST_SCRATCH = 8 << 20
 _NOTHING = Resting()
 _SPARE = 8 * PAGE  # for each place on the drives, of which there may be up to eight
@@ -81,12 +82,9 @@ class Sizing:
     own: bool = False
     """Whether modules go on with the memory that parameters have already, which is their user's."""
     gradient_width: int | None = None
-    """Bytes of one element of every gradient; None: as many as modules compute with its parameter.
-    """
+    """Bytes of one element of every gradient; None: as wide as modules' own values."""
     activations: int = 0
-    """What autograd keeps of a forward, where that is of the budget; 0: it is not, or it is not
-    known.
-    """
+    """What autograd keeps of a forward; 0: it is not of the budget, or not known."""
 
     @cached_property
     def formats(self) -> Formats:
@@ -98,9 +96,7 @@ class Sizing:
 
     @cached_property
     def width(self) -> int:
-        """Bytes of one element as modules compute with most of what is trained, for such
-        estimates.
-        """
+        """Bytes of one element as modules compute with most of what is trained, for estimates."""
         return self.formats.width
 
     def wire(self, subgroup: Subgroup) -> int:
@@ -111,9 +107,9 @@ class Sizing:
     def subgroups_of(self) -> Mapping[int, tuple[int, ...]]:
         """The subgroups that parameters are parts of, by the parameter's number."""
         found: dict[int, list[int]] = {}
-        for each in self.subgroups:
-            for segment in each.segments:
-                found.setdefault(segment.parameter, []).append(each.index)
+        for subgroup in self.subgroups:
+            for segment in subgroup.segments:
+                found.setdefault(segment.parameter, []).append(subgroup.index)
         return MappingProxyType({number: tuple(indices) for number, indices in found.items()})
 
     # --- what plans are made of -------------------------------------------------------------------
@@ -123,6 +119,7 @@ class Sizing:
         spec = SubgroupSpec(
             index=subgroup.index,
             numel=subgroup.numel,
+            # Numbered by their first parameters, the order of which stands for that of use.
             first_use=subgroup.index,
             parameter_bytes=subgroup.formats.width,
         )
@@ -137,11 +134,13 @@ class Sizing:
 
     def limits(self, budget: ResolvedBudget, parameters: Tier) -> Limits:
         """Return what a plan may take of the device where its parameters stay in that tier."""
+        # Masters and states, in fp32.
         weights = BytesPerParameter(states=4 * (1 + len(self.state_names)), parameter=self.width)
         if self.unified:  # Nothing visits another memory, so nothing is staged.
             everything = sum(subgroup.numel for subgroup in self.subgroups) * weights.states
             return Limits(
                 resident_bytes=everything,
+                # In one memory the device sets no limit: enough for three sets of everything.
                 staging_bytes=3 * everything,
                 per_parameter=weights,
                 parameters=parameters,
@@ -153,6 +152,7 @@ class Sizing:
             - self.on_their_way
             - (0 if at_home else sum(self.parameters))
         )
+        # Residents stay while modules compute, the deepest too. Staging has ended by then.
         resident = left - self.deepest if at_home else left
         if resident < 0:
             change = (
@@ -176,33 +176,36 @@ class Sizing:
             staging_bytes=left,
             per_parameter=weights,
             parameters=parameters,
+            # Per parameter, so for plans that mix formats it is the largest that counts.
             update_bytes=max(
-                (self._copied(each) // each.numel for each in self.subgroups if at_home), default=0
+                (
+                    self._copied(subgroup) // subgroup.numel
+                    for subgroup in self.subgroups
+                    if at_home
+                ),
+                default=0,
             ),
         )
 
     def with_states(
         self, indices: Set[int], homes: Mapping[int, Home], parameters: Tier
     ) -> frozenset[int]:
-        """Return those of these subgroups that have states on the host, which may rest on
-        drives.
-        """
+        """Return those of these subgroups with states on the host, which may rest on drives."""
         return frozenset(
-            each.index
-            for each in self.subgroups
-            if each.index in indices
-            and homes[each.index] is not Home.RESIDENT
-            and self.states_bytes(each, homes[each.index], parameters)
+            subgroup.index
+            for subgroup in self.subgroups
+            if subgroup.index in indices
+            and homes[subgroup.index] is not Home.RESIDENT
+            and self.states_bytes(subgroup, homes[subgroup.index], parameters)
         )
 
     def layout(
         self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier
     ) -> BufferLayout:
-        """Return where the things of a subgroup lie in a host buffer, of which so much rests on the
-        drives.
-        """
+        """Return where the things of a subgroup lie in a host buffer, of which so much rests."""
         on_host = home is Home.HOST or self.unified
         in_place = self.in_place(subgroup, home, parameters)
+        # The update writes what modules on a device of its own compute with.
         copies = (
             subgroup.formats.parameter is not None
             and parameters is Tier.DEVICE
@@ -210,6 +213,7 @@ class Sizing:
         )
         return BufferLayout.of(
             subgroup,
+            # Gradients of what a device of its own updates do not pass the host.
             resting if on_host else replace(resting, gradients=0),
             streams=len(self.state_names) + (0 if in_place else 1),
             gradient_width=self.wire(subgroup),
@@ -218,6 +222,7 @@ class Sizing:
         )
 
     def in_place(self, subgroup: Subgroup, home: Home, parameters: Tier) -> bool:
+        # An fp32 master is what modules compute with only where both are in one place.
         """Tell whether values are the masters of a subgroup; StateKeeper goes by the same rule."""
         here = Home.RESIDENT if parameters is Tier.DEVICE else Home.HOST
         return subgroup.formats.parameter is None and (self.unified or home is here)
@@ -225,24 +230,24 @@ class Sizing:
     def beside_gradients(
         self, limits: Limits, plan: StepPlan, *, drives: bool, visit: bool
     ) -> Limits:
-        """Return what a plan may take beside the gradients that stay where another one lets updates
-        run.
+        """Return what a plan may take beside the gradients that stay where another one updates.
 
-        And what it may stage beside as many residents: where some are to visit, one set at least.
+        It may stage what is left beside as many residents: with `visit`, one set at least.
         """
         homes = plan.homes()
         gradients = self.of_backward(self._staying(homes, drives=drives)) - self.activations
         resident = sum(
-            self.states_bytes(each, Home.RESIDENT, plan.parameters)
-            + (0 if plan.parameters is Tier.DEVICE else self._copied(each))
-            for each in self.subgroups
-            if homes[each.index] is Home.RESIDENT
+            self.states_bytes(subgroup, Home.RESIDENT, plan.parameters)
+            + (0 if plan.parameters is Tier.DEVICE else self._copied(subgroup))
+            for subgroup in self.subgroups
+            if homes[subgroup.index] is Home.RESIDENT
         )
         one_set = (
-            limits.device_bytes(max((each.numel for each in self.subgroups), default=0))
+            limits.device_bytes(max((subgroup.numel for subgroup in self.subgroups), default=0))
             if visit
             else 0
         )
+        # With `visit` one set at least, but never more than the limits before.
         return replace(
             limits,
             resident_bytes=max(limits.resident_bytes - gradients, 0),
@@ -267,15 +272,18 @@ class Sizing:
         """
         if resting.any:
             return self._demand_with_drives(plan, budget, resting, layouts)
+        # In one memory, parameters are where modules compute in any case.
         at_home = plan.parameters is not Tier.DEVICE and not self.unified
         homes = plan.homes()
         device = sum(
-            self._states(each, in_place=not at_home) + (self._copied(each) if at_home else 0)
-            for each in self.subgroups
-            if homes[each.index] is Home.RESIDENT and not self.unified
+            self._states(subgroup, in_place=not at_home)
+            + (self._copied(subgroup) if at_home else 0)
+            for subgroup in self.subgroups
+            if homes[subgroup.index] is Home.RESIDENT and not self.unified
         )
         host = sum(
-            self._on_host(each, homes[each.index], at_home=at_home) for each in self.subgroups
+            self._on_host(subgroup, homes[subgroup.index], at_home=at_home)
+            for subgroup in self.subgroups
         )
         if at_home:
             host += sum(align_up(nbytes, PAGE) for nbytes in self.parameters)
@@ -288,6 +296,7 @@ class Sizing:
             left = budget.device - device - self.of_backward(staying)
             fetched = max(min(left, sum(self.parameters)), self.deepest) if at_home else 0
             staged = sum(plan.staging_bytes)
+            # Staging sets and fetched parameters share one room.
             device += max(staged, fetched) if at_home else staged + sum(self.parameters)
         demand = Demand(
             host=align_up(max(host, 1), PAGE), device=device, fetched=fetched, staying=staying
@@ -303,9 +312,7 @@ class Sizing:
         return not drives if self.unified else home is not Home.HOST
 
     def _staying(self, homes: Mapping[int, Home], *, drives: bool) -> int:
-        """Return what gradients take that stay: of parameters, the pieces that are updated
-        there.
-        """
+        """Return what gradients that stay take: the pieces that are updated there."""
         staying = [
             subgroup
             for subgroup in self.subgroups
@@ -313,6 +320,7 @@ class Sizing:
         ]
         if self.sums:
             sums = FloatFormat.FP32.nbytes * sum(subgroup.numel for subgroup in staying)
+            # A new sum has its first gradient beside it.
             return sums + max(self.gradients_of(staying).values(), default=0)
         return sum(self.wire(subgroup) * subgroup.numel for subgroup in staying)
 
@@ -341,15 +349,11 @@ class Sizing:
         return found
 
     def of_backward(self, staying: int) -> int:
-        """Return what gradients that stay and activations take where modules compute: [Note:
-        gradients that stay].
-        """
+        """Return what gradients that stay and activations take: [Note: gradients that stay]."""
         return self.activations + staying if self.sums else max(self.activations, staying)
 
     def held_on_host(self, demand: Demand) -> int:
-        """Return what the budget of the host is for, with a demand: its part of that, and where it
-        has to, the rest.
-        """
+        """Return what a demand takes of the host's budget; in one memory, the device's part too."""
         return (
             demand.host
             + demand.window
@@ -362,11 +366,9 @@ class Sizing:
     def refusal(
         self, tier: Tier, demand: Demand, limit: int, *, beside: int = 0, change: str
     ) -> CapacityError:
-        """Return the error that a tier, or where it is the only memory the host, has too little for
-        a demand.
+        """Return the error that a tier has too little for a demand; `change` is what would do.
 
-        `beside` is what the host has to have for drives. The error says how much would do; `change`
-        is what else would.
+        `beside` is what the host has to have for drives. The error says how much would be enough.
         """
         computes_here = tier is Tier.DEVICE or self.unified
         asked = (
@@ -397,8 +399,8 @@ class Sizing:
     def _check_device(self, demand: Demand, budget: ResolvedBudget) -> None:
         if not self.unified and self._where_modules_compute(demand) > budget.device:
             change = (
-                "let less be updated there: states that are resident, and gradients of what is "
-                "updated there, stay"
+                "update less on the device: states that are resident stay there, and so do the "
+                "gradients of what is updated there"
             )
             raise self.refusal(Tier.DEVICE, demand, budget.device, change=change)
 
@@ -422,8 +424,8 @@ class Sizing:
         nbytes = 0 if rests else align_up(self.states_bytes(subgroup, home, parameters), PAGE)
         if home is Home.HOST or self.unified:
             nbytes += sum(
-                self._gradient_on_host(subgroup, each, resting, rests=rests)
-                for each in subgroup.segments
+                self._gradient_on_host(subgroup, segment, resting, rests=rests)
+                for segment in subgroup.segments
             )
             copied = parameters is Tier.DEVICE and not self.unified and not rests
             nbytes += align_up(self._copied(subgroup), PAGE) if copied else 0
@@ -434,16 +436,18 @@ class Sizing:
     ) -> int:
         """Return what all that rests on no drive takes of the host: buffers come on top of it."""
         nbytes = 0
-        for each in self.subgroups:
-            home = homes[each.index]
+        for subgroup in self.subgroups:
+            home = homes[subgroup.index]
             if not self._is_on_device(home):
-                rests = each.index in resting.states
-                nbytes += self.on_host_beside_drives(each, home, parameters, resting, rests=rests)
+                rests = subgroup.index in resting.states
+                nbytes += self.on_host_beside_drives(
+                    subgroup, home, parameters, resting, rests=rests
+                )
         if parameters is not Tier.DEVICE and not self.unified:
             staying = (
-                each for number, each in enumerate(self.parameters) if number not in resting.values
+                size for number, size in enumerate(self.parameters) if number not in resting.values
             )
-            nbytes += sum(align_up(each, PAGE) for each in staying)
+            nbytes += sum(align_up(size, PAGE) for size in staying)
         return nbytes
 
     def _is_on_device(self, home: Home) -> bool:
@@ -460,32 +464,37 @@ class Sizing:
         at_home = plan.parameters is not Tier.DEVICE
         host = self.all_beside_drives(homes, plan.parameters, resting)
         device = 0
-        for each in self.subgroups:
-            if self._is_on_device(homes[each.index]):
-                states = self.states_bytes(each, Home.RESIDENT, plan.parameters)
-                device += states + (self._copied(each) if at_home else 0)
+        for subgroup in self.subgroups:
+            if self._is_on_device(homes[subgroup.index]):
+                states = self.states_bytes(subgroup, Home.RESIDENT, plan.parameters)
+                device += states + (self._copied(subgroup) if at_home else 0)
         nvme = sum(
-            self._on_drives(each, layouts[each.index], resting)
-            for each in self.subgroups
-            if each.index in layouts
+            self._on_drives(subgroup, layouts[subgroup.index], resting)
+            for subgroup in self.subgroups
+            if subgroup.index in layouts
         )
         passing = [
             nbytes for number, nbytes in enumerate(self.parameters) if number in resting.values
         ]
+        # A place may be in pieces on several drives, each rounded up to a page.
         nvme += sum(align_up(nbytes, PAGE) + _SPARE for nbytes in passing)
         early = [
-            each
-            for each in self.subgroups
-            if each.index in layouts and layouts[each.index].may_be_early
+            subgroup
+            for subgroup in self.subgroups
+            if subgroup.index in layouts and layouts[subgroup.index].may_be_early
         ]
         if resting.early:
-            nvme += sum(align_up(layouts[each.index].states_bytes, PAGE) + _SPARE for each in early)
-            again = {segment.parameter for each in early for segment in each.segments}
+            # Early updates write to new places: the old values are needed until the step adopts
+            # them.
+            nvme += sum(
+                align_up(layouts[subgroup.index].states_bytes, PAGE) + _SPARE for subgroup in early
+            )
+            again = {segment.parameter for subgroup in early for segment in subgroup.segments}
             nvme += sum(align_up(self.parameters[number], PAGE) + _SPARE for number in again)
         staying = sum(
             nbytes for number, nbytes in enumerate(self.parameters) if number not in resting.values
         )
-        largest = max((layouts[each.index].nbytes for each in early), default=0)
+        largest = max((layouts[subgroup.index].nbytes for subgroup in early), default=0)
         slots = self._slots(
             plan, resting, largest_value=max(passing, default=0), largest_early=largest
         )
@@ -498,13 +507,16 @@ class Sizing:
             device += self.on_their_way
         if at_home:
             every = sum(passing) if self.unified else sum(self.parameters)
+            # In one memory twice the deepest; `_with_room` adds what the host has left.
             room = (
                 2 * self.deepest
                 if self.unified
                 else budget.device - device - self.of_backward(gradients)
             )
+            # The deepest at least: modules cannot compute with less, which the check below refuses.
             fetched = max(min(room, every), min(self.deepest, every))
             if not self.unified and passing:
+                # What passes the host to the device: the largest of them at once.
                 window = sum(sorted(align_up(nbytes, PAGE) for nbytes in passing)[-_PASSING:])
         staged = sum(plan.staging_bytes)
         device += max(staged, fetched) if at_home else staged + (0 if self.unified else staying)
@@ -523,19 +535,19 @@ class Sizing:
     def _slots(
         self, plan: StepPlan, resting: Resting, *, largest_value: int, largest_early: int
     ) -> Layout:
-        """Return the places of buffers: those of an update are where gradients pass in a
-        backward.
-        """
+        """Return the places of buffers: an update's lie where gradients pass in a backward."""
+        # Requests that live at different times share memory.
         requests = [
             Request(buffer_slot(number), nbytes, first=_UPDATE, last=_UPDATE)
             for number, nbytes in enumerate(plan.buffer_bytes)
         ]
         if resting.gradients:
             segments = [
-                (self.wire(each), segment.numel)
-                for each in self.subgroups
-                for segment in each.segments
+                (self.wire(subgroup), segment.numel)
+                for subgroup in self.subgroups
+                for segment in subgroup.segments
             ]
+            # The longest segment and that of most bytes may be two.
             numel = max((numel for _, numel in segments), default=1)
             wire = align_up(max((wire * numel for wire, numel in segments), default=1), PAGE)
             count = max(GRADIENT_SLOTS, resting.gradients)
@@ -554,6 +566,7 @@ class Sizing:
             ]
         if largest_value:
             scratch = min(align_up(largest_value, PAGE), _MOST_SCRATCH)
+            # Before the first step, when there are no other buffers.
             requests.append(Request(SCRATCH, scratch, first=_BEFORE, last=_BEFORE))
         return layout(requests)
 
@@ -569,9 +582,7 @@ class Sizing:
         )
 
     def _on_drives(self, subgroup: Subgroup, layout: BufferLayout, resting: Resting) -> int:
-        """Return what states and gradients take there, in whole pages; a place may be in pieces on
-        several drives.
-        """
+        """Return what states and gradients take there, in whole pages, perhaps in pieces."""
         gradients = sum(
             resting.gradients
             * (align_up(self.wire(subgroup) * subgroup.segments[number].numel, PAGE) + _SPARE)
@@ -586,7 +597,7 @@ class Sizing:
             return 0
         if home is Home.VISITING:
             return align_up(self._states(subgroup, in_place=False), PAGE)
-        # Its gradient, with the sum of several, and what its update writes for the device.
+        # Its gradient, the sum of several, and what the update writes for a device.
         gradient = sum(
             self._gradient_on_host(subgroup, segment, _NOTHING, rests=False)
             for segment in subgroup.segments
@@ -595,21 +606,18 @@ class Sizing:
         return align_up(self._states(subgroup, in_place=at_home), PAGE) + gradient + copied
 
     def _copied(self, subgroup: Subgroup) -> int:
-        """Return what an update writes for modules in another memory: fp32 parameters are the
-        masters.
-        """
+        """Return what an update writes for modules elsewhere; fp32 parameters are masters."""
         return 0 if subgroup.formats.parameter is None else subgroup.formats.width * subgroup.numel
 
     def _states(self, subgroup: Subgroup, *, in_place: bool) -> int:
-        """Return the bytes of states; where masters may be in place, fp32 parameters are the
-        masters.
-        """
+        """Return the bytes of states; where masters may be in place, fp32 parameters are so."""
         masters = 0 if in_place and subgroup.formats.parameter is None else 1
         return 4 * subgroup.numel * (len(self.state_names) + masters)
 
     @cached_property
     def on_their_way(self) -> int:
         """Bytes of gradients that are on the device until they have gone down."""
+        # Twice the largest: one goes down while the next one is made.
         return 2 * max(
             (self.wire(subgroup) * subgroup.numel for subgroup in self.subgroups), default=0
         )
@@ -621,8 +629,7 @@ def cut(
     *,
     small_bytes: int | None = None,
 ) -> tuple[Subgroup, ...]:
-    """Return the subgroups of parameters, given by their elements and formats: those of one are of
-    one format.
+    """Return the subgroups of parameters, given by elements and formats; each has one format.
 
     Where drives may be used, those of parameters of fewer than `small_bytes`, which stay in memory,
     come first. Others follow in the order of their first parameters.
@@ -635,10 +642,11 @@ def cut(
     found: list[tuple[bool, Segment, Subgroup]] = []
     for kind in kinds:
         numels = [
+            # Parameters of other kinds count 0 here, so that parameters keep their numbers.
             numel if (is_small(numel, formats), formats) == kind else 0
             for numel, formats in parameters
         ]
         of_kind = cut_into_subgroups(numels, subgroup_numel, kind[1])
-        found += [(not kind[0], each.segments[0], each) for each in of_kind]
-    found.sort(key=lambda each: (each[0], each[1].parameter, each[1].first_element))
-    return tuple(replace(each, index=index) for index, (_, _, each) in enumerate(found))
+        found += [(not kind[0], subgroup.segments[0], subgroup) for subgroup in of_kind]
+    found.sort(key=lambda entry: (entry[0], entry[1].parameter, entry[1].first_element))
+    return tuple(replace(subgroup, index=index) for index, (_, _, subgroup) in enumerate(found))

@@ -1,5 +1,4 @@
-"""What a plan is asked for: the training, and the means that there are for it, of one machine with
-any number of ranks.
+"""What a plan is asked for: the training, and the means of one machine with any number of ranks.
 
 Pure data, and the Sizing that follows. Ranks divide parameters and states among them, and the
 machine's host memory and drives; each computes whole modules on its own device. Made by the command
@@ -21,8 +20,9 @@ __all__ = ["Means", "Training"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """A model, and how it is trained: `batch` sequences of `sequence` tokens are one micro-batch of
-    one rank.
+    """A model, and how it is trained.
+
+    `batch` sequences of `sequence` tokens are one micro-batch of one rank.
     """
 
     model: ModelShape
@@ -37,11 +37,9 @@ class Training:
     small_bytes: int
     """Parameters of fewer bytes stay in memory."""
     in_memory: bool = False
-    """Whether there is a model already, whose memory can be used."""
+    """Whether there is a model already: its memory can be used."""
     overlap: bool | None = True
-    """Whether the end of an update may go on beside the next forward; None: where a step is shorter
-    so.
-    """
+    """Whether an update's end may go on beside the next forward; None: where a step is shorter."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence", "accumulation_steps"):
@@ -53,7 +51,7 @@ class Training:
         if most is not None and self.sequence > most:
             expected = f"at most {most} tokens, which is what {self.model.name} has positions for"
             raise ConfigError(field="sequence", value=self.sequence, expected=expected)
-        if not any(each.trained and each.numel for each in self.model.parameters):
+        if not any(parameter.trained and parameter.numel for parameter in self.model.parameters):
             raise ConfigError(
                 field="model", value=self.model.name, expected="a model with parameters to train"
             )
@@ -92,7 +90,8 @@ class Training:
 
     def ordered(self) -> tuple[ParameterShape, ...]:
         """Return the parameters as the engine numbers them: those that are frozen come last."""
-        return tuple(sorted(self.model.parameters, key=lambda each: not each.trained))
+        # sorted is stable: among the trained ones the model's order stays.
+        return tuple(sorted(self.model.parameters, key=lambda parameter: not parameter.trained))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,9 +117,7 @@ class Means:
     wire_bytes_per_s: float | None = None
     """What one rank sends the others, one way; None: not known, so that takes no time."""
     for_all: bool = True
-    """Whether PyTorch's own memory, for activations and what autograd makes, is of the budget as
-    well.
-    """
+    """Whether PyTorch's own memory, for activations and autograd, is of the budget as well."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -168,15 +165,14 @@ class Means:
         return None if self.flops_per_s is None else ComputeRate.of_both(self.flops_per_s)
 
     def sizing(self, training: Training, subgroup_numel: int) -> Sizing:
-        """Return what one rank has to hold, with states in subgroups of up to so many
-        parameters.
-        """
+        """Return what one rank has to hold, with states in subgroups of up to so many elements."""
         ordered = training.ordered()
-        numels = [-(-each.numel // self.ranks) for each in ordered]
+        # An equal part for each rank, rounded up.
+        numels = [-(-parameter.numel // self.ranks) for parameter in ordered]
         trained = [
-            (numel, training.formats_of(each))
-            for numel, each in zip(numels, ordered, strict=True)
-            if each.trained
+            (numel, training.formats_of(parameter))
+            for numel, parameter in zip(numels, ordered, strict=True)
+            if parameter.trained
         ]
         width = training.width
         return Sizing(
@@ -187,14 +183,15 @@ class Means:
             ),
             state_names=training.state_names,
             parameters=tuple(
-                numel * (each.element_bytes or width)
-                for numel, each in zip(numels, ordered, strict=True)
+                numel * (parameter.element_bytes or width)
+                for numel, parameter in zip(numels, ordered, strict=True)
             ),
             deepest=width * training.model.deepest_numel,
             unified=self.unified,
             sums=training.accumulation_steps > 1,
-            # sums of all ranks'
+            # Gradients are fp32 sums over the ranks.
             gradient_width=FloatFormat.FP32.nbytes if self.ranks > 1 else None,
+            # Modules go on with the caller's memory only if no parameter is cast.
             own=training.in_memory
             and self.unified
             and all(formats.parameter is None for _, formats in trained),

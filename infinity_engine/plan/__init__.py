@@ -1,7 +1,6 @@
-"""The words that plans are written in: tiers, extents, placements, budgets, rates, strategies, ops
-and their order.
+"""The words that plans are written in: tiers, budgets, rates, strategies, ops and their order.
 
-Pure data, no torch, no I/O. Everything above speaks in these; they know nothing of who speaks.
+Pure data, no torch, no I/O. All other packages use these; they know nothing of who uses them.
 """
 
 from infinity_engine.plan.budget import Budget, Capacity, Percent, ResolvedBudget

@@ -1,5 +1,4 @@
-"""How much of each tier may be taken: Budget as it was asked for, ResolvedBudget in bytes of one
-machine.
+"""How much of each tier may be taken: Budget as it was asked for, ResolvedBudget in bytes.
 
 Pure data: asks no machine what it has and looks at no path on disk. Budgets come from users and
 config; engine and command line resolve them with the machine's Capacity before anything is planned.
@@ -31,16 +30,19 @@ class Percent:
     value: Decimal
 
     def __post_init__(self) -> None:
+        # Decimal also has NaN and infinities.
         if not (self.value.is_finite() and 0 < self.value <= 100):
             raise ConfigError(
                 field="Percent", value=f"{self.value}%", expected="more than 0% and at most 100%"
             )
 
     def __str__(self) -> str:
+        # Without an exponent: normalize() alone would write 100 as 1E+2.
         return f"{self.value.normalize():f}%"
 
     def of(self, nbytes: int) -> int:
         """Return this part of `nbytes`, rounded down to whole bytes."""
+        # By fractions: int() of a float could be a byte off.
         return int(Fraction(self.value) * nbytes / 100)
 
 
@@ -51,11 +53,13 @@ class _Bytes:
     nvme: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # The subclass: errors name what the caller made.
         kind = type(self).__name__
         drives = {
             name: parse_bytes(size, field=f"{kind}.nvme[{name!r}]")
             for name, size in self.nvme.items()
         }
+        # The class is frozen, and bytes may be given as text.
         object.__setattr__(self, "device", parse_bytes(self.device, field=f"{kind}.device"))
         object.__setattr__(self, "host", parse_bytes(self.host, field=f"{kind}.host"))
         object.__setattr__(self, "nvme", Directories(drives, field=f"{kind}.nvme"))
@@ -63,9 +67,7 @@ class _Bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity(_Bytes):
-    """The bytes that may be taken of one machine: what is free, less what the rest of the process
-    needs.
-    """
+    """The bytes that may be taken of one machine: what is free, less what the process needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +77,7 @@ class ResolvedBudget(_Bytes):
 
 @dataclass(frozen=True, init=False, slots=True)
 class Budget:
-    """What may be taken of each tier: bytes, a percentage of the machine's capacity, or None for
-    all of it.
+    """What may be taken of each tier: bytes, a percentage of the machine's, or None for all of it.
 
     Sizes may be given as text, "12GiB" or "80%". `nvme` maps directories to their sizes; the drives
     are used in that order, and none is used where none is named.
@@ -99,10 +100,9 @@ class Budget:
 
     @classmethod
     def from_mapping(cls, mapping: object, *, field: str = "budget") -> Budget:
-        """Return the budget that a JSON-like `mapping` says; errors name the place in it, below
-        `field`.
-        """
+        """Return the budget of a JSON-like `mapping`; errors name the place, below `field`."""
         given = known_mapping(mapping, field=field, known=("device", "host", "nvme"))
+        # Parsed here already, so that an error names the place in the mapping.
         return cls(
             device=_limit(given.get("device"), field=f"{field}.device"),
             host=_limit(given.get("host"), field=f"{field}.host"),
@@ -142,6 +142,7 @@ class Budget:
 def _limit(given: object, *, field: str) -> int | Percent | None:
     if given is None or isinstance(given, Percent):
         return given
+    # bool first: Python's bool is an int.
     if isinstance(given, bool) or not isinstance(given, int | str):
         expected = (
             "bytes, text such as '12 GiB' or '80%', or None for all that the machine has to give"
@@ -170,6 +171,7 @@ def _drive_limits(given: object, *, field: str) -> Directories[int | Percent | N
 def _resolve(
     limit: int | Percent | None, free: int, tier: Tier, directory: str | None = None
 ) -> int:
+    # None is all that there is, so it cannot be too much.
     if limit is None:
         return free
     nbytes = limit.of(free) if isinstance(limit, Percent) else limit

@@ -1,5 +1,4 @@
-"""What was measured of a machine, figure by figure, and the Rates that follow for one optimizer and
-some drives.
+"""What was measured of a machine, figure by figure, and the Rates for an optimizer and drives.
 
 Pure data with a versioned JSON form; a figure that was not measured says why. Measures nothing and
 opens no file: `infinity_engine.calibration` does. Planners, reports and the command line read it.
@@ -50,9 +49,7 @@ class Unit(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """The median of some rounds, the least and the most of them; or no number, and the reason why
-    there is none.
-    """
+    """The median of some rounds, their least and most; or no number, and the reason for that."""
 
     unit: Unit
     median: float | None = None
@@ -68,7 +65,8 @@ class Figure:
         else:
             sound = (
                 self.rounds >= 1
-                and all(isinstance(each, int | float) for each in numbers)
+                and all(isinstance(number, int | float) for number in numbers)
+                # Also refuses NaN and infinities.
                 and 0 < numbers[0] <= numbers[1] <= numbers[2] <= sys.float_info.max  # type: ignore[operator]
             )
         if not sound:
@@ -98,6 +96,7 @@ class Figure:
         """Return the figure that a JSON-like `mapping` says, which has to be of this unit."""
         given = dict(known_mapping(mapping, field=field, known=_names(cls)))
         said = given.pop("unit", None)
+        # A figure in another unit is another figure: it is never converted.
         if said != unit.value:
             raise ConfigError(field=f"{field}.unit", value=said, expected=f"the unit {unit.value}")
         numbers = {
@@ -122,8 +121,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkFigures:
-    """Bytes per second between host and device, alone and both ways at once; the part of the latter
-    that is left beside updates.
+    """Bytes per second between host and device, alone and both ways; the part left beside updates.
 
     Beside updates by all threads, that is.
     """
@@ -138,9 +136,7 @@ class LinkFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostUpdateFigures:
-    """Parameters per second that a number of threads updates; what is left of it while bytes go
-    over both links.
-    """
+    """Parameters per second of a number of threads, and the part left while both links are busy."""
 
     alone: Figure
     beside_copies: Figure
@@ -148,9 +144,7 @@ class HostUpdateFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockFigures:
-    """Operations per second of a transformer block, whose backward has twice as many as its
-    forward.
-    """
+    """Operations per second of a transformer block; a backward has twice as many as a forward."""
 
     forward: Figure
     backward: Figure
@@ -177,9 +171,7 @@ class DriveFigures:
 
     @classmethod
     def from_mapping(cls, mapping: object, *, field: str) -> DriveFigures:
-        """Return the figures that a JSON-like `mapping` says; errors name the place in it, below
-        `field`.
-        """
+        """Return the figures of a JSON-like `mapping`; errors name the place, below `field`."""
         given = _whole(mapping, field, _names(cls))
         return cls(
             drive=_texts(given["drive"], f"{field}.drive"),
@@ -254,13 +246,13 @@ class Calibration:
 
     @classmethod
     def from_mapping(cls, mapping: object, *, field: str = "calibration") -> Calibration:
-        """Return the calibration that a JSON-like `mapping` says; errors name the place in it,
-        below `field`.
+        """Return the calibration of a JSON-like `mapping`; errors name the place, below `field`.
 
         Raises:
             ConfigError: something is missing or wrong, or the mapping is of another version than
                 this one writes.
         """
+        # What is no mapping at all is refused below, with a better error.
         version = mapping.get("version") if isinstance(mapping, Mapping) else CALIBRATION_VERSION
         if isinstance(version, bool) or version != CALIBRATION_VERSION:
             expected = (
@@ -291,7 +283,9 @@ class Calibration:
                 lambda row, place: _table(
                     row,
                     place,
-                    lambda each, below: HostUpdateFigures(**_record(_UPDATE_UNITS, each, below)),
+                    lambda figures, below: HostUpdateFigures(
+                        **_record(_UPDATE_UNITS, figures, below)
+                    ),
                     key=_count,
                 ),
             ),
@@ -305,7 +299,7 @@ class Calibration:
                 lambda row, place: _table(
                     row,
                     place,
-                    lambda each, below: BlockFigures(**_record(_BLOCK_UNITS, each, below)),
+                    lambda figures, below: BlockFigures(**_record(_BLOCK_UNITS, figures, below)),
                     key=_shape,
                 ),
             ),
@@ -322,9 +316,10 @@ class Calibration:
             "date": self.date,
             "memory_bytes": self.memory_bytes,
             "links": _plain(self.links),
+            # JSON has no numbers as keys.
             "dram": {str(threads): figure.to_mapping() for threads, figure in self.dram.items()},
             "host_updates": {
-                rule: {str(threads): _plain(each) for threads, each in row.items()}
+                rule: {str(threads): _plain(figures) for threads, figures in row.items()}
                 for rule, row in self.host_updates.items()
             },
             "device_updates": {
@@ -332,7 +327,7 @@ class Calibration:
             },
             "matmul": {dtype: figure.to_mapping() for dtype, figure in self.matmul.items()},
             "blocks": {
-                dtype: {str(shape): _plain(each) for shape, each in row.items()}
+                dtype: {str(shape): _plain(figures) for shape, figures in row.items()}
                 for dtype, row in self.blocks.items()
             },
             "all_gather": self.all_gather.to_mapping(),
@@ -353,8 +348,7 @@ class Calibration:
         beside_io: bool = False,
         beside_copies: bool = False,
     ) -> Rates:
-        """Return the medians as rates, for updates by `threads` (by default as many as were
-        measured at most).
+        """Return the medians as rates, for updates by `threads` (by default the most measured).
 
         `directories` are those to use, by default all that were measured. `beside_io` gives what
         updates and drives get while both work, `beside_copies` what updates and links get: each
@@ -376,12 +370,13 @@ class Calibration:
         count = max(updates, default=1) if threads is None else threads
         others: list[Mapping[int, Figure]] = []
         if beside_copies:
-            others.append({number: each.beside_copies for number, each in updates.items()})
+            others.append({number: figures.beside_copies for number, figures in updates.items()})
         if beside_io:
             others += [drive.host_updates.get(optimizer, {}) for drive in drives.values()]
-        alone = _at({number: each.alone for number, each in updates.items()}, count)
+        alone = _at({number: figures.alone for number, figures in updates.items()}, count)
         links = self.links
         h2d, d2h = links.h2d_beside_updates, links.d2h_beside_updates
+        # The links are slowed as they were while all threads updated, whatever `threads` is.
         up, down = (_left(h2d), _left(d2h)) if beside_copies else (1.0, 1.0)
         device = self.device_updates.get(optimizer)
         return Rates(
@@ -389,8 +384,10 @@ class Calibration:
             d2h_bytes_per_s=_times(links.d2h, down),
             duplex_h2d_bytes_per_s=_times(links.duplex_h2d, up),
             duplex_d2h_bytes_per_s=_times(links.duplex_d2h, down),
+            # The most of any number of threads: what the memory gives, not what a few threads
+            # reach.
             dram_bytes_per_s=max(
-                (each.median for each in self.dram.values() if each.median), default=None
+                (figure.median for figure in self.dram.values() if figure.median), default=None
             ),
             host_update_params_per_s=_beside(alone, [_at(other, count) for other in others]),
             device_update_params_per_s=None if device is None else device.median,
@@ -401,21 +398,17 @@ class Calibration:
         )
 
     def flops_per_s(self, dtype: str) -> float | None:
-        """Return the rate of matrix products in "fp32" or "bf16" where modules compute, None where
-        not measured.
-        """
+        """Return the rate of matrix products in "fp32" or "bf16", None where not measured."""
         if dtype not in self.matmul:
             raise ConfigError.unknown_name(field="dtype", name=dtype, known=self.matmul)
         return self.matmul[dtype].median
 
     def block_rates(self, dtype: str) -> BlockRates | None:
-        """Return how fast transformer blocks compute in "fp32" or "bf16", None where that was not
-        measured.
-        """
+        """Return how fast transformer blocks compute in "fp32" or "bf16", if that was measured."""
         measured = {
-            shape: ComputeRate(each.forward.median, each.backward.median)
-            for shape, each in self.blocks.get(dtype, {}).items()
-            if each.forward.median is not None and each.backward.median is not None
+            shape: ComputeRate(figures.forward.median, figures.backward.median)
+            for shape, figures in self.blocks.get(dtype, {}).items()
+            if figures.forward.median is not None and figures.backward.median is not None
         }
         return BlockRates(measured) if measured else None
 
@@ -434,9 +427,7 @@ class Calibration:
 
 
 def _at(figures: Mapping[int, Figure], threads: int) -> float | None:
-    """Return what so many threads get: measured, or between the neighbours; more than the most get
-    as much as those.
-    """
+    """Return what so many threads get: measured, between neighbours, or what the most get."""
     known = sorted(
         (number, figure.median) for number, figure in figures.items() if figure.median is not None
     )
@@ -445,7 +436,9 @@ def _at(figures: Mapping[int, Figure], threads: int) -> float | None:
     below = [pair for pair in known if pair[0] <= threads]
     above = [pair for pair in known if pair[0] >= threads]
     if not below:
+        # Fewer than were measured: in proportion.
         return known[0][1] * threads / known[0][0]
+    # Measured, or beyond the most that were: more threads gain nothing.
     if not above or below[-1] == above[0]:
         return below[-1][1]
     (few, less), (many, more) = below[-1], above[0]
@@ -453,18 +446,16 @@ def _at(figures: Mapping[int, Figure], threads: int) -> float | None:
 
 
 def _beside(alone: float | None, parts: Iterable[float | None]) -> float | None:
-    """Return what is left of a rate under several disturbances, each of which leaves this part of
-    it.
-    """
+    """Return what is left of a rate under several disturbances; each leaves a part of it."""
     if alone is None:
         return None
+    # Times add up, rates do not: each disturbance adds what it costs one parameter. A part above 1
+    # is noise.
     return alone / (1.0 + sum(1 / min(part, 1.0) - 1 for part in parts if part is not None))
 
 
 def _left(part: Figure) -> float:
-    """Return the part of its rate that is left to something; all of it where that was not
-    measured.
-    """
+    """Return the part of its rate that is left; all of it where that was not measured."""
     return 1.0 if part.median is None else min(part.median, 1.0)
 
 
@@ -539,7 +530,7 @@ def _count(text: str, field: str) -> int:
 def _shape(text: str, field: str) -> BlockShape:
     width, _, tokens = text.partition("x")
     numbers = [
-        each for each in (width, tokens) if each.isascii() and each.isdecimal() and int(each) >= 1
+        part for part in (width, tokens) if part.isascii() and part.isdecimal() and int(part) >= 1
     ]
     if len(numbers) != 2:
         raise ConfigError(

@@ -1,7 +1,6 @@
-"""How fast modules compute, as measured of transformer blocks of certain shapes, and what follows
-for other shapes.
+"""How fast modules compute: measured of transformer blocks of certain shapes, and for others.
 
-Pure data and one rule. Calibration fills it in, the simulator prices forwards and backwards with
+Pure data and one rule. Calibration fills it in; the simulator prices forwards and backwards by
 it.
 """
 
@@ -21,9 +20,7 @@ _AT_ONCE = 1e-9  # of a distance: nearer is the same shape
 
 
 class BlockShape(NamedTuple):
-    """A transformer block of so many elements for each token, and the tokens that it is given at
-    once.
-    """
+    """A transformer block of so many elements per token, and the tokens that it gets at once."""
 
     width: int
     tokens: int
@@ -46,12 +43,12 @@ class ComputeRate(NamedTuple):
 
 
 def block_flops(shape: BlockShape) -> int:
-    """Return the operations of a forward of a block with attention and two layers of four times the
-    width.
+    """Return a forward's operations of a block with attention and two layers of 4 times the width.
 
     As models are described: products of 12 weights for each squared element of the width, and
     attention between all tokens, of which causal masks save none.
     """
+    # 24: 12 squared widths of weights, a multiplication and an addition for each.
     return 24 * shape.width**2 * shape.tokens + 4 * shape.tokens**2 * shape.width
 
 
@@ -79,10 +76,12 @@ class BlockRates:
         weights = {}
         for shape in self.measured:
             distance = log(shape.width / width) ** 2 + log(shape.tokens / tokens) ** 2
+            # Before the division: a shape that was measured has a distance of 0.
             if distance < _AT_ONCE:
                 return self.measured[shape]
             weights[shape] = 1 / distance
         every = sum(weights.values())
+        # Seconds per operation are averaged: these add up, rates do not.
         seconds = [
             sum(weight / self.measured[shape][way] for shape, weight in weights.items()) / every
             for way in range(2)

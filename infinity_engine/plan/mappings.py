@@ -1,5 +1,4 @@
-"""Mappings as plans and settings read them: frozen, with keys that are known, or of directories,
-each in one spelling.
+"""Mappings of plans and settings: frozen, with known keys, or of directories in one spelling.
 
 Pure data; looks at no path on disk. Called by code that reads or holds a mapping from a user or a
 file.
@@ -25,6 +24,7 @@ class FrozenMapping(Mapping[_Key, _Value_co]):
     __slots__ = ("_values",)
 
     def __init__(self, given: Mapping[_Key, _Value_co]) -> None:
+        # A copy: what the caller does to the given mapping changes nothing here.
         self._values = dict(given)
 
     def __getitem__(self, key: _Key) -> _Value_co:
@@ -37,6 +37,7 @@ class FrozenMapping(Mapping[_Key, _Value_co]):
         return len(self._values)
 
     def __hash__(self) -> int:
+        # The order does not count, as it does not for equality.
         return hash(frozenset(self._values.items()))
 
     def __repr__(self) -> str:
@@ -70,9 +71,7 @@ class Directories(FrozenMapping[str, _Value_co]):
 
 
 def known_mapping(mapping: object, *, field: str, known: Iterable[str]) -> Mapping[str, object]:
-    """Return `mapping` if it is one and knows its keys; `field` is its dotted path, "" where it is
-    the outermost.
-    """
+    """Return `mapping` if it is one with known keys; `field` is its path, "" for the outermost."""
     names = tuple(known)
     if not isinstance(mapping, Mapping):
         expected = f"a mapping with keys out of {', '.join(names)}"
@@ -88,15 +87,17 @@ def known_mapping(mapping: object, *, field: str, known: Iterable[str]) -> Mappi
 def _spelling(directory: str) -> str:
     """Return the one spelling of `directory`: no doubled or closing slashes, no single dots."""
     path = PurePosixPath(directory)
+    # POSIX lets a path begin with two slashes for a meaning of its own; Linux gives it none.
     return "/" + "/".join(path.parts[1:]) if path.is_absolute() else str(path)
 
 
 def _one_spelling(directory: object, *, field: str) -> str:
-    """Return the same for what may be no directory at all."""
+    """Return the one spelling of what may be no directory at all."""
     if not isinstance(directory, str) or not directory:
         raise ConfigError(
             field=field, value=directory, expected="directories as text, such as '/mnt/a'"
         )
+    # Not resolved: that would look at the drive, and a link may lead elsewhere.
     if ".." in PurePosixPath(directory).parts:
         raise ConfigError(field=field, value=directory, expected="a path without '..'")
     return _spelling(directory)

@@ -1,5 +1,4 @@
-"""The steps that an update phase is made of: each is one piece of work in one lane, with what it
-comes after.
+"""The steps of an update phase: each is one piece of work in one lane, after others.
 
 Pure data. An op names other ops by their numbers, which are their places in the plan; step.py sees
 to it that they fit together. Made by policies, run by the executor, priced by timing.py.
@@ -42,8 +41,7 @@ class Lane(Enum):
     NVME_READ = "nvme read"  # From the drives to the host.
     NVME_WRITE = "nvme write"  # From the host to the drives.
 
-    # Of the object, which is the only one of its name: an Enum's own hash is worked out in Python,
-    # at each look-up.
+    # By identity, as each member is one object: Enum's own hash runs in Python at each look-up.
     __hash__ = object.__hash__
 
 
@@ -104,9 +102,7 @@ class UpdateOp(Op):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadStates(CopyOp):
-    """Read the offloaded part of a subgroup into a host buffer: no bytes, where the subgroup only
-    leaves some there.
-    """
+    """Read a subgroup's offloaded part into a host buffer; no bytes where it only leaves some."""
 
     lane: ClassVar[Lane] = Lane.NVME_READ
     buffer: int
@@ -120,9 +116,7 @@ class LoadStates(CopyOp):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreStates(CopyOp):
-    """Write the offloaded part of a subgroup back to the drives, updated; its host buffer is empty
-    then.
-    """
+    """Write the offloaded, updated part of a subgroup to the drives; its buffer is empty then."""
 
     lane: ClassVar[Lane] = Lane.NVME_WRITE
     buffer: int
@@ -138,11 +132,10 @@ class UploadStates(CopyOp):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateOnDevice(UpdateOp):
-    """The device updates a subgroup, and writes what modules compute with or what
-    DownloadParameters will take home.
+    """The device updates a subgroup, and writes what modules compute with or fetch.
 
-    `staging` is the set that a visiting subgroup is in, None for one whose states stay on the
-    device.
+    What they fetch, DownloadParameters takes home. `staging` is the set that a visiting subgroup
+    is in, None for one with states that stay on the device.
     """
 
     lane: ClassVar[Lane] = Lane.DEVICE
@@ -151,10 +144,9 @@ class UpdateOnDevice(UpdateOp):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DownloadParameters(CopyOp):
-    """The parameters that the device updated go to the host, where modules fetch them from or
-    StoreStates takes them.
+    """Updated parameters go from the device to the host, where modules or StoreStates take them.
 
-    `staging` is the set that a visiting subgroup is in, None for one whose states stay on the
+    `staging` is the set that a visiting subgroup is in, None for one with states that stay on the
     device.
     """
 
@@ -172,9 +164,7 @@ class DownloadStates(CopyOp):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateOnHost(UpdateOp):
-    """The CPU updates a subgroup, and writes what modules fetch, or what UploadParameters or
-    StoreStates will take.
-    """
+    """The CPU updates a subgroup, and writes what modules, UploadParameters or StoreStates take."""
 
     lane: ClassVar[Lane] = Lane.HOST
 

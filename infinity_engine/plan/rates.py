@@ -15,14 +15,13 @@ from infinity_engine.units import parse_rate, positive
 
 __all__ = ["DriveRates", "Rates"]
 
+# Of the JSON form: raised when a rate changes its meaning.
 _VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriveRates:
-    """Bytes per second of the drive behind one directory, or text such as "6.5 GB/s"; None where
-    not measured.
-    """
+    """Bytes per second of one directory's drive, or text like "6.5 GB/s"; None: not measured."""
 
     read_bytes_per_s: float | None = None  # nothing but reads
     write_bytes_per_s: float | None = None  # nothing but writes
@@ -46,19 +45,20 @@ class DriveRates:
         read, write, mixed = self.read_bytes_per_s, self.write_bytes_per_s, self.mixed_bytes_per_s
         if read is None or write is None:
             return self
-        each = 1 / (1 / read + 1 / write) if mixed is None else mixed / 2
-        return replace(self, read_bytes_per_s=min(read, each), write_bytes_per_s=min(write, each))
+        # Taking turns, reads and writes get equal bytes, so their times add up.
+        half = 1 / (1 / read + 1 / write) if mixed is None else mixed / 2
+        return replace(self, read_bytes_per_s=min(read, half), write_bytes_per_s=min(write, half))
 
     def seconds(self, read_bytes: int, written_bytes: int) -> float | None:
-        """Return what so many bytes take at these rates, both at once as far as that was measured;
-        None: not known.
-        """
+        """Return what so many bytes take, both at once if that was measured; None: unknown."""
+        # The mixed rate counts reads and writes together.
         both = 0 if self.mixed_bytes_per_s is None else min(read_bytes, written_bytes)
         parts = (
             (2 * both, self.mixed_bytes_per_s),
             (read_bytes - both, self.read_bytes_per_s),
             (written_bytes - both, self.write_bytes_per_s),
         )
+        # No bytes need no rate.
         if any(nbytes and rate is None for nbytes, rate in parts):
             return None
         return sum(nbytes / rate for nbytes, rate in parts if rate is not None)
@@ -69,7 +69,7 @@ class Rates:
     """What one rank gets while all ranks of its machine do the same; None where not measured.
 
     The links count bytes in the direction of their name: h2d from host to device, d2h from device
-    to host. An update rate counts the parameters whose optimizer step is done in that home. Bytes
+    to host. An update rate counts the parameters that are updated in that home. Bytes
     per second may be given as text, such as "55 GB/s". What each op costs before it moves anything
     is in seconds; None: nothing.
     """
@@ -100,6 +100,7 @@ class Rates:
         return replace(
             self,
             dram_bytes_per_s=_part(self.dram_bytes_per_s, ranks),
+            # Each rank has its part of the threads.
             host_update_params_per_s=_part(self.host_update_params_per_s, ranks),
             nvme={
                 name: drive.divided(ranks if users is None else users[name])
@@ -120,13 +121,13 @@ class Rates:
 
     @classmethod
     def from_mapping(cls, mapping: object, *, field: str = "rates") -> Rates:
-        """Return the rates that a JSON-like `mapping` says; errors name the place in it, below
-        `field`.
+        """Return the rates of a JSON-like `mapping`; errors name the place in it, below `field`.
 
         Raises:
             ConfigError: a name or a value is wrong, or the mapping is of another version than this
                 one writes.
         """
+        # What is no mapping at all is refused below, with a better error.
         version = mapping.get("version") if isinstance(mapping, Mapping) else _VERSION
         if isinstance(version, bool) or version != _VERSION:
             expected = (
@@ -168,6 +169,7 @@ def _names(kind: type[Rates | DriveRates]) -> tuple[str, ...]:
 def _check_rates(record: Rates | DriveRates, *, field: str) -> None:
     given = {name: getattr(record, name) for name in _names(type(record)) if name != "nvme"}
     for name, rate in _rates(given, field).items():
+        # As numbers: rates may be given as text.
         object.__setattr__(record, name, rate)
 
 
@@ -176,9 +178,7 @@ def _rates(given: Mapping[str, object], field: str) -> dict[str, float | None]:
 
 
 def _rate(value: object, *, field: str) -> float | None:
-    """Return a rate in the unit that its name, the end of `field`, says; only bytes may be given as
-    text.
-    """
+    """Return a rate in the unit that the end of `field` names; only bytes may be given as text."""
     if value is None:
         return None
     if field.endswith("_bytes_per_s"):

@@ -32,8 +32,8 @@ from infinity_engine.plan.timing import OpTime
 
 __all__ = ["ADAM_BYTES", "BytesPerParameter", "Home", "StepPlan", "SubgroupSpec"]
 
-# What each op needs its subgroup to have been through just before; None is nothing at all, or
-# LoadStates where some of the subgroup rests on the drives. StoreStates comes last.
+# What a subgroup must have been through just before each op. None: nothing, or LoadStates where
+# some of it rests on the drives. StoreStates comes last.
 _INPUT: Mapping[type[Op], type[Op] | None] = MappingProxyType(
     {
         LoadStates: None,
@@ -62,9 +62,7 @@ _ARRIVES: Mapping[Tier, tuple[type[Op], ...]] = MappingProxyType(
 
 
 class Home(Enum):
-    """Where a subgroup is updated, and where its states stay between updates: the host's may rest
-    on the drives.
-    """
+    """Where a subgroup is updated, and where its states stay; the host's may rest on drives."""
 
     HOST = "host"  # Updated by the CPU; states stay on the host.
     VISITING = "visiting"  # Updated by the device; states stay on the host.
@@ -94,8 +92,7 @@ ADAM_BYTES = BytesPerParameter(states=12, parameter=2)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SubgroupSpec:
-    """A subgroup as plans see it: its number, how many parameters it has, and which place it has in
-    the next forward.
+    """A subgroup as plans see it: its number, its parameters, and its place in the next forward.
 
     The subgroup with the lowest `first_use` is needed first. `parameter_bytes` is what one
     parameter of it weighs as modules compute with it; None: as much as the limits of the plan say.
@@ -119,6 +116,7 @@ class SubgroupSpec:
         for name in ("buffer_bytes", "load_bytes", "store_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(
+                    # Only what is in a buffer is stored, and what is in a buffer must be stored.
                     field=f"SubgroupSpec.{name}",
                     value=getattr(self, name),
                     expected="0 or more bytes",
@@ -163,12 +161,14 @@ class StepPlan:
                 raise ConfigError(
                     field=f"StepPlan.{name}", value=sizes, expected="sizes of 0 or more bytes"
                 )
+        # A plan that exists is sound: executor and simulator check nothing again.
         _Check(self).all()
 
     def homes(self) -> dict[int, Home]:
         """Return where each subgroup is updated, by its index."""
         found = {}
         for op in self.ops:
+            # By exact type: an op of a policy's own kind was refused when the plan was made.
             if type(op) is UpdateOnHost:
                 found[op.subgroup] = Home.HOST
             elif type(op) is UpdateOnDevice:
@@ -176,10 +176,9 @@ class StepPlan:
         return found
 
     def arrivals(self) -> dict[int, int]:
-        """Return, for each subgroup, the op after which its new parameters are where the plan
-        leaves them.
-        """
+        """Return the op after which a subgroup's new parameters are where the plan leaves them."""
         kinds = _ARRIVES[self.parameters]
+        # The last one wins: later ops of a subgroup replace earlier ones in the dict.
         return {op.subgroup: number for number, op in enumerate(self.ops) if isinstance(op, kinds)}
 
     def params_at(self, home: Home) -> int:
@@ -188,8 +187,7 @@ class StepPlan:
         return sum(subgroup.numel for subgroup in self.subgroups if homes[subgroup.index] is home)
 
     def submission_order(self) -> tuple[int, ...]:
-        """Return the numbers of the ops, each before the first op of the HOST lane that it does not
-        wait for.
+        """Return the ops' numbers, each before the first HOST op that it does not wait for.
 
         One thread that submits in this order, and is busy itself with what is in the HOST lane,
         keeps no lane waiting.
@@ -203,9 +201,12 @@ class StepPlan:
                 updates += 1
                 behind.append(updates)
             else:
+                # Its inputs, and the op before it in its lane: lanes keep the plan's order.
                 earlier = [*op.after, *([newest[op.lane]] if op.lane in newest else [])]
                 behind.append(max((behind[other] for other in earlier), default=0))
             newest[op.lane] = number
+        # With equal numbers the update itself is first: the other ops wait for it, or their lanes
+        # do.
         order = sorted(
             range(len(self.ops)),
             key=lambda it: (behind[it], self.ops[it].lane is not Lane.HOST, it),
@@ -239,6 +240,7 @@ class _Check:
     """What is known of a plan's subgroups and staging sets after so many of its ops."""
 
     def __init__(self, plan: StepPlan) -> None:
+        # Ops are checked in order, each against what is known after those before it.
         self._plan = plan
         self._at_home = plan.parameters is not Tier.DEVICE
         self._input = _INPUT_AT_HOME if self._at_home else _INPUT
@@ -255,6 +257,8 @@ class _Check:
             listed = [subgroup.index for subgroup in self._plan.subgroups]
             raise ConfigError(field="StepPlan.subgroups", value=listed, expected="each index once")
         for number, op in enumerate(self._plan.ops):
+            # The order of the checks: each relies on those before it, so errors name the first
+            # cause.
             self._order(number, op)
             self._amount(number, op)
             self._inputs(number, op)
@@ -308,8 +312,10 @@ class _Check:
             if before is None or missing is not StoreStates or before[0] not in op.after:
                 raise _wrong(number, op, "to come `after` the last of the subgroup's other ops")
             return
+        # A resident's states are on the device already.
         resident = type(op) is UpdateOnDevice and op.staging is None
         needed = None if resident else self._input[type(op)]
+        # Where an op needs nothing else, that of an offloaded subgroup needs its load.
         if needed is None and self._specs[op.subgroup].buffer_bytes and type(op) is not LoadStates:
             needed = LoadStates
         if needed is None:
@@ -335,6 +341,7 @@ class _Check:
                 number, op, f"no more than the {sets[op.staging]} bytes of its staging set"
             )
         before = self._in_set.get(op.staging)
+        # The set's last copy has to be a download, and this upload has to come after it.
         if before is not None and not (
             isinstance(before[1], DownloadStates) and before[0] in op.after
         ):
@@ -346,6 +353,7 @@ class _Check:
         self._in_set[op.staging] = number, op
 
     def _download(self, number: int, op: DownloadStates) -> None:
+        # `_inputs` has found the upload.
         _, upload = self._in_set[op.staging]
         if op.nbytes != upload.nbytes:
             raise _wrong(number, op, f"as many bytes down as went up, {upload.nbytes}")
@@ -397,6 +405,7 @@ class _Check:
         if isinstance(op, LoadStates):
             return UpdateOnHost
         missing = None if isinstance(op, StoreStates) else self._missing_of_update(op)
+        # Whatever an update was, what rests on drives has to be stored after it.
         return (
             StoreStates
             if missing is None and spec.on_drives and not isinstance(op, StoreStates)

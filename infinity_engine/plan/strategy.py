@@ -1,5 +1,4 @@
-"""Which strategy is asked for: where the optimizer's states stay and where their updates run, as
-names with settings.
+"""Which strategy is asked for: where optimizer states stay and updates run, by name and settings.
 
 Pure data, checked when made; the policies that carry them out are elsewhere. Chosen by users,
 config and planner.
@@ -34,9 +33,7 @@ class Strategy:
     name: ClassVar[str]
 
     def to_plain(self) -> str | dict[str, object]:
-        """Return it as parse_strategy reads it, ready for JSON: its name where that says it all, or
-        a mapping.
-        """
+        """Return it as parse_strategy reads it, for JSON: its name, or a mapping with settings."""
         settings = {item.name: getattr(self, item.name) for item in fields(self)}
         plain = {
             key: it.to_plain() if isinstance(it, Strategy) else it for key, it in settings.items()
@@ -81,8 +78,7 @@ class StaticSplit(Strategy):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interleaved(Strategy):
-    """States stay on the host; some subgroups visit the device for their update while the host
-    updates others.
+    """States stay on the host; some subgroups visit the device while the host updates others.
 
     Which part visits is said as `share`, from 0 to 1, or as `stride`, one subgroup out of so many;
     None for both leaves it to the measured rates. `resident` is the part of all states that stays
@@ -138,8 +134,7 @@ STRATEGIES: tuple[type[Strategy], ...] = (
 
 
 def parse_strategy(given: object, *, field: str = "strategy") -> Strategy:
-    """Return the strategy that is meant: one already, a name, or a mapping of its name and
-    settings.
+    """Return the strategy that is meant: one already, a name, or a mapping with settings.
 
     Raises:
         ConfigError: it is none of these, or a setting of it is wrong; names the place, below
@@ -164,6 +159,7 @@ def parse_strategy(given: object, *, field: str = "strategy") -> Strategy:
         {} if name is given else given, field=field, known=["name", *(f.name for f in fields(kind))]
     )
     settings = {key: value for key, value in known.items() if key != "name"}
+    # Settings without a default have to be given; a bare name then does not say enough.
     missing = [
         item.name for item in fields(kind) if item.default is MISSING and item.name not in settings
     ]

@@ -1,5 +1,6 @@
-"""When the ops of a plan start and end at given rates: the one rule that policies, simulator and
-emulated device share.
+"""When a plan's ops start and end at given rates: the rule that policies and simulator share.
+
+The emulated device goes by it too.
 
 Whole nanoseconds, exact: an op starts when its lane is free and what it comes after has ended, and
 takes its amount over its lane's rate, rounded up, after what starting it costs. Lanes do not slow
@@ -74,6 +75,7 @@ class LaneClocks:
     def duration_ns(self, lane: Lane, amount: int) -> int:
         """Return how long so many bytes or parameters take in a lane."""
         numerator, denominator = self._ratios.get(lane) or self._ratio(lane)
+        # Rounded up, in whole numbers, as the emulated device's clock rounds.
         return -(-amount * denominator // numerator) + self._start_ns[lane]
 
     def run(self, op: Op) -> OpTime:
@@ -89,9 +91,7 @@ class LaneClocks:
         return time
 
     def work(self, lane: Lane, duration_ns: int, *, after_ns: int = 0) -> OpTime:
-        """Let a lane do something else than an op, next, and not before that time; return when it
-        does.
-        """
+        """Let a lane do other work next, not before `after_ns`; return when it does."""
         start_ns = max(self._free_ns[lane], after_ns)
         time = OpTime(start_ns, start_ns + duration_ns)
         self._free_ns[lane] = time.end_ns
@@ -100,6 +100,7 @@ class LaneClocks:
     def _ratio(self, lane: Lane) -> tuple[int, int]:
         if lane in self._free:
             self._ratios[lane] = 1, 0
+        # Worked out at its first use: a plan that leaves a lane alone needs no rate for it.
         elif lane not in self._ratios:
             name, rate = self._rate(lane)
             if rate is None:
@@ -107,6 +108,7 @@ class LaneClocks:
                     f"a rate, as the plan uses the lane {lane.name}: measure it, or set it by hand"
                 )
                 raise ConfigError(field=f"Rates.{name}", value=None, expected=expected)
+            # As an exact fraction: durations then need whole numbers only.
             numerator, denominator = rate.as_integer_ratio()
             self._ratios[lane] = numerator, denominator * _NS_PER_S
         return self._ratios[lane]
@@ -119,4 +121,5 @@ class LaneClocks:
             return name, getattr(self._rates, name)
         name = drives[lane]
         rates = [getattr(drive, name) for drive in self._rates.nvme.values()]
+        # With one unknown drive the sum is unknown.
         return f"nvme.{name}", sum(rates) if rates and None not in rates else None

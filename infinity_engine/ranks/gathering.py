@@ -1,5 +1,4 @@
-"""`ParameterGatherer`: parameters that are cut over the ranks, gathered around the modules that use
-them.
+"""`ParameterGatherer`: parameters cut over the ranks, gathered around modules that use them.
 
 Gathers what is needed, ahead what the trace has next, and evicts what is needed last. Shards are at
 home wherever `LocalShards` has them. See [Note: all ranks decide alike] in gathers.py.
@@ -39,7 +38,7 @@ from infinity_engine.storage import Place
 __all__ = ["ParameterGatherer"]
 
 _LOOK_AHEAD = 2  # uses
-_LETS_GO_S = 0.5  # for threads of torch.distributed, before there is no room
+_LETS_GO_S = 0.5  # how long threads of torch.distributed have to drop their tensors
 _PAUSE_S = 0.1e-3
 
 
@@ -75,7 +74,9 @@ class ParameterGatherer(ResidentParameters[_Whole]):
         fetched: Collection[int] = (),
         beside: Callable[[], None],
     ) -> None:
+        # Parameters without elements are never gathered; below they get an empty tensor once.
         self._cut = {cut.whole.number: cut for cut in parameters if cut.spec.numel}
+        # In the order of their numbers: a set may be in another order on another rank.
         self._small = tuple(number for number in sorted(small) if number in self._cut)
         nbytes = {number: cut.nbytes for number, cut in self._cut.items()}
         # What views have left of evicted ones differs between ranks, so it does not count here.
@@ -94,6 +95,7 @@ class ParameterGatherer(ResidentParameters[_Whole]):
         self._gathers = Gathers(
             self._cut, ranks, lanes, memory, shards=self._shards, wire_bytes=wire_bytes
         )
+        # From here on the memory may ask `evict_one`.
         memory.attach(self)
 
     # --- what modules need ------------------------------------------------------------------------
@@ -109,6 +111,7 @@ class ParameterGatherer(ResidentParameters[_Whole]):
             TransferError: a shard could not be fetched.
         """
         self.resident.record_use(use)
+        # Held before anything is brought: making room for one of them must not evict another.
         self.resident.hold(use.parameters)
         try:
             self._provide(use)
@@ -118,8 +121,9 @@ class ParameterGatherer(ResidentParameters[_Whole]):
             self.resident.let_go(use.parameters)
 
     def version_of(self, number: int) -> int:
-        """Return how often the values of a parameter were changed: the backward of a forward from
-        before that needs others.
+        """Return how often a parameter's values were changed.
+
+        The backward of an earlier forward would need other values.
         """
         return self._versions[number]
 
@@ -131,6 +135,8 @@ class ParameterGatherer(ResidentParameters[_Whole]):
         Those are cycles of the caller's own, and collectives that have ended: the thread of
         torch.distributed that carried one drops its tensors a moment after it has said so.
         """
+        # Views in the caller's cycles go with the collector. Those of torch's threads go by
+        # themselves.
         viewed = self._memory.kept_bytes
         gc.collect()
         late = time.monotonic() + _LETS_GO_S
@@ -146,9 +152,11 @@ class ParameterGatherer(ResidentParameters[_Whole]):
         Raises:
             RuntimeError: code outside of the engine has changed a parameter, or it is held.
         """
+        # First the wholes: that ends the gathers, which read the shards below.
         self._evict_all()
         self._below.give_up()
         for number, cut in self._cut.items():
+            # A frozen parameter keeps its values through an update.
             if isinstance(cut.whole, TrainedParameter):
                 self._versions[number] += 1
 
@@ -171,12 +179,15 @@ class ParameterGatherer(ResidentParameters[_Whole]):
         """Bring this rank's shard of what code of the caller wrote into a shown parameter home."""
         if number not in self._cut:
             return
+        # A view of the whole that modules see; only this rank's part of it goes home.
         cut = self._cut[number]
         own = self._ranks.own(cut.spec, cut.whole.parameter.data.reshape(-1))
         with self._shards.on_device(number) as shard:
             shard.copy_(own)
             self._shards.write_home(number)
+        # A graph from before this write would compute with other values.
         self._versions[number] += 1
+        # The write is the engine's own from here on: the next check must not report it.
         cut.whole.note_values()
 
     def copy_of(self, number: int) -> torch.Tensor:
@@ -201,9 +212,11 @@ class ParameterGatherer(ResidentParameters[_Whole]):
             CollectiveError: another rank does something else, or has failed. All else is done.
         """
         failed: CollectiveError | None = None
+        # Values are gathered before anything is closed: gathers need the shards and the buffers.
         try:
             values = self._whole_again()
         except CollectiveError as error:
+            # The rest is closed all the same, and the error is raised at the end.
             failed, values = kept(error), {}
         for number in list(self.resident):
             self.resident.remove(number).lease.close()
@@ -218,11 +231,14 @@ class ParameterGatherer(ResidentParameters[_Whole]):
         """Return all values in ordinary memory, none where that cannot be."""
         if not self._restores or self._ranks.collectives.failed:
             return {}
+        # Every rank keeps a whole copy, and the ranks of a machine share its memory.
         nbytes = sum(cut.nbytes for cut in self._cut.values())
         free = self._ranks.least(
             "memory for whole parameters", free_for_copies() // self._ranks.neighbours
         )
         if free < nbytes:
+            # The same decision everywhere: `least` is the smallest answer, and gathers need all
+            # ranks.
             warnings.warn(stay_absent(nbytes, free), RuntimeWarning, stacklevel=2)
             return {}
         return {
@@ -235,8 +251,10 @@ class ParameterGatherer(ResidentParameters[_Whole]):
     # --- bringing and evicting --------------------------------------------------------------------
 
     def _bring(self, name: str, numbers: Sequence[int]) -> None:
+        # Small ones are gathered together; what is left is missing by itself.
         missing = self._gather_small(numbers)
         if missing:
+            # All at once: room that is made for one of them must not come from another.
             self._make_room(sum(self._cut[number].nbytes for number in missing))
             self._gather(name, missing)
 
@@ -249,6 +267,7 @@ class ParameterGatherer(ResidentParameters[_Whole]):
             missing = self._gather_small(missing)
             if not missing:
                 continue
+            # Pure, and of the trace alone: [Note: all ranks decide alike].
             chosen = self.resident.choose([(position, use)])
             if not chosen.provided:
                 return
@@ -273,13 +292,16 @@ class ParameterGatherer(ResidentParameters[_Whole]):
                 self.resident.admit(number, _Whole(lease, gather))
 
     def _arrived(self, number: int) -> Lease:
+        # A gather makes several parameters whole; the first that is asked for waits for all of it.
         whole = self.resident[number]
         self._gathers.end(whole.gather)
         return whole.lease
 
     def _evict(self, number: int) -> None:
         whole = self.resident[number]
+        # A gather writes to this memory until it has ended.
         self._gathers.end(whole.gather)
+        # Hidden first: from here on a forgotten access reads NaN, not memory of another parameter.
         self.shown.hide(number)
         self.resident.remove(number)
         # Kernels that were given views may still run: the memory waits for them.

@@ -67,6 +67,7 @@ def room_of_wires(
     leaves: Collection[str],
 ) -> int:
     """Return the bytes of each buffer that gathers go through, those of `leaves` as a whole."""
+    # By identity: a tied parameter has several names in the model.
     known = {id(cut.whole.parameter): cut for cut in parameters if cut.spec.numel}
     groups = [
         [
@@ -76,6 +77,7 @@ def room_of_wires(
         ]
         for name, module in model.named_modules()
     ]
+    # Empty for modules without parameters of their own.
     needed = max(
         ranks.group("all", [cut.member for cut in some]).gather_bytes() for some in groups if some
     )
@@ -105,6 +107,7 @@ class LocalShards:
 
     def fits(self, numbers: Iterable[int]) -> bool:
         """Tell whether these may be on the device together: [Note: all ranks decide alike]."""
+        # By the largest shard of any rank, so that all ranks answer alike.
         return self._limit is None or (
             sum(self._parameters[number].largest_shard for number in numbers) <= self._limit
         )
@@ -113,6 +116,7 @@ class LocalShards:
         """Bring the shards of these, which `name` needs; return which are held until `let_go`."""
         brought = tuple(number for number in numbers if number in self._fetched)
         if brought and self._below is not None:
+            # Held until the gather has ended: the collective reads the shard where it lies.
             self._below.resident.hold(brought)
             try:
                 self._below.need(Use(name, brought))
@@ -129,6 +133,7 @@ class LocalShards:
     @contextmanager
     def on_device(self, number: int) -> Iterator[torch.Tensor]:
         """Have the flat shard of one parameter on the device within the body."""
+        # Without a fetcher, all shards are at home on the device.
         with nullcontext() if self._below is None else self._below.gathered([number]):
             yield self.values(number)
 
@@ -184,8 +189,10 @@ class Gathers:
         self._wires = [
             memory.lease(wire_bytes, holder="buffers of collectives") for _ in range(WIRES)
         ]
+        # As many as there are; a gather takes one and gives it back at its end.
         self._free_wires = list(self._wires)
         self._in_flight: deque[Gather] = deque()
+        # A group lays its wire out once, for all steps.
         self._groups: dict[tuple[int, ...], ShardGroup] = {}
 
     def parts(self, name: str, numbers: Sequence[int]) -> Iterator[list[int]]:
@@ -196,6 +203,7 @@ class Gathers:
         on the device together.
         """
         alone: list[int] = []
+        # Alone, a parameter may be one run in memory, which needs no buffer.
         if self._group(name, numbers).gather_bytes() > self._wire_bytes:
             alone = [number for number in numbers if not self._group(name, [number]).gather_bytes()]
         for number in alone:
@@ -222,6 +230,7 @@ class Gathers:
             TransferError: a shard could not be fetched.
         """
         group = self._group(name, numbers)
+        # Waits for the oldest gather where none is free, before anything is held for this one.
         wire = self._take_wire() if group.gather_bytes() else None
         held: Sequence[int] = ()
         leases: list[Lease] = []
@@ -237,7 +246,9 @@ class Gathers:
                 into,
                 wire=None if wire is None else wire.flat(),
             )
+        # Also for an interrupt: what is held for a gather that never started would stay for ever.
         except BaseException:
+            # The leases are new: no collective knows them yet.
             for lease in leases:
                 lease.close()
             self._give_back(wire, held)
@@ -259,10 +270,12 @@ class Gathers:
             return
         try:
             if not gather.event.done():
+                # Only a wait is counted: a gather that has ended costs nothing.
                 with self._lanes.meter.waits(Wait.PARAMETERS):
                     gather.event.wait()
             gather.event.wait()  # raises what failed
         finally:
+            # After an interrupt it may still be in flight, and then it keeps what it uses.
             if gather in self._in_flight and gather.event.done():
                 self._in_flight.remove(gather)
                 self._give_back(gather.wire, gather.held)
@@ -270,6 +283,7 @@ class Gathers:
 
     def close(self) -> None:
         """Give the buffers back; no gather is waited for, as other ranks may have left."""
+        # Buffers of gathers that never end are closed with all others.
         self._in_flight.clear()
         for wire in self._wires:
             wire.close()
@@ -286,6 +300,7 @@ class Gathers:
         return self._free_wires.pop()
 
     def _group(self, name: str, numbers: Sequence[int]) -> ShardGroup:
+        # The name is for messages; the parameters alone make the group.
         key = tuple(numbers)
         if key not in self._groups:
             members = [self._parameters[number].member for number in numbers]

@@ -1,5 +1,4 @@
-"""`Ranks`: this rank and the others that train one model: what they agree on, which shard each
-owns, and whole values.
+"""`Ranks`: this rank and the others that train one model: agreements, shards and whole values.
 
 Knows parameters, budgets and settings; fetches, reduces and updates nothing. `initialize` makes it
 where there are several ranks. It is closed last, with the error if there is one, which the other
@@ -59,9 +58,7 @@ _OF_EACH_RANK = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The model's parameters, whole and as this rank's shards; `specs` has the shards of all
-    ranks.
-    """
+    """The model's parameters, whole and as this rank's shards; `specs` has all ranks' shards."""
 
     ranks: Ranks
     wholes: tuple[TrainedParameter, ...]
@@ -102,10 +99,12 @@ class Ranks:
         """Which of this process's cores are this rank's, after `share_budget`."""
         self._first_here = collectives.rank
         self.collectives = collectives
+        # Before any group is made: groups of other meshes would not match.
         self._agree_on_mesh()
         self.shards, self.replicas = collectives, None
         if config.shard_ranks not in {None, collectives.size}:
             self.shards, self.replicas = self._split(config.shard_ranks)
+        # All ranks make it here, at the same place: making a group is a collective.
         self.gradients = self.shards.beside()
 
     @classmethod
@@ -119,6 +118,7 @@ class Ranks:
             return None
         try:
             return cls(collectives, config)
+        # Other ranks wait in the same constructor; the error ends that.
         except BaseException as error:
             collectives.close(error)
             raise
@@ -133,9 +133,7 @@ class Ranks:
         return self.collectives.split(shard_ranks)
 
     def _agree_on_mesh(self) -> None:
-        """Make sure that all ranks make the same process groups: torch hangs or mixes messages
-        otherwise.
-        """
+        """Make sure that all ranks make the same process groups: torch would hang otherwise."""
         self.agree_again_on("the mesh", {"ranks.shard_ranks": self.config.shard_ranks})
 
     @property
@@ -149,16 +147,12 @@ class Ranks:
         return self.collectives.size
 
     def on_wait(self, call: Callable[[], object]) -> None:
-        """Call `call` repeatedly while this rank waits for others. An error from it ends the
-        wait.
-        """
+        """Call `call` again and again while this rank waits for others; its error ends the wait."""
         for sequence in self._sequences():
             sequence.on_wait(call)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the other ranks, which raise `error` if there is one. A second call does
-        nothing.
-        """
+        """Leave the other ranks, which raise `error` if there is one. Again: does nothing."""
         for sequence in self._sequences():
             sequence.close(error)
 
@@ -170,6 +164,7 @@ class Ranks:
             self.shards,
             self.collectives,
         ]
+        # `shards` and `collectives` are one where all ranks share one copy.
         return list(dict.fromkeys(found))
 
     # --- what all have in common ------------------------------------------------------------------
@@ -181,10 +176,12 @@ class Ranks:
             CollectiveError: they have not. The error names the first values that differ, and the
                 ranks that have each.
         """
+        # As text: ranks compare what the values print, and no rank has to load another's classes.
         payload = json.dumps({name: str(value) for name, value in values.items()}).encode()
         answers: list[dict[str, str]] = [
             json.loads(answer) for answer in self.collectives.share(what, payload)
         ]
+        # In the order of first mention; a rank may lack a name that another has.
         names = list(dict.fromkeys(name for answer in answers for name in answer))
         found = [
             f"{name}: {difference}"
@@ -216,8 +213,9 @@ class Ranks:
         parameters: Sequence[ModelParameter],
         digest: Callable[[torch.nn.Parameter], str],
     ) -> None:
-        """Make sure that all ranks train the same model in the same way, from the same values;
-        `digest` hashes those.
+        """Make sure that all ranks train the same model in the same way, from the same values.
+
+        `digest` hashes the values.
 
         Raises:
             CollectiveError: they do not.
@@ -226,6 +224,7 @@ class Ranks:
         settings = {
             name: value
             for name, value in _flat(config.to_mapping())
+            # startswith: `telemetry` stands for all settings of that section.
             if not name.startswith(_OF_EACH_RANK)
         }
         self.agree_on("settings", {**settings, **others})
@@ -233,14 +232,14 @@ class Ranks:
         self.agree_on(
             "the model", {**{known.name: _kind_of(known) for known in parameters}, **optimizer}
         )
+        # Last: hashes take a pass over all values, and the checks above are cheap.
         self.agree_on(
             "the model's first values",
             {known.name: digest(known.parameter) for known in parameters},
         )
 
     def agree_again_on(self, what: str, values: Mapping[str, object]) -> None:
-        """Like `agree_on`, for values that are compared often and rarely differ: ranks compare a
-        checksum first.
+        """Like `agree_on`, for values that rarely differ: ranks compare a checksum first.
 
         Raises:
             CollectiveError: the values differ.
@@ -250,6 +249,7 @@ class Ranks:
             len(set(self.collectives.share(f"whether all agree on {what}", str(checksum).encode())))
             > 1
         ):
+            # Only to find out what differs; all ranks come here, as all have seen the checksums.
             self.agree_on(what, values)
 
     def any_has_more(self, *, has_more: bool, has_had: bool) -> bool:
@@ -261,6 +261,7 @@ class Ranks:
         own = b"more" if has_more else b"again" if has_had else b"none"
         answers = self.collectives.share("which ranks have another batch", own)
         without = [rank for rank, answer in enumerate(answers) if answer == b"none"]
+        # Without "more" nothing is run, so a rank without any batch is no fault.
         if b"more" in answers and without:
             expected = "at least one on each rank, which the rank uses again while others have more"
             raise ConfigError(
@@ -284,6 +285,7 @@ class Ranks:
             )
         before = self.config
         for name, now, then in (
+            # Of the stage, only whether this rank is alone mattered when the model was built.
             ("stage", config.stage is ShardingStage.ALONE, before.stage is ShardingStage.ALONE),
             ("shard_ranks", config.shard_ranks, before.shard_ranks),
             ("timeout_s", config.timeout_s, before.timeout_s),
@@ -320,12 +322,14 @@ class Ranks:
         file system together get no more than is free there; `held` counts what the ranks hold
         already as free.
         """
+        # Resolved, so that two names of one directory are one place.
         places = {directory: str(Path(directory).resolve()) for directory in budget.nvme}
         on_drives = {} if held is None else held.on_systems
         systems = {directory: _file_system_of(directory) for directory in budget.nvme}
         own = {
             "machine": Process.own().machine,
             "host": budget.host,
+            # What the launcher has left to this process.
             "cores": sorted(os.sched_getaffinity(0)),
             "nodes": read_nodes(),
             "drives": {
@@ -341,12 +345,15 @@ class Ranks:
             json.loads(answer)
             for answer in self.collectives.share("budgets", json.dumps(own).encode())
         ]
+        # By machine, not by node number: a launcher may place ranks anywhere.
         ranks = [rank for rank, answer in enumerate(answers) if answer["machine"] == own["machine"]]
         here = [answers[rank] for rank in ranks]
         self.neighbours, self._first_here = len(here), ranks[0]
+        # All ranks compute the same division and take their own part.
         self.cores = divide_cores([neighbour["cores"] for neighbour in here], here[0]["nodes"])[
             ranks.index(self.rank)
         ]
+        # The least of all: a limit that one rank sees, such as a cgroup's, may bind all of them.
         host = min(neighbour["host"] for neighbour in here) // len(here)
         drives = [neighbour["drives"] for neighbour in here]
         self.users = {
@@ -362,21 +369,17 @@ class Ranks:
         )
 
     def tell_of_shared_cores(self) -> None:
-        """Warn, on the machine's first rank, if the machine has fewer cores than ranks. After
-        `share_budget`.
-        """
+        """Warn, on the machine's first rank, if it has too few cores. After `share_budget`."""
         if self.cores.is_shared and self.rank == self._first_here:
             _LOG.warning(
-                "%d ranks of this machine share cores %s, fewer than they are: updates of one wait "
-                "for another's",
+                "%d ranks of this machine share the cores %s: there are fewer cores than ranks. A "
+                "rank's updates wait for those of another rank",
                 self.neighbours,
                 ", ".join(map(str, self.cores.cores)),
             )
 
     def held_here(self, host: int, drives: Mapping[str, int]) -> Held:
-        """Return what all ranks of this machine hold; `host` and `drives` are what this one
-        does.
-        """
+        """Return what all ranks of this machine hold; this one holds `host` and `drives`."""
         own = {
             "machine": Process.own().machine,
             "host": host,
@@ -396,9 +399,8 @@ class Ranks:
         return Held(sum(neighbour["host"] for neighbour in here), systems)
 
     def once_a_machine(self, what: str, make: Callable[[], str]) -> str:
-        """Return what the machine's first rank makes, while its other ranks wait. After
-        `share_budget`.
-        """
+        """Return what the machine's first rank makes; its others wait. After `share_budget`."""
+        # The others go straight to `share`, which waits for the first rank.
         made = make() if self.rank == self._first_here else ""
         return self.collectives.share(what, made.encode())[self._first_here].decode()
 
@@ -410,13 +412,13 @@ class Ranks:
         frozen: Sequence[ModelParameter],
         is_cut: Callable[[torch.nn.Parameter], ShardSpec | None] = lambda _: None,
     ) -> Cut:
-        """Cut parameters over the ranks, except those that `is_cut` returns a spec for: they are
-        cut already.
+        """Cut parameters over the ranks; those that `is_cut` returns a spec for are cut already.
 
         This rank's shards are views of the whole values until they are moved.
         """
         partitioner = Partitioner(self.shards.size)
         built = {known.number: is_cut(known.parameter) for known in (*trained, *frozen)}
+        # In the order of numbers: a cut depends on those before it, so all ranks cut alike.
         specs = tuple(
             built[known.number] or partitioner.cut(known.numel) for known in (*trained, *frozen)
         )
@@ -453,6 +455,7 @@ class Ranks:
     ) -> torch.nn.Parameter:
         shard, whole = spec.shards[self.shards.rank], parameter.parameter.detach()
         if not has_values and shard.numel:
+            # Cut when it was built: the values come from where building left them.
             return torch.nn.Parameter(
                 absent(whole.dtype, torch.Size([shard.numel]), whole.device), requires_grad=False
             )
@@ -474,9 +477,7 @@ class Ranks:
         return ShardGroup(name, members, collectives or self.shards)
 
     def whole(self, name: str, spec: ShardSpec, shard: torch.Tensor) -> torch.Tensor:
-        """Return a whole flat tensor, on every rank and in new host memory, from the shards
-        of all.
-        """
+        """Return a whole flat tensor, in new host memory on every rank, from the shards of all."""
         group = self.group(name, [GroupMember(name, spec, shard.dtype)])
         whole = torch.empty(spec.numel, dtype=shard.dtype, device="cpu")
         wire = torch.empty(
@@ -488,7 +489,7 @@ class Ranks:
         return whole
 
     def norm(self, sums: GradientSums, specs: Sequence[ShardSpec]) -> GradientNorm:
-        """Return the norm of the gradients whose block sums the ranks have."""
+        """Return the norm of the gradients of which the ranks have the block sums."""
         whole = GradientSums([spec.numel for spec in specs])
         for number, blocks in enumerate(share_block_sums(self.shards, specs, sums.blocks)):
             whole.put(number, 0, blocks)
@@ -499,8 +500,9 @@ class Ranks:
 def together(
     config: RanksConfig, budget: Callable[[], ResolvedBudget]
 ) -> Iterator[tuple[Ranks | None, ResolvedBudget]]:
-    """Yield the ranks, or None where there is one, and this rank's part of a budget. If the body
-    raises, the other ranks raise too.
+    """Yield the ranks, None for one alone, and this rank's part of a budget.
+
+    If the body raises, the other ranks raise too.
     """
     ranks = Ranks.join(config)
     if ranks is None:
@@ -515,9 +517,8 @@ def together(
 
 
 def wire_of(nbytes: int, parts: int, most: int) -> int:
-    """Return the size of a buffer in which a collective of `nbytes` goes in one round where `most`
-    allows it, in `parts` parts.
-    """
+    """Return the size of a collective's buffer: `nbytes`, or of `parts` parts within `most`."""
+    # WIRE_ALIGNMENT bytes for each part, the least that a round can take.
     least = 64 * parts
     return min(nbytes, max(align_up(most, least), least)) if nbytes else 0
 
@@ -554,6 +555,7 @@ def _kind_of(known: ModelParameter) -> str:
 
 def _file_system_of(directory: str) -> tuple[str, int]:
     """Return the file system of a directory, and how many bytes it has free for a budget."""
+    # realpath: a link may lead to another file system.
     mount = find_mount(read_mounts(), os.path.realpath(directory))
     return mount.device if mount else "", probe_capacity([directory]).nvme[directory]
 
@@ -565,11 +567,14 @@ def _part_of(place: str, limit: int, drives: Sequence[Mapping[str, tuple[str, in
     free = []
     for directories in drives:
         for other, (where, bytes_, most) in directories.items():
+            # Several directories of one file system share what is free there.
             if where == system:
+                # The same directory, named by several ranks, counts once.
                 limits[other] = max(limits.get(other, 0), most)
                 free.append(bytes_)
     every = sum(limits.values())
     part = limit // sum(place in directories for directories in drives)
+    # In integers: rounding up would promise bytes that are not there.
     return part if every <= min(free) else part * min(free) // every
 
 

@@ -40,6 +40,7 @@ __all__ = ["REDUCES", "GradientReducer", "KernelAdder", "Room", "buckets_of"]
 REDUCES = 2
 """How many reduces are in flight at once, each with a buffer of its own."""
 
+# Bytes. glibc's malloc may keep freed memory; more than this is returned at once.
 _MOST_FREED = 16 << 20
 _Deliver = Callable[[int, torch.Tensor], None]
 
@@ -52,6 +53,7 @@ class KernelAdder:
 
     def begin(self, values: torch.Tensor, into: torch.Tensor) -> None:
         """Write values to `into`, which is fp32."""
+        # The kernels take addresses, which an empty tensor may lack.
         if values.numel():
             self._kernels.begin_sum(Values.of(values), Values.of(into))
 
@@ -62,15 +64,15 @@ class KernelAdder:
 
 
 def buckets_of(members: Sequence[GroupMember], bucket_bytes: int) -> list[tuple[int, ...]]:
-    """Return the numbers of the members of each bucket: neighbours, the last first, as a backward
-    makes them.
-    """
+    """Return the numbers of each bucket's members: neighbours, the last first, as backwards go."""
     buckets: list[list[int]] = []
     room = 0
     for number in reversed(range(len(members))):
         nbytes = _nbytes(members[number])
+        # A bit for each member is announced, so a bucket has no more members than bits.
         if nbytes > room or not buckets or len(buckets[-1]) == MOST_ANNOUNCED:
             buckets.append([])
+            # A larger member has a bucket of its own.
             room = max(bucket_bytes, nbytes)
         buckets[-1].append(number)
         room -= nbytes
@@ -104,8 +106,9 @@ class Room:
     def of(
         cls, members: Sequence[GroupMember], ranks: Ranks, *, adds_up: bool, on_host: bool
     ) -> Room:
-        """Return the room for the gradients of `members`, which are on the host or on a device with
-        memory of its own.
+        """Return the room for the gradients of `members`.
+
+        They are on the host or, if not `on_host`, on a device with memory of its own.
 
         With less room, gradients are reduced before their bucket is full.
         """
@@ -116,18 +119,23 @@ class Room:
         ]
         nbytes = [_nbytes(member) for member in members]
         gradients = sum(nbytes)
+        # Without a store a rank may not reduce early, and sums wait for the last micro-batch: both
+        # hold all gradients.
         if ranks.gradients.can_stall and not adds_up:
             gradients = min(gradients, max(nbytes) + REDUCES * most)
+        # Of the largest shards, so that all ranks plan alike.
         of_a_rank = max(
             sum(max(shard.numel for shard in member.spec.shards) for member in group.members)
             for group in groups
         )
+        # A reduce sends and receives, so its buffer has two halves.
         wire = wire_of(
             max(group.reduce_bytes() for group in groups), 2 * ranks.shards.size, 2 * most
         )
         if ranks.replicas is not None:
             of_replicas = ReplicaSums(ranks.replicas).wire_bytes(of_a_rank)
             wire = max(wire, wire_of(of_replicas, 2 * ranks.replicas.size, 2 * most))
+        # Sums are fp32.
         sums = REDUCES * 4 * of_a_rank
         freed = min(gradients + sums, _MOST_FREED) if on_host else 0
         return cls(wire=wire, gradients=gradients, sums=sums, freed=freed)
@@ -150,14 +158,13 @@ class _Reduce:
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """How many reduces a rank has started when its backward ends, and how many gradients of each
-    parameter wait.
-    """
+    """How many reduces a rank has started at its backward's end, and how many gradients wait."""
 
     started: int
     waiting: Mapping[int, int]
 
     def pack(self) -> bytes:
+        # As pairs: JSON would turn the keys of a dict into text.
         return json.dumps([self.started, list(self.waiting.items())]).encode()
 
     @classmethod
@@ -171,6 +178,7 @@ class _Backward:
 
     def __init__(self, every: Sequence[tuple[int, ...]], expected: Collection[int]) -> None:
         self._every = every
+        # Buckets keep their members' order; without an expected one they are left out.
         buckets = [tuple(number for number in bucket if number in expected) for bucket in every]
         self._first = [bucket for bucket in buckets if bucket]
         self.started = 0
@@ -190,6 +198,7 @@ class _Backward:
     def bucket(self, turn: int) -> tuple[int, ...]:
         """Return the bucket of a turn: first those of what is expected, then all of them again."""
         after = turn - len(self._first)
+        # In turns, for gradients that come after their bucket.
         return self._first[turn] if after < 0 else self._every[after % len(self._every)]
 
     @property
@@ -247,8 +256,7 @@ class _ReduceMemory:
 
 
 class GradientReducer:
-    """Reduces the gradients of `members`, one for each trained parameter; `deliver` gets the sums
-    of this rank's shards.
+    """Reduces the gradients of `members`, the trained parameters; `deliver` gets this rank's sums.
 
     A bucket is reduced when all its gradients have come that came to any rank in the backward
     before. It is reduced earlier where there is no `room` for more. Reduces pass `wires`; what is
@@ -282,7 +290,9 @@ class GradientReducer:
         self._all_buckets = buckets_of(members, ranks.config.bucket_bytes)
         self._under_way: deque[_Reduce] = deque()
         self._not_summed: deque[HybridReduce] = deque()
+        # Nothing was seen yet: all are expected.
         self._begin(range(len(members)))
+        # Another rank may wait for a bucket that this one has not come to.
         ranks.gradients.on_stall(self._join)
 
     def _begin(self, expected: Collection[int]) -> None:
@@ -307,10 +317,12 @@ class GradientReducer:
             self._make_room(flat.nbytes)
             self._memory.hold_gradient(flat.nbytes)
             self._backward.waiting.setdefault(number, deque()).append(flat)
+            # At once, so that the bucket travels while the backward goes on.
             self.go_on()
         elif number in self._sums:
             self._adder.add(flat, self._sums[number])
         else:
+            # The members are fp32 here, whatever the gradient's own dtype is.
             self._memory.hold_gradient(_nbytes(self._members[number]))
             self._sums[number] = flat.float()
 
@@ -321,9 +333,11 @@ class GradientReducer:
         Raises:
             CollectiveError: a reduce failed.
         """
+        # In order: a later reduce cannot have ended before an earlier one.
         while self._under_way and self._under_way[0].event.done():
             self._end()
         while self._memory.wires and (bucket := self._backward.expected):
+            # Only full buckets: one that is reduced early costs another reduce for what comes late.
             if any(number not in self._backward.waiting for number in bucket):
                 return
             self._start(self._backward.start())
@@ -332,6 +346,7 @@ class GradientReducer:
         """Drop all gradients, on all ranks. Gradients that are being reduced are reduced first."""
         self._memory.release_gradient(sum(total.nbytes for total in self._sums.values()))
         self._sums.clear()
+        # Other ranks may have started reduces of this backward: this one has to take part.
         if self._backward.open and not self.adds_up:
             self.finish()
         self._backward.close()
@@ -360,6 +375,7 @@ class GradientReducer:
             while self._backward.started < most:
                 self._start(self._backward.start())
             left = [self._left(progress, most) for progress in all_progress]
+            # All ranks compute the same turns from the same answers.
             for turn in range(
                 max((count for counts in left for count in counts.values()), default=0)
             ):
@@ -370,6 +386,7 @@ class GradientReducer:
                     self._start([number for number in bucket if number in came])
             while self._under_way:
                 self._end()
+        # What came in this backward is expected in the next; after one without any, everything is.
         self._begin(self._backward.reduced or range(len(self._members)))
 
     def close(self) -> None:
@@ -382,6 +399,7 @@ class GradientReducer:
     def _left(self, progress: _Progress, most: int) -> Counter[int]:
         """Return how many gradients of each parameter a rank has left after so many reduces."""
         left = Counter(progress.waiting)
+        # The turns that this rank has joined took one gradient each of its buckets' members.
         for turn in range(progress.started, most):
             # Subtraction of Counters drops what is not positive.
             left -= Counter(self._backward.bucket(turn))
@@ -423,6 +441,7 @@ class GradientReducer:
         while not self._memory.wires:
             self._end()
         wire = self._memory.wires.pop()
+        # None where this rank has no gradient of it: zeros are sent.
         gradients = [self._next_of(number) for number in numbers]
         group = self._group(tuple(numbers))
         sums = [
@@ -433,6 +452,7 @@ class GradientReducer:
             )
             for place in range(len(numbers))
         ]
+        # Before the reduce starts: it writes to them.
         self._memory.hold_sums(sum(total.nbytes for total in sums))
         nbytes = sum(gradient.nbytes for gradient in gradients if gradient is not None)
         event = self._reduce(group, gradients, sums, wire.flat())
@@ -458,11 +478,11 @@ class GradientReducer:
         )
 
     def _next_of(self, number: int) -> torch.Tensor | None:
-        some = self._backward.waiting.get(number)
-        if some is None:
+        waiting = self._backward.waiting.get(number)
+        if waiting is None:
             return None
-        first = some.popleft()
-        if not some:
+        first = waiting.popleft()
+        if not waiting:
             del self._backward.waiting[number]
         return first
 
@@ -474,6 +494,7 @@ class GradientReducer:
     def _finish(self, ended: _Reduce) -> int:
         """Wait for a reduce, deliver its sums, and return how many bytes it frees."""
         ended.event.wait()
+        # Only now: until the reduce has ended, other ranks' bytes arrive there.
         self._memory.wires.append(ended.wire)
         self._memory.release_gradient(ended.gradient_bytes)
         sums_bytes = sum(total.nbytes for total in ended.sums)

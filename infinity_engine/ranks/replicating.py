@@ -1,5 +1,4 @@
-"""`ParameterReplicas`: parameters that every rank has whole all the time, of which each updates its
-shards.
+"""`ParameterReplicas`: parameters that every rank has whole, and of which each updates its shards.
 
 Gathers all after an update, in groups of so many bytes, into the memory that modules compute with.
 Fetches nothing: no module waits for anything, so they may be compiled, and ranks may run different
@@ -39,9 +38,9 @@ def _groups(
     parameters: Sequence[CutParameter], ranks: Ranks
 ) -> list[tuple[tuple[int, ...], ShardGroup]]:
     """Return what is gathered together, with the numbers of its parameters."""
-    some = [each for each in parameters if each.spec.numel]
+    some = [cut for cut in parameters if cut.spec.numel]
     found = []
-    for bucket in buckets_of([each.member for each in some], ranks.config.bucket_bytes):
+    for bucket in buckets_of([cut.member for cut in some], ranks.config.bucket_bytes):
         members = [some[place].member for place in bucket]
         name = members[0].name if len(members) == 1 else f"{members[0].name} to {members[-1].name}"
         found.append(
@@ -62,23 +61,24 @@ class ParameterReplicas:
         *,
         wire_bytes: int,
     ) -> None:
-        self._parameters = {each.whole.number: each for each in parameters if each.spec.numel}
+        self._parameters = {cut.whole.number: cut for cut in parameters if cut.spec.numel}
         self._ranks = ranks
         self._lanes = lanes
         self._wire = memory.lease(wire_bytes, holder="buffers of collectives")
         self._leases: dict[int, Lease] = {}
         self._gathered_bytes = 0
-        for number, each in self._parameters.items():
-            self._leases[number] = memory.lease(each.nbytes, holder=f"parameter {each.whole.name}")
+        for number, cut in self._parameters.items():
+            self._leases[number] = memory.lease(cut.nbytes, holder=f"parameter {cut.whole.name}")
         self._groups = _groups(list(self._parameters.values()), ranks)
+        # Gathered before they are shown: modules never see memory without values.
         self.changed(self._parameters)
-        for each in parameters:
-            shape = each.whole.parameter.shape
-            lease = self._leases.get(each.whole.number)
-            each.whole.show(
-                torch.empty(shape, dtype=each.dtype)
+        for cut in parameters:
+            shape = cut.whole.parameter.shape
+            lease = self._leases.get(cut.whole.number)
+            cut.whole.show(
+                torch.empty(shape, dtype=cut.dtype)
                 if lease is None
-                else lease.tensor(each.dtype, shape)
+                else lease.tensor(cut.dtype, shape)
             )
 
     # --- what modules need ------------------------------------------------------------------------
@@ -106,23 +106,22 @@ class ParameterReplicas:
         """Gather what goes together, one group after another, as they share a buffer."""
         shards, into = [], []
         for number in numbers:
-            each = self._parameters[number]
-            shards.append(
-                each.shard.values if each.shard.numel else torch.empty(0, dtype=each.dtype)
-            )
-            into.append(self._leases[number].tensor(each.dtype))
-            self._gathered_bytes += each.nbytes
+            cut = self._parameters[number]
+            shards.append(cut.shard.values if cut.shard.numel else torch.empty(0, dtype=cut.dtype))
+            into.append(self._leases[number].tensor(cut.dtype))
+            self._gathered_bytes += cut.nbytes
+        # Waited for: the next group uses the same buffer.
         group.gather(shards, into, wire=self._wire.flat() if group.gather_bytes() else None).wait()
 
     def write_home(self, number: int) -> None:
         """Copy what code of the caller wrote into a parameter to this rank's shard of it."""
-        each = self._parameters.get(number)
-        if each is not None:
-            if each.shard.numel:
-                each.shard.values.copy_(
-                    self._ranks.own(each.spec, each.whole.parameter.detach().reshape(-1))
+        cut = self._parameters.get(number)
+        if cut is not None:
+            if cut.shard.numel:
+                cut.shard.values.copy_(
+                    self._ranks.own(cut.spec, cut.whole.parameter.detach().reshape(-1))
                 )
-            each.whole.note_values()
+            cut.whole.note_values()
 
     def copy_of(self, number: int) -> torch.Tensor:
         """Return a flat copy, on the host, of a parameter's values."""
@@ -153,6 +152,7 @@ class ParameterReplicas:
         """Give all parameters ordinary memory, and all leases back."""
         for number, lease in self._leases.items():
             whole = self._parameters[number].whole
+            # A copy in the caller's memory, before the lease of the engine's ends.
             whole.show(whole.parameter.detach().clone())
             lease.close()
         self._leases.clear()

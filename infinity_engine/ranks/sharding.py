@@ -1,5 +1,4 @@
-"""`Sharding`: how a model is cut over ranks, what whole parameters and collectives need of the
-device, and what makes parameters whole.
+"""`Sharding`: how a model is cut over ranks, and what wholes and collectives need of the device.
 
 `assemble` puts it together where there are several ranks.
 """
@@ -41,14 +40,14 @@ _LARGEST_SMALL_PART = 4
 
 
 def check_cut(model: torch.nn.Module, config: EngineConfig, *, built_alone: bool) -> None:
-    """Refuse what this version cannot do on several ranks. `built_alone` says that this rank built
-    the model by itself.
+    """Refuse what this version cannot do on several ranks. `built_alone`: by this rank by itself.
 
     Raises:
         ConfigError: it is such a thing.
     """
     for name, module in model.named_modules():
         if any(
+            # By name, so that torch.distributed's packages need not be imported to look.
             kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch.")
             for kind in type(module).__mro__
         ):
@@ -62,6 +61,7 @@ def check_cut(model: torch.nn.Module, config: EngineConfig, *, built_alone: bool
                 expected=expected,
             )
     for name, parameter in model.named_parameters():
+        # A DTensor's attribute: it is a shard already.
         if hasattr(parameter, "placements"):
             expected = (
                 "an ordinary tensor, as a DTensor is a shard already and its operations "
@@ -114,9 +114,7 @@ class Sharding:
     """Whether parameters are whole only while modules need them."""
     leaves: frozenset[str]
     least: int
-    """The bytes that are whole at the same time: all parameters, or the most that nested modules
-    need.
-    """
+    """The bytes that are whole at once: all parameters, or the most that nested modules need."""
     deepest_shards: int
     """The most bytes that nested modules need of the shards, of the rank with the largest ones."""
     gather_bytes: int
@@ -143,8 +141,10 @@ class Sharding:
         members = [parameter.member for parameter in parameters[: len(cut.trained)]]
         adds_up = ranks.config.stage is ShardingStage.OPTIMIZER and accumulation_steps > 1
         if adds_up:
+            # Sums that are added up before they are reduced go over the wire in fp32.
             members = [replace(member, dtype=torch.float32) for member in members]
         by_module = ranks.config.stage is ShardingStage.PARAMETERS
+        # The same walk for shards and for wholes, with other sizes.
         shards = deepest_of(
             model,
             {id(parameter.whole.parameter): parameter.largest_shard for parameter in parameters},
@@ -170,6 +170,7 @@ class Sharding:
             leaves=leaves,
             least=wholes if by_module else sum(parameter.nbytes for parameter in parameters),
             deepest_shards=shards,
+            # Gathers and reduces run beside each other, each with buffers of its own.
             wires_bytes=gathers * (WIRES if by_module else 1) + reduces.wire * REDUCES,
             gather_bytes=gathers,
             reduces=reduces,
@@ -181,9 +182,7 @@ class Sharding:
         return self.cut.ranks
 
     def wish(self, wish: Wish) -> Wish:
-        """Return what the settings ask for, for shards. Where whole parameters stay on the device,
-        shards do as well.
-        """
+        """Return the wish for shards: where wholes stay on the device, shards do as well."""
         return wish if self.by_module else replace(wish, tiers=(Tier.DEVICE,))
 
     def left_of(self, budget: ResolvedBudget, *, unified: bool) -> ResolvedBudget:
@@ -194,6 +193,7 @@ class Sharding:
         """
         needed = self.least + self.wires_bytes + self.reduces.held
         tier, has = (Tier.HOST, budget.host) if unified else (Tier.DEVICE, budget.device)
+        # In one memory, the device's bytes are the host's.
         if needed > has:
             raise CapacityError(
                 tier=tier.name,
@@ -217,9 +217,7 @@ class Sharding:
         return replace(left, device=max(left.device - ahead, 0))
 
     def sized(self, sizing: Sizing) -> Sizing:
-        """Return the sizes of the shards. What modules need at one time is the same on all
-        ranks.
-        """
+        """Return the shards' sizes. What modules need at one time is the same on all ranks."""
         return replace(sizing, deepest=self.deepest_shards)
 
     def whole(
@@ -232,11 +230,11 @@ class Sharding:
         *,
         small_bytes: int,
     ) -> ManyRanks:
-        """Reserve memory for whole parameters, from what the budget has left, and return what makes
-        them whole.
-        """
+        """Reserve memory for wholes from what the budget has left; return what makes them whole."""
+        # What is reserved first is freed last: gatherers and reducers close before their memory.
         held = ledger.reserve(Tier.DEVICE, self.reduces.held, holder="whole gradients")
         resources.callback(held.close)
+        # After the gradients' reservation: it asks what is left.
         limit = self._limit(ledger)
         reservation = ledger.reserve(
             Tier.DEVICE, limit + self.wires_bytes, holder="whole parameters"
@@ -273,8 +271,10 @@ class Sharding:
             memory,
             limit=limit,
             wire_bytes=self.gather_bytes,
+            # Small ones leave room for the deepest modules.
             small=self._small(small_bytes, min(limit - self.least, limit // _LARGEST_SMALL_PART)),
             below=shards.fetcher,
+            # None where no rank fetches: then gathers have no such limit anywhere.
             below_bytes=self.deepest_shards if self._some_fetch(shards) else None,
             fetched=shards.fetched,
             beside=reducer.go_on,
@@ -292,8 +292,10 @@ class Sharding:
     def _limit(self, ledger: Ledger) -> int:
         """Return the bytes of whole parameters that every rank has room for."""
         every = sum(parameter.nbytes for parameter in self.parameters)
+        # Beside the least, which the limit has in any case.
         free = ledger.free(Tier.DEVICE) - self.wires_bytes - self.least
         more = min(max(free, 0), every - self.least)
+        # One limit for all: [Note: all ranks decide alike].
         return self.ranks.least("room for whole parameters", self.least + more)
 
     def _some_fetch(self, shards: Shards) -> bool:
@@ -312,9 +314,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Shards:
-    """What holds this rank's shards: the keeper of their gradients, and the fetcher of those off
-    the device.
-    """
+    """What holds this rank's shards: their gradients' keeper, and a fetcher of those elsewhere."""
 
     lanes: Lanes
     gradients: GradientKeeper

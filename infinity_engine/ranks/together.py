@@ -116,11 +116,11 @@ class ManyRanks:
         self.modules = modules
         self.reducer = reducer
         self._gradients = gradients
-        # The norm and the agreement are those of the gradients reduced last. A rank whose step was
-        # interrupted repeats it alone, while the others have left the exchange: it uses these.
+        # Of the gradients reduced last. A rank with an interrupted step repeats it alone, while
+        # the others have left the exchange: it uses these.
         self._norm: GradientNorm | None = None
         self._agreed: Mapping[str, object] | None = None
-        # A backward has ended whose gradients the ranks have yet to reduce.
+        # A backward has ended, and the ranks have yet to reduce its gradients.
         self._must_reduce = False
 
     @property
@@ -146,6 +146,7 @@ class ManyRanks:
 
         All ranks call this.
         """
+        # Before gradients are reduced: modules let go of what their backward held.
         self.modules.end_backward()
         if self.waits(last=last):
             self._must_reduce = True
@@ -181,6 +182,7 @@ class ManyRanks:
             "micro-batches of this step": accumulation.count,
             "divisor of gradients": accumulation.divisor,
         }
+        # A step that is repeated has agreed already.
         if mine != self._agreed:
             self.ranks.agree_again_on("what the update is made with", mine)
             self._agreed = mine
@@ -192,11 +194,13 @@ class ManyRanks:
 
     def _reduce(self) -> None:
         self._must_reduce = False
+        # New gradients: their norm is another, and the update has to be agreed on again.
         self._norm = self._agreed = None
         self.reducer.finish()
 
     def norm(self) -> GradientNorm:
         """Return the norm of the gradients of all ranks, which they exchange once a step."""
+        # A norm of gradients that are gone says nothing.
         if self._norm is None or not self._gradients.any:
             specs = self.cut.specs[: len(self.cut.trained)]
             self._norm = self.ranks.norm(self._gradients.sums(), specs)
@@ -207,9 +211,8 @@ class ManyRanks:
         return self.ranks.own(self.cut.specs[number], flat)
 
     def gradient(self, number: int, found: torch.Tensor | None) -> torch.Tensor | None:
-        """Return this rank's shard of a gradient: zeros where only other ranks have some of it, and
-        None where no rank has.
-        """
+        """Return this rank's shard of a gradient: zeros if only other ranks have it, else None."""
+        # Asked of all ranks, also where this one has some: all have to come to it.
         name = self.cut.wholes[number].name
         if not self.ranks.most(f"gradients of {name}", int(found is not None)):
             return None

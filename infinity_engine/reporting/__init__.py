@@ -1,5 +1,3 @@
-"""Figures for people: the report of a step, its drives and their wear, and the error of a device
-that is full.
-"""
+"""Figures for people: a step's report, drives and their wear, and the error of a full device."""
 
 __all__ = ()

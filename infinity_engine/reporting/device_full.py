@@ -1,5 +1,4 @@
-"""The error for a device budget without room for what modules allocate: which holder has how much,
-and what would fit.
+"""The error for a device budget without room for modules: each holder's part, and what would fit.
 
 Composes an error; changes nothing. torch's own error stays beside it, as the cause.
 """
@@ -19,25 +18,27 @@ from infinity_engine.units import format_bytes, parse_bytes
 
 __all__ = ["no_room_for_modules"]
 
+# torch's own words, as no attribute of its error has the number.
 _ASKED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 
 
 def no_room_for_modules(
     error: torch.OutOfMemoryError, accelerator: Accelerator, usage: Sequence[Usage]
 ) -> CapacityError | None:
-    """Return the engine's error in place of torch's; None where the budget is not what it ran
-    into.
-    """
+    """Return the engine's error in place of torch's; None where the budget was not the limit."""
     taken = accelerator.taken_by_torch()
     device = next((tier_usage for tier_usage in usage if tier_usage.tier is Tier.DEVICE), None)
     if taken is None or device is None:
         return None
+    # What torch has taken contains what the engine holds of it.
     of_engine = min(device.held, taken)
     of_modules = taken - of_engine
     # torch may word its error in another way one day: then at least one byte was asked for.
     found = _ASKED.search(str(error))
+    # torch writes small amounts as "512 bytes".
     words = "1 B" if found is None else found[1].replace("bytes", "B")
     asked = parse_bytes(words, field="torch's words")
+    # What the plan has not reserved is left to modules.
     room = format_bytes(max(device.limit - device.reserved, 0))
     return CapacityError(
         tier=Tier.DEVICE.name,

@@ -1,5 +1,4 @@
-"""`DriveMeter`: the bytes that one engine reads from and writes to each of its directories, step by
-step.
+"""`DriveMeter`: the bytes that one engine reads from and writes to each directory, step by step.
 
 Asks the swap file, which counts all that it submits; moves nothing itself.
 """
@@ -19,8 +18,7 @@ __all__ = ["DriveMeter", "DriveUse"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriveUse:
-    """The bytes of one directory in a step, and the bytes that the engine has written there in all,
-    from its start on.
+    """The bytes of one directory in a step, and those written in all since the engine's start.
 
     `calibrated_share` is how much of the step's time the bytes take at the drive's calibrated
     rates, None where these are not known: near 1, the step takes as long as the drive does.
@@ -59,6 +57,7 @@ class DriveMeter:
         """Count the bytes read and written since the last call, in the step that is recorded."""
         traffic = {} if self._swap is None else self._swap.traffic()
         for directory, now in traffic.items():
+            # A directory that is seen for the first time counts from 0.
             before = self._counted.get(directory, Traffic(0, 0))
             self._telemetry.counter(_read_from(directory)).add(now.read_bytes - before.read_bytes)
             self._telemetry.counter(_written_to(directory)).add(
@@ -77,9 +76,8 @@ class DriveMeter:
         }
 
     def rates_of_update(self) -> dict[Lane, float]:
-        """Return the bytes per second of all drives together in an update, where these are known of
-        each.
-        """
+        """Return the bytes per second of all drives together in an update, if all are known."""
+        # Of a drive that reads and writes at once, as an update has it.
         drives = Rates(nvme=self._rates).both_at_once().nvme
         known = [drives[directory] for directory in self._counted if directory in drives]
         found = {}

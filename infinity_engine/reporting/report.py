@@ -50,9 +50,7 @@ class Over(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkUse:
-    """The bytes over one link, and their rate; the rate is None where there were no bytes, or no
-    time.
-    """
+    """The bytes over one link, and their rate, None where there were no bytes or no time."""
 
     nbytes: Mapping[Cargo, int]
     bytes_per_s: float | None
@@ -61,8 +59,7 @@ class LinkUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateUse:
-    """The parameters of the subgroups that were updated in one place, and the seconds that their
-    updates took.
+    """The parameters that were updated in one place, and the seconds that this took.
 
     Seconds are None where the device does not know.
     """
@@ -73,8 +70,7 @@ class UpdateUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdatePhase:
-    """An update, from the start of its first op to the end of its last, and the part of it in which
-    each lane was busy.
+    """An update, from its first op's start to its last op's end, and how busy each lane was.
 
     A lane with unknown busy times is left out. A drive's part is the time of its bytes at its
     calibrated rates, where there are any.
@@ -86,9 +82,7 @@ class UpdatePhase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hits:
-    """The bytes that were needed and could be on drives: those found in memory, and those read from
-    drives.
-    """
+    """The bytes that were needed and could be on drives: found in memory, or read from drives."""
 
     found: int
     missing: int
@@ -96,9 +90,7 @@ class Hits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The most that a tier, or a directory of NVMe, held up to the step's end, against its
-    budget.
-    """
+    """The most that a tier, or a directory, held up to the step's end, against its budget."""
 
     name: str
     nbytes: int
@@ -107,8 +99,7 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """One step in figures; as text, a table. `device` says how to read the times: an emulated
-    device has its own.
+    """One step in figures; as text, a table. `device` says how to read times: some have a clock.
 
     `waits` are the seconds in which the host waited; the phases contain them. `links` has the links
     that carried bytes. `update` is the one that has ended in this step: with overlap, that of the
@@ -140,6 +131,7 @@ class StepReport:
         """Return a table of two columns: names and figures."""
         norm = "" if self.gradient_norm is None else f", gradient norm {self.gradient_norm:.4g}"
         scale = "" if self.loss_scale == 1.0 else f", loss scale {self.loss_scale:g}"
+        # Rows without figures are left out below.
         rows = [
             (
                 f"step {self.index}",
@@ -148,6 +140,7 @@ class StepReport:
             ("micro-batches", f"{self.micro_batches}{norm}{scale}"),
             ("time", ", ".join(f"{name} {_time(took)}" for name, took in self.phases.items())),
         ]
+        # Waits that took no time are left out.
         rows += [(wait.value, _time(seconds)) for wait, seconds in self.waits.items() if seconds]
         rows += [(lane.value, _link(use)) for lane, use in self.links.items()]
         for lane, updates in self.updates.items():
@@ -183,13 +176,13 @@ def report_of(
     drives: Mapping[str, DriveUse] = MappingProxyType({}),
     drive_rates: Mapping[Lane, float] = MappingProxyType({}),
 ) -> StepReport:
-    """Return the figures of a step that has ended; `usage` has the budgets, `drives` the use of
-    each directory.
+    """Return the figures of a step that has ended; `usage` has budgets, `drives` the directories.
 
     `drive_rates` are the bytes per second of all drives together in an update, as far as they were
     calibrated.
     """
     assert step.end_ns is not None, "the step has ended"
+    # Telemetry counts nanoseconds.
     seconds = (step.end_ns - step.start_ns) / 1e9
     notes, counted = step.notes, step.counters
     hits = {}
@@ -205,6 +198,7 @@ def report_of(
         loss_scale=cast(float, notes["loss_scale"]),
         gradient_norm=cast("float | None", notes["gradient_norm"]),
         seconds=seconds,
+        # A phase that a step did not have took no time.
         phases={name: counted.get(f"{name} ns", 0) / 1e9 for name in _PHASES},
         waits={wait: counted.get(f"{wait.value} ns", 0) / 1e9 for wait in Wait},
         links={
@@ -219,6 +213,7 @@ def report_of(
         drives=drives,
         peaks=tuple(
             Peak(
+                # Each directory of NVMe has a limit of its own.
                 name=tier_usage.directory or tier_usage.tier.name,
                 nbytes=step.peaks.get(peak_of(tier_usage), 0),
                 limit=tier_usage.limit,
@@ -229,6 +224,7 @@ def report_of(
 
 
 def _carried(lane: Lane, counted: Mapping[str, int]) -> dict[Cargo, int]:
+    # Only what was counted in this step.
     names = {cargo: carried(lane, cargo) for cargo in Cargo}
     return {cargo: counted[name] for cargo, name in names.items() if name in counted}
 
@@ -236,7 +232,7 @@ def _carried(lane: Lane, counted: Mapping[str, int]) -> dict[Cargo, int]:
 def _link_use(lane: Lane, counted: Mapping[str, int], seconds: float) -> LinkUse:
     nbytes = _carried(lane, counted)
     over, moved = Over.STEP, sum(nbytes.values())
-    # Where the device knows when the link was busy, that time counts instead of the step's.
+    # Where the device knows when the link was busy, that time counts, not the step's.
     if busy(lane, "ns") in counted:
         over, moved, seconds = (
             Over.BUSY,
@@ -257,6 +253,7 @@ def _update_use(op: type[UpdateOp], counted: Mapping[str, int]) -> UpdateUse:
 def _update_phase(
     counted: Mapping[str, int], drive_rates: Mapping[Lane, float]
 ) -> UpdatePhase | None:
+    # No update has ended in this step.
     whole_ns = counted.get(UPDATE_NS, 0)
     if not whole_ns:
         return None

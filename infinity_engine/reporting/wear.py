@@ -21,9 +21,7 @@ _SECONDS_PER_DAY = 86400
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endurance:
-    """The written share of a drive's rating, and the days until all of it is written at the
-    engine's rate so far.
-
+    """The written share of a drive's rating, and the days until the rest is written at this rate.
     The days are None as long as there is no rate.
     """
 
@@ -35,6 +33,7 @@ class Endurance:
         """Return both in words."""
         days = self.days_left
         until = (
+            # Below ten days, tenths of a day matter.
             ""
             if days is None
             else f"; at this rate the rest lasts {days:.{0 if days >= 10 else 1}f} days"
@@ -46,9 +45,7 @@ class Endurance:
 
 
 class Wear:
-    """The ratings of some directories, by name; `written` are the bytes written when the rate
-    begins to count.
-    """
+    """The ratings of some directories, by name; `written` is what was written before."""
 
     def __init__(
         self,
@@ -59,18 +56,19 @@ class Wear:
         self._rated = dict(rated)
         self._at_first = dict(written)
         self._clock = clock
+        # Monotonic: a clock that is set back must not make the rate negative.
         self._began = clock()
         self._warned = dict.fromkeys(self._rated, 0)  # how many of the shares were warned of
 
     def endurance(self, directory: str, written: int) -> Endurance | None:
-        """Return the endurance of a drive to which so much was written; None where its rating is
-        not known.
-        """
+        """Return a drive's endurance after so many bytes; None where its rating is not known."""
         rated = self._rated.get(directory)
         if rated is None:
             return None
+        # The rate is the engine's; the share counts all that was written.
         new, seconds = written - self._at_first.get(directory, 0), self._clock() - self._began
         days = (
+            # At the rate at which the engine has written since it began.
             max(rated - written, 0) * seconds / new / _SECONDS_PER_DAY
             if new > 0 and seconds > 0
             else None
@@ -81,6 +79,7 @@ class Wear:
         """Warn when 1%, 10%, 50% and all of a drive's rating is written, once for each."""
         for directory, nbytes in written.items():
             stands = self.endurance(directory, nbytes)
+            # How many of the thresholds are passed: each is warned of once.
             passed = 0 if stands is None else sum(stands.share >= share for share in _WARNED_AT)
             if passed > self._warned.get(directory, 0):
                 self._warned[directory] = passed

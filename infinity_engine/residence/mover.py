@@ -1,5 +1,4 @@
-"""`Mover`: carries out moves of shards between NVMe, host and device; several are under way at
-once.
+"""`Mover`: carries out moves of shards between NVMe, host and device, several at a time.
 
 Decides nothing: plans say what moves when. A move that fails leaves the shard at its last true
 residency with its bytes intact, so that it can be repeated. One thread calls it; nothing is started
@@ -31,9 +30,7 @@ _STREAM = MappingProxyType(
 
 
 class Source(Enum):
-    """What happens to the memory that a move leaves. A shard keeps its place on the drives in any
-    case.
-    """
+    """What happens to the memory that a move leaves; a place on the drives is kept anyway."""
 
     RELEASED = "released"  # it goes back to its pool when the move has ended
     KEPT = "kept"  # it stays, as a copy of the same version
@@ -63,15 +60,14 @@ class Mover:
         self._device = device
         self._swap = swap
         self._transfers: list[Transfer] = []
+        # In one memory there is nothing to copy, so no streams are asked for.
         kinds = {} if accelerator.unified else _STREAM
         self._streams = {moving: accelerator.stream(kind) for moving, kind in kinds.items()}
 
     # --- moves ------------------------------------------------------------------------------------
 
     def load_with(self, record: ShardRecord, *, into: Lease, hop: Hop) -> Transfer:
-        """Follow a read that the caller has begun: when `hop` has ended, the shard is on the host,
-        in `into`.
-        """
+        """Follow a read that the caller has begun: then the shard is on the host, in `into`."""
         return self._begin([self._stage(record, Residency.LOADING, Source.KEPT, into, hop)])
 
     def upload(
@@ -88,8 +84,7 @@ class Mover:
         into: Lease | None = None,
         source: Source = Source.RELEASED,
     ) -> Transfer:
-        """Begin to move the shard to `to`, hop by hop, the last one into `into` where that is
-        given.
+        """Begin to move the shard to `to`, hop by hop, the last one into `into` if given.
 
         Overwrites an older version of the shard on the drives.
 
@@ -104,8 +99,10 @@ class Mover:
                 target=f"{to.name}, in other memory",
                 allowed=("another tier",),
             )
+        # Down to a copy of the same version: nothing has to be written.
         if there < here and record.is_current(to):
             record.advance(HOME_OF[to])
+            # Everything above the new home.
             for tier in _UPWARDS[there + 1 :] if source is Source.RELEASED else ():
                 self.release(record, tier)
             return self._begin([])
@@ -119,8 +116,7 @@ class Mover:
         return self._begin(stages)
 
     def release(self, record: ShardRecord, tier: Tier) -> None:
-        """Give back the memory or place that the shard has in `tier`; does nothing where it has
-        none.
+        """Give back the shard's memory or place in `tier`; does nothing where it has none.
 
         Raises:
             IllegalTransition: the shard needs it: as its home, for a move, or because no other copy
@@ -131,8 +127,7 @@ class Mover:
             self._release_copy(where)
 
     def read_from_drives(self, record: ShardRecord, into: memoryview) -> None:
-        """Read the shard from its place on the drives into the caller's memory, and wait. The
-        shard's residency stays.
+        """Read the shard from the drives into the caller's memory, and wait. Its residency stays.
 
         Raises:
             TransferError: it could not be read.
@@ -148,8 +143,9 @@ class Mover:
         self._drives(record).read(record.place, into, what=record.name).wait()
 
     def read_part(self, record: ShardRecord, start: int, into: memoryview) -> Hop:
-        """Begin to read a part of the shard's place on the drives, whatever version is there. The
-        shard's residency stays.
+        """Begin to read a part of the shard's place on the drives. Its residency stays.
+
+        Whatever version is there is read.
         """
         assert record.place is not None, "what is read of has a place"
         return self._drives(record).read(
@@ -165,16 +161,16 @@ class Mover:
 
     def poll(self) -> None:
         """Start the hops that have become possible."""
+        # In the order in which they were begun, so what starts next does not depend on timing.
         for transfer in self._transfers:
             transfer.poll()
         self._drop_ended()
 
     def drain(self) -> list[BaseException]:
-        """Wait until every move has ended; return the errors of failed moves that no `result` has
-        raised.
-        """
+        """Wait for the end of every move; return the errors that no `result` has raised."""
         for transfer in self._transfers:
             transfer.wait()
+        # Emptied first: errors are returned once.
         ended, self._transfers = self._transfers, []
         return [transfer.unreported for transfer in ended if transfer.unreported is not None]
 
@@ -185,9 +181,7 @@ class Mover:
         return transfer
 
     def _drop_ended(self) -> None:
-        """Forget the moves that have ended, except those with an error that no call has raised or
-        returned yet.
-        """
+        """Forget the moves that have ended, but for those with an error that is not raised yet."""
         self._transfers = [
             transfer
             for transfer in self._transfers
@@ -206,6 +200,7 @@ class Mover:
     ) -> PlannedHop:
         leaves, goes_to = MOVES[moving]
         if into is not None:
+            # Now, not when the hop starts: a lease that is refused stays the caller's.
             self._check_target(record, moving, into)
         # owned by the move until the record has it
         new: list[Lease | Place] = [] if into is None else [into]
@@ -213,6 +208,7 @@ class Mover:
 
         def start() -> Hop | None:
             nonlocal begun
+            # Asked when the hop starts: other moves may have changed the record since.
             record.check(moving)
             begun = True
             hop: Hop | None = None
@@ -226,7 +222,9 @@ class Mover:
                     if not new:
                         new.append(self._allocate(goes_to, record))
                     target = new[0]
+                # `by` is the caller's own read, which is under way already.
                 hop = by or self._hop(record, moving, target)
+            # Last: what fails before this leaves the record as it was.
             record.advance(moving, into=target)
             return hop
 
@@ -240,10 +238,12 @@ class Mover:
                 if not record.is_current(goes_to):
                     record.arrived(goes_to, new.pop() if new else _present(record, goes_to))
                 record.advance(HOME_OF[goes_to])
+                # A place on the drives stays: it can be read again without a write.
                 if source is Source.RELEASED and leaves is not Tier.NVME:
                     self.release(record, leaves)
 
         def undo() -> None:
+            # Not where it never began: then the record is in no move, or in another one's.
             if begun and record.residency is moving:
                 record.advance(HOME_OF[leaves])
             for target in new:
@@ -282,6 +282,7 @@ class Mover:
         assert isinstance(origin, Lease), "places are not copied to places"
         assert isinstance(target, Lease), "places are not copied to places"
         event = self._accelerator.copy(target.flat(), origin.flat(), stream=self._streams[moving])
+        # Both stay taken until the copy has passed, also if their holders close them before.
         for lease in (origin, target):
             lease.until(event)
         return CopyHop(event, record.nbytes, record.name)

@@ -1,5 +1,4 @@
-"""`ShardRecord`: the state of one shard: where its current version is, and which copies of it there
-are.
+"""`ShardRecord`: the state of one shard: where its current version is, and its copies.
 
 Only `advance` changes the residency. Starts no I/O and knows no policy; called by the Mover, and by
 the code that changed the shard's bytes, from one thread.
@@ -107,6 +106,7 @@ class ShardRecord:
         allowed = tuple(
             target
             for target in TRANSITIONS[self._residency]
+            # To a tier only where it has a current copy: residing there means having it.
             if target not in TIER_OF or self.is_current(TIER_OF[target])
         )
         if to not in allowed:
@@ -138,8 +138,7 @@ class ShardRecord:
         self._copies[tier] = _Copy(where, self._version)
 
     def changed(self) -> None:
-        """Note that its bytes were changed where it resides: copies elsewhere are of an older
-        version now.
+        """Note that its bytes were changed where it resides: copies elsewhere are older now.
 
         Raises:
             IllegalTransition: it is moving.
@@ -154,6 +153,7 @@ class ShardRecord:
                 allowed=allowed,
             )
         self._version += 1
+        # Of the copy where it resides alone; all others are older from here on.
         self._copies[tier] = _Copy(self._copies[tier].where, self._version)
 
     def drop(self, tier: Tier) -> Lease | Place | None:
@@ -184,6 +184,7 @@ class ShardRecord:
         return [copy.where for copy in copies]
 
     def _check_dispensable(self, tier: Tier) -> None:
+        # During a move both of its ends are needed: the source is whole until the target is.
         needed = MOVES.get(self._residency) or (TIER_OF[self._residency],)
         if tier in needed or not any(
             self.is_current(other) for other in self._copies if other is not tier

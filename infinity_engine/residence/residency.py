@@ -1,5 +1,4 @@
-"""`Residency`: the tier that has a shard's current version, or the move that it is in, and what can
-follow.
+"""`Residency`: the tier that has a shard's current version, or its move, and what can follow.
 
 Pure data. Only `ShardRecord.advance` applies the table.
 """
@@ -15,8 +14,7 @@ __all__ = ["HOME_OF", "MOVES", "TIER_OF", "TRANSITIONS", "Residency"]
 
 
 class Residency(Enum):
-    """The tier that has the current version; or the move towards a tier, where the bytes are
-    undefined so far.
+    """The tier that has the current version; or the move to a tier, with undefined bytes so far.
 
     Other tiers may have copies of the same version: a shard that is NVME with a copy in HOST is a
     cached one.
@@ -32,8 +30,7 @@ class Residency(Enum):
     STORING = "storing"  # being written to the swap file
 
 
-# A failed move ends where it came from. Down without a move: where the tier below has the same
-# version.
+# A failed move ends where it came from. Down without a move: the tier below has the same version.
 TRANSITIONS = MappingProxyType(
     {
         Residency.NVME: (Residency.LOADING,),

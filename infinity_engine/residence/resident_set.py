@@ -24,7 +24,7 @@ _Entry = TypeVar("_Entry")
 class FetchingStats:
     """What was brought since the beginning.
 
-    `in_time` counts the needs whose member was resident or in flight by then, `late` the others.
+    `in_time` counts needs of members that were resident or in flight by then, `late` the others.
     """
 
     fetched: int = 0
@@ -80,6 +80,7 @@ class ResidentSet(Generic[_Entry]):
     def record_use(self, use: Use) -> None:
         """Record that this use is now."""
         if not self._trace.record_use(use):
+            # After a jump in the trace, nothing ahead is known to be there.
             self._ahead = self._trace.at
 
     def next_use(self, number: int) -> int:
@@ -136,11 +137,12 @@ class ResidentSet(Generic[_Entry]):
     def remove(self, number: int) -> _Entry:
         """Count a member no more, and return its entry."""
         self._used -= self._nbytes[number]
+        # Its next use lacks a member from now on.
         self.fetch_again(number)
         return self._entries.pop(number)
 
     def reserve(self, number: int) -> None:
-        """Take room for a member whose values arrive piece by piece."""
+        """Take room for a member with values that arrive piece by piece."""
         self._reserved[number] = None
         self._used += self._nbytes[number]
 
@@ -188,6 +190,7 @@ class ResidentSet(Generic[_Entry]):
         if at == NEVER:
             return
         for idle in self.idle():
+            # `idle` comes farthest first, so behind this one all are needed sooner.
             if self._nbytes[number] <= self.free or self.next_use(idle) <= at:
                 return
             yield idle
@@ -204,6 +207,7 @@ class ResidentSet(Generic[_Entry]):
             nbytes=self._nbytes,
             cached=self._entries.keys() | self._reserved.keys(),
             unmade=unmade,
+            # A reservation cannot be evicted for a prefetch: values are on their way to it.
             held={*self.held, *self._pinned, *self._reserved},
             free=self.free,
             next_use=self.next_use,
@@ -217,6 +221,7 @@ class ResidentSet(Generic[_Entry]):
 
         They come in the order of the need, each once.
         """
+        # In order and without duplicates, as a module may have a parameter twice.
         late = [number for number in dict.fromkeys(numbers) if number not in self._entries]
         self.stats.count_needs(in_time=len(numbers) - len(late), late=len(late))
         return late

@@ -31,9 +31,7 @@ _DRIVES = MappingProxyType({Lane.NVME_READ: WAIT_FOR_READS, Lane.NVME_WRITE: WAI
 
 
 class Carrier(Protocol):
-    """Carries out ops: the engine with real copies and updates, or a stand-in of a test or
-    bench.
-    """
+    """Carries out ops: the engine with copies and updates, or a stand-in of a test or bench."""
 
     def carry_out(self, op: Op, after: Sequence[Any]) -> Waitable | None:
         """Submit an op, to begin when `after` have passed; None where it has ended on return.
@@ -47,9 +45,7 @@ def _nothing() -> None:
 
 
 class Executor:
-    """Walks plans with one carrier. Calls `safe_point` between ops; an exception that it raises
-    does not harm the walk.
-    """
+    """Walks plans with one carrier; calls `safe_point` between ops, where raising does no harm."""
 
     def __init__(
         self, carrier: Carrier, telemetry: Telemetry, safe_point: Callable[[], None] = _nothing
@@ -73,9 +69,7 @@ class Executor:
 
 
 class Walk:
-    """One walk along a plan. Once an op has failed, the walk has ended, and every call raises the
-    failure again.
-    """
+    """One walk along a plan. An op that fails ends it, and every call raises the failure again."""
 
     def __init__(
         self,
@@ -89,6 +83,7 @@ class Walk:
         self._telemetry = telemetry
         self._safe_point = safe_point
         self._order = deque(plan.submission_order())
+        # None: the op had ended when it was submitted.
         self._events: dict[int, Waitable | None] = {}
         self._held_back: dict[Lane, deque[int]] = {}  # [Note: who waits for whom]
         self._arrivals = plan.arrivals()
@@ -121,8 +116,7 @@ class Walk:
         return True
 
     def poll(self) -> bool:
-        """Submit the ops that need no wait, and make the host's next update if it can begin; tell
-        whether it did.
+        """Submit ops that need no wait, and the host's next update if it can begin; tell if it did.
 
         Raises:
             RuntimeError: an op failed, as `finish` says.
@@ -137,14 +131,16 @@ class Walk:
         return updates
 
     def reach(self, subgroups: Iterable[int]) -> None:
-        """Carry out the host's updates of these subgroups and all before them; begin what follows,
-        without waiting for it.
+        """Carry out the host's updates of these subgroups and those before; begin what follows.
+
+        Does not wait for what follows.
 
         Raises:
             RuntimeError: an op failed, as `finish` says.
         """
         wanted = [self._updates[index] for index in subgroups if index in self._updates]
         while any(number not in self._events for number in wanted):
+            # Outside of the block below: what a safe point raises does not end the walk.
             self._safe_point()
             with self._reporting_failures():
                 self._submit_next()
@@ -173,6 +169,7 @@ class Walk:
 
     def _carry_out(self, wanted: Sequence[int]) -> None:
         """Carry out these ops and those before them, and wait for their end."""
+        # A walk that failed raises here, also when nothing is left to do.
         self._check()
         # One op after another: asking for all of them after each submission would take time that
         # grows with the square of the plan.
@@ -191,9 +188,7 @@ class Walk:
 
     @contextmanager
     def _reporting_failures(self) -> Iterator[None]:
-        """Where the body fails, let the submitted ops end, and raise the failure that comes first
-        in the plan.
-        """
+        """Where the body fails, let submitted ops end, and raise the plan's first failure."""
         self._check()
         try:
             yield
@@ -206,6 +201,7 @@ class Walk:
         except BaseException:
             self._failure = (
                 "the update was interrupted between two of its ops and cannot go on",
+                # Without a cause to keep: the interrupt itself is raised on.
                 None,
             )
             self._end()  # submitted reads would go on into buffers that are about to be reused
@@ -239,12 +235,11 @@ class Walk:
         return failed
 
     def _submit_next(self) -> None:
-        """Submit the next op of the order, or hold it back; then submit the held-back ops that can
-        be.
-        """
+        """Submit the next op of the order, or hold it back; then held-back ops that can go."""
         self._advance()
         number = self._order[0]
         op = self._plan.ops[number]
+        # Behind one that is held back, too: a lane keeps its order.
         if op.lane is not Lane.HOST and (self._held_back.get(op.lane) or not self._can_submit(op)):
             self._held_back.setdefault(op.lane, deque()).append(self._order.popleft())
             return
@@ -304,9 +299,7 @@ class Walk:
             raise _OpError(number, error) from error
 
     def _has_to_end(self, other: int, op: Op) -> bool:
-        """Tell whether one op must have ended before another is submitted: only streams wait for
-        streams.
-        """
+        """Tell whether an op must end before another is submitted: streams wait by themselves."""
         return op.lane is Lane.HOST or op.lane in _DRIVES or self._plan.ops[other].lane in _DRIVES
 
     def _wait_for(self, number: int) -> None:

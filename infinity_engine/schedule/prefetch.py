@@ -40,9 +40,9 @@ def choose_fetches(
     next_use: Callable[[int], int],
     unmade: Collection[int] = (),
 ) -> Fetches:
-    """Return what to fetch of the upcoming uses, as far as `free` bytes and what is needed later
-    have room for it.
+    """Return what to fetch of the upcoming uses, as far as there is room for it.
 
+    Room is `free`, and what is needed later.
     `cached` parameters are on the device, and those of them that are `held` stay there. `unmade`
     parameters have not all of their values yet: they are fetched, and their uses do not count as
     provided. Ends at the first parameter without room, as later ones would take the room that it
@@ -84,9 +84,7 @@ class _Room:
         self._left: list[int] | None = None  # candidates, the one needed last at the end
 
     def make(self, nbytes: int, position: int) -> bool:
-        """Take so many bytes for a use at `position`; False where only parameters needed earlier
-        could be evicted.
-        """
+        """Take bytes for a use at `position`; False if only what is needed earlier could go."""
         leaving: list[int] = []
         free = self._free
         while free < nbytes:
@@ -97,6 +95,7 @@ class _Room:
                 return False
             leaving.append(self._left.pop())
             free += self._nbytes[leaving[-1]]
+        # Only now: without room for all of it, none of these leaves.
         self.evicted.update(dict.fromkeys(leaving))
         self._free = free - nbytes
         return True

@@ -1,5 +1,4 @@
-"""`ModuleTrace`: the order in which a step uses parameters. Recorded in one step, it predicts the
-next.
+"""`ModuleTrace`: the order in which a step uses parameters; it predicts the next step's.
 
 Pure: knows uses by name and parameters by number. It is a prediction: a module that needs another
 parameter than the next one gets it all the same, and only prefetching is worse until the new order
@@ -45,9 +44,7 @@ class ModuleTrace:
         )
 
     def find(self, use: Use, start: int) -> int | None:
-        """Return the position of a use: the first from `start` on, or else the first of all; None
-        where it is new.
-        """
+        """Return the first position of a use from `start` on, or of all; None where it is new."""
         positions = self._of_use.get(use)
         if positions is None:
             return None
@@ -55,18 +52,14 @@ class ModuleTrace:
         return positions[later] if later < len(positions) else positions[0]
 
     def next_use(self, parameter: int, start: int) -> int:
-        """Return the first position from `start` on where a parameter is needed; NEVER where there
-        is none.
-        """
+        """Return the first position from `start` on where a parameter is needed, or NEVER."""
         positions = self._of_parameter.get(parameter, ())
         later = bisect_left(positions, start)
         return positions[later] if later < len(positions) else NEVER
 
 
 class TraceCursor:
-    """A position in the trace of the step before, which advances through this step; records this
-    step's trace.
-    """
+    """A position in the trace of the step before, which moves on; records this step's trace."""
 
     def __init__(self) -> None:
         self.trace = ModuleTrace()
@@ -83,8 +76,7 @@ class TraceCursor:
         return self._at
 
     def record_use(self, use: Use) -> bool:
-        """Record a use and go on behind its position in the trace, if it has one. Tell whether it
-        was the next.
+        """Record a use and go on behind its position in the trace. Tell whether it was the next.
 
         A step of more than _MOST_USES uses is no training step: it is not recorded to its end, and
         gives no trace.
@@ -97,11 +89,13 @@ class TraceCursor:
         if use is expected or use == expected:
             self._at += 1
             for number in use.parameters:
+                # Only these are needed elsewhere next; the cache stays good for all others.
                 self._next.pop(number, None)
             return True
         if uses and self.mismatch is None:
             name = "the end of the step" if expected is None else expected.name
             self.mismatch = TraceMismatch(expected=name, seen=use.name)
+        # A use out of order: go on from there, rather than wait for one that was left out.
         found = self.trace.find(use, self._at)
         if found is not None:
             self._go_to(found + 1)
@@ -112,9 +106,7 @@ class TraceCursor:
         return list(enumerate(self.trace.uses[start:stop], start))
 
     def next_use(self, parameter: int) -> int:
-        """Return where a parameter is needed next, as far as the trace goes; NEVER where it is
-        not.
-        """
+        """Return where a parameter is needed next, as far as the trace goes, or NEVER."""
         found = self._next.get(parameter)
         if found is None:
             found = self._next[parameter] = self.trace.next_use(parameter, self._at)

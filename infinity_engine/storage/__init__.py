@@ -1,6 +1,4 @@
-"""The NVMe tier of one rank: where its bytes lie on the drives, and the reads, writes and copies
-under way.
-"""
+"""The NVMe tier of one rank: where its bytes lie on the drives, and reads, writes and copies."""
 
 from infinity_engine.storage.swapfile import Place, SwapFile, Traffic
 from infinity_engine.storage.transfer import (

@@ -1,5 +1,4 @@
-"""`BlockSums`: the crc32c of each block that was written to one place, to compare with what is
-read.
+"""`BlockSums`: the crc32c of each block that was written to one place, to compare with reads.
 
 Arithmetic over memory; knows no files. Blocks are counted from the place's first byte, so reads and
 writes of parts are cut where a block begins.
@@ -32,6 +31,7 @@ class BlockSums:
     def __init__(self, nbytes: int, block_bytes: int) -> None:
         self._nbytes = nbytes
         self._block = block_bytes
+        # An array of 4-byte numbers: a list of them would take several times as much.
         self._sums = array("I", bytes(4 * -(-nbytes // block_bytes)))
 
     def copy(self) -> BlockSums:
@@ -41,6 +41,7 @@ class BlockSums:
     def check_cut(self, start: int, nbytes: int) -> None:
         """Raise ValueError unless these are whole blocks."""
         end = start + nbytes
+        # The last block may be shorter, so the place's own end is a cut as well.
         if start % self._block or (end % self._block and end != self._nbytes):
             raise ValueError(
                 f"bytes {start} to {end} of {self._nbytes} cannot be checked alone: checksums are "
@@ -54,12 +55,11 @@ class BlockSums:
         self._sums[first : first + len(sums)] = sums
 
     def damage(self, start: int, memory: Memory) -> BlockDamage | None:
-        """Return the first block of what was read from `start` on that differs from what was
-        written.
-        """
+        """Return the first block of what was read from `start` on that differs from the written."""
         sums = self._of(memory)
         first = start // self._block
         written = self._sums[first : first + len(sums)]
+        # Arrays are compared at once; only damage is looked for one by one.
         if sums == written:
             return None
         at = next(

@@ -1,5 +1,6 @@
-"""`SwapFile`: this rank's bytes on the drives: one `deepnvme.Volume` without names, deleted when it
-is closed.
+"""`SwapFile`: this rank's bytes on the drives: one `deepnvme.Volume`, without names.
+
+Its space goes back when it is closed.
 
 Reserves bytes of the budget's NVMe, allocates places in them and moves bytes between these and host
 memory. Records know what lies where.
@@ -30,15 +31,14 @@ from infinity_engine.units import align_down
 
 __all__ = ["Place", "SwapFile", "Traffic"]
 
+# A drive without room, a quota that is reached, a file as large as its file system allows.
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where `nbytes` lie on the drives. It begins at byte `start` of the data that `sums` are
-    of.
-    """
+    """Where `nbytes` lie on the drives, from byte `start` on of the data that `sums` are of."""
 
     extents: tuple[Extent, ...]
     sums: BlockSums | None = field(default=None, compare=False, repr=False)
@@ -50,9 +50,7 @@ class Place:
         return sum(extent.nbytes for extent in self.extents)
 
     def part(self, start: int, nbytes: int) -> Place:
-        """Return where `nbytes` of them from `start` on lie; a part begins on a page, and with
-        checksums on a block.
-        """
+        """Return where part of it lies; a part begins on a page, and with checksums on a block."""
         if self.sums is not None:
             self.sums.check_cut(self.start + start, nbytes)
         return Place(slices(self.extents, start, nbytes), self.sums, self.start + start)
@@ -66,8 +64,7 @@ class Traffic(NamedTuple):
 
 
 class SwapFile:
-    """Space for swapped bytes: `sizes` maps directories to the bytes taken of each, the file's
-    header page included.
+    """Space for swapped bytes: `sizes` are the bytes of each directory, a header page included.
 
     `rates` are the directories' speeds relative to one another, in any unit; measured where they
     are not given. A given `queue` stays open; otherwise the swap file has its own. The buffers
@@ -107,20 +104,24 @@ class SwapFile:
         self._ledger = ledger
         self._holder = holder
         self._checksum = checksum
+        # For errors alone: who holds how much when the drives are full.
         self._holders: dict[Place, str] = {}
         self._host: Reservation | None = None
         self._drives: dict[str, Reservation] = {}
         self.queue = IOQueue() if queue is None else queue
         self._owns_queue = queue is None
+        # What fails below gives back what is reserved by then.
         try:
             # The queue seldom has to copy, but then it takes all of this for each drive.
             nbytes = self.host_bytes(sizes, self.queue)
             self._host = ledger.reserve(Tier.HOST, nbytes, holder=f"I/O of the {holder}")
+            # Held at once: the queue may take it at any time, and asks no ledger.
             self._host.hold(nbytes)
             for directory, nbytes in sizes.items():
                 self._drives[directory] = ledger.reserve(
                     Tier.NVME, nbytes, holder=holder, directory=directory
                 )
+                # Rounded down to pages: a file has no use for part of one.
                 self._drives[directory].hold(align_down(nbytes, PAGE))
             # The first page of each file is its header, so the members have one page less.
             self._volume = Volume.temporary(
@@ -135,6 +136,7 @@ class SwapFile:
                 queue=self.queue,
             )
         except BaseException as error:
+            # Also for an interrupt: a reservation that no object owns would stay for ever.
             self._release_reservations()
             if isinstance(error, OSError) and error.errno in _FORBIDDEN:
                 expected = (
@@ -147,9 +149,8 @@ class SwapFile:
 
     @staticmethod
     def host_bytes(directories: Iterable[str], queue: IOQueue) -> int:
-        """Return the host bytes that the queue may take for these drives' buffers, when something
-        has to be copied.
-        """
+        """Return the host bytes that the queue may take to copy for these drives."""
+        # By device number: directories of one file system share their drive's buffers.
         drives = {
             Path(directory).stat().st_dev: queue.settings_for(directory)
             for directory in directories
@@ -180,8 +181,9 @@ class SwapFile:
         }
 
     def grow(self, sizes: Mapping[str, int]) -> None:
-        """Take more of the drives: so many bytes, in whole pages, of each directory named. Keeps
-        what lies there.
+        """Take more of the drives: so many bytes, in whole pages, of each directory named.
+
+        What lies there stays.
 
         Raises:
             CapacityError: the budget, or a drive, has less left. Nothing was taken.
@@ -193,6 +195,7 @@ class SwapFile:
                 field="directory of the swap file", name=min(unknown), known=self._directories
             )
         taken: dict[str, int] = {}
+        # The budget first, then the drive; what was taken is given back if either refuses.
         try:
             for directory, nbytes in more.items():
                 self._drives[directory].grow(nbytes)
@@ -206,14 +209,11 @@ class SwapFile:
             raise
 
     def trim(self) -> None:
-        """Give the drives the free space behind the last place in use; a directory keeps one
-        page.
-        """
+        """Give the drives the free space behind the last place; a directory keeps one page."""
         self._shrink_drives(dict(zip(self._directories, self._volume.trim(), strict=True)))
 
     def allocate(self, nbytes: int, *, holder: str, block_bytes: int = CHECKSUM_BYTES) -> Place:
-        """Allocate a place for `nbytes`, which are written and read as a whole, or in parts of
-        whole blocks of `block_bytes`.
+        """Allocate a place for `nbytes`, written and read whole or in blocks of `block_bytes`.
 
         Raises:
             CapacityError: there is not so much. Nothing was taken.
@@ -223,6 +223,7 @@ class SwapFile:
             place = Place(self._volume.allocate(nbytes), sums)
         except VolumeFullError as full:
             held: dict[str, int] = {}
+            # Added up by holder: an error that lists every place would be unreadable.
             for taken, name in self._holders.items():
                 held[name] = held.get(name, 0) + taken.nbytes
             raise CapacityError(
@@ -288,9 +289,7 @@ class SwapFile:
         )
 
     def close(self) -> None:
-        """Wait for reads and writes, and give the drives' space back. Again: does nothing, or the
-        rest.
-        """
+        """Wait for reads and writes, and give the drives' space back. Twice: does the rest."""
         # The volume first: I/O that is still under way uses what is given back.
         self._volume.close()
         self._release_reservations()
@@ -311,9 +310,7 @@ class SwapFile:
     def _damage(
         self, place: Place, sums: BlockSums, memory: Memory, what: str
     ) -> DamageError | None:
-        """Return the error for what was read into this memory; None where it is what was
-        written.
-        """
+        """Return the error for what was read into this memory; None where it is as written."""
         damage = sums.damage(place.start, memory)
         if damage is None:
             return None
@@ -323,6 +320,7 @@ class SwapFile:
             (str(self._volume.paths[extent.member]), extent.offset) for extent in lies
         ]
         return DamageError(
+            # EBADMSG, as Linux's own file systems report a wrong checksum.
             errno=errno.EBADMSG,
             path=path,
             offset=offset,
@@ -352,6 +350,7 @@ class SwapFile:
 
     def _shrink_drives(self, sizes: Mapping[str, int]) -> None:
         for directory, nbytes in sizes.items():
+            # Released before it is shrunk: a reservation cannot be smaller than what it holds.
             self._drives[directory].release(nbytes)
             self._drives[directory].shrink(nbytes)
 

@@ -1,5 +1,4 @@
-"""`Transfer`: one move under way, as a chain of hops. Ends in a byte count, or in the error that
-stopped it.
+"""`Transfer`: one move under way, as a chain of hops. Ends in a byte count or an error.
 
 Starts a hop when the one before has ended, in the thread that polls or waits and in no other; so
 the caller alone determines what starts when. Completion belongs to each hop: nothing waits for
@@ -60,6 +59,7 @@ class IOHop:
         """Wait for all of them, also when one fails; raise the first that did."""
         failed: NVMeError | CancelledError | None = None
         moved = 0
+        # Every one, also after a failure: the memory must not be let go while the drive uses it.
         for future in self._futures:
             try:
                 moved += future.result()
@@ -90,6 +90,7 @@ class Hops:
 
     def wait(self) -> int:
         """Wait for all of them, also when one fails; raise the first that did."""
+        # An event waits for all, whatever fails; then the sum only collects results.
         IOEvent(self._hops).wait()
         return sum(hop.wait() for hop in self._hops)
 
@@ -111,6 +112,7 @@ class IOEvent:
             try:
                 hop.wait()
             except TransferError as error:
+                # The others are waited for first: their memory may go once this raises.
                 failed = failed or kept(error)
         if failed is not None:
             raise again(failed)
@@ -155,9 +157,7 @@ class PlannedHop:
 
 
 class Transfer:
-    """The hops of one move, in order. One thread drives it, by polling it or waiting for its
-    result.
-    """
+    """The hops of one move, in order. One thread drives it, by polling or waiting."""
 
     def __init__(self, stages: Sequence[PlannedHop]) -> None:
         # Reversed, as the next one is popped from the end.
@@ -167,12 +167,12 @@ class Transfer:
         self._moved = 0
         self._error: BaseException | None = None
         self._reported = False
+        # Its first hop starts at once, in the thread that made it.
         self.poll()
 
     @property
     def event(self) -> Event | None:
-        """The event of the copy that is under way, for streams that are to wait for it; None before
-        and after it.
+        """The event of the copy under way, for streams that wait for it; None before and after.
 
         When it has passed, the record's `arriving` has the bytes.
         """
@@ -197,6 +197,7 @@ class Transfer:
         while not self.done():
             if self._stage is None:
                 self._begin()
+            # A stage without a hop has nothing to move: it ends at once.
             elif self._hop is not None and not self._hop.done():
                 return False
             else:
@@ -227,6 +228,7 @@ class Transfer:
         stage = self._stages.pop()
         try:
             self._hop = stage.start()
+        # An error is kept for `result`: the thread that polls may be in another call.
         except Exception as error:
             self._stop(stage, transfer_error(error) if isinstance(error, NVMeError) else error)
         except BaseException:
@@ -246,6 +248,7 @@ class Transfer:
         except Exception as error:
             self._stop(self._stage, error)
         else:
+            # Cleared first: `finish` may look at this transfer.
             stage, self._stage, self._hop = self._stage, None, None
             self._moved += moved
             stage.finish()
@@ -261,9 +264,7 @@ class Transfer:
 
 
 def transfer_error(error: NVMeError | CancelledError, what: str = "") -> TransferError:
-    """Return the engine's own error for one of deepnvme's; `what` names the data that was in
-    flight.
-    """
+    """Return the engine's error for one of deepnvme's; `what` names the data in flight."""
     if isinstance(error, CancelledError):
         return TransferError(errno=errno.ECANCELED, path="", offset=0, asked=0, done=0, what=what)
     return TransferError(

@@ -1,5 +1,3 @@
-"""The optimizer step: masters and moments where they rest, and the ops of a plan carried out on
-them.
-"""
+"""The optimizer step: masters and moments where they rest, and a plan's ops carried out on them."""
 
 __all__ = ()

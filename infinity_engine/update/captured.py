@@ -1,7 +1,8 @@
 """`CapturedStates`: the optimizer's states between two steps, handed out while training goes on.
 
-Copies nothing: it knows where each subgroup's states lie. Who changes a subgroup waits until it was
-handed out. One thread hands out, and the engine's own thread waits. Made by `StateKeeper.capture`.
+Copies nothing: it knows where each subgroup's states lie. Code that changes a subgroup waits until
+that was handed out. One thread hands out, and the engine's own thread waits. Made by
+`StateKeeper.capture`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class CapturedPiece:
 
 
 TakePart = Callable[[CapturedPiece, memoryview], None]
-"""Is called with a piece and its next bytes, which are valid until it returns."""
+"""Called with a piece and its next bytes, which are valid until it returns."""
 
 
 CheckShared = Callable[[int, Memory], DamageError | None]
@@ -70,7 +71,7 @@ class StateDrives(Protocol):
 
 
 class CapturedRun(Protocol):
-    """Pieces whose bytes follow one another where they lie."""
+    """Pieces with bytes that follow one another where they lie."""
 
     @property
     def pieces(self) -> Sequence[CapturedPiece]:
@@ -140,10 +141,12 @@ class RunOnDrives:
                     reading.append((hop, room, nbytes))
                 hop, room, nbytes = reading.popleft()
                 hop.wait()
+                # The other rooms are being filled while the caller has this one.
                 yield room[:nbytes]
+                # Only now: the caller is done with it.
                 free.append(room)
         finally:
-            for hop, _, _ in reading:  # the rooms are free for others after this
+            for hop, _, _ in reading:  # no read may go on into rooms that are given back
                 with suppress(TransferError):
                     hop.wait()
 
@@ -152,11 +155,13 @@ def bytes_of(values: torch.Tensor, room: memoryview) -> Iterator[memoryview]:
     """Yield the bytes of a flat tensor: as they lie on the host, else copied to `room` in parts."""
     flat = values.detach().view(torch.uint8)
     if flat.device.type == "cpu":
+        # No copy: the tensor's own bytes.
         yield flat.numpy().data
         return
     copy = torch.frombuffer(room, dtype=torch.uint8)
     for first in range(0, len(flat), len(copy)):
         part = flat[first : first + len(copy)]
+        # copy_ returns when the bytes are here.
         copy[: len(part)].copy_(part)
         yield room[: len(part)]
 
@@ -169,7 +174,7 @@ class _Cursor:
         self._left = pieces[0].nbytes
 
     def take(self, most: int) -> tuple[CapturedPiece, int]:
-        """Return the piece whose turn it is, and how many bytes of it are next: `most` or fewer."""
+        """Return the next piece, and how many bytes of it are next: `most` or fewer."""
         piece, nbytes = self._pieces[0], min(most, self._left)
         self._left -= nbytes
         if not self._left:
@@ -196,6 +201,8 @@ class CapturedStates:
         """What is handed out, in its order."""
         self._subgroups = deque(subgroups)
         self._left = {subgroup.index for subgroup in subgroups}
+        # Guards `_left`: the saving thread takes subgroups out, and the engine's thread waits for
+        # that.
         self._changed = threading.Condition()
 
     def runs_on_drives(self) -> list[RunOnDrives]:
@@ -229,10 +236,11 @@ class CapturedStates:
             subgroup = self._subgroups.popleft()
             for run in subgroup.runs:
                 run.hand_out(take, rooms)
+            # Last: from here on an update may change the bytes that were handed out.
             self._let_go([subgroup.index])
 
     def let_go(self) -> None:
-        """Let all subgroups change: what was not handed out by now never is."""
+        """Let all subgroups change: whatever was not handed out by now never is."""
         self._subgroups.clear()
         self._let_go(list(self._left))
 

@@ -1,5 +1,6 @@
-"""`EarlyUpdates`: updates subgroups on the drives in the backward, as soon as their gradients are
-there (decision 0015).
+"""`EarlyUpdates`: updates subgroups on the drives in the backward, once their gradients are there.
+
+See decision 0015.
 
 Loads the subgroups that are expected next into host buffers, keeps their gradients in those
 buffers, updates what is complete and writes it to new places. It never waits in a backward: what it
@@ -41,7 +42,7 @@ class _Early:
     loaded: bool = False
     # Set before the update: one that was interrupted leaves a mixture of old and new values.
     updating: bool = False
-    # The micro-batch of each segment whose gradient is there.
+    # By segment, the micro-batch of the gradient that is there.
     arrived: dict[int, int] = field(default_factory=dict)
     steps: list[int] | None = None  # of each segment, once it is updated
     storing: IOEvent | None = None
@@ -79,16 +80,16 @@ class _Window:
     inputs: StepInputs
     left: deque[int]  # subgroups that were not loaded yet
     here: dict[int, int] = field(default_factory=dict)  # the buffer of each subgroup that is in one
-    missed: set[int] = field(
-        default_factory=set
-    )  # left to the step: some gradient is on the drives
+    # Left to the step: some gradient is on the drives.
+    missed: set[int] = field(default_factory=set)
     # Those that are written, with the step counts that they get when they are adopted.
     made: dict[int, list[int]] = field(default_factory=dict)
 
 
 class EarlyUpdates:
-    """The early updates of one engine. `order` lists the subgroups in the order of their gradients;
-    there are `buffers` host buffers for them.
+    """The early updates of one engine, in `buffers` host buffers.
+
+    `order` lists the subgroups in the order of their gradients.
 
     `segments` gives the subgroup and the segment number of each piece of a gradient. `write_back`
     writes a gradient that was kept in a buffer to the drives: (parameter, piece, its bytes).
@@ -136,6 +137,7 @@ class EarlyUpdates:
         Raises:
             RuntimeError: they were changed since.
         """
+        # As lists: a caller may pass another kind of sequence.
         if self._window is not None and list(self._window.inputs.rules) != list(rules):
             raise RuntimeError(
                 "Hyperparameters were changed between backward() and step(). With "
@@ -161,8 +163,9 @@ class EarlyUpdates:
     # --- in a backward ----------------------------------------------------------------------------
 
     def begin(self, inputs: StepInputs) -> None:
-        """Begin the early updates of a backward: load the subgroups whose gradients come first."""
+        """Begin a backward's early updates: load the subgroups with the first gradients."""
         if self._window is None:
+            # Before anything is noted: leasing buffers may be interrupted, and is then repeated.
             self._swapped.begin_early(self._buffers)
             self._window = _Window(inputs, deque(self._order))
             self._fill()
@@ -175,8 +178,7 @@ class EarlyUpdates:
         format_: FloatFormat,
         micro_batch: int,
     ) -> bool:
-        """Keep a piece of a gradient, given as bytes, in the buffer of its subgroup. Tell whether
-        there was one.
+        """Keep a piece of a gradient, as bytes, in its subgroup's buffer. Tell whether it did.
 
         Raises:
             RuntimeError: the subgroup was updated without it.
@@ -185,8 +187,10 @@ class EarlyUpdates:
         if window is None or where is None:
             return False
         subgroup, segment = where
+        # First: reads and writes that have ended since the last gradient change what follows.
         self.go_on()
         early = self._early.get(subgroup)
+        # Its update has used the first gradient alone.
         if subgroup in window.made or (early is not None and early.steps is not None):
             raise RuntimeError(
                 "A second gradient came for a parameter that this step has already updated. With "
@@ -198,6 +202,7 @@ class EarlyUpdates:
         fits = (
             buffered is not None and buffered.has_place(segment, micro_batch) and format_ is _FORMAT
         )
+        # Without a buffer, in another dtype, or a second time: it goes the way to the drives.
         if early is None or buffered is None or not fits or segment in early.arrived:
             self._miss(subgroup)
             return False
@@ -210,6 +215,7 @@ class EarlyUpdates:
         """Do what can be done without waiting for the drives: update, store, load the next."""
         if self._window is None:
             return
+        # A copy: a subgroup leaves the dict when its buffer is free.
         for subgroup, early in list(self._early.items()):
             self._advance(subgroup, early)
         self._fill()
@@ -221,6 +227,7 @@ class EarlyUpdates:
         free = [number for number in range(self._buffers) if number not in window.here.values()]
         while free and window.left:
             subgroup = window.left.popleft()
+            # Missed before its turn came: loading it would be of no use.
             if subgroup in window.missed:
                 continue
             window.here[subgroup] = number = free.pop()
@@ -284,11 +291,13 @@ class EarlyUpdates:
         assert self._window is not None, "there is a backward"
         self._window.missed.add(subgroup)
         early, buffered = self._early[subgroup], self._swapped.buffered(subgroup)
+        # The gradients leave the buffer first: the step reads them from the drives.
         if buffered is not None:
             for segment, micro_batch in early.arrived.items():
                 self._write_back(
                     *self._pieces[subgroup, segment], buffered.gradient_memory(segment, micro_batch)
                 )
+        # A read that goes on would write into the buffer of the next subgroup.
         self._wait_for(early.loading, Wait.READS)
         self._leave(subgroup, None)
 
@@ -308,6 +317,7 @@ class EarlyUpdates:
         """
         if self._window is None:
             return
+        # Nothing is loaded any more.
         self._window.left.clear()
         for subgroup, early in list(self._early.items()):
             self._wait_for(early.loading, Wait.READS)
@@ -321,6 +331,7 @@ class EarlyUpdates:
             assert early.storing is not None, "what was updated is stored"
             try:
                 early.storing.wait()
+            # Once more: what the drive refused for a moment is not lost.
             except TransferError:
                 self._store(subgroup, early)
                 early.storing.wait()
@@ -333,11 +344,12 @@ class EarlyUpdates:
         return {} if self._window is None else self._window.made
 
     def end(self) -> None:
-        """Forget the backward, whose updates the step has adopted."""
+        """Forget the backward: the step has adopted its updates."""
         self._window = None
 
     def drop(self) -> None:
         """Forget the backward and its updates: the old places still have the old values."""
+        # Failures are not raised: what was moved is dropped.
         for subgroup, early in list(self._early.items()):
             self._wait_for(early.loading, Wait.READS)
             self._wait_for(early.storing, Wait.WRITES)

@@ -1,8 +1,8 @@
 """`Replanner`: whether another plan would be better at the rates that were measured while training.
 
-Plans that it proposes leave every state where it is and need no memory that was not taken; who
-visits the device, and in which order, is what they change. Looks at counters and simulates;
-adopting a plan is the engine's.
+Plans that it proposes leave every state where it is and need no memory that was not taken: they
+change which subgroups visit the device, and in which order. Looks at counters and simulates; the
+engine adopts a plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from infinity_engine.units import align_up, format_rate
 __all__ = ["KeptPlan", "Question", "Replan", "Replanner"]
 
 _WARMING_UP = 2  # steps after a change of plan that are not looked at
-_FIRST_LOOK = 5  # steps whose median counts
+_FIRST_LOOK = 5  # before the first look
 _LAST_LOOK = 1000
 _VAGUE = 0.03  # of a median, that it may be off by
 _OTHER_RATE = 1.1  # times: less is not worth a look
@@ -48,7 +48,7 @@ _AMOUNTS = MappingProxyType(
         "d2h_bytes_per_s": (busy(Lane.D2H, "bytes"), busy(Lane.D2H, "ns")),
     }
 )
-_SAID = MappingProxyType(
+_NAMES = MappingProxyType(
     {
         "host_update_params_per_s": "updates on the host",
         "device_update_params_per_s": "updates on the device",
@@ -60,7 +60,7 @@ _SAID = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What the planner was asked, and what it said: `wish` has its choice."""
+    """The planner's question, and its answer: `wish` has its choice."""
 
     training: Training
     means: Means
@@ -89,12 +89,11 @@ class KeptPlan:
 
 
 class Replanner:
-    """Watches the steps of one engine, whose plan answered `question`; the memory that it takes is
-    all there will be.
+    """Watches the steps of one engine: its plan answered `question`, and its memory stays as it is.
 
-    A look is at the medians of some steps, more where these differ much, and at rates that are off
-    by more than that. Each change of plan doubles how many they are at least. So noise does not
-    have it change forth and back.
+    It looks at the medians of some steps, of more where these differ much, and at rates that are
+    off by more than that. Each change of plan doubles the least number of steps to the next look.
+    So noise does not make it change forth and back.
     """
 
     watches = True
@@ -106,20 +105,19 @@ class Replanner:
         self._plan = plan
         self._trained = trained
         self._resident = _resident_part(question.wish.strategy)
-        # bytes of the host between leases: what made room for others, and may be too small for them
+        # Bytes of the host that were freed between leases, in pieces that may be too small to use.
         self._lost = 0
         # that the plan was made or looked at with
         self._rates = question.means.rates.both_at_once()
         self._before: dict[str, int] = {}
         self._samples: dict[str, list[float]] = {name: [] for name in _AMOUNTS}
+        # Negative while it warms up.
         self._steps = -_WARMING_UP
         self._look_after = self._wanted = _FIRST_LOOK
 
     @staticmethod
     def can_watch(question: Question, sizing: Sizing, plan: Plan) -> bool:
-        """Tell whether there is anything to be changed about a plan: whether states on the host
-        could visit or not.
-        """
+        """Tell whether anything of a plan may change: whether states on the host could visit."""
         homes = set(plan.steps.homes().values())
         parameters = plan.steps.parameters
         return (
@@ -128,6 +126,7 @@ class Replanner:
             and not plan.demand.nvme
             and _resident_part(question.wish.strategy) is not None
             and homes != {Home.RESIDENT}
+            # Masters that are in place for the host's updates are not in place for visitors.
             and all(
                 sizing.in_place(subgroup, Home.HOST, parameters)
                 == sizing.in_place(subgroup, Home.VISITING, parameters)
@@ -136,16 +135,16 @@ class Replanner:
         )
 
     def note_step(self, totals: Mapping[str, int]) -> Replan | None:
-        """Take the totals of all counters after a step; return a better plan, if it is time to look
-        and there is one.
+        """Take the totals of all counters after a step; return a better plan, if one is found.
 
-        The engine is to say when it goes by that.
+        It looks only now and then. The engine adopts the plan when it can, and calls `adopt`.
         """
         before, self._before = self._before, dict(totals)
         self._steps += 1
         if self._steps <= 0:
             return None
         for name, (amount, ns) in _AMOUNTS.items():
+            # Counters only grow: the difference is this step's.
             taken_ns = totals.get(ns, 0) - before.get(ns, 0)
             if taken_ns > 0:
                 self._samples[name].append(
@@ -153,6 +152,7 @@ class Replanner:
                 )
         if self._steps < self._wanted:
             return None
+        # Too much noise for so few steps.
         if self._wanted < _LAST_LOOK and any(map(_is_vague, self._samples.values())):
             self._wanted *= 2
             return None
@@ -162,6 +162,7 @@ class Replanner:
             for name, samples in self._samples.items()
             if _differs(samples, getattr(self._rates, name))
         }
+        # Steps before this look say nothing of those after it.
         for samples in self._samples.values():
             samples.clear()
         return self._look(others) if others else None
@@ -175,19 +176,22 @@ class Replanner:
 
     def _look(self, others: Mapping[str, float]) -> Replan | None:
         """Look for a better plan where these rates are others than they were."""
-        said = "; ".join(
-            f"{_SAID[name]} at {_shown(name, rate)}, not {_shown(name, getattr(self._rates, name))}"
+        changes = "; ".join(
+            f"{_NAMES[name]} at {_shown(name, rate)}, "
+            f"not {_shown(name, getattr(self._rates, name))}"
             for name, rate in others.items()
         )
+        # Kept even if no plan is better, so that the same difference is not looked at again.
         self._rates = measured = _with(self._rates, others)
         now_ns = self._ns(self._plan, measured)
         best, best_ns = self._best(measured)
+        # A small gain is within the noise.
         if best is None or best_ns > _WORTH_IT * now_ns:
             return None
         numel = sum(subgroup.numel for subgroup in self._sizing.subgroups)
         was, is_ = (plan.steps.params_at(Home.VISITING) / numel for plan in (self._plan, best))
         why = (
-            f"{said}: {is_:.0%} visit, before {was:.0%}; updates and moves take "
+            f"{changes}: {is_:.0%} visit, before {was:.0%}; updates and moves take "
             f"{1 - best_ns / now_ns:.0%} less time"
         )
         return Replan(plan=best, pieces=pieces_of(self._sizing, best, self._trained), why=why)
@@ -195,9 +199,7 @@ class Replanner:
     # --- plans ------------------------------------------------------------------------------------
 
     def _best(self, rates: Rates) -> tuple[Plan | None, int]:
-        """Return the plan that takes least of those that can be adopted, and what it takes: from
-        coarse to fine.
-        """
+        """Return the fastest plan that can be adopted, and its time: from coarse to fine."""
         tried: dict[float, tuple[Plan | None, int]] = {}
 
         def ns_with(share: float) -> float:
@@ -205,6 +207,7 @@ class Replanner:
                 plan = self._plan_with(share, rates)
                 tried[share] = plan, 0 if plan is None else self._ns(plan, rates)
             plan, ns = tried[share]
+            # A share that cannot be adopted loses against every other.
             return float("inf") if plan is None else ns
 
         best = min((part / _PARTS for part in range(_PARTS + 1)), key=ns_with)
@@ -218,9 +221,7 @@ class Replanner:
         return tried[best]
 
     def _plan_with(self, share: float, rates: Rates) -> Plan | None:
-        """Return the plan in which so much visits of what is not resident, None where it cannot be
-        adopted.
-        """
+        """Return the plan in which such a share visits, None where it cannot be adopted."""
         assert self._resident is not None, "the strategy says how much is resident"
         wish = replace(
             self._question.wish,
@@ -229,6 +230,7 @@ class Replanner:
             rates=rates,
         )
         try:
+            # io_bytes is 0: a plan with something on drives is not watched.
             plan = place(self._sizing, wish, self._question.means.budget, io_bytes=0)
         except (CapacityError, ConfigError):
             return None
@@ -245,9 +247,7 @@ class Replanner:
         return replace(plan, demand=replace(there, staying=staying))
 
     def _copies_that_go(self, plan: Plan) -> int:
-        """Return the bytes of new parameters on the host of subgroups that would visit from now
-        on.
-        """
+        """Return the host bytes of new parameters of subgroups that would visit from now on."""
         before, after = self._plan.steps.homes(), plan.steps.homes()
         leaving = (
             subgroup
@@ -267,12 +267,11 @@ class Replanner:
 
 
 def _device_with(plan: Plan, fetched: int) -> int:
-    """Return what a plan takes of the device, with room for so many bytes of parameters that are
-    fetched.
-    """
+    """Return what a plan takes of the device, with room for `fetched` bytes of parameters."""
     demand, staged = plan.demand, sum(plan.steps.staging_bytes)
     if plan.steps.parameters is Tier.DEVICE:
         return demand.device
+    # Staging sets and fetched parameters share one room: the larger of the two counts.
     return demand.device - max(staged, demand.fetched) + max(staged, fetched)
 
 
@@ -286,6 +285,7 @@ def _with(rates: Rates, found: Mapping[str, float]) -> Rates:
         device_update_params_per_s=found.get(
             "device_update_params_per_s", rates.device_update_params_per_s
         ),
+        # Measured in updates, where both directions are busy: it stands for both.
         h2d_bytes_per_s=found.get("h2d_bytes_per_s", rates.h2d_bytes_per_s),
         d2h_bytes_per_s=found.get("d2h_bytes_per_s", rates.d2h_bytes_per_s),
         duplex_h2d_bytes_per_s=found.get("h2d_bytes_per_s", rates.duplex_h2d_bytes_per_s),
@@ -294,9 +294,7 @@ def _with(rates: Rates, found: Mapping[str, float]) -> Rates:
 
 
 def _resident_part(strategy: Strategy) -> float | None:
-    """Return how much a strategy keeps resident, None where that is all that it says or more than
-    it says.
-    """
+    """Return how much a strategy keeps resident, None where it does not say just that."""
     if isinstance(strategy, HostOnly):
         return 0.0
     if isinstance(strategy, StaticSplit):
@@ -309,9 +307,7 @@ def _residents(plan: Plan) -> frozenset[int]:
 
 
 def _differs(samples: Sequence[float], rate: float | None) -> bool:
-    """Tell whether a rate is another one than its samples say: by more than is worth a look, and
-    than they differ.
-    """
+    """Tell whether samples show another rate: by more than a look is worth and than they differ."""
     if rate is None or not samples:
         return False
     middle, (low, high) = median(samples), _middle_half(samples)
@@ -323,6 +319,7 @@ def _is_vague(samples: Sequence[float]) -> bool:
     if not samples:
         return False
     low, high = _middle_half(samples)
+    # The error of a median falls with the root of the number of samples.
     return bool(high - low > _VAGUE * median(samples) * math.sqrt(len(samples)))
 
 

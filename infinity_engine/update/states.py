@@ -1,5 +1,4 @@
-"""The optimizer's states: where the masters and moments of each subgroup are, and how a plan's ops
-act on them.
+"""The optimizer's states: where each subgroup's masters and moments are, and ops on them.
 
 Owns the leases of states and of staging sets. Knows no order: the plan has it, and the Executor
 follows it.
@@ -63,13 +62,12 @@ __all__ = ["Receiver", "StateKeeper", "StepInputs", "piece_numbers"]
 _COMPARED = 1 << 18  # elements of a master that are compared with changed values at once
 
 _Originals = Callable[[TrainedParameter, int, torch.Tensor], None]
-"""Fills a flat tensor with the elements of a parameter, from one on, as they were before
-`initialize`.
-"""
+"""Fills a flat tensor with a parameter's elements from one on, as before `initialize`."""
 
 Receiver = Callable[[int, int, torch.Tensor], None]
-"""Called with the new values of a parameter before they go to the drives: (parameter, first byte,
-bytes). The bytes are a view of a buffer that is reused.
+"""Called with new values before they go to the drives: (parameter, first byte, bytes).
+
+The bytes are a view of a buffer that is reused.
 """
 
 
@@ -89,7 +87,7 @@ class _SubgroupStates:
     subgroup: Subgroup
     home: Home
     lease: Lease | None  # None: its states are on the drives, or it has only values
-    pieces: tuple[int, ...]  # which piece of its parameter each segment is
+    pieces: tuple[int, ...]  # of each segment: which piece of its parameter it is
     steps: list[int]  # of each segment
     # New 16-bit values on their way to the memory where modules compute.
     copies: Lease | None = None
@@ -120,7 +118,7 @@ class StateKeeper:
         resting: Collection[int] = (),
     ) -> None:
         self._swapped = swapped
-        self._resting = frozenset(resting)  # subgroups whose states are on the drives
+        self._resting = frozenset(resting)  # subgroups with states on the drives
         self._plan = plan
         self._trained = trained
         self._state_names = tuple(state_names)
@@ -146,8 +144,7 @@ class StateKeeper:
     # --- where things lie -------------------------------------------------------------------------
 
     def adopt_plan(self, plan: StepPlan) -> None:
-        """Follow another plan from the next step on. States stay where they are, so its residents
-        are the same.
+        """Follow another plan from the next step on. States stay, so its residents are the same.
 
         Raises:
             CapacityError: the host has no room for the copies that it needs. Nothing has changed.
@@ -158,6 +155,7 @@ class StateKeeper:
         assert all(
             Home.RESIDENT not in (held.home, homes[held.subgroup.index]) for held in moved
         ), "states stay"
+        # All new leases first: a refusal must leave the old plan whole.
         copies: dict[int, Lease | None] = {}
         try:
             for held in moved:
@@ -169,14 +167,13 @@ class StateKeeper:
                 if lease is not None:
                     lease.close()
             raise
+        # Nothing can fail from here on.
         for held in moved:
             held.move(homes[held.subgroup.index], copies[held.subgroup.index])
         self._plan = plan
 
     def _copies(self, subgroup: Subgroup, home: Home) -> Lease | None:
-        """Lease memory for the new values of a subgroup, where modules compute in the other
-        memory.
-        """
+        """Lease memory for a subgroup's new values, where modules compute in the other memory."""
         elsewhere = Home.RESIDENT if self._at_home else Home.HOST
         if home is not elsewhere or self._unified or subgroup.formats.parameter is None:
             return None
@@ -188,15 +185,14 @@ class StateKeeper:
             self._lanes.device if home is Home.RESIDENT and not self._unified else self._lanes.host
         )
         lease = copies = None
+        # Those on drives need none here: they pass a step's buffers.
         if subgroup.index not in self._resting:
             lease = pool.lease(self._nbytes(subgroup, home), holder="optimizer states")
             copies = self._copies(subgroup, home)
         return _SubgroupStates(subgroup, home, lease, pieces, [0] * len(subgroup.segments), copies)
 
     def _nbytes(self, subgroup: Subgroup, home: Home) -> int:
-        """Return the bytes of a subgroup's states: the masters, unless they are the parameters, and
-        the moments.
-        """
+        """Return the bytes of a subgroup's states: moments, and masters that are not in place."""
         return (
             4
             * subgroup.numel
@@ -209,6 +205,7 @@ class StateKeeper:
         """Return a subgroup's states as they lie in `flat`: the masters first, then the moments."""
         subgroup = held.subgroup
         values = (
+            # One row for each stream, each as long as the subgroup.
             flat[: self._nbytes(subgroup, held.home)].view(torch.float32).view(-1, subgroup.numel)
         )
         streams = [Values.of(row) for row in values]
@@ -248,9 +245,7 @@ class StateKeeper:
     def _values_of(
         self, held: _SubgroupStates, number: int, buffered: BufferedSubgroup | None = None
     ) -> Values:
-        """Return a segment's values that modules compute with: in the subgroup's buffer or in
-        memory.
-        """
+        """Return a segment's values that modules compute with, in the buffer or in memory."""
         segment, format_ = held.subgroup.segments[number], held.subgroup.formats.values
         buffered = buffered or self._buffered(held)
         if buffered is not None and number in buffered.layout.values:
@@ -279,6 +274,7 @@ class StateKeeper:
     ) -> torch.Tensor:
         """Return a segment's values that modules compute with, as bytes."""
         segment, width = held.subgroup.segments[number], held.subgroup.formats.width
+        # In a step, the copy in the buffer is the one that is updated.
         buffered = buffered or self._buffered(held)
         if buffered is not None and number in buffered.layout.values:
             return buffered.values(number, width * segment.numel)
@@ -286,9 +282,7 @@ class StateKeeper:
         return flat[width * segment.first_element :][: width * segment.numel]
 
     def on_new_values(self, receiver: Receiver) -> None:
-        """Call `receiver` with new values that go to the drives, while they are still in a
-        buffer.
-        """
+        """Call `receiver` with new values that go to the drives, while they are in a buffer."""
         self._receiver = receiver
 
     def begin(
@@ -298,9 +292,7 @@ class StateKeeper:
         previous: PreviousStates,
         reporter: ProgressReporter,
     ) -> None:
-        """Write the first masters, from `originals` in fp32, and moments: `previous` ones, or the
-        rule's initial state.
-        """
+        """Write the first masters, from `originals` in fp32, and previous or initial moments."""
         total = sum(self._nbytes(held.subgroup, held.home) for held in self._held.values())
         with reporter.part("making optimizer states", total) as made:
             self._begin(originals, rules, previous, made)
@@ -319,6 +311,7 @@ class StateKeeper:
                 self._fill(held, held.lease.flat(), originals, rules, previous)
             elif held.subgroup.index in self._resting:
                 # Every buffer has a write in flight: the oldest one frees the next buffer.
+                # As many writes in flight as there are buffers.
                 if len(writing) == buffers:
                     writing.popleft().wait()
                 buffered = self._swapped.empty(held.subgroup.index, count % buffers)
@@ -351,6 +344,7 @@ class StateKeeper:
             for state, name in enumerate(self._state_names):
                 offset = start + state * numel + segment.offset
                 piece = values[offset : offset + segment.numel]
+                # A rule with fewer states than the widest leaves the others at their initial value.
                 if name not in rule.states or not previous.fill(
                     segment.parameter, name, segment.first_element, piece
                 ):
@@ -364,6 +358,7 @@ class StateKeeper:
             self._copy_out(
                 held,
                 index,
+                # Views of the whole: each segment is written into its part.
                 {name: _part(whole_values, segment) for name, whole_values in whole.items()},
             )
         return whole
@@ -384,12 +379,13 @@ class StateKeeper:
         return self._state_names
 
     def before_changes(self, call: Callable[[int], None]) -> None:
-        """Call this with the index of each subgroup before its states change where they rest."""
+        """Call this with each subgroup's index before its states change where they rest."""
         self._before_change = call
 
     def capture(self) -> CapturedStates:
         """Return the states as they are now, in the order in which the next update changes them."""
         updates = [op for op in self._plan.ops if isinstance(op, UpdateOnHost | UpdateOnDevice)]
+        # In the order of updates, so that an update waits for what is saved next, not for all.
         order = dict.fromkeys([*(op.subgroup for op in updates), *self._held])
         return CapturedStates([self._captured(self._held[index]) for index in order])
 
@@ -404,6 +400,7 @@ class StateKeeper:
         if not self._in_place(held.subgroup, held.home):
             names = ("master", *names)
         else:
+            # Masters in place lie with the parameters, each at a place of its own.
             for number, segment in numbered:
                 master = CapturedPiece(segment, "master")
                 place = swapped.values_place(index, number)
@@ -415,6 +412,7 @@ class StateKeeper:
         if held.lease is not None:
             flat = held.lease.flat()
             for piece in pieces:
+                # The streams follow one another in the lease.
                 first = names.index(piece.stream) * held.subgroup.numel + piece.segment.offset
                 runs.append(RunInMemory(piece, flat[4 * first :][: piece.nbytes]))
         elif (place := swapped.states_place(index)) is not None:
@@ -438,6 +436,7 @@ class StateKeeper:
         with self._in_memory(held, write_values=True) as (flat, buffered):
             for index, segment in enumerate(held.subgroup.segments):
                 pieces = dict(self._pieces(held, index, flat, buffered))
+                # Given views: what `fill` writes is in the states at once.
                 fill(segment, pieces)
                 if not self._in_place(held.subgroup, held.home):
                     # Always: a buffer for the drives has no values yet.
@@ -467,9 +466,11 @@ class StateKeeper:
     def _write_master(self, held: _SubgroupStates, index: int, values: torch.Tensor) -> None:
         with self._in_memory(held, write_states=True) as (flat, buffered):
             master = dict(self._pieces(held, index, flat, buffered))["master"]
+            # In parts: a comparison needs memory of its own.
             for first in range(0, len(values), _COMPARED):
                 old = master[first : first + _COMPARED]
                 new = values[first : first + _COMPARED].to(old.device)
+                # Compared in the dtype that modules saw: equal there means that it was not changed.
                 old.copy_(torch.where(old.to(new.dtype) == new, old, new.to(old.dtype)))
 
     def _segments_of(self, number: int) -> Iterator[tuple[_SubgroupStates, int, Segment]]:
@@ -490,6 +491,7 @@ class StateKeeper:
         """
         index = held.subgroup.index
         if write_states or write_values:
+            # A save may still be reading these bytes.
             self._before_change(index)
         if not self._swapped.has(index):
             assert held.lease is not None, "states that are not on drives have a lease"
@@ -499,6 +501,7 @@ class StateKeeper:
         try:
             yield (buffered.states() if held.lease is None else held.lease.flat()), buffered
             if write_values:
+                # Waited for: the buffer goes back to the pool below.
                 self._swapped.write_back(index, buffered).wait()
             elif write_states and held.lease is None:
                 self._swapped.give_back(index, buffered).wait()
@@ -544,9 +547,7 @@ class StateKeeper:
     # --- ops --------------------------------------------------------------------------------------
 
     def begin_step(self, inputs: StepInputs) -> None:
-        """Begin a step with its inputs. A step that was interrupted keeps the inputs that it began
-        with.
-        """
+        """Begin a step with its inputs; an interrupted step keeps the inputs that it began with."""
         self._inputs = self._inputs or inputs
         self.resume_step()
 
@@ -554,14 +555,13 @@ class StateKeeper:
         """Lease the memory of a step that it does not have yet."""
         if not self._unified:
             with self._lanes.meter.waits(Wait.OPS):  # for evicted parameters
+                # Only those that are missing: an interruption may have come between two leases.
                 for nbytes in self._plan.staging_bytes[len(self._staging) :]:
                     self._staging.append(self._lanes.device.lease(nbytes, holder="staging sets"))
         self._swapped.begin_step(len(self._plan.buffer_bytes), self._done)
 
     def note_arrivals(self) -> None:
-        """Count the subgroups that are back from the device as updated. One whose copy failed is as
-        before.
-        """
+        """Count subgroups that are back from the device as updated, but for failed copies."""
         for held, steps, event in self._on_the_way:
             with suppress(Exception):  # the walk has raised it already
                 event.wait()
@@ -576,14 +576,13 @@ class StateKeeper:
             self._held[index].steps[:] = steps
         self._close_staging()
         self._swapped.end_step()
+        # Both at once, last: `begun` is true until here.
         self._inputs, self._done = None, {}
 
     # --- before a step ----------------------------------------------------------------------------
 
     def update_early(self, index: int, inputs: StepInputs) -> list[int]:
-        """Update a subgroup in its buffer; return the step counts that it gets when it is
-        adopted.
-        """
+        """Update a subgroup in its buffer; return the step counts for when it is adopted."""
         self._before_change(index)
         held = self._held[index]
         state = self._state_in(self._states_of(held), held, held.steps)
@@ -592,9 +591,7 @@ class StateKeeper:
         return list(state.steps)
 
     def adopt(self, made: Mapping[int, Sequence[int]]) -> dict[int, Place]:
-        """Count early updates as this step's. Return where the values of their parameters are
-        now.
-        """
+        """Count early updates as this step's; return where their parameters' values are now."""
         if not made:
             return {}
         for index, steps in made.items():
@@ -605,7 +602,7 @@ class StateKeeper:
 
     @property
     def made_early(self) -> Collection[int]:
-        """The subgroups whose early update this step has adopted."""
+        """The subgroups with an early update that this step has adopted."""
         return self._swapped.adopted
 
     @property
@@ -617,11 +614,13 @@ class StateKeeper:
         """Submit an op. An update on the host is done on return."""
         held = self._held[op.subgroup]
         if isinstance(op, UpdateOnHost | UpdateOnDevice | DownloadStates | StoreStates):
+            # A save of the step before may not have written this subgroup yet.
             self._before_change(op.subgroup)
         if isinstance(op, StoreStates):
             return self._swapped.store(op)
         if isinstance(op, LoadStates):
             return self._load(op, held)
+        # After an interrupted step, only what it has left undone is done.
         if self._was_done(held):
             return None
         if isinstance(op, UpdateOnHost):
@@ -649,9 +648,11 @@ class StateKeeper:
         return held.home is Home.VISITING and index in self._done
 
     def _load(self, op: LoadStates, held: _SubgroupStates) -> IOEvent | None:
+        # What was updated waits in its buffer until it is stored.
         if op.subgroup in self._done:
             return None
         gradients, segments = self._step.gradients, held.subgroup.segments
+        # Segments without a gradient are neither updated nor stored.
         wanted = [
             number for number, segment in enumerate(segments) if gradients.has(segment.parameter)
         ]
@@ -672,6 +673,7 @@ class StateKeeper:
             event = self._copy(
                 op, Cargo.STATES, self._home_of(held), self._staged(op.staging, held), after
             )
+            # Done when the copy has ended: until then the host has old bytes.
             self._on_the_way.append((held, self._visits.pop(op.subgroup), event))
             return event
         if isinstance(op, UploadParameters):
@@ -698,6 +700,7 @@ class StateKeeper:
             self._visits[op.subgroup] = state.steps
         targets = self._targets_on_device(op.staging, held)
 
+        # The stream calls it, perhaps after this method has returned.
         def work() -> None:
             self._update(op, held, state, targets, arrives=visits)
             subgroup = held.subgroup
@@ -721,8 +724,9 @@ class StateKeeper:
         *,
         arrives: bool = False,
     ) -> None:
-        """Update a subgroup whose states are in `state`. With `arrives`, it counts as updated only
-        when it is back on the host.
+        """Update a subgroup with its states in `state`.
+
+        With `arrives`, it counts as updated only when it is back on the host.
         """
         inputs = self._step
         if held.subgroup.index in self._done:
@@ -734,6 +738,7 @@ class StateKeeper:
 
     def _hand_over(self, held: _SubgroupStates) -> None:
         buffered, width = self._buffered(held), held.subgroup.formats.width
+        # New values go straight to modules only where these fetch and a buffer is passed.
         if self._receiver is None or buffered is None or not self._at_home:
             return
         for number, segment in enumerate(held.subgroup.segments):
@@ -761,6 +766,7 @@ class StateKeeper:
         on_device = isinstance(op, UpdateOnDevice)
         kernels = self._lanes.device_kernels if on_device else self._lanes.kernels
         self._lanes.meter.updates(op, partial(kernels.update, update))
+        # In place: for a visitor, `_visits` has this very list.
         state.steps[:] = update.steps
         if self._swapped.any:
             nbytes = self._nbytes(held.subgroup, held.home)
@@ -783,12 +789,14 @@ class StateKeeper:
         formats = inputs.gradients.formats(segment.parameter, piece)
         if not formats:
             return inputs.gradients.values(segment.parameter, piece)
+        # One micro-batch needs no sum: its gradient is used as it came.
         if len(formats) == 1:
             return self._wire(buffered, number, segment, formats[0], 0)
         wires = [
             self._wire(buffered, number, segment, format_, place)
             for place, format_ in enumerate(formats)
         ]
+        # Place -1 is the sum's.
         total = self._wire(buffered, number, segment, FloatFormat.FP32, -1)
         added_up(self._lanes.kernels, wires, total)
         return total
@@ -807,6 +815,7 @@ class StateKeeper:
     def _note_update(self, held: _SubgroupStates, steps: list[int]) -> None:
         inputs = self._step
         self._done[held.subgroup.index] = list(steps)
+        # The update has read them, and their memory may serve others.
         for segment, piece in zip(held.subgroup.segments, held.pieces, strict=True):
             inputs.gradients.release(segment.parameter, piece)
 
@@ -816,9 +825,7 @@ class StateKeeper:
         return self._computed_with(held) if copies is None else self._parts_of(copies, held)
 
     def _copies_of(self, held: _SubgroupStates) -> torch.Tensor | None:
-        """Return the bytes in which the host's update leaves new values for the device, None where
-        modules compute on the host.
-        """
+        """Return the bytes where the host leaves values for the device; None if it does not."""
         if held.copies is not None:
             return held.copies.flat()
         buffered, formats = self._buffered(held), held.subgroup.formats
@@ -832,6 +839,7 @@ class StateKeeper:
         """Return where the device's update writes new values for modules."""
         if self._unified or not self._at_home:
             return self._computed_with(held)
+        # New masters are what is downloaded.
         if held.subgroup.formats.parameter is None:
             return (None,) * len(held.subgroup.segments)
         return self._parts_of(self._updated_on_device(staging, held), held)
@@ -843,15 +851,14 @@ class StateKeeper:
         )
 
     def _updated_on_device(self, staging: int | None, held: _SubgroupStates) -> torch.Tensor:
-        """Return the new values as the device's update leaves them: 16-bit values, or the
-        masters.
-        """
+        """Return the new values as the device's update leaves them: 16-bit values, or masters."""
         subgroup = held.subgroup
         states = self._staging[staging].flat() if staging is not None else self._states_of(held)
         if subgroup.formats.parameter is None:
             return states[: 4 * subgroup.numel]
         if held.copies is not None:
             return held.copies.flat()
+        # Behind the states, in the same staging set.
         return states[self._nbytes(subgroup, held.home) :][
             : subgroup.formats.width * subgroup.numel
         ]
@@ -908,17 +915,13 @@ class StateKeeper:
     def _download_parameters(
         self, op: DownloadParameters, held: _SubgroupStates, after: Sequence[Event]
     ) -> Event:
-        """Copy what the device updated to where modules fetch it, or into the buffer that is
-        stored.
-        """
+        """Copy what the device updated to where modules fetch it, or into a buffer to store."""
         for values, piece in self._copied(held, self._updated_on_device(op.staging, held)):
             self._copy(op, Cargo.PARAMETERS, values, piece, after)
         return self._behind(self._lanes.download, after)
 
     def _behind(self, stream: Stream | None, after: Sequence[Event]) -> Event:
-        """Return an event after all copies of `stream` so far and after `after`: there may have
-        been no copy.
-        """
+        """Return an event after all copies of `stream`, perhaps none, and after `after`."""
         assert stream is not None, "copies are between two memories"
         for event in after:
             self._lanes.accelerator.wait_for(stream, event)
@@ -927,12 +930,11 @@ class StateKeeper:
     def _copied(
         self, held: _SubgroupStates, source: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield, for each updated segment, the bytes where modules have it and those in
-        `source`.
-        """
+        """Yield, for each updated segment, the bytes where modules have it and in `source`."""
         inputs = self._step
         width = held.subgroup.formats.width
         for number, segment in enumerate(held.subgroup.segments):
+            # Others have no new values, and a module may be using their memory.
             if inputs.gradients.has(segment.parameter):
                 yield (
                     self._target_bytes(held, number),
@@ -954,6 +956,7 @@ def piece_numbers(subgroups: Sequence[Subgroup]) -> dict[int, tuple[int, ...]]:
     found = {}
     for subgroup in subgroups:
         numbers = []
+        # Counted in the order of the subgroups.
         for segment in subgroup.segments:
             numbers.append(counts.get(segment.parameter, 0))
             counts[segment.parameter] = numbers[-1] + 1

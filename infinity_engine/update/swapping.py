@@ -1,5 +1,4 @@
-"""`SwappedStates`: the optimizer states and values that are on the drives, and the host buffers
-that they pass.
+"""`SwappedStates`: states and values on the drives, and the host buffers that they pass.
 
 Reads into and writes from the buffers that the plan's ops name. Knows neither the arithmetic of
 updates nor their order. A subgroup that was updated in a buffer stays there until it is written.
@@ -76,9 +75,7 @@ class BufferedSubgroup:
         return self.buffer.flat()[self.layout.copies :][:nbytes]
 
     def gradient(self, segment: int, micro_batch: int, nbytes: int) -> torch.Tensor:
-        """Return the bytes of a segment's gradient of one micro-batch; with -1, those for the sum
-        of several.
-        """
+        """Return the bytes of a segment's gradient of one micro-batch; -1: of several's sum."""
         return self.buffer.flat()[self.layout.gradients[segment][micro_batch] :][:nbytes]
 
     def gradient_memory(self, segment: int, micro_batch: int) -> memoryview:
@@ -86,9 +83,7 @@ class BufferedSubgroup:
         return self.buffer.memory()[self.layout.gradients[segment][micro_batch] :]
 
     def has_place(self, segment: int, micro_batch: int) -> bool:
-        """Tell whether there is one for the gradient of that micro-batch: what lies behind the last
-        is the sum.
-        """
+        """Tell whether that micro-batch's gradient has a place: behind the last one is the sum."""
         return micro_batch < max(len(self.layout.gradients[segment]) - 1, 1)
 
 
@@ -103,14 +98,16 @@ class _Places:
     new_states: Mapping[int, Place]
     values: Mapping[int, Place]
     new_values: Mapping[int, Place]
-    adopted: frozenset[int] = frozenset()  # subgroups whose early update this step has adopted
+    adopted: frozenset[int] = frozenset()  # early updates that this step has adopted
 
+    # A new object: an interrupt leaves either all of the old places or all of the new ones.
     def adopting(self, indices: Collection[int], parameters: Collection[int]) -> _Places:
         """Return the places after the early updates of these subgroups were adopted."""
         states = {index: self.new_states[index] for index in indices}
         values = {parameter: self.new_values[parameter] for parameter in parameters}
         return _Places(
             states={**self.states, **states},
+            # The old places are the next early update's targets.
             new_states={**self.new_states, **{index: self.states[index] for index in states}},
             values={**self.values, **values},
             new_values={
@@ -122,8 +119,9 @@ class _Places:
 
 
 class SwappedStates:
-    """The parts of one engine's subgroups that are on the drives; `values` has the places of
-    parameters that are.
+    """The parts of one engine's subgroups on the drives, and where parameters on drives are.
+
+    `values` has the places of these parameters.
 
     `pieces` gives, by subgroup, which piece of its parameter each segment is. `early` names the
     subgroups that may be updated before their step, which have a second place.
@@ -161,6 +159,7 @@ class SwappedStates:
             index: self._swap.allocate(
                 layouts[index].states_bytes, holder=f"new states of {self._about(index)}"
             )
+            # Sorted, so that places are the same in every run.
             for index in sorted(early)
         }
         widths = {
@@ -184,12 +183,14 @@ class SwappedStates:
         """Lease the host buffers. Forget what an interrupted step has loaded and not updated."""
         for number in range(len(self._buffers), buffers):
             self._buffers.append(self._lanes.host.lease_planned(buffer_slot(number)))
+        # An updated subgroup stays in its buffer until it is stored.
         self._buffered = {
             index: buffered for index, buffered in self._buffered.items() if index in updated
         }
 
     def end_step(self) -> None:
         """Return the buffers. The places that were adopted are the current ones from here on."""
+        # Before the leases close: nothing may find a subgroup in memory that is given back.
         self._buffered.clear()
         self._places = replace(self._places, adopted=frozenset())
         while self._buffers:
@@ -207,7 +208,7 @@ class SwappedStates:
 
     @property
     def adopted(self) -> Collection[int]:
-        """The subgroups whose early update this step has adopted."""
+        """The subgroups with an early update that this step has adopted."""
         return self._places.adopted
 
     def has(self, index: int) -> bool:
@@ -221,9 +222,7 @@ class SwappedStates:
     def load(
         self, op: LoadStates, wanted: Collection[int], gradients: GradientKeeper
     ) -> IOEvent | None:
-        """Begin to read a subgroup: its states, and what the update of the segments `wanted`
-        needs.
-        """
+        """Begin to read a subgroup: its states, and what the update of `wanted` segments needs."""
         if op.subgroup in self._buffered:  # an interrupted step has updated it
             return None
         layout, buffer = self._layouts[op.subgroup], self._buffers[op.buffer]
@@ -233,6 +232,7 @@ class SwappedStates:
             # The plan reuses a buffer only after its subgroup was stored. Forget that one first:
             # the buffer's bytes belong to the next subgroup from here on.
             del self._buffered[index]
+        # Noted before any read begins: an interrupt has to find it.
         buffered = self._buffered[op.subgroup] = BufferedSubgroup(layout, buffer, wanted)
         return self._read(op, buffered, gradients) if wanted else None
 
@@ -255,11 +255,13 @@ class SwappedStates:
             if number in places:
                 segment = self._subgroups[op.subgroup].segments[number]
                 several = len(places[number]) > 1
+                # Without the last place where there are several: that is the sum's.
                 into = [memory[at:] for at in places[number][: -1 if several else None]]
                 read = gradients.read(segment.parameter, self._pieces[op.subgroup][number], into)
                 buffered.moving.extend(read)
                 hops += read
                 formats = gradients.formats(segment.parameter, self._pieces[op.subgroup][number])
+                # Only of those that were read: others may still be in memory.
                 moved += sum(format_.nbytes * segment.numel for format_ in formats[: len(read)])
         self._count(Lane.NVME_READ, Cargo.GRADIENTS, moved, op)
         return IOEvent(hops)
@@ -267,6 +269,7 @@ class SwappedStates:
     def store(self, op: StoreStates) -> IOEvent | None:
         """Begin to write an updated subgroup to the drives."""
         buffered = self._buffered.get(op.subgroup)
+        # Without gradients nothing was updated.
         if buffered is None or not buffered.wanted:
             return None
         buffered.store(
@@ -282,7 +285,7 @@ class SwappedStates:
         return buffered.storing
 
     def note_arrivals(self) -> list[int]:
-        """Return the subgroups whose store has ended since the last call."""
+        """Return the subgroups with a store that has ended since the last call."""
         stored = []
         for index, buffered in list(self._buffered.items()):
             if buffered.storing is not None:
@@ -290,6 +293,7 @@ class SwappedStates:
                     buffered.storing.wait()
                     del self._buffered[index]
                     stored.append(index)
+                # Also after a failure: then it stays here, and the next step stores it again.
                 buffered.store(None)
         return stored
 
@@ -306,9 +310,7 @@ class SwappedStates:
             self._early_buffers.pop().close()
 
     def load_early(self, index: int, buffer: int, gradients: GradientKeeper) -> IOEvent:
-        """Begin to read a subgroup and those of its gradients that are on the drives, into a buffer
-        for early updates.
-        """
+        """Begin to read a subgroup, with its gradients on drives, into an early buffer."""
         layout, segments = self._layouts[index], self._subgroups[index].segments
         buffered = self._buffered[index] = BufferedSubgroup(
             layout, self._early_buffers[buffer], range(len(segments))
@@ -334,12 +336,12 @@ class SwappedStates:
         """Free the buffer of a subgroup, after all its I/O has ended."""
         buffered = self._buffered.get(index)
         if buffered is not None:
+            # Then the buffer may be given to another subgroup.
             buffered.wait_for_io()
             self._buffered.pop(index, None)
 
     def adopt(self, indices: Collection[int]) -> dict[int, Place]:
-        """Make the new places of these subgroups the current ones. Return the new places of their
-        values, by parameter.
+        """Make these subgroups' new places the current ones; return those of values, by parameter.
 
         Repeated before the step has ended, it changes nothing: an interrupted step calls it again.
         """
@@ -355,6 +357,7 @@ class SwappedStates:
     def borrowed(self, index: int) -> BufferedSubgroup:
         """Read a subgroup into a buffer of the caller's, who closes it."""
         buffered = self.empty(index, 0)
+        # A borrowed buffer has no owner but this call until it returns.
         try:
             pieces = self._pieces_of(index, buffered, values=buffered.layout.in_place)
             IOEvent(buffered.start(self._swap.read, pieces)).wait()
@@ -377,6 +380,7 @@ class SwappedStates:
         """
         pieces = self._pieces_of(index, buffered, values=False)
         writing = IOEvent(buffered.start(self._swap.write, pieces))
+        # The pool keeps the buffer until the write has ended.
         buffered.buffer.until(writing)
         buffered.buffer.close()
         return writing
@@ -410,6 +414,7 @@ class SwappedStates:
         """Return all memory and all places."""
         self.end_step()
         self.end_early()
+        # Taken away first: a second call releases nothing twice.
         places, self._places = self._places, _Places({}, {}, {}, {})
         for kind in (places.states, places.new_states, places.new_values):
             for place in kind.values():
@@ -437,6 +442,7 @@ class SwappedStates:
             yield place, memory[: layout.states_bytes], f"states of {self._about(index)}"
         width = self._subgroups[index].formats.width
         for number, at in layout.values.items() if values else ():
+            # Values of segments that are not updated stay as they are on the drives.
             if number in buffered.wanted:
                 segment = self._subgroups[index].segments[number]
                 nbytes = width * segment.numel
@@ -457,6 +463,7 @@ class SwappedStates:
         names = dict.fromkeys(
             self._names(segment.parameter) for segment in self._subgroups[index].segments
         )
+        # Three names are enough to find it; a subgroup may have thousands.
         listed = ", ".join(list(names)[:3]) + (
             f" and {len(names) - 3} others" if len(names) > 3 else ""
         )

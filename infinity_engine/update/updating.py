@@ -28,9 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Deferral:
-    """Which part of an update can wait until modules need it: all subgroups but those that `now`
-    names.
-    """
+    """Which part of an update can wait until modules need it: all subgroups but those in `now`."""
 
     now: Collection[int]
     parts: Mapping[int, Sequence[Part]]
@@ -105,7 +103,7 @@ class Updates:
             self._conclude()
 
     def defer_rest(self) -> None:
-        """Let modules wait for what is left of the update."""
+        """Let modules wait for the rest of the update."""
         walk = self._walk
         if walk is not None:
             with self._failing_ends():
@@ -123,9 +121,7 @@ class Updates:
             self._count()
 
     def resume(self) -> None:
-        """Resume a deferred update that has failed, and finish or forget the walk of an interrupted
-        step.
-        """
+        """Resume a deferred update that failed; end or forget an interrupted step's walk."""
         self._drop_failed_walk()
         # The step that began this walk was interrupted before it counted: it will be repeated, so
         # the walk must not go on beside it.
@@ -155,8 +151,9 @@ class Updates:
         self._conclude()
 
     def _conclude(self) -> None:
-        """End an update whose last op is done."""
+        """End an update after its last op."""
         self._meter.end_update()
+        # Before the walk is forgotten: an interrupt in between must not repeat the step.
         self._count()
         self._walk = None
         self._states.note_arrivals()
@@ -196,9 +193,7 @@ class Updates:
         self._deferral.follower.follow(update)
 
     def _count(self) -> None:
-        """Count a step whose update cannot be stopped any more: after an interrupt it is not
-        repeated.
-        """
+        """Count a step with an update that nothing can stop: an interrupt does not repeat it."""
         if not self._counted:
             self._made, self._counted = self._made + 1, True
 
@@ -212,6 +207,7 @@ class Updates:
     def _failing_ends(self) -> Iterator[None]:
         """Forget the walk if it fails in the body."""
         try:
+            # finally, not except: an op's failure and an interrupt both end the walk.
             yield
         finally:
             self._drop_failed_walk()
@@ -221,19 +217,16 @@ class Updates:
             self._leave_walk()
 
     def _leave_walk(self) -> None:
-        """Forget a walk that ended before its step. What it has not done is resumed by another
-        walk.
-        """
+        """Forget a walk that ended before its step; another walk resumes what it has not done."""
         self._walk = None
         self._states.note_arrivals()
 
     def _adopt_plan(self) -> None:
-        """Replace the plan by a better one, between two updates and while there are no
-        gradients.
-        """
+        """Replace the plan by a better one between two updates, while there are no gradients."""
         replan, gradients = self._replan, self._gradients
         if replan is None or gradients.any or self._states.begun:
             return
+        # Once: a plan that does not fit now is not tried at every step.
         self._replan = None
         before = gradients.room
         try:
@@ -243,6 +236,7 @@ class Updates:
             gradients.make_room(before)
             _LOG.warning("The plan is kept, as a better one does not fit: %s", problem)
             return
+        # Only after both: from here on gradients come in the new plan's pieces.
         gradients.keep_in(replan.pieces)
         self._replanner.adopt(replan)
         self._plan, self._planned_again = replan.plan.steps, replan.why

@@ -126,4 +126,4 @@ def test_verify_names_files_that_are_not_of_the_checkpoint(
 ) -> None:
     (saved / "s2" / "notes.txt").write_text("mine")
     assert main(["checkpoint", "verify", str(saved / "s2")]) == 0
-    assert "notes.txt: no file of this checkpoint" in capsys.readouterr().out
+    assert "notes.txt: not a file of this checkpoint" in capsys.readouterr().out

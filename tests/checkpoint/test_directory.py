@@ -137,6 +137,23 @@ def test_what_killed_runs_left_goes_with_the_next_save_and_nothing_else(tmp_path
     assert (tmp_path / "elsewhere" / "kept").read_text() == "kept"
 
 
+def test_a_draft_that_is_still_being_written_is_left_alone(tmp_path: Path) -> None:
+    writing, other = CheckpointDirectory(tmp_path), CheckpointDirectory(tmp_path)
+    draft = writing.begin("first")
+    (draft / "rank-00000-00000.safetensors").write_bytes(b"bytes")
+    other.begin("second")
+    assert [entry.name for entry in draft.iterdir()] == ["rank-00000-00000.safetensors"]
+    assert other.free_tag("first") == "first.2"
+    with pytest.raises(ConfigError, match="no other save is writing"):
+        other.begin("first")
+    descriptors = len(os.listdir("/proc/self/fd"))
+    writing.abandon("first")
+    other.abandon("second")
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 2
+    other.begin("first")
+    other.abandon("first")
+
+
 def test_an_abandoned_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path)
     draft = directory.begin("tag")

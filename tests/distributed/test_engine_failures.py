@@ -78,7 +78,7 @@ def test_a_rank_that_the_others_leave_alone_is_told_who_did_not_come() -> None:
 
     assert alone.error is None, alone.trace
     assert re.match(
-        r"meeting the others: of 3 ranks, 1, 2 did not come in 2 s\. .*initialize", alone.value
+        r"meeting the other ranks: of 3 ranks, 1, 2 did not come in 2 s\. .*initialize", alone.value
     )
 
 

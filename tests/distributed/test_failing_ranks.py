@@ -12,6 +12,7 @@ from random import Random
 import pytest
 
 from infinity_engine.errors import CollectiveError
+from infinity_engine.partition import Collectives
 from support import rank_programs as programs
 from support.ranks import Rank, launch
 
@@ -125,6 +126,25 @@ def test_those_who_wait_for_a_stuck_rank_are_told_after_the_timeout() -> None:
         )
 
 
+def test_an_error_of_gloo_is_told_by_its_first_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset = (
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer "
+        "[10.0.0.2]:51123. This could be because a remote rank exited early. Check the logs of the "
+        "other ranks.\nException raised from readable at /pytorch/third_party/gloo/pair.cc:12"
+    )
+
+    def fail(_: object) -> None:
+        raise RuntimeError(reset)
+
+    with Collectives.alone() as ranks:
+        monkeypatch.setattr("infinity_engine.partition.collectives._Done.wait", fail)
+        with pytest.raises(CollectiveError) as told:
+            ranks.agree("the model", "10 layers")
+
+    assert told.value.reason == "Connection closed by peer [10.0.0.2]:51123"
+    assert str(told.value.__cause__) == reset  # which has the rest, for who looks for it
+
+
 def told_in_time(ranks: list[Rank]) -> list[CollectiveError]:
     """Return the errors of ranks that were told, and ended, before the launcher's patience did:
     their own is longer.
@@ -134,5 +154,6 @@ def told_in_time(ranks: list[Rank]) -> list[CollectiveError]:
         assert rank.error is None, rank.trace
         assert rank.exitcode == 0
         assert isinstance(rank.value, CollectiveError)
+        assert not re.search(r"\.(cc|cpp|h):\d|This could be|\n", rank.value.reason)
         errors.append(rank.value)
     return errors

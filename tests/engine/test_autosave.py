@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from infinity_engine.checkpoint import CheckpointDirectory
 from infinity_engine.engine.checkpoints.autosave import PREEMPTED_EXIT_CODE, Autosave, Due
+from infinity_engine.engine.checkpoints.saving import SaveState
 from infinity_engine.errors import ConfigError
 from support.saved_engines import PLACES, engine_at, one_step, small, steps
 
@@ -159,6 +161,40 @@ def test_a_step_that_was_just_saved_is_not_saved_again_to_stop(tmp_path: Path) -
         engine.preempt()
         with pytest.raises(SystemExit):
             engine.autosave(tmp_path, every=1)
+    assert CheckpointDirectory(tmp_path).tags() == ["step-00000001"]
+
+
+def test_a_save_elsewhere_or_of_less_does_not_stand_for_the_last_one(tmp_path: Path) -> None:
+    _, optimizer, engine = small()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    with engine:
+        one_step(engine)
+        engine.save(tmp_path / "run", "without-the-scheduler")
+        engine.save(tmp_path / "best", extra={"scheduler": scheduler})
+        engine.preempt()
+        with pytest.raises(SystemExit):
+            engine.autosave(tmp_path / "run", every=100, extra={"scheduler": scheduler})
+    assert CheckpointDirectory(tmp_path / "run").latest() == "step-00000001"
+
+
+def test_an_earlier_save_that_failed_does_not_prevent_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointDirectory, "commit", fails)
+            engine.save(tmp_path, "too-large", wait=False)
+            while engine.last_save().state is SaveState.WRITING:
+                time.sleep(0.01)
+        engine.preempt()
+        with pytest.warns(RuntimeWarning, match="too-large"), pytest.raises(SystemExit) as ended:
+            engine.autosave(tmp_path, every=100)
+    assert ended.value.code == PREEMPTED_EXIT_CODE
     assert CheckpointDirectory(tmp_path).tags() == ["step-00000001"]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
 from infinity_engine.checkpoint.directory import read_manifest
 from infinity_engine.checkpoint.manifest import encode
 from infinity_engine.checkpoint.rewriting import reshard
+from infinity_engine.engine.checkpoints.saving import _Save
 from infinity_engine.errors import (
     ConfigError,
     DamagedCheckpoint,
@@ -262,6 +265,70 @@ def test_what_cannot_be_kept_is_refused_and_leaves_nothing(tmp_path: Path) -> No
             engine.load(tmp_path)
         with pytest.raises(ConfigError, match="tag"):
             engine.save(tmp_path, "../up")
+
+
+class Kept:
+    """Something with any state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return {"value": self.state}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.state = state_dict["value"]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("rows", [4, 1 << 18], ids=["small", "too large for a copy"])
+def test_state_that_is_not_one_piece_of_memory_is_saved_by_its_values(
+    tmp_path: Path, rows: int, wait: bool
+) -> None:
+    values = torch.arange(2.0 * rows).view(rows, 2)
+    state = {
+        "transposed": values.t(),
+        "every other": values[:, ::2],
+        "expanded": torch.ones(1).expand(5),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "array": values.numpy().T,
+    }
+    kept = Kept(state)
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        engine.save(tmp_path, extra={"kept": kept}, wait=wait)
+        kept.state = None
+        engine.load(tmp_path, extra={"kept": kept})
+    assert isinstance(kept.state["array"], np.ndarray)
+    for name, found in kept.state.items():
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(state[name]).resolve_conj())
+
+
+def test_a_tensor_without_values_is_refused_by_its_name(tmp_path: Path) -> None:
+    _, _, engine = small()
+    with engine, pytest.raises(TypeError, match=r"extra\.kept\.value.*sparse"):
+        engine.save(tmp_path, extra={"kept": Kept(torch.eye(3).to_sparse())})
+
+
+def test_a_relative_path_is_that_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    write = _Save._write
+
+    def moves_first(save: _Save) -> None:
+        os.chdir("elsewhere")
+        write(save)
+
+    monkeypatch.setattr(_Save, "_write", moves_first)
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        tag = engine.save("saved")
+    assert CheckpointDirectory(tmp_path / "saved").tags() == [tag]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_the_manifest_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:

@@ -589,7 +589,7 @@ def test_a_model_may_lie_in_several_directories(tmp_path: Path) -> None:
         model = nn.Sequential(*(nn.Linear(500, 500) for _ in range(6)))
 
     written = [each.held for each in built.ledger.usage() if each.tier is Tier.NVME]
-    assert min(written) > 2 * MIB
+    assert min(written) > MIB  # 5.7 MiB, cut by rates that were measured just now
     built.whole()
     assert_same_bits(tensors(model), tensors(plain))
 

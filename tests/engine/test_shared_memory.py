@@ -39,6 +39,15 @@ def buffer_of_a_weight(model: nn.Sequential) -> None:
     model.register_buffer("view", model.get_parameter("0.weight").detach()[3])
 
 
+def buffer_of_a_column(model: nn.Sequential) -> None:
+    model.register_buffer("view", model.get_parameter("0.weight").detach()[:, 3])
+
+
+def overlapping_columns(model: nn.Sequential) -> None:
+    wide = torch.randn(64, 128)
+    model[0].weight.data, model[2].weight.data = wide[:, :64], wide[:, 63:127]
+
+
 def engine_of(model: nn.Module) -> Engine:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1)
@@ -52,6 +61,8 @@ def engine_of(model: nn.Module) -> Engine:
         (overlapping, r"parameter 2\.weight: .*shares memory with 0\.weight"),
         (frozen_beside_trained, r"parameter (0|2)\.weight: .*shares memory with (0|2)\.weight"),
         (buffer_of_a_weight, r"parameter buffer view: .*shares memory with 0\.weight"),
+        (buffer_of_a_column, r"parameter buffer view: .*shares memory with 0\.weight"),
+        (overlapping_columns, r"parameter 2\.weight: .*shares memory with 0\.weight"),
     ],
 )
 def test_parameters_of_one_memory_are_refused_by_name(
@@ -69,6 +80,14 @@ def test_parameters_of_one_memory_are_refused_by_name(
 def test_parts_of_one_tensor_that_do_not_overlap_are_trained() -> None:
     model, flat = layers(), torch.randn(8192)
     model[0].weight.data, model[2].weight.data = flat[:4096].view(64, 64), flat[4096:].view(64, 64)
+    with engine_of(model) as engine:
+        engine.backward(engine(torch.randn(2, 64)).sum())
+        engine.step()
+
+
+def test_columns_of_one_tensor_that_do_not_overlap_are_trained() -> None:
+    model, wide = layers(), torch.randn(64, 128)
+    model[0].weight.data, model[2].weight.data = wide[:, :64], wide[:, 64:]
     with engine_of(model) as engine:
         engine.backward(engine(torch.randn(2, 64)).sum())
         engine.step()

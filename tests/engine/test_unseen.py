@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,28 @@ def test_weights_used_through_a_list_are_named_in_evaluation(tmp_path: Path) -> 
         for weight in model.kept:
             engine.register_external(model, weight)
         assert not bool(engine(torch.randn(2, 64)).isnan().any())
+
+
+@dataclass
+class Output:
+    """What some models return."""
+
+    logits: torch.Tensor
+
+
+def test_weights_used_through_a_list_are_named_where_a_dataclass_is_returned(
+    tmp_path: Path,
+) -> None:
+    class Returning(Listed):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Output(super().forward(x))
+
+    with (
+        on_drives(Returning(), tmp_path) as engine,
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match="no module has asked for layers"),
+    ):
+        engine.eval()(torch.randn(2, 64))
 
 
 def test_generation_from_weights_in_a_list_is_refused(tmp_path: Path) -> None:
@@ -291,6 +314,32 @@ def test_a_weight_that_a_function_keeps_elsewhere_updates_nothing(tmp_path: Path
             engine.backward(loss)
         with pytest.raises(RuntimeError, match=r"no step can be made|zero_grad"):
             engine.step()
+        engine.zero_grad()
+        assert all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
+    ELSEWHERE.clear()
+
+
+class Bare(nn.Module):
+    """A layer of nothing but a function that keeps its weight elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(256, 256) / 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(Careless.apply(x, self.weight, ""))
+
+
+def test_nan_in_some_rows_of_an_embedding_updates_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 256) for _ in range(24)]
+    model = nn.Sequential(nn.Embedding(256, 256), Bare(), *layers)
+    budget = {"host": 24_800_000, "nvme": {str(tmp_path): "64MiB"}}
+    with on_drives(model, tmp_path, budget=budget) as engine:
+        before = engine.state_dict()
+        loss = engine(torch.tensor([3, 5])).pow(2).mean()
+        with pytest.raises(RuntimeError, match=r"The gradient of 0\.weight is NaN"):
+            engine.backward(loss)
         engine.zero_grad()
         assert all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
     ELSEWHERE.clear()

@@ -206,7 +206,7 @@ def test_a_model_that_is_cast_is_told(
 
             with pytest.raises(
                 (RuntimeError, ConfigError),
-                match=r"was changed outside|cast none after it.*precision",
+                match=r"was changed outside|Do not cast the model.*precision",
             ):
                 step()
 
@@ -823,3 +823,25 @@ def test_a_backward_of_a_graph_made_before_a_step_is_refused_on_the_cpu() -> Non
             made.backward(older)
         made.zero_grad()
         train(made)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_backward_of_a_graph_made_before_a_load_is_refused_on_the_cpu(
+    precision: str, tmp_path: Path
+) -> None:
+    def loss_of(made: Engine) -> torch.Tensor:
+        batch = torch.ones(4, 20, dtype=next(made.parameters()).dtype)
+        return torch.as_tensor(made(batch).float().pow(2).mean())
+
+    with engine(precision=precision) as made:
+        made.backward(loss_of(made))
+        made.step()
+        made.save(tmp_path)
+        before = loss_of(made)
+        made.load(tmp_path)
+
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            made.backward(before)
+        made.zero_grad()
+        made.backward(loss_of(made))
+        made.step()

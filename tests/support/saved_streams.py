@@ -92,18 +92,22 @@ def save(
     """Save a checkpoint as its ranks would, one after another."""
     directory = CheckpointDirectory(path)
     draft = directory.begin(tag)
-    with IOQueue() as queue:
-        files = [
-            saved
-            for rank in range(ranks)
-            for saved in write_shard(
-                draft,
-                rank,
-                ArraySource(parameters, values, rank, ranks, piece_numel),
-                queue=queue,
-                file_bytes=file_bytes,
-            )
-        ]
+    try:
+        with IOQueue() as queue:
+            files = [
+                saved
+                for rank in range(ranks)
+                for saved in write_shard(
+                    draft,
+                    rank,
+                    ArraySource(parameters, values, rank, ranks, piece_numel),
+                    queue=queue,
+                    file_bytes=file_bytes,
+                )
+            ]
+    except BaseException:
+        directory.abandon(tag)
+        raise
     manifest = Manifest(
         tag=tag,
         step=step,

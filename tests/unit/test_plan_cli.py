@@ -329,7 +329,7 @@ def test_precision_model_is_refused_where_no_known_dtype_is_stated(
     status, _, err = plan("--model", str(tmp_path), *DESKTOP, "--precision", "model")
 
     assert status == 2
-    assert f"--precision: expected bf16, fp16 or fp32, as {tmp_path.name} {said}" in err
+    assert f"--precision: expected bf16, fp16 or fp32: {tmp_path.name} {said}" in err
 
 
 def test_a_known_machine_brings_its_memory_and_its_rates(plan: Any) -> None:
@@ -563,9 +563,9 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
         (("--model", "gpt2", "--gpu-mem", "0", "--ram", "64GiB"), "more than 0 bytes"),
         (("--model", "gpt2", "--machine", "h100"), "--machine: expected one of"),
         (("--model", "gpt2", "--gpus", "-1", "--ram", "64GiB"), "--gpus: expected a number"),
-        (("--model", "gpt2", *DESKTOP, "--gpus", "1000000"), "0 to 64: a plan is of one machine"),
+        (("--model", "gpt2", *DESKTOP, "--gpus", "1000000"), "0 to 64: a plan is for one machine"),
         (("--model", "gpt2", "--gpu-mem", "24", "--ram", "64GiB"), 'did you mean "24GiB"?'),
-        (("--model", "gpt2", *DESKTOP[:6], "--tbw", "1200TB"), "--tbw: expected --nvme beside it"),
+        (("--model", "gpt2", *DESKTOP[:6], "--tbw", "1200TB"), "--tbw: expected a size in --nvme"),
         (("--model", "gpt2", *DESKTOP, "--batch", "0"), "--batch: expected a whole number"),
         (("--model", "gpt2", *DESKTOP, "--sequence", "4096"), "--sequence: expected at most 1024"),
         (("--model", "gpt2", *DESKTOP, "--strategy", "best"), "--strategy: expected one of auto"),
@@ -579,7 +579,7 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
         ),
         (
             ("--model", "gpt2", "--gpus", "0", "--gpu-mem", "8GiB", "--ram", "64GiB"),
-            "--gpu-mem: expected none",
+            "--gpu-mem: expected no size",
         ),
         (
             ("--model", "gpt2", *DESKTOP[:6], "--strategy", "nvme_streamed"),

@@ -31,6 +31,7 @@ METADATA = ".metadata"
 """The name of the file that describes the others."""
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+# What `get_state_dict` makes of states and options where it flattens the optimizer's dict.
 _FLAT_STATE = re.compile(r"(state|param_groups)\.(.+)\.([A-Za-z0-9_]+)")
 _ROOTS = ("state", "param_groups")
 
@@ -53,9 +54,13 @@ def open_dcp(
     try:
         nested = _DcpReading(path, files).nested()
         return checkpoint_of(path, "torch.distributed.checkpoint", nested, names=names)
+    # A pickle may hold any structure: each of these errors means that a field is missing or
+    # strange.
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as flaw:
         raise DamagedCheckpoint(
-            path=str(path), entry=METADATA, flaw=f"it misses what torch writes: {flaw!r:.200}"
+            path=str(path),
+            entry=METADATA,
+            flaw=f"a field that torch writes is missing or strange: {flaw!r:.200}",
         ) from None
 
 
@@ -67,10 +72,13 @@ class _DcpReading:
         self._files = files
         metadata = _fields(self._metadata())
         self._described: Mapping[str, Any] = metadata["state_dict_metadata"]
+        # The path in the nested state dict of each flat name. Where it is missing, the name is the
+        # path.
         self._paths: Mapping[str, Sequence[object]] = metadata.get("planner_data") or {}
         self._places: dict[tuple[str, object], Mapping[str, Any]] = {}
         for index, place in (metadata.get("storage_data") or {}).items():
             known_by = _fields(index)
+            # Parts of one tensor share their name; their offsets tell them apart.
             self._places[known_by["fqn"], known_by.get("offset")] = _fields(place)
 
     def nested(self) -> dict[str, Any]:
@@ -87,6 +95,7 @@ class _DcpReading:
         if "chunks" not in fields:  # an object
             return self._file_of(name, None).content()
         properties = fields["properties"]
+        # torch writes the properties as a tuple, the dtype first, or as fields.
         dtype = properties.state[0] if isinstance(properties.state, tuple) else None
         dtype = dtype or _fields(properties).get("dtype")
         code = DTYPES.get(dtype.name) if isinstance(dtype, Named) else None
@@ -94,6 +103,7 @@ class _DcpReading:
             raise self._unsupported(name, f"it is of the dtype {dtype}")
         shape = tuple(fields["size"])
         blocks = tuple(self._blocks(name, fields["chunks"]))
+        # A tensor in one part is returned as that part: step counts are read from such arrays only.
         if len(blocks) == 1 and blocks[0].array.shape == shape:
             return blocks[0].array
         return WholeTensor(code, shape, blocks)
@@ -102,6 +112,7 @@ class _DcpReading:
         for chunk in chunks:
             fields = _fields(chunk)
             offsets, sizes = tuple(fields["offsets"]), tuple(fields["sizes"])
+            # Each part is a whole file of torch.save within a larger file.
             file = self._file_of(name, offsets)
             array = file.content()
             if not isinstance(array, SavedArray) or array.shape != sizes:
@@ -129,6 +140,7 @@ class _DcpReading:
     def _metadata(self) -> Any:
         path = self._path / METADATA
         try:
+            # closefd=False: `open_regular` closes the descriptor.
             with open_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
                 data = file.read(MOST_BYTES + 1)
         except FileNotFoundError:
@@ -162,6 +174,7 @@ def _split_flat(path: tuple[object, ...]) -> tuple[object, ...] | None:
     """Return the path of an optimizer's state that was saved under one flat name."""
     last = path[-1]
     found = _FLAT_STATE.fullmatch(last) if isinstance(last, str) else None
+    # Below `state` or `param_groups` the dict was nested when it was saved: nothing is flat there.
     if found is None or any(part in _ROOTS for part in path[:-1]):
         return None
     return (*path[:-1], found[1], found[2], found[3])

@@ -30,10 +30,14 @@ from infinity_engine.errors import ConfigError
 
 __all__ = ["export_dcp"]
 
+# So much of a stream is in memory at once.
 _PART_BYTES = 16 << 20
+# A file that has reached this length gets no further part.
 _FILE_BYTES = 4 << 30
+# Modules of torch that the pickles name. Nothing here imports them.
 _CLASSES = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
+# For each dtype, the class of its storages and the attribute of torch that is the dtype.
 _STORAGES = MappingProxyType(
     {
         "F64": ("DoubleStorage", "float64"),
@@ -82,6 +86,7 @@ def export_dcp(
             for name, value in group.items():
                 writer.add_object(("optim", "param_groups", number, name), value)
         return writer.finish()
+    # Ctrl-C ends here too: half an export must not stay behind.
     except BaseException:
         writer.abandon()
         raise
@@ -91,6 +96,7 @@ def _write_tensor(
     reader: CheckpointReader, tensor: SavedTensor, dtype: Dtype, writer: _Writer
 ) -> None:
     want = dtype_in(dtype, tensor)
+    # A trained tensor leaves as its fp32 master, rounded to `want`; any other as its value.
     source = "master" if "master" in tensor.streams else "value"
     for name in (tensor.name, *tensor.aliases):
         writer.add_tensor(reader, tensor, source, want, ("model", name))
@@ -100,6 +106,7 @@ def _write_tensor(
         if moment != "master":
             path = ("optim", "state", tensor.name, moment)
             writer.add_tensor(reader, tensor, moment, tensor.streams[moment], path)
+    # torch.optim keeps `step` as an fp32 tensor without dimensions.
     steps = np.array(tensor.steps, "<f4").tobytes()
     writer.add_values(("optim", "state", tensor.name, "step"), "F32", steps)
 
@@ -112,6 +119,7 @@ def _groups(reader: CheckpointReader) -> Sequence[Mapping[str, Any]]:
     groups = read_objects(reader, 0).get("optimizer_groups", ())
     if len(groups) != len(members):
         return ()
+    # A tensor as an option, such as `lr`, is no plain data and stays behind.
     plain = [{key: value for key, value in group.items() if _is_plain(value)} for group in groups]
     return [{**group, "params": names} for group, names in zip(plain, members, strict=True)]
 
@@ -157,6 +165,7 @@ class _Writer:
             expected = f"a dtype of {', '.join(_STORAGES)}, as DCP has no other"
             raise ConfigError(field=tensor.name, value=want, expected=expected)
         stream = tensor.stream(stream_name)
+        # The wider dtype counts: a part is in memory once in each of the two.
         wide = max(ITEMSIZES[stream.dtype], ITEMSIZES[want])
         found: list[_Part] = []
         for offsets, sizes, first in _parts(tensor.shape, max(1, _PART_BYTES // wide)):
@@ -180,6 +189,7 @@ class _Writer:
     def finish(self) -> tuple[Path, ...]:
         """Write what describes the files, so that they are a checkpoint; return all files."""
         self._end_file()
+        # Last, and by a rename: DCP opens a directory by this file.
         draft = self._path / ".metadata.tmp"
         draft.write_bytes(_metadata(self._described))
         sync_file(draft)
@@ -196,6 +206,7 @@ class _Writer:
     def _place(self, offsets: tuple[int, ...] | None, sizes: tuple[int, ...], data: bytes) -> _Part:
         if not self._names or self._file.tell() >= _FILE_BYTES:
             self._end_file()
+            # The names that rank 0 of DCP gives its files.
             self._names.append(f"__0_{len(self._names)}.distcp")
             self._file = (self._path / self._names[-1]).open("xb")
         start = self._file.tell()
@@ -219,6 +230,7 @@ def _parts(
     cut = 0  # the dimension that is cut; those before it are gone through one by one
     while math.prod(shape[cut + 1 :]) > most:
         cut += 1
+    # Boxes are cut so that their elements follow one another in the stream: one read for each.
     inner = math.prod(shape[cut + 1 :])
     step = max(1, most // inner)
     for number, outer in enumerate(np.ndindex(*shape[:cut])):
@@ -232,6 +244,7 @@ def _parts(
 def _saved(pickled: bytes, values: Any) -> bytes:
     """Return a file of torch.save: a zip of a pickle and the bytes of one storage."""
     room = io.BytesIO()
+    # Stored, not compressed: torch and `torch_files` read tensors in place.
     with zipfile.ZipFile(room, "w", zipfile.ZIP_STORED) as file:
         file.writestr("archive/data.pkl", pickled)
         file.writestr("archive/byteorder", "little")
@@ -248,6 +261,7 @@ class _Pickle:
     """Writes a pickle by opcodes: it names classes of torch, which need not be here."""
 
     def __init__(self) -> None:
+        # PROTO 2.
         self.data = bytearray(b"\x80\x02")
 
     def ended(self) -> bytes:
@@ -261,11 +275,13 @@ class _Pickle:
     def plain(self, value: object) -> None:
         """Push None, truth values, numbers, texts and tuples of them."""
         if isinstance(value, tuple):
+            # MARK, the parts, TUPLE: of any length.
             self.data += b"("
             for part in value:
                 self.plain(part)
             self.data += b"t"
             return
+        # Without PROTO, STOP and the memo's entry of a text, which nothing here reads again.
         self.data += pickle.dumps(value, protocol=2)[2:-1].removesuffix(b"q\x00")
 
     def size(self, value: tuple[int, ...]) -> None:
@@ -277,10 +293,12 @@ class _Pickle:
     def begin(self, module: str, name: str) -> None:
         """Begin an object of a plain class: its fields follow."""
         self.name(module, name)
+        # EMPTY_TUPLE NEWOBJ make the object; EMPTY_DICT MARK begin its fields.
         self.data += b")\x81}("
 
     def end(self) -> None:
         """End it."""
+        # SETITEMS BUILD.
         self.data += b"ub"
 
 
@@ -289,14 +307,17 @@ def _tensor_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
     strides = tuple(math.prod(shape[number + 1 :]) for number in range(len(shape)))
     written = _Pickle()
     written.name("torch._utils", "_rebuild_tensor_v2")
+    # Two MARKs: the arguments of the call and, as the first of them, the storage's persistent id.
     written.data += b"(("
     written.plain("storage")
     written.name("torch", _STORAGES[dtype][0])
     for part in ("0", "cpu", math.prod(shape)):
         written.plain(part)
+    # TUPLE BINPERSID: the storage. The other arguments follow.
     written.data += b"tQ"
     for value in (0, shape, strides, False):
         written.plain(value)
+    # The last argument, an OrderedDict, would hold hooks of backward: it is empty.
     written.name("collections", "OrderedDict")
     written.data += b")RtR"
     return written.ended()
@@ -306,6 +327,7 @@ def _metadata(
     described: Mapping[tuple[object, ...], tuple[str, tuple[int, ...], list[_Part]]],
 ) -> bytes:
     """Return the pickle of torch's Metadata."""
+    # In the opcodes below, "}(" opens a dict and "u" ends it; "](" opens a list and "e" ends it.
     written = _Pickle()
     written.begin(_CLASSES, "Metadata")
     written.plain("state_dict_metadata")
@@ -313,6 +335,7 @@ def _metadata(
     for path, (dtype, shape, parts) in described.items():
         written.plain(_key(path))
         if not dtype:
+            # An object has no fields: neither shape nor parts.
             written.name(_CLASSES, "BytesStorageMetadata")
             written.data += b")\x81"
             continue
@@ -354,11 +377,13 @@ def _metadata(
 
 
 def _write_properties(written: _Pickle, dtype: str) -> None:
+    # The state of this class is a tuple: dtype, layout, requires_grad, memory format, pin_memory.
     written.name(_CLASSES, "TensorProperties")
     written.data += b")\x81("
     written.name("torch", _STORAGES[dtype][1])
     written.name("torch", "strided")
     written.plain(False)
+    # An enumeration is pickled as a call of its class with the member's value.
     written.name(_CLASSES, "_MEM_FORMAT_ENCODING")
     written.plain((0,))
     written.data += b"R"

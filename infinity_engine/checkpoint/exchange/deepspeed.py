@@ -1,8 +1,7 @@
 """Reads what DeepSpeed saved, without DeepSpeed and torch: ZeRO-1, 2 and 3, and universal.
 
 What is read was learned from DeepSpeed 0.19 and is in docs/checkpoints.md. Masters, moments and
-step counts keep their
-bits. Nothing of the pickles is executed.
+step counts keep their bits. Nothing of the pickles is executed.
 """
 
 from __future__ import annotations
@@ -37,10 +36,12 @@ _OPTIMIZER = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt"
 )
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
+# Files of pipeline stages and of experts.
 _ELSEWHERE = re.compile(r"(?:layer_|expp_rank_|expert_).*\.pt")
 _MOST_TAG_BYTES = 256
 _GROWTH_STEPS = 2000  # after which the engine doubles its loss scale
 
+# What DeepSpeed itself puts into a model's file. The rest comes from the caller's client_state.
 _KNOWN = frozenset(
     {
         "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes",
@@ -78,7 +79,7 @@ def open_deepspeed(path: Path, files: OpenFiles) -> ForeignCheckpoint:
         raise DamagedCheckpoint(
             path=str(folder),
             entry="its structure",
-            flaw=f"something that DeepSpeed writes is missing in it: {flaw!r}",
+            flaw=f"a field that DeepSpeed writes is missing or strange: {flaw!r}",
         ) from None
 
 
@@ -116,8 +117,7 @@ class _DeepSpeedReading:
         self._names = sorted(entry.name for entry in folder.iterdir())
         self._found = _Found()
 
-    # --- ZeRO-1, ZeRO-2 and ZeRO-3
-    # --------------------------------------------------------------------------------
+    # --- ZeRO-1, ZeRO-2 and ZeRO-3 ----------------------------------------------------------------
 
     def sharded(self) -> ForeignCheckpoint:
         """Return a checkpoint that each rank wrote its part of."""
@@ -129,14 +129,17 @@ class _DeepSpeedReading:
                 "there are no files zero_pp_rank_*_optim_states.pt: it was not saved by ZeRO",
                 "save it with ZeRO, or import the file of its weights with --from torch",
             )
+        # Ordered by rank: the pieces below follow one another in this order.
         parts = [self._content(name) for name in ranks.values()]
         states = [part["optimizer_state_dict"] for part in parts]
         stage = int(_plain(states[0]["zero_stage"]))
         models = [self._content(name) for name in self._rank_files(_MODEL).values()]
+        # ZeRO-3 has one model file for each rank, with that rank's fragments of frozen parameters.
         self._check_ranks(list(ranks), states, models if stage == 3 else models[:1])
         model = models[0]
         if stage == 3:
             self._gather_partitioned(models[0]["param_shapes"], states)
+            # The optimizer's own state dict has another name in each of the two.
             optimizers = [state["optimizer_state_dict"] for state in states]
         else:
             optimizers = [_optimizer(state["base_optimizer_state"]) for state in states]
@@ -157,13 +160,17 @@ class _DeepSpeedReading:
             moments = [_state_of(state["optimizer_state_dict"], number) for state in states]
             flats = [state["fp32_flat_groups"][number] for state in states]
             names = self._moment_names(moments[0])
+            # With states on NVMe, DeepSpeed saves flat groups without elements.
             if any(flat.numel == 0 for flat in flats) or not moments[0]:
                 self._refuse_offloaded()
+            # Where the parameter begins in each rank's flat group. Ranks pad it to parts of one
+            # length.
             at = 0
             for name, shape in self._shapes_of(shapes):
                 numel = math.prod(shape)
                 part = -(-numel // ranks)
                 for rank in range(ranks):
+                    # The last ranks may have nothing but padding.
                     first = rank * part
                     count = max(0, min(part, numel - first))
                     for stream, flat in (
@@ -184,14 +191,14 @@ class _DeepSpeedReading:
         """Find the parameters of ZeRO-1 and ZeRO-2: rows that are cut over the ranks."""
         for number, shapes in enumerate(groups):
             moments = [_state_of(optimizer, number) for optimizer in optimizers]
+            # All parameters of a group in one row, cut into one piece for each rank.
             flats = {
                 "master": [state["single_partition_of_fp32_groups"][number] for state in states]
             }
             for old, new in self._moment_names(moments[0]):
                 flats[new] = [moment[old] for moment in moments]
-            paddings = states[0].get(
-                "param_alignment_paddings"
-            )  # behind each parameter, since 0.19.7
+            # Elements behind each parameter, since DeepSpeed 0.19.7.
+            paddings = states[0].get("param_alignment_paddings")
             behind = paddings[number] if paddings else [0] * len(shapes)
             at = 0
             for (name, shape), padding in zip(self._shapes_of(shapes), behind, strict=True):
@@ -233,12 +240,12 @@ class _DeepSpeedReading:
     ) -> None:
         groups = optimizer["param_groups"]
         group = groups[number] if number < len(groups) else groups[-1]
+        # Some optimizers count steps in the group, not in each state.
         steps = step_count(state.get("step", group.get("step")))
         if steps is not None:
             self._found.steps.update(dict.fromkeys(shapes, steps))
 
     # --- universal --------------------------------------------------------------------------------
-    # ----------------
 
     def universal(self) -> ForeignCheckpoint:
         """Return what ds_to_universal made: a folder for each parameter, a file for each stream."""
@@ -253,6 +260,7 @@ class _DeepSpeedReading:
             if (zero / "optimizer_state.pt").exists()
             else {}
         )
+        # Names become paths: only plain names of real directories, so none leads outside.
         for group in _as_groups(models[0].get("param_shapes")):
             for name, shape in group.items():
                 if (
@@ -279,6 +287,7 @@ class _DeepSpeedReading:
         for entry in sorted(folder.glob("*.pt")):
             stream = "master" if entry.stem == "fp32" else entry.stem
             content = self._content(f"zero/{name}/{entry.name}")
+            # A file holds a dict around the tensor, or the tensor alone.
             value = content.get("param") if isinstance(content, dict) else content
             if stream == "step":
                 steps = step_count(value)
@@ -291,6 +300,7 @@ class _DeepSpeedReading:
                     entry=f"zero/{name}/{entry.name}",
                     flaw="expected a tensor in it",
                 )
+            # A flat stream does not have the shape. The model's file does.
             self._found.shapes.setdefault(name, value.shape if len(value.shape) > 1 else shape)
             self._found.blocks[name, stream] = [Block(value, (0,) * len(value.shape))]
 
@@ -303,8 +313,7 @@ class _DeepSpeedReading:
             for name in self._found.shapes:
                 self._found.steps.setdefault(name, steps)
 
-    # --- what all kinds share
-    # -------------------------------------------------------------------------------------
+    # --- what all kinds share ---------------------------------------------------------------------
 
     def _checkpoint(
         self,
@@ -314,11 +323,13 @@ class _DeepSpeedReading:
         scaler: object,
     ) -> ForeignCheckpoint:
         model = models[0]
+        # DeepSpeed counts steps that it skipped as well.
         made = step_count(model.get("global_steps")) or 0
         made -= step_count(model.get("skipped_steps")) or 0
         aliases: dict[str, list[str]] = {}
         for alias, name in (model.get("shared_params") or {}).items():
             aliases.setdefault(name, []).append(alias)
+        # After the trained ones: what has no master by now is frozen or a buffer.
         self._gather_untrained(models, {alias for names in aliases.values() for alias in names})
         tensors = tuple(self._tensors(model, aliases, made))
         for name, value in model.items():
@@ -335,6 +346,7 @@ class _DeepSpeedReading:
             blocks=self._found.blocks,
             groups=hyperparameters,
             loss_scale=scale,
+            # Each name once, in the order in which it was found.
             left_behind=tuple(dict.fromkeys(self._found.left)),
         )
 
@@ -356,6 +368,7 @@ class _DeepSpeedReading:
         for name, shape in frozen.items():
             self._found.shapes[name] = shape
             fragments = [part["frozen_param_fragments"][name] for part in models]
+            # ZeRO-3 cuts frozen parameters too. Otherwise the fragment is the whole.
             if fragments[0].shape == shape:
                 self._found.blocks[name, "value"] = [Block(fragments[0], (0,) * len(shape))]
                 continue
@@ -369,11 +382,13 @@ class _DeepSpeedReading:
         module = model["module"] or {}
         buffers = set(model.get("buffer_names") or ())
         streams: dict[str, list[str]] = {}
+        # Masters sort first, so each tensor's streams begin with its master.
         for name, stream in sorted(self._found.blocks, key=lambda found: found[1] != "master"):
             streams.setdefault(name, []).append(stream)
         order = [*(name for name in module if name in self._found.shapes)]
         order += [name for name in self._found.shapes if name not in module]
         for name in order:
+            # A parameter without elements has no blocks. It counts as trained.
             trained = "value" not in streams.get(name, ["master"])
             first = self._found.blocks.get((name, "master" if trained else "value"))
             seen = module.get(name)
@@ -411,11 +426,14 @@ class _DeepSpeedReading:
         if not isinstance(scaler, Built) or not scaler.get("dynamic"):
             return {"value": 1.0, "good_steps": 0}
         value = number_in(scaler.get("cur_scale")) or 1.0
+        # The largest power of two that is not above DeepSpeed's scale.
         power = 2.0 ** math.floor(math.log2(value)) if 1.0 <= value < 2.0**126 else 1.0
         if power != value:
             self._leave(
                 f"the loss scale {value}: the engine's are powers of two; it becomes {power}"
             )
+        # DeepSpeed notes the step of the last overflow; the engine counts the good steps since
+        # then.
         good = (
             (step_count(scaler.get("cur_iter")) or 0)
             - (number_in(scaler.get("last_overflow_iter")) or 0)
@@ -429,7 +447,6 @@ class _DeepSpeedReading:
         return {"value": power, "good_steps": int(max(0, good)) % _GROWTH_STEPS}
 
     # --- files ------------------------------------------------------------------------------------
-    # ----------------
 
     def _content(self, name: str) -> Any:
         file = TorchFile(self._files, self._folder / name)
@@ -443,6 +460,7 @@ class _DeepSpeedReading:
         found = {
             int(match[1] or 0): match[0]
             for match in map(pattern.fullmatch, self._names)
+            # Of model-parallel rank 0 alone: `sharded` has refused checkpoints that have more.
             if match is not None and not int(match[2])
         }
         return dict(sorted(found.items()))

@@ -1,8 +1,7 @@
 """`ForeignCheckpoint`: what another library has saved, as tensors and streams of this package.
 
-The readers of each format make one (deepspeed, dcp, torch_states). Reads bytes only when a slice is
-asked for, so memory
-does not grow with the checkpoint. Imports no torch.
+The readers of each format make one (deepspeed, dcp, torch_states). Bytes are read only when a
+slice is asked for, so memory does not grow with the checkpoint. Imports no torch.
 """
 
 from __future__ import annotations
@@ -41,7 +40,9 @@ HYPERPARAMETERS = (
 )  # fmt: skip
 """The options of an optimizer's groups that go along."""
 
+# Of one block. A tensor with strange strides may need a run for each element.
 _MOST_RUNS = 1 << 20
+# The most bytes that are converted at once.
 _READ_BYTES = 16 << 20
 
 
@@ -97,6 +98,7 @@ class ForeignReader:
 
     def __init__(self, checkpoint: ForeignCheckpoint) -> None:
         tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
+        # A stream may have a million runs: only those of the stream that is being read are kept.
         self._open = lru_cache(maxsize=1)(
             lambda name, stream: checkpoint.stream(tensors[name], stream)
         )
@@ -129,8 +131,10 @@ class StreamOfBlocks:
         itemsize = ITEMSIZES[self._stream.dtype]
         end = first + into.nbytes // itemsize
         if not self._runs:
+            # Such as moments that an optimizer has not made yet: they begin as zeros.
             into[:] = 0
             return
+        # The run that has the element `first`. `_check_covered` found no gap between runs.
         at, number = first, bisect_right(self._starts, first) - 1
         while at < end:
             run = self._runs[number]
@@ -177,6 +181,7 @@ class _Run:
     def read(self, first: int, into: npt.NDArray[np.uint8], want: str) -> None:
         have, wide = self.array.dtype, ITEMSIZES[want]
         offset = self.offset + (first - self.first) * ITEMSIZES[have]
+        # Without a conversion, bytes go from the file to where they belong.
         if have == want:
             self.array.file.read_into(offset, into.data)
             return
@@ -208,8 +213,11 @@ def _runs(stream: Stream, shape: tuple[int, ...], block: Block, path: str) -> It
         return
     together, outer = 1, len(shape)
     while outer and (sizes[outer - 1] == 1 or array.strides[outer - 1] == together * itemsize):
+        # Inner dimensions without gaps, in the file and in the tensor, make one run.
         outer -= 1
         together *= sizes[outer]
+        # The tensor has more of this dimension than the block: the elements before it are
+        # elsewhere.
         if sizes[outer] != shape[outer]:
             break
     count = math.prod(sizes[:outer])
@@ -217,6 +225,7 @@ def _runs(stream: Stream, shape: tuple[int, ...], block: Block, path: str) -> It
         raise _unsupported(
             path, stream, f"its elements lie in {count} pieces: save it again after .contiguous()"
         )
+    # How many elements of the stream one step in each dimension passes.
     within = [math.prod(shape[number + 1 :]) for number in range(len(shape))]
     start = sum(offset * step for offset, step in zip(block.offsets, within, strict=True))
     for position in np.ndindex(*sizes[:outer]):
@@ -277,12 +286,13 @@ def number_in(value: object) -> float | int | None:
         if value.dtype in kinds:
             number: float | int = np.frombuffer(value.values(), kinds[value.dtype])[0].item()
             return number
-    return value if type(value) in (int, float) else None  # type: ignore[return-value]  # so it is
+    return value if type(value) in (int, float) else None  # type: ignore[return-value]  # no narrowing
 
 
 def step_count(value: object) -> int | None:
     """Return how many updates something counts; None where it is no such count."""
     number = number_in(value)
+    # From 2**53 on, fp64 skips whole numbers. NaN fails both comparisons.
     if number is None or not 0 <= number < 1 << 53 or number != int(number):
         return None
     return int(number)

@@ -1,14 +1,11 @@
 """Reads pickles as data: dicts, lists, texts and numbers. Calls and imports nothing that they name.
 
 [Note: why pickles cannot harm here] Python's unpickler runs whatever callable a pickle names. This
-module is no such
-unpickler: it steps through the opcodes itself. A name becomes a `Named`, which is two texts; a call
-becomes a `Built`,
-which keeps the name and the arguments; or what `reduce` makes of it, a function of this package
-that knows a few names.
-So no opcode can reach a module, a class or an attribute of this process. Time and memory follow
-from the length of the
-pickle, which is limited, as is the number of its opcodes (decision 0031).
+module is no such unpickler: it steps through the opcodes itself. A name becomes a `Named`, which is
+two texts. A call becomes a `Built`, which keeps the name and the arguments, or what `reduce` makes
+of it: a function of this package that knows a few names. So no opcode can reach a module, a class
+or an attribute of this process. Time and memory follow from the length of the pickle, which is
+limited, as is the number of its opcodes (decision 0031).
 """
 
 from __future__ import annotations
@@ -43,6 +40,7 @@ class Named:
         return f"{self.module}.{self.name}"
 
 
+# eq=False: hashed by identity, so it can be a key of a dict whatever it holds.
 @dataclass(eq=False, slots=True)
 class Built:
     """What a pickle wants to have built: by what, of which arguments, and with which state."""
@@ -93,12 +91,14 @@ def plain_pickle(
         raise ValueError(f"its pickle has {len(data)} B, of which at most {MOST_BYTES} are read")
     machine = _Machine(reduce, persistent)
     try:
+        # genops decodes opcodes and their arguments. It looks no name up and calls nothing.
         for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
             if number == MOST_OPCODES:
                 raise ValueError(f"its pickle has more than {MOST_OPCODES} opcodes")
             if opcode.name == "STOP":
                 return machine.pop()
             machine.do(opcode.name, argument)
+    # What a damaged pickle leads to: an empty stack, a missing memo entry, items of a number.
     except (IndexError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as flaw:
         raise ValueError(f"its pickle is damaged: {type(flaw).__name__}") from None
     raise ValueError("its pickle does not end")
@@ -130,6 +130,7 @@ class _Machine:
 
     def pop(self) -> Any:
         """Return the last item."""
+        # Below the mark lie items of another list.
         if self._marks and self._marks[-1] == len(self._stack):
             raise ValueError("its pickle is damaged: it takes an item that is not there")
         return self._stack.pop()
@@ -147,6 +148,7 @@ class _Machine:
         self._marks.append(len(self._stack))
 
     def _pop_one(self, _: Any) -> None:
+        # As in Python's own: a POP right behind a MARK takes the mark away.
         if self._marks and self._marks[-1] == len(self._stack):
             self._marks.pop()
         else:
@@ -212,6 +214,7 @@ class _Machine:
         _fill(self._stack[-1], items)
 
     def _memoize(self, _: Any) -> None:
+        # Numbered by what is there, as Python's own does.
         self._memo[len(self._memo)] = self._stack[-1]
 
     def _put(self, number: int) -> None:
@@ -240,6 +243,7 @@ class _Machine:
         self._call(by, arguments)
 
     def _new_with_names(self, _: Any) -> None:
+        # Keyword arguments are not kept.
         _names, arguments, by = self.pop(), self.pop(), self.pop()
         self._call(by, arguments)
 
@@ -328,6 +332,7 @@ _OPCODES: Mapping[str, Callable[[_Machine, Any], None]] = MappingProxyType(
         "GLOBAL": _Machine._global,
         "STACK_GLOBAL": _Machine._stack_global,
         "REDUCE": _Machine._reduce_call,
+        # Nothing is made here, so __new__ with arguments is as a call with them.
         "NEWOBJ": _Machine._reduce_call,
         "NEWOBJ_EX": _Machine._new_with_names,
         "INST": _Machine._instance,

@@ -1,8 +1,7 @@
 """`TorchFile`: a file of torch.save, read without torch: its content as data, its tensors in place.
 
 Executes nothing that the file says (see inert_pickle). Reads no tensor: a `SavedArray` says where
-one is, and `read`
-reads runs of its bytes. Called by the readers of other libraries' checkpoints.
+one is, and `read` reads runs of its bytes. Called by the readers of other libraries' checkpoints.
 """
 
 from __future__ import annotations
@@ -27,14 +26,20 @@ from infinity_engine.errors import DamagedCheckpoint, IncompleteCheckpoint
 __all__ = ["DTYPES", "OpenFiles", "SavedArray", "TorchFile", "plain_call"]
 
 _END = struct.Struct("<4s4H2LH")  # the end of a zip's directory, which is the end of the file
+# zip64: the end of a zip with fields that are too large for the one above.
 _END_64 = struct.Struct("<4sQ2H2L4Q")
+# Stands right before _END and says where _END_64 is.
 _LOCATOR = struct.Struct("<4sLQL")
+# One member in the directory, and the header right before the member's bytes.
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
+# The most that the 16-bit length of a zip's comment can say.
 _MOST_COMMENT_BYTES = 65535
 _MOST_DIRECTORY_BYTES = 256 << 20
+# A field with all bits set stands for: look into zip64's.
 _FULL_16, _FULL_32 = 0xFFFF, 0xFFFFFFFF
 _CHECKED_BYTES = 8 << 20
+# Far below the 1024 descriptors that a process has by default.
 _MOST_OPEN = 64
 _MOST = (1 << 62) - 1
 
@@ -115,6 +120,7 @@ class SavedArray:
     @property
     def place(self) -> tuple[str, int]:
         """The file on the drive, and the byte of it where the first element is."""
+        # Parts of a DCP file lie at the same offsets of their own zips. `start` tells them apart.
         return str(self.file.path), self.file.start + self.offset
 
     def values(self) -> bytes:
@@ -126,7 +132,7 @@ class SavedArray:
 
 
 class OpenFiles:
-    """The files that are open to be read: those that were used last. A context manager."""
+    """The files that are open to be read: those that were opened last. A context manager."""
 
     def __init__(self) -> None:
         self._opened: dict[Path, tuple[int, ExitStack]] = {}
@@ -152,6 +158,7 @@ class OpenFiles:
             OSError: it cannot be opened, or is something else.
         """
         if path not in self._opened:
+            # A dict keeps the order: the file that was opened first is closed.
             if len(self._opened) == _MOST_OPEN:
                 _, ends = self._opened.pop(next(iter(self._opened)))
                 ends.close()
@@ -212,6 +219,7 @@ class TorchFile:
 
     def content(self) -> Any:
         """Return what was saved: tensors as SavedArray, what is no plain data as Built or Named."""
+        # Older files have no such record. They are taken as little-endian.
         order = self._record("byteorder", b"little")
         if order != b"little":
             raise self.flaw(f"its numbers are {shown(order)}-endian, expected little-endian")
@@ -234,9 +242,11 @@ class TorchFile:
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on."""
+        # preadv may read less than it was asked for. It returns 0 at the end of the file only.
         done = 0
         while done < len(into):
             try:
+                # Asked for each time: another file may have closed it.
                 descriptor = self._files.descriptor(self.path)
                 count = os.preadv(descriptor, [into[done:]], self.start + offset + done)
             except OSError as problem:
@@ -251,16 +261,16 @@ class TorchFile:
         Raises:
             DamagedCheckpoint: one is not as it was written: which.
         """
+        # A checksum of 0 stands for none.
         for name, entry in self._entries.items():
             if entry.crc and _crc_of(self, self._offset_of(entry), entry.nbytes) != entry.crc:
-                raise self.flaw(f"its member {shown(name)} is damaged: its checksum is another one")
+                raise self.flaw(f"its member {shown(name)} is damaged: its checksum does not match")
 
     def flaw(self, text: str) -> DamagedCheckpoint:
         """Return the error that says what is wrong with the file."""
         return DamagedCheckpoint(path=str(self.path.parent), entry=self.path.name, flaw=text)
 
     # --- tensors ----------------------------------------------------------------------------------
-    # ----------------
 
     def _storage(self, known_by: object) -> object:
         """Return the storage that a persistent object of the pickle names."""
@@ -268,6 +278,7 @@ class TorchFile:
             raise ValueError(
                 f"it names {shown(type(known_by).__name__)} where a storage was expected"
             )
+        # ("storage", class, key, device, number of elements), as torch.save writes it.
         _, kind, key, _, count = known_by
         dtype = _STORAGES.get(kind.name) if isinstance(kind, Named) else None
         if (
@@ -291,6 +302,7 @@ class TorchFile:
     def _reduced(self, by: object, arguments: tuple[Any, ...]) -> object:
         """Return what a call of the pickle makes: what tensors need, and all others as data."""
         name = by.name if isinstance(by, Named) and by.module in _TORCH_MODULES else ""
+        # The arguments that are left out say nothing of the bytes: requires_grad, hooks, metadata.
         if name in ("_rebuild_tensor_v2", "_rebuild_tensor"):
             storage, offset, shape, strides = arguments[:4]
             return self._array(storage, storage.dtype, offset, shape, strides)
@@ -315,6 +327,7 @@ class TorchFile:
             or math.prod(sizes) > _MOST
         ):
             raise ValueError("a tensor has a size, stride or offset that none can have")
+        # Overlaps and strides of 0 are fine: only the last element has to lie within the storage.
         last = offset + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
         itemsize = ITEMSIZES[dtype]
         if math.prod(sizes) and (last + 1) * itemsize > storage.nbytes:
@@ -330,7 +343,6 @@ class TorchFile:
         )
 
     # --- the zip ----------------------------------------------------------------------------------
-    # ----------------
 
     def _record(self, name: str, default: bytes | None = None) -> bytes:
         entry = self._entries.get(self._prefix + name)
@@ -342,7 +354,7 @@ class TorchFile:
             )
         data = self.read(self._offset_of(entry), entry.nbytes)
         if entry.crc and zlib.crc32(data) != entry.crc:
-            raise self.flaw(f"its member {name} is damaged: its checksum is another one")
+            raise self.flaw(f"its member {name} is damaged: its checksum does not match")
         return data
 
     def _find_prefix(self) -> str:
@@ -357,6 +369,7 @@ class TorchFile:
 
     def _offset_of(self, entry: _Entry) -> int:
         """Return where the bytes of a member begin."""
+        # The directory does not say this. torch pads the local header so that bytes begin at 64.
         try:
             header = _LOCAL.unpack(self.read(entry.header, _LOCAL.size))
         except struct.error as flaw:
@@ -378,6 +391,7 @@ class TorchFile:
             )
         data = self.read(start, nbytes)
         found = dict(_entries(data))
+        # A name that stands twice is once in the dict.
         if len(found) != count:
             raise ValueError(f"its directory has {len(found)} members, its end says {count}")
         return found
@@ -386,6 +400,7 @@ class TorchFile:
         """Return where the directory begins, how many bytes and how many members it has."""
         length = min(self._nbytes, _END.size + _MOST_COMMENT_BYTES)
         tail = self.read(self._nbytes - length, length)
+        # From behind: values before it may look like the signature.
         at = tail.rfind(b"PK\5\6")
         if at < 0 or at + _END.size > len(tail):
             legacy = self._nbytes > 1 and self.read(0, 1) == b"\x80"
@@ -396,6 +411,7 @@ class TorchFile:
             )
             raise ValueError(f"it is no zip, or was cut off: expected a file of torch.save{old}")
         _, _, _, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
+        # Otherwise the fields stand in zip64's end, which the locator before this end names.
         if count != _FULL_16 and _FULL_32 not in (nbytes, start):
             return start, nbytes, count
         where = self._nbytes - length + at - _LOCATOR.size
@@ -415,6 +431,7 @@ def plain_call(by: object, arguments: tuple[Any, ...]) -> object:
     name = str(by) if isinstance(by, Named) else ""
     if name == "collections.OrderedDict":
         pairs = arguments[0] if arguments else ()
+        # With anything but pairs, the items follow by an opcode of their own.
         return dict(pairs) if all(_is_pair(pair) for pair in pairs) else {}
     if name == "torch.Size":
         return tuple(arguments[0])
@@ -456,6 +473,7 @@ def _entries(data: bytes) -> Iterator[tuple[str, _Entry]]:
         extra = data[at + name_bytes : at + name_bytes + extra_bytes]
         at += name_bytes + extra_bytes + comment_bytes
         nbytes, packed, header = _full_sizes(extra, [nbytes, packed, header])
+        # Not compressed, so both have to be equal.
         if not method and packed != nbytes:
             raise ValueError(f"its member {shown(name)} has {packed} B and {nbytes} B at once")
         yield name, _Entry(nbytes, crc, method, header)
@@ -467,6 +485,7 @@ def _full_sizes(extra: bytes, sizes: list[int]) -> list[int]:
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
         if kind == 1:
+            # The field has only those sizes that are full, in this order.
             places = [number for number, size in enumerate(sizes) if size == _FULL_32]
             for number, place in enumerate(places):
                 (sizes[place],) = struct.unpack_from("<Q", extra, at + 4 + 8 * number)

@@ -1,9 +1,8 @@
 """Reads what plain PyTorch saved: state dicts of a model and an optimizer, in a file or in DCP.
 
 Finds which of its dicts is the model's and which the optimizer's, and which state belongs to which
-parameter. Where that
-cannot be known, it refuses and says what to pass. Executes nothing of the file, and imports no
-torch.
+parameter. Where that cannot be known, it refuses and says what to pass. Executes nothing of the
+file, and imports no torch.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ __all__ = ["WholeTensor", "checkpoint_of", "open_torch"]
 
 _MODEL_KEYS = ("model", "module", "model_state_dict", "state_dict", "model_state")
 _WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
+# How deep dicts are searched for those of the model and the optimizer.
 _MOST_DEPTH = 4
 
 
@@ -59,6 +59,8 @@ def open_torch(
     content = file.content()
     try:
         return checkpoint_of(path, "torch.save", content, names=names)
+    # A pickle may hold any structure: each of these errors means that a field is missing or
+    # strange.
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as flaw:
         raise file.flaw(f"its state dicts are not as torch makes them: {flaw!r:.200}") from None
 
@@ -106,7 +108,6 @@ class _TorchReading:
         )
 
     # --- the model --------------------------------------------------------------------------------
-    # ----------------
 
     def _model_at(
         self, dicts: Mapping[tuple[str, ...], Any], optimizer_at: tuple[str, ...] | None
@@ -120,6 +121,7 @@ class _TorchReading:
             or not optimizer_at
         }
         candidates = [where for where, count in counts.items() if count]
+        # A well-known name decides where several dicts hold tensors.
         named = [where for where in candidates if where and where[-1] in _MODEL_KEYS]
         chosen = named if named else candidates
         if len(chosen) != 1:
@@ -138,6 +140,7 @@ class _TorchReading:
             else:
                 self._left.append(f"{shown(name)} of the model's state dict: it is no tensor")
         for prefix in _WRAPPERS:
+            # Only where every name begins so: a model may have a module of this name.
             if found and all(name.startswith(prefix) for name in found):
                 found = {name.removeprefix(prefix): value for name, value in found.items()}
         return found
@@ -149,9 +152,12 @@ class _TorchReading:
         blocks: dict[tuple[str, str], tuple[Block, ...]],
     ) -> Iterator[SavedTensor]:
         """Yield what the model has, tied names once, and note the blocks of their streams."""
+        # Tied weights have the same bytes of the file.
         aliases: dict[object, list[str]] = {}
         for name, tensor in model.items():
             aliases.setdefault(_identity(tensor), []).append(name)
+        # Of all parameters together: one without a state of its own has these streams too, all
+        # zeros.
         moments = sorted(
             {
                 key
@@ -161,6 +167,7 @@ class _TorchReading:
             }
         )
         for names in aliases.values():
+            # The optimizer has a tied weight under one of its names, not always the first.
             owner = next((name for name in names if name in state_of), names[0])
             first, others = names[0], tuple(names[1:])
             tensor, state = model[owner], state_of.get(owner)
@@ -197,8 +204,7 @@ class _TorchReading:
                     f"{key} of the state of {name}: it is not one value for each element"
                 )
 
-    # --- the optimizer
-    # --------------------------------------------------------------------------------------------
+    # --- the optimizer ----------------------------------------------------------------------------
 
     def _owners(
         self, model: Mapping[str, WholeTensor], optimizer: Mapping[str, Any]
@@ -210,6 +216,7 @@ class _TorchReading:
         groups = [
             group for group in _listed(optimizer.get("param_groups", ())) if isinstance(group, dict)
         ]
+        # DCP writes the keys of a dict as texts, numbers too.
         state = {
             _as_id(key): value
             for key, value in optimizer["state"].items()
@@ -244,6 +251,7 @@ class _TorchReading:
     ) -> list[str]:
         """Return the names of the optimizer's parameters, in its order."""
         known = [name for group in groups for name in _listed(group.get("param_names", ()))]
+        # What the caller passed comes first, then what the groups say, then ids that are names.
         for given in (self._names, known, ids):
             if given and len(given) == len(ids) and all(isinstance(name, str) for name in given):
                 return [self._name_in(model, str(name)) for name in given]
@@ -252,6 +260,7 @@ class _TorchReading:
                 f"{len(self._names)} names were passed, its optimizer has {len(ids)} parameters",
                 "pass the name of each parameter of the optimizer, in its order",
             )
+        # Several groups may have the parameters in another order than the model.
         guessed = _in_order(ids, model, state) if len(groups) == 1 else None
         if guessed is None:
             raise self._unsupported(
@@ -292,7 +301,6 @@ class _TorchReading:
         return kept
 
     # --- the rest ---------------------------------------------------------------------------------
-    # ----------------
 
     def _note_others(
         self, content: Any, model_at: tuple[str, ...], optimizer_at: tuple[str, ...] | None
@@ -343,6 +351,7 @@ def _is_moment(key: object, value: object) -> bool:
         key != "step"
         and _is_tensor(value)
         and _whole(value).dtype in FLOATS
+        # A tensor without dimensions, such as `step`, is no moment.
         and bool(_whole(value).shape)
     )
 
@@ -355,6 +364,7 @@ def _whole(value: Any) -> WholeTensor:
 
 def _identity(tensor: WholeTensor) -> object:
     """Return what is the same for two names of one tensor."""
+    # Tensors without elements may all begin at one byte.
     if not math.prod(tensor.shape):
         return id(tensor)
     places = [(block.array.place, block.array.strides, block.offsets) for block in tensor.blocks]

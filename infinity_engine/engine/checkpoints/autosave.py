@@ -44,6 +44,7 @@ class Due:
     def is_due(self, steps: int) -> bool:
         """Tell whether it is time now, `steps` updates after the begin."""
         if math.isfinite(self._steps):
+            # In multiples of `every`, so that a resumed run saves at the same steps.
             return steps // self._steps > self._last_step // self._steps
         return time.monotonic() - self._last_s >= self._seconds
 
@@ -78,13 +79,15 @@ class Autosave:
         assert self._due is not None, "the schedule has begun"
         due, stops = self._due.is_due(steps), self._told_to_stop
         if self._whole is not None:
-            said = self._whole.ranks.tell("autosave", [due, stops])
-            due, stops = said[0][0], any(mine[1] for mine in said)
+            # Rank 0's clock decides, so that all save together; one rank's signal stops all.
+            answers = self._whole.ranks.tell("autosave", [due, stops])
+            due, stops = answers[0][0], any(answer[1] for answer in answers)
         self._due.note(steps, saved=due or stops)
         return due, stops
 
     def close(self) -> None:
         """Let SIGTERM do what it did before."""
+        # A handler that the program has installed since stays.
         if self._watches and signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._watches = False

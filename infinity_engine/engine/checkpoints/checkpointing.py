@@ -31,7 +31,7 @@ __all__ = ["CheckpointMemory", "Run", "RunRanks", "Stateful", "random_state"]
 
 _MOST_BYTES = 32 << 20
 _BLOCK_BYTES = 1 << 20  # that a checksum of a checkpoint, or of swapped bytes, covers
-_LEAST_BYTES = _BLOCK_BYTES + (128 << 10)
+_LEAST_BYTES = _BLOCK_BYTES + (128 << 10)  # a block, and a small part beside it
 
 
 class Stateful(Protocol):
@@ -64,6 +64,7 @@ class Run:
     def saved_tensors(self, steps_of: Callable[[int], int] = lambda _: 0) -> Iterator[SavedTensor]:
         """Yield what the model has: its parameters in their order, then its buffers."""
         names: dict[int, list[str]] = {}
+        # With tied names: the first names the tensor, the others are its aliases.
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         for known in (*self.trained, *self.frozen):
@@ -110,6 +111,7 @@ class Run:
         """Return the names of the parameters in each of the optimizer's groups."""
         names = {id(known.of_model): known.name for known in (*self.trained, *self.frozen)}
         return [
+            # A parameter that the engine does not know has no name.
             [names.get(id(parameter), "") for parameter in group["params"]]
             for group in self.optimizer.param_groups
         ]
@@ -154,12 +156,14 @@ class RunRanks:
             done = act()
         except Exception as error:
             failed = error
+        # With one rank nothing is exchanged, and any value may be returned.
         said = self.tell(
             what,
             {"failed": failed and str(failed), "done": done if _is_json(done) else None}
             if self._whole is not None
             else {"failed": None, "done": done},
         )
+        # After the exchange, so that no other rank is left waiting.
         if failed is not None:
             raise failed
         self.check(what, [answer["failed"] for answer in said])
@@ -191,6 +195,7 @@ class CheckpointMemory:
 
     def __init__(self, ledger: Ledger, io_bytes: int) -> None:
         free = ledger.free(Tier.HOST)
+        # Too little is free, and half of what the queue has is enough.
         self.lent = free < _LEAST_BYTES <= io_bytes // 2
         nbytes = min(_MOST_BYTES, io_bytes // 2 if self.lent else max(_LEAST_BYTES, free // 2))
         with ExitStack() as ends:
@@ -200,6 +205,7 @@ class CheckpointMemory:
                 reservation.hold(nbytes)
                 ends.callback(reservation.release, nbytes)
             self._ends = ends.pop_all()
+        # The large part keeps one whole block at least.
         self.small = min(nbytes // 4, nbytes - _BLOCK_BYTES)
         self.large = nbytes - self.small
 
@@ -224,8 +230,10 @@ class CheckpointMemory:
 def random_state() -> dict[str, Any]:
     """Return the state of the random generators: torch on all devices, Python, NumPy."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    # Asking for the state of a device that was never used would initialize it.
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
+    # Without importing it: a program that does not use NumPy has no state of it.
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()

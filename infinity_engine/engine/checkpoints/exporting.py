@@ -53,6 +53,7 @@ class Exports:
         ranks.agree("what is exported", {"path, dtype, trainable_only, shard_bytes": said})
         with ExitStack() as ends:
             memory = ends.enter_context(CheckpointMemory(run.ledger, run.io_bytes))
+            # An engine without drives has no queue.
             queue = run.queue or ends.enter_context(IOQueue())
             draft = WeightDraft(
                 path=path,
@@ -62,6 +63,7 @@ class Exports:
             )
             ranks.on_rank_0("beginning the export", draft.begin)
             if ranks.rank == 0:
+                # Also after finish(): what is left of the draft goes.
                 ends.callback(draft.abandon)
 
             def write() -> list[list[object]]:
@@ -70,6 +72,7 @@ class Exports:
                 rooms = [memoryview(pool.buffer(nbytes)) for _ in range(count)]
                 source = _RunStreams(run, ranks, draft.tensors, rooms)
                 files = draft.write(ranks.rank, source, queue, memory.small)
+                # Lists: the ranks exchange JSON.
                 return [[file.name, file.nbytes, list(file.checksums)] for file in files]
 
             written = ranks.on_all("writing the weights", write)
@@ -106,6 +109,7 @@ class _RunStreams:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._rooms = rooms
         self._is_first = ranks.rank == 0
+        # Of replicas, the first one writes the states.
         self._captured = run.states.capture() if ranks.has_states else CapturedStates.nothing()
 
     def slices(self) -> list[Slice]:
@@ -121,6 +125,7 @@ class _RunStreams:
 
         self._captured.hand_out(take_piece, self._rooms)
         for parameter in self._run.frozen:
+            # All ranks take part in showing it; rank 0 alone writes.
             with self._run.shown(parameter):
                 self._hand_out(parameter.name, parameter.parameter.data, take)
         for name, buffer in self._run.model.named_buffers():

@@ -71,8 +71,10 @@ class Loads:
         ranks.agree("which checkpoint is loaded", {"checkpoint": str(found.resolve())})
         with ExitStack() as ends:
             memory = ends.enter_context(CheckpointMemory(run.ledger, run.io_bytes))
+            # An engine without drives has no queue.
             queue = run.queue or ends.enter_context(IOQueue())
             pool = Pool(memory.small)
+            # Whole elements of any dtype.
             room = pool.buffer(memory.small // _ALIGNED * _ALIGNED)
             opened: list[_Load] = []
 
@@ -84,8 +86,10 @@ class Loads:
                 load.check(extra, ranks.rank, strict=strict)
                 opened.append(load)
 
+            # Nothing changes before every rank has found all that it needs.
             ranks.on_all("checking the checkpoint", check)
             [load] = opened
+            # Fetched copies would go on showing the old values.
             if run.provider is not None:
                 run.provider.give_up()
             self.half_loaded = True
@@ -94,6 +98,7 @@ class Loads:
                 run.provider.changed(known.number for known in run.trained)
             load.read_others()
             load.restore(extra, ranks.rank)
+            # Last: a failure above leaves it set, and the engine refuses to train.
             self.half_loaded = False
             return load.loaded
 
@@ -122,6 +127,7 @@ class _Load:
             ManifestMismatch: they differ, and `strict` does not allow that.
         """
         manifest = self._reader.manifest
+        # By all of its names: another first name may stand for the same tied tensor.
         saved = {
             name: tensor for tensor in manifest.tensors for name in (tensor.name, *tensor.aliases)
         }
@@ -181,6 +187,7 @@ class _Load:
         optimizer, run = self._run.optimizer, self._reader.manifest.run
         kind, members = type(optimizer).__name__, self._run.group_members()
         groups = self._objects.get("optimizer_groups")  # some imported checkpoints have none
+        # An imported checkpoint may not say what it was of: then nothing differs.
         unlike = [
             _Difference("the optimizer", kind, run.get("optimizer", kind)),
             _Difference(
@@ -192,9 +199,12 @@ class _Load:
         if groups is not None:
             number = "the number of the optimizer's groups"
             unlike.insert(0, _Difference(number, len(members), len(groups)))
-        differences = [each for each in unlike if each.expected != each.found]
+        differences = [
+            difference for difference in unlike if difference.expected != difference.found
+        ]
         if groups is not None and not differences:
             self._restores.append("optimizer_groups")
+        # One says enough: groups of another optimizer differ in all of these.
         yield from differences[:1]
         there = self._objects["extra"]
         for name in sorted(set(extra) ^ set(there)):
@@ -234,6 +244,7 @@ class _Load:
                 continue
             with self._run.shown(parameter):
                 self._read_weight(saved, 0, parameter.parameter.data.reshape(-1))
+                # At home as well: it is fetched from there again.
                 if provider is not None:
                     provider.write_home(parameter.number)
                 parameter.note_values()
@@ -259,11 +270,12 @@ class _Load:
                 thing.load_state_dict(objects["extra"][name])
         if "optimizer_groups" in self._restores:
             groups = zip(self._run.optimizer.param_groups, objects["optimizer_groups"], strict=True)
+            # `saved` has no "params": each group keeps its parameters.
             for group, saved in groups:
                 group.update(saved)
         self._run.scale.load_state_dict(objects["loss_scale"])
-        # A new rank has the objects of rank 0, whose random numbers are not its own. A checkpoint
-        # that was imported has none.
+        # A new rank has rank 0's objects, but random numbers of its own. An imported checkpoint
+        # has none.
         if objects_file(rank) in self._reader.manifest.objects and "random" in objects:
             _set_random_state(objects["random"])
 
@@ -276,6 +288,7 @@ class _Load:
         """Fill a flat tensor from a stream; through the room, if dtype or device is another."""
         stream = saved.stream(name)
         on_host = into.device.type == "cpu" and into.is_contiguous()
+        # No conversion: read straight to where it stays.
         if on_host and code_of(into) == stream.dtype:
             self._reader.read(stream, first, into)
             return
@@ -304,6 +317,7 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # With another number of GPUs, their generators stay as they are.
     if "cuda" in state and len(state["cuda"]) == devices:
         torch.cuda.set_rng_state_all(state["cuda"])
     if "numpy" in state:

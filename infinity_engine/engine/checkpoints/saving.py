@@ -59,7 +59,7 @@ from infinity_engine.update.captured import CapturedPiece, CapturedStates, bytes
 __all__ = ["OnError", "SaveInFlight", "SaveReport", "SaveRequest", "SaveState", "Saves"]
 
 _FAILED = ".failed"
-_POLL_S = 0.02
+_POLL_S = 0.02  # how often rank 0 looks for the parts of other ranks
 _ORPHAN_S = 30.0  # for which rank 0 waits for other ranks after its own main thread has ended
 
 
@@ -86,8 +86,12 @@ class SaveReport:
     `seconds` are from its begin to its commit. For `stall_seconds` of them, training waited for it.
     """
 
+    path: Path = Path()
+    """The directory with the checkpoints."""
     tag: str = ""
     step: int = -1
+    extra: frozenset[str] = frozenset()
+    """The names of the further state dicts in it."""
     state: SaveState = SaveState.NONE
     nbytes: int = 0
     shared_nbytes: int = 0
@@ -155,6 +159,7 @@ class SaveInFlight:
         save = self.save
         if save is not None:
             if self._ranks.size > 1:
+                # This rank's own part first: only waiting for others is given up.
                 save.written.wait()
                 save.give_up("the run was closed before all ranks had written their parts")
             save.join()
@@ -169,6 +174,7 @@ class SaveInFlight:
 
     def wait_for_subgroup(self, index: int) -> None:
         """Return when the states of a subgroup may change."""
+        # Without the lock: a subgroup leaves the set and never comes back.
         if self._captured.is_left(index):
             with self.stalling():
                 self._captured.wait_for(index)
@@ -196,6 +202,7 @@ class Saves:
         self._run = run
         self._ranks = RunRanks(run.whole)
         self.in_flight = SaveInFlight(run.telemetry, self._ranks)
+        # The walk calls this before an op changes a subgroup.
         run.states.before_changes(self.in_flight.wait_for_subgroup)
 
     def save(self, request: SaveRequest) -> str:
@@ -205,6 +212,7 @@ class Saves:
         with self.in_flight.stalling():
             path = str(request.path.resolve())
             told = {"path": path, "tag": request.tag, "keep": request.keep}
+            # Ranks that write to different directories would never see each other's parts.
             self._ranks.agree("where the checkpoint is saved", told)
             tag = request.tag or tag_of_step(request.steps)
             try:
@@ -216,9 +224,16 @@ class Saves:
                 _warn(tag, error)
                 return tag
             self.in_flight.begin(save)
+        # What the queue has lent must be back before training uses the drives again.
         if request.wait or save.has_lent_memory:
             self.finish()
         return save.tag
+
+    def finish_before_last(self) -> None:
+        """Do as `finish`, but warn of an error: it must not prevent the run's last save."""
+        if self.in_flight.save is not None:
+            self.in_flight.save.only_warn()
+        self.finish()
 
     def finish(self) -> None:
         """Wait for the save that is under way, on all ranks; show its error as it was asked for.
@@ -245,6 +260,7 @@ class Saves:
         save = self.in_flight.save
         if save is not None and save.ended and save.error is not None:
             self._show(save, save.error)
+        # With several ranks it is left in finish(), which all of them call.
         if save is not None and save.ended and self._ranks.size == 1:
             save.join()
             self.in_flight.leave(save)
@@ -263,9 +279,11 @@ class Saves:
             try:
                 self._ranks.check("writing the checkpoint", told)
             except Exception as failure:
+                # Else rank 0 would wait for a part that never comes.
                 save.give_up(str(failure))
                 error = error or kept(failure)
             save.join()
+            # Only now does rank 0 know whether the checkpoint is committed.
             told = self._ranks.tell("committing the checkpoint", save.error and str(save.error))
             if error is None:
                 error = save.error
@@ -314,6 +332,7 @@ class Saves:
                 if ranks.rank == 0:
                     directory.abandon(tag)
                 raise
+            # Memory and queue go with the save, which outlives this call.
             save.owns(ends.pop_all())
         return save
 
@@ -343,6 +362,7 @@ class Saves:
             }
 
         written = ranks.on_all("writing the checkpoint", write)
+        # Notes where states lie, and copies nothing.
         captured = run.states.capture() if ranks.has_states else CapturedStates.nothing()
         manifest = Manifest(
             tag=tag,
@@ -422,6 +442,7 @@ class Saves:
 
     def _objects(self, extra: Mapping[str, Stateful]) -> dict[str, Any]:
         groups = [
+            # The parameters themselves are no state: "optimizer_parameters" names them.
             {name: value for name, value in group.items() if name != "params"}
             for group in self._run.optimizer.param_groups
         ]
@@ -463,6 +484,7 @@ class _Save:
         self._directory = directory
         self._manifest = manifest
         self._keep = request.keep
+        self._extra = frozenset(request.extra)
         self._rank, self._size = ranks
         self._source = source
         self._shared_nbytes = source.shared_nbytes
@@ -471,6 +493,7 @@ class _Save:
         self._queue = queue
         self._began = began
         self._ended_s: float | None = None
+        # Read by the thread that waits for other ranks; not empty: wait no longer.
         self._given_up = ""
         self._ends = ExitStack()
         self._thread = threading.Thread(target=self._run, name=f"checkpoint {self.tag}")
@@ -485,6 +508,7 @@ class _Save:
             self._thread.start()
         except BaseException:  # the interpreter is about to end
             self._fail(RuntimeError("no thread could be started"))
+            # No thread will write: updates need not wait for it.
             self.captured.let_go()
             self._ends.close()
             raise
@@ -503,6 +527,10 @@ class _Save:
         """Wait for its end."""
         self._thread.join()
 
+    def only_warn(self) -> None:
+        """Let its error be a warning, whatever was asked for."""
+        self.on_error = OnError.WARN
+
     def give_up(self, why: str) -> None:
         """Wait for no other rank."""
         self._given_up = why
@@ -520,8 +548,10 @@ class _Save:
             if self.error is not None:
                 state, error = SaveState.FAILED, str(self.error)
         return SaveReport(
+            path=self._directory.path,
             tag=self.tag,
             step=self._manifest.step,
+            extra=self._extra,
             state=state,
             nbytes=sum(file.nbytes for file in self._files),
             shared_nbytes=self._shared_nbytes,
@@ -541,16 +571,18 @@ class _Save:
             self.error = kept(error)
             self._fail(error)
         finally:
+            # Also after a failure: updates wait until this is called.
             self.captured.let_go()
             self.written.set()
             self._ends.close()
+            # Last: `ended` says that nothing is left to do, and that the error is known.
             self._ended_s = time.perf_counter()
 
     def _write(self) -> None:
         """Write this rank's states; tell rank 0 what it wrote."""
         draft = self._directory.draft_of(self.tag)
         source, memory = self._source, self._memory
-        self._source = _NoStreams()  # whose views of states end with this call
+        self._source = _NoStreams()  # the source's views of states end with this call
         with source.shared_files() as shared, _rooms(memory) as rooms:
             source.use(rooms)
             # First what updates wait for. What is shared is safe from them.
@@ -562,6 +594,7 @@ class _Save:
                 staging_bytes=memory.small,
                 first_file=_shards(self._files) + len(shared),
             )
+            # Updates may go on before what follows, and the parts of other ranks, are there.
             self.captured.let_go()
             self._files += source.write_objects(
                 draft, self._rank, queue=self._queue, staging_bytes=memory.small
@@ -571,6 +604,7 @@ class _Save:
             files = [[file.name, file.nbytes, list(file.checksums)] for file in self._files]
             path = draft / f"{_part(self._rank)}.tmp"
             path.write_text(json.dumps(files))
+            # By rename, so that rank 0 never reads half of it.
             path.replace(draft / _part(self._rank))
 
     def _commit(self) -> None:
@@ -580,6 +614,7 @@ class _Save:
             part = draft / _part(rank)
             self._wait_for_part(rank, part)
             files += [_saved_file(entry) for entry in json.loads(part.read_text())]
+            # A committed directory has the checkpoint's own files only.
             part.unlink()
         self._files = files
         self._directory.commit(self.tag, replace(self._manifest, files=tuple(files)))
@@ -593,6 +628,7 @@ class _Save:
                 raise _AnotherRankError(f"rank {rank} could not write its part")
             if self._given_up:
                 raise RuntimeError(self._given_up)
+            # This thread is no daemon: it goes on after the main thread has ended.
             orphaned_s += 0.0 if main.is_alive() else _POLL_S
             if orphaned_s > _ORPHAN_S:
                 raise RuntimeError(f"rank {rank} has not written its part, and training has ended")
@@ -618,6 +654,7 @@ class _Save:
         if self._rank == 0:
             self._directory.abandon(self.tag)
         else:
+            # The drive may be what failed; rank 0 then learns it from the exchange.
             with suppress(OSError):
                 failed = self._directory.draft_of(self.tag) / _part(self._rank)
                 failed.with_suffix(_FAILED).write_text(str(error))
@@ -723,9 +760,7 @@ class _NoStreams(_BackgroundStreams):
 
 
 class _SmallBuffers:
-    """The model's buffers, where all of them are small: a forward may change them, so a thread
-    writes copies.
-    """
+    """Copies of the model's buffers, if all are small: a forward may change the buffers."""
 
     def __init__(self, model: torch.nn.Module, tensors: Mapping[str, SavedTensor]) -> None:
         buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
@@ -820,6 +855,7 @@ def _warn(tag: str, error: Exception) -> None:
 def _rooms(memory: CheckpointMemory) -> Iterator[list[memoryview]]:
     """Have the large part of the memory as rooms, page-aligned."""
     count, nbytes = memory.rooms()
+    # Counted already: `memory` has reserved it, or was lent it.
     pool = Pool(count * nbytes)
     yield [memoryview(pool.buffer(nbytes)) for _ in range(count)]
 

@@ -33,16 +33,19 @@ def optimizer_state_dict(run: Run, state_of: _StateOf) -> dict[str, Any]:
     for number, parameter in _numbered(run.optimizer):
         known = trained.get(id(parameter))
         state = None if known is None else state_of(parameter)
+        # As in torch, a parameter that was never updated has no state.
         if known is None or state is None or not state["step"]:
             continue
         rule = rules[known.group]
         if rule.states:
             states[number] = {name: state[name] for name in rule.states}
         if _counts_steps(run.optimizer):
+            # torch keeps the count in a float tensor on the CPU.
             steps = torch.tensor(float(state["step"]), device="cpu")
             states[number] = {"step": steps, **states.get(number, {})}
     first = 0
     for group in run.optimizer.param_groups:
+        # torch numbers the parameters through all groups.
         numbers = list(range(first, first + len(group["params"])))
         first += len(numbers)
         groups.append({**group, "params": numbers})
@@ -65,10 +68,12 @@ def load_optimizer_state_dict(run: Run, state_dict: Mapping[str, Any]) -> int:
         for number, parameter in zip(numbers, listed, strict=True)
         if number in states
     }
+    # Rules follow from the groups: these are set first, and set back where states do not fit.
     before = [dict(group) for group in run.optimizer.param_groups]
     _set_groups(run.optimizer, groups)
     try:
         rules = rules_of(run.optimizer)
+        # PreviousStates reads the `state` of an optimizer and nothing else.
         stand_in = cast(torch.optim.Optimizer, SimpleNamespace(state=given))
         previous = PreviousStates(stand_in, run.trained, rules)
     except BaseException:
@@ -80,6 +85,7 @@ def load_optimizer_state_dict(run: Run, state_dict: Mapping[str, Any]) -> int:
     def fill(segment: Segment, pieces: Mapping[str, torch.Tensor]) -> None:
         rule = rules[run.trained[segment.parameter].group]
         for name, piece in pieces.items():
+            # Weights are not the optimizer's: masters stay.
             if name == "master":
                 continue
             first = segment.first_element

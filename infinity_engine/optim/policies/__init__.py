@@ -1,6 +1,4 @@
-"""The built-in policies, by name and by strategy. Pure; users add their own to a registry that they
-make.
-"""
+"""The built-in policies, by name and by strategy. Pure. Users put theirs into a new registry."""
 
 from infinity_engine.optim.policies.choice import BUILT_IN, policy_for
 from infinity_engine.optim.policies.interleaved import interleaved, two_ended

@@ -1,5 +1,6 @@
-"""Which policy carries out a strategy, and the policies with a name of their own. Pure; called by
-planner and engine.
+"""Which policy carries out a strategy, and the policies with a name of their own. Pure.
+
+Called by planner and engine.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ def policy_for(strategy: Strategy) -> OffloadPolicy:
         return static_split(strategy.ratio)
     if isinstance(strategy, Interleaved):
         share = None if strategy.share is None else Fraction(strategy.share)
+        # One in `stride` visits: a share of its own, given as a number.
         if strategy.stride is not None:
             share = Fraction(1, strategy.stride)
         return interleaved(share, resident=strategy.resident)
     if isinstance(strategy, NvmeStreamed):
+        # States on drives pass host buffers; where they are updated is a strategy of its own.
         return policy_for(strategy.update)
     expected = "any other strategy: this one leaves to the planner where updates run"
     raise ConfigError(field="strategy", value=strategy.name, expected=expected)

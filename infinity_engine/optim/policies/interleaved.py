@@ -1,5 +1,4 @@
-"""Host and device update at once: the device updates visiting subgroups while the CPU updates
-others.
+"""Host and device update at once: subgroups visit the device while the CPU updates others.
 
 The interleaving of Deep Optimizer States. Pure: from the rates it decides which subgroups visit, in
 which order their copies share the links, and where residents fill the gaps. Used by name, by
@@ -31,6 +30,7 @@ __all__ = [
 ]
 
 _FEW = 8  # up to so many subgroups, every choice of visitors is tried
+# How many numbers of visitors are tried before the search turns finer.
 _GRID = 8
 
 
@@ -57,13 +57,17 @@ class UpdateLayout:
         )
         self._clocks = LaneClocks(rates)
         self._per_parameter = limits.per_parameter
+        # Not updated yet.
         self._host = deque(assignment.host)
         # not uploaded yet, and when they can be
         self._updated: deque[tuple[SubgroupSpec, int]] = deque()
         self._residents = deque(assignment.residents)
+        # How many residents are updated between visits. Without visitors there are no gaps to fill.
         early = self._too_many_for_the_end(assignment) if assignment.visiting else 0
         self._early = early
         for number, subgroup in enumerate(assignment.visiting):
+            # Early residents are spread evenly over the visits: `late` of them may be left after
+            # this one.
             self._visit(subgroup, late=early - early * number // len(assignment.visiting))
         self._finish()
 
@@ -81,19 +85,21 @@ class UpdateLayout:
         nbytes = assignment.visiting[-1].numel * self._per_parameter.states
         room_ns = self._clocks.duration_ns(Lane.D2H, nbytes)
         durations_ns = (
-            self._clocks.duration_ns(Lane.DEVICE, one.numel)
-            for one in reversed(assignment.residents)
+            self._clocks.duration_ns(Lane.DEVICE, subgroup.numel)
+            for subgroup in reversed(assignment.residents)
         )
+        # Counted from the end: the last residents fit beside the last download while their sum
+        # does.
         return sum(end_ns > room_ns for end_ns in itertools.accumulate(durations_ns))
 
     def _visit(self, subgroup: SubgroupSpec, *, late: int) -> None:
-        """Let a subgroup visit; before it, update as many early residents as its upload leaves time
-        for.
+        """Let a subgroup visit; first update the early residents that its upload leaves time for.
 
         No more than `late` of those are left after it: otherwise a device that is as busy as the
         links would waste the gaps that are shorter than an update.
         """
         start_ns = self._upload_start_ns()
+        # Parameters that are ready before these states may go up take the link first.
         while self._can_upload_parameters(start_ns):
             self._upload_parameters()
             start_ns = self._upload_start_ns()
@@ -122,10 +128,12 @@ class UpdateLayout:
     def _upload_start_ns(self) -> int:
         """Return when the upload of the next states can begin."""
         emptied = self._draft.next_set_after
+        # A set is free once the states that were in it are down.
         set_ns = 0 if emptied is None else self._clocks.times[emptied].end_ns
         return max(self._clocks.free_ns(Lane.H2D), set_ns)
 
     def _can_upload_parameters(self, at_ns: int) -> bool:
+        # The CPU is ahead of the link: what it has updated by then may go up.
         while self._host and self._clocks.free_ns(Lane.HOST) <= at_ns:
             self._update_on_host()
         return bool(self._updated) and self._updated[0][1] <= at_ns
@@ -138,6 +146,7 @@ class UpdateLayout:
         subgroup = self._host.popleft()
         for op in self._draft.update_on_host(subgroup):
             time = self._clocks.run(op)
+            # The same call may load and store too; the update itself is the op in the lane HOST.
             if op.lane is Lane.HOST:
                 self._updated.append((subgroup, time.end_ns))
 
@@ -154,8 +163,9 @@ class UpdateLayout:
 def interleaved(
     share: Fraction | None = None, *, resident: float = 0.0, name: str = "interleaved"
 ) -> OffloadPolicy:
-    """Return the policy that lets `share` of what is not resident visit; None finds the share that
-    ends first.
+    """Return the policy that lets `share` of the rest visit; None finds the share that ends first.
+
+    The rest is all that is not resident.
 
     Host and device take from one queue, in the order in which the next forward needs the subgroups.
     """
@@ -191,8 +201,7 @@ def interleaved(
 
 
 def two_ended(*, resident: float = 0.0, name: str = "two_ended") -> OffloadPolicy:
-    """Return the policy in which the CPU takes from the front of the queue and the device from its
-    back.
+    """Return the policy in which the CPU takes the queue's front and the device its back.
 
     It ends when `interleaved` does; but the parameters that come last are those in the middle of
     the next forward.
@@ -202,6 +211,7 @@ def two_ended(*, resident: float = 0.0, name: str = "two_ended") -> OffloadPolic
         others, residents = split_residents(subgroups, resident)
 
         def back(count: int) -> UpdateLayout:
+            # The device goes backwards, so that both ends meet in the middle.
             first = len(others) - count
             visiting = tuple(reversed(others[first:]))
             return UpdateLayout(
@@ -220,9 +230,7 @@ TWO_ENDED = two_ended()
 
 
 def spread(subgroups: Sequence[SubgroupSpec], share: Fraction) -> list[bool]:
-    """Return for each subgroup whether it visits, so that up to each of them about `share` of the
-    parameters do.
-    """
+    """Return whether each subgroup visits, so that about `share` of the parameters so far do."""
     seen = visiting = 0
     chosen = []
     part, whole = share.as_integer_ratio()
@@ -245,9 +253,8 @@ def _assigned(
 
 
 def _earliest(layout: Callable[[int], UpdateLayout], most: int) -> UpdateLayout:
-    """Return the layout that ends first among 0 to `most` visitors: on a grid first, then ever
-    finer.
-    """
+    """Return the layout that ends first among 0 to `most` visitors: a grid, then ever finer."""
+    # Making a layout prices an update, so none is made twice.
     tried: dict[int, UpdateLayout] = {}
 
     def end_ns(count: int) -> int:

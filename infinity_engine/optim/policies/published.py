@@ -1,5 +1,4 @@
-"""The share and the schedule of *Deep Optimizer States* as they were published: references to
-compare with.
+"""The share and the schedule of *Deep Optimizer States* as published: references to compare with.
 
 Pure. Two independent halves of that paper: `eq1` takes its formula for the share and our layout,
 `algorithm1` its layout and a given stride.
@@ -32,9 +31,7 @@ _FP32_BYTES = 4
 
 
 def eq1_ratio(rates: Rates, *, downscale_params_per_s: float | None = None) -> Fraction:
-    """Return k of the paper's Eq.
-
-    1: how many subgroups the CPU updates for each one that the device updates.
+    """Return k of the paper's Eq. 1: the subgroups that the CPU updates for each one on the device.
 
     All rates are those of one rank. Without a rate of downscaling, the CPU's update writes the
     16-bit copy itself.
@@ -65,16 +62,14 @@ def eq1_ratio(rates: Rates, *, downscale_params_per_s: float | None = None) -> F
             value=rates.host_update_params_per_s,
             expected=expected,
         )
+    # Three fp32 streams come up: master and both moments.
     return (3 / link + 1 / device) / cpu
 
 
 def eq1(
     *, downscale_params_per_s: float | None = None, resident: float = 0.0, name: str = "eq1"
 ) -> OffloadPolicy:
-    """Return the policy that lets the share of Eq.
-
-    1 visit, 1 / (k + 1), laid out as `interleaved` does it.
-    """
+    """Return the policy that lets Eq. 1's share visit, 1 / (k + 1), as `interleaved` does it."""
 
     def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
         share = 1 / (eq1_ratio(rates, downscale_params_per_s=downscale_params_per_s) + 1)
@@ -84,8 +79,7 @@ def eq1(
 
 
 def algorithm1(stride: int, *, resident: float = 0.0, name: str = "algorithm1") -> OffloadPolicy:
-    """Return the paper's Algorithm 1: each `stride`-th subgroup visits, in the one staging set that
-    there is.
+    """Return the paper's Algorithm 1: each `stride`-th subgroup visits, in its one staging set.
 
     The CPU goes through the subgroups in order and launches what the listing launches, where the
     listing does. Updates on the device do not hold the CPU up. The ops that the listing forgets are
@@ -132,15 +126,19 @@ class _Listing:
         self._downscaled: list[tuple[SubgroupSpec, tuple[int, ...]]] = []
         to_fetch = iter(self._visitors)
         for number, subgroup in enumerate(others):
+            # The listing's condition: one in `stride`, not one for `stride` others.
             if (number + 1) % stride == 0:
                 self._update_on_device(subgroup, staging=0, after=self._set_at)
                 continue
+            # At the beginning of each group of `stride`: the last visitor leaves, the next one
+            # comes.
             if number % stride == 0:
                 self._flush()
                 self._prefetch(next(to_fetch, None))
             self._update_on_host(subgroup)
         for subgroup in residents:
             self._update_on_device(subgroup, staging=None, after=())
+        # The ops that the listing forgets.
         self._flush()
         self._upload_parameters()
 
@@ -209,6 +207,7 @@ class _Listing:
         return self._limits.parameters is not Tier.DEVICE
 
     def _launched(self, after: tuple[int, ...]) -> tuple[int, ...]:
+        # After what it needs, and after the CPU's newest update: the CPU launches it then.
         return tuple(dict.fromkeys((*after, *self._cpu_at)))
 
     def _add(self, op: Op) -> tuple[int, ...]:

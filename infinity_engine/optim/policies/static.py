@@ -1,7 +1,4 @@
-"""The policies in which no states move: each subgroup is updated where they stay.
-
-Pure; used by name or strategy.
-"""
+"""The policies that move no states: each subgroup is updated where they stay. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +12,9 @@ __all__ = ["DEVICE_ONLY", "HOST_ONLY", "static_split"]
 
 
 def static_split(ratio: float, *, name: str = "static_split") -> OffloadPolicy:
-    """Return the policy that keeps `ratio` of the states on the device and updates them there
-    (TwinFlow).
+    """Return the policy that keeps `ratio` of the states on the device and updates them there.
+
+    Known as TwinFlow.
     """
 
     def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
@@ -36,5 +34,6 @@ def static_split(ratio: float, *, name: str = "static_split") -> OffloadPolicy:
     return OffloadPolicy(name, decide, homes)
 
 
+# Shares of all and of nothing, under names of their own.
 DEVICE_ONLY = static_split(1, name="device_only")
 HOST_ONLY = static_split(0, name="host_only")
