@@ -144,7 +144,8 @@ class CheckpointDirectory:
     ) -> Path:
         """Make what `begin` has begun a checkpoint, all or nothing, and let `latest` name it.
 
-        The files are written and synced by now. `check` may read them back and raise. When this returns, the checkpoint survives a power loss.
+        The files are written and synced by now. `check` may read them back and raise. When this
+        returns, the checkpoint survives a power loss.
         """
         draft, target = self.draft_of(tag), self.path / tag
         # The manifest comes last: every file that it names is whole by now.

@@ -651,8 +651,8 @@ class _Save:
             damage = next(reader.verify(), None)
         if damage is not None:
             flaw = (
-                f"a block at byte {damage.offset} differs from what was written. The checkpoint was "
-                "dropped, and older ones are as they were. Check the drive and the memory"
+                f"a block at byte {damage.offset} differs from what was written. This checkpoint "
+                "was dropped, and older ones are as they were. Check the drive and the memory"
             )
             raise DamagedCheckpoint(path=str(draft), entry=damage.file, flaw=flaw)
 
