@@ -139,6 +139,9 @@ class _Kind:
     read: Callable[[str, object], object]
 
 
+_MOST_KEPT = 1_000_000_000  # a deque's limit is a C number
+
+
 def _whole(at_least: int, at_most: int | None = None) -> _Kind:
     words = f"a whole number, {at_least} {'or more' if at_most is None else f'to {at_most}'}"
 
@@ -440,12 +443,14 @@ class TelemetryConfig(_Settings):
     )
     keep_steps: int = field(
         default=16,
-        metadata=_about(_whole(1), "how many steps the timeline holds; the newest are kept"),
+        metadata=_about(
+            _whole(1, _MOST_KEPT), "how many steps the timeline holds; the newest are kept"
+        ),
     )
     keep_spans: int = field(
         default=4096,
         metadata=_about(
-            _whole(1),
+            _whole(1, _MOST_KEPT),
             "how many spans are held of each step, about 0.5 KiB each; the newest are kept",
         ),
     )

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deepnvme.volume.syncing import sync_directory, sync_file
@@ -136,11 +136,16 @@ class CheckpointDirectory:
         """Return where a checkpoint's files are while they are being written."""
         return self.path / f".{_checked(tag)}.writing"
 
-    def commit(self, tag: str, manifest: Manifest) -> Path:
+    def commit(
+        self,
+        tag: str,
+        manifest: Manifest,
+        check: Callable[[Path], object] = lambda draft: None,
+    ) -> Path:
         """Make what `begin` has begun a checkpoint, all or nothing, and let `latest` name it.
 
-        The files are written and synced by now. When this returns, the checkpoint survives a power
-        loss.
+        The files are written and synced by now. `check` may read them back and raise. When this
+        returns, the checkpoint survives a power loss.
         """
         draft, target = self.draft_of(tag), self.path / tag
         # The manifest comes last: every file that it names is whole by now.
@@ -150,11 +155,15 @@ class CheckpointDirectory:
         # The names of the files are content of the directory. Without this sync, a power loss could
         # keep the rename and lose them.
         sync_directory(draft)
+        check(draft)
+        # Written before the rename, so that a full drive refuses here, and not half-way.
+        pointer = self._pointer_to(tag)
         # The commit. A kill before it leaves a draft for the next save to remove.
         draft.rename(target)
         sync_directory(self.path)
         # A kill before this leaves `latest` at the checkpoint before: a whole one as well.
-        self._point_to(tag)
+        pointer.replace(self.path / LATEST)
+        sync_directory(self.path)
         self._unlock(tag)
         return target
 
@@ -184,14 +193,14 @@ class CheckpointDirectory:
             shutil.rmtree(leaving, ignore_errors=True)
         return gone
 
-    def _point_to(self, tag: str) -> None:
+    def _pointer_to(self, tag: str) -> Path:
+        """Write what is to become `latest`; return where it is."""
         # Replaced, never written in place: a reader sees the old tag or the new one, no half of
         # one.
-        draft = self.path / f".{LATEST}.writing"
-        draft.write_text(f"{tag}\n")
-        sync_file(draft)
-        draft.replace(self.path / LATEST)
-        sync_directory(self.path)
+        pointer = self.path / f".{LATEST}.writing"
+        pointer.write_text(f"{tag}\n")
+        sync_file(pointer)
+        return pointer
 
     def _unlock(self, tag: str) -> None:
         if tag in self._locks:

@@ -8,7 +8,6 @@ file that is written to new blocks. Only the checksums are read, by the thread t
 from __future__ import annotations
 
 import os
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -138,10 +137,6 @@ def share_runs(
     """
     files: list[SharedFile] = []
     left = deque(runs)
-    # The next updates write as many bytes again, to new blocks. Where the drive has no room for
-    # them, a copy fails now, as a save; sharing would let a later update fail.
-    if shutil.disk_usage(directory).free < sum(run.nbytes for run, _ in runs):
-        return []
     try:
         while left:
             chosen: list[tuple[SharedRun, Sequence[Slice]]] = []
@@ -150,10 +145,12 @@ def share_runs(
             path = directory / next(names)
             header = encoded_header(_layout(chosen), {}, path)
             files.append(SharedFile(path, header, [run for run, _ in chosen]))
-    except OSError:
+    except BaseException as error:
         for file in files:
             file.remove()
-        return []
+        if isinstance(error, OSError):  # whatever the reason: the caller copies
+            return []
+        raise
     return files
 
 

@@ -84,6 +84,8 @@ _REFUSED = MappingProxyType(
         "engine.gathered(engine.parameters(), modify=True): engine.module.load_state_dict(...)`",
         "requires_grad_": "the engine trains the parameters that required a gradient in "
         "initialize. Close the engine, change requires_grad, and initialize another one",
+        "resize_token_embeddings": "it replaces parameters that the engine trains. Close the "
+        "engine, resize, and initialize another one",
         "share_memory": "the engine's memory belongs to this process. Share what "
         "engine.state_dict() returns",
     }

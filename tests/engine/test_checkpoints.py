@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from infinity_engine.checkpoint.manifest import encode
 from infinity_engine.checkpoint.rewriting import reshard
 from infinity_engine.engine.checkpoints.saving import _Save
 from infinity_engine.errors import (
+    ChecksumError,
     ConfigError,
     DamagedCheckpoint,
     IncompleteCheckpoint,
@@ -128,6 +130,51 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
         "step-00000003",
         "step-00000004",
     ]
+
+
+def test_a_save_that_reads_back_damaged_leaves_latest_and_older_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, engine = small()
+    write = CheckpointDirectory.commit
+
+    def damaging(self: CheckpointDirectory, tag: str, *arguments: Any) -> Path:
+        shard = next(self.draft_of(tag).glob("rank-*"))
+        with shard.open("r+b") as file:
+            file.seek(-8, os.SEEK_END)
+            file.write(b"\xff" * 8)
+        return write(self, tag, *arguments)
+
+    with engine:
+        one_step(engine)
+        first = engine.save(tmp_path, keep=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointDirectory, "commit", damaging)
+            with pytest.raises(ChecksumError, match="is damaged"):
+                engine.save(tmp_path, "damaged", keep=1)
+        directory = CheckpointDirectory(tmp_path)
+        assert (directory.latest(), directory.tags()) == (first, [first])
+        engine.load(tmp_path)
+
+
+def test_a_drive_that_is_full_when_latest_is_written_commits_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, engine = small()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with engine:
+        one_step(engine)
+        first = engine.save(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointDirectory, "_pointer_to", full)
+            with pytest.raises(TransferError, match="No space left"):
+                engine.save(tmp_path, "second")
+        directory = CheckpointDirectory(tmp_path)
+        assert (directory.latest(), directory.tags()) == (first, [first])
+        engine.save(tmp_path, "second")
 
 
 @pytest.mark.parametrize("keep", [0, -1])

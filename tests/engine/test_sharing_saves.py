@@ -120,7 +120,9 @@ def test_a_drive_without_room_for_what_updates_write_gets_copies(
     usage = type("Usage", (), {"free": 4096})
     with engine_at(PLACES["drives"], disk) as (engine, run):
         steps(engine, run, 0, 1)
-        monkeypatch.setattr("infinity_engine.checkpoint.sharing.shutil.disk_usage", lambda _: usage)
+        monkeypatch.setattr(
+            "infinity_engine.engine.checkpoints.saving.shutil.disk_usage", lambda _: usage
+        )
         engine.save(disk / "saved")
         assert engine.last_save().shared_nbytes == 0
 

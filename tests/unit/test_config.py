@@ -331,7 +331,11 @@ def test_a_configuration_that_is_no_mapping_is_refused(value: object) -> None:
         EngineConfig.from_mapping(value)  # type: ignore[arg-type]
 
 
-COUNTS = ("accumulation_steps", "telemetry.keep_steps", "telemetry.keep_spans")
+COUNTS = {
+    "accumulation_steps": "a whole number, 1 or more",
+    "telemetry.keep_steps": "a whole number, 1 to 1000000000",
+    "telemetry.keep_spans": "a whole number, 1 to 1000000000",
+}
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -340,8 +344,14 @@ def test_a_count_is_a_whole_number_from_1_and_no_bool(name: str, value: object) 
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_mapping(nested(tuple(name.split(".")), value))
 
-    assert (caught.value.field, caught.value.expected) == (name, "a whole number, 1 or more")
+    assert (caught.value.field, caught.value.expected) == (name, COUNTS[name])
     assert caught.value.value is value
+
+
+@pytest.mark.parametrize("name", ["telemetry.keep_steps", "telemetry.keep_spans"])
+def test_more_than_a_record_can_hold_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="1 to 1000000000"):
+        EngineConfig.from_mapping(nested(tuple(name.split(".")), 10**30))
 
 
 def test_the_smallest_subgroup_is_one_block_of_the_gradient_norm() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import threading
 import time
 import warnings
@@ -377,7 +378,8 @@ class Saves:
         files = [_saved_file(entry) for entry in written[ranks.rank]["files"]]
         source = _BackgroundStreams(run, captured, tensors, self._frozen_in_memory())
         source.add(objects[0], small.copies() if ranks.rank == 0 else [])
-        source.share(draft, shard_names(ranks.rank, _shards(files)))
+        with _as_transfer(request.path):
+            source.share(draft, shard_names(ranks.rank, _shards(files)), ranks.size)
         return manifest, files, source.captured, source
 
     def _write_now(
@@ -617,9 +619,12 @@ class _Save:
             # A committed directory has the checkpoint's own files only.
             part.unlink()
         self._files = files
-        self._directory.commit(self.tag, replace(self._manifest, files=tuple(files)))
-        if self._keep is not None:
-            self._retire(self._keep)
+        manifest = replace(self._manifest, files=tuple(files))
+        if self._keep is None:
+            self._directory.commit(self.tag, manifest)
+        else:  # Older checkpoints are about to go, so the new one is read back first.
+            self._directory.commit(self.tag, manifest, self._read_back)
+            self._directory.retire(self._keep)
 
     def _wait_for_part(self, rank: int, part: Path) -> None:
         main, orphaned_s = threading.main_thread(), 0.0
@@ -634,20 +639,22 @@ class _Save:
                 raise RuntimeError(f"rank {rank} has not written its part, and training has ended")
             time.sleep(_POLL_S)
 
-    def _retire(self, keep: int) -> None:
-        """Remove old checkpoints, after the new one was read back."""
-        path = self._directory.resolve(self.tag)
+    def _read_back(self, draft: Path) -> None:
+        """Compare all that was written with its checksums.
+
+        Raises:
+            DamagedCheckpoint: a block differs.
+        """
         nbytes = self._memory.large
-        with CheckpointReader(path, queue=self._queue, staging_bytes=nbytes) as reader:
+        with CheckpointReader(draft, queue=self._queue, staging_bytes=nbytes) as reader:
             reader.check_slices()
             damage = next(reader.verify(), None)
         if damage is not None:
             flaw = (
-                f"a block at byte {damage.offset} differs from what was written. No older "
-                "checkpoint was removed. Check the drive and the memory"
+                f"a block at byte {damage.offset} differs from what was written. This checkpoint "
+                "was dropped, and older ones are as they were. Check the drive and the memory"
             )
-            raise DamagedCheckpoint(path=str(path), entry=damage.file, flaw=flaw)
-        self._directory.retire(keep)
+            raise DamagedCheckpoint(path=str(draft), entry=damage.file, flaw=flaw)
 
     def _fail(self, error: Exception) -> None:
         """Remove what was written, on rank 0; on others, tell rank 0."""
@@ -698,11 +705,16 @@ class _BackgroundStreams:
             return []
         return [self._objects.write(draft, rank, queue=queue, staging_bytes=staging_bytes)]
 
-    def share(self, draft: Path, names: Iterator[str]) -> None:
+    def share(self, draft: Path, names: Iterator[str], ranks: int) -> None:
         """Let files of the checkpoint share what rests on drives, where the file system can.
 
-        The next update may change that at once.
+        The next update may change that at once: it writes to new blocks. A drive that has no room
+        for these, and for what this save copies, of all ranks, lets a copy fail now, as a save;
+        sharing would let a later update fail.
         """
+        room = ranks * sum(part.nbytes for part in self.slices())
+        if shutil.disk_usage(draft).free < room:
+            return
         runs = [run for run in self.captured.runs_on_drives() if run.nbytes >= LEAST_BYTES]
         slices = [(run, [self._slice_of(piece) for piece in run.pieces]) for run in runs]
         self._shared = share_runs(draft, names, slices, FILE_BYTES)
