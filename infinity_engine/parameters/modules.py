@@ -174,6 +174,7 @@ class _Frames:
 
     def ask(self, use: Use, frame: _Frame) -> None:
         """Have these parameters on the device until the frame ends."""
+        # Needed before it is held: a failed fetch leaves nothing to let go of.
         self.need(use)
         self.asked.update(use.parameters)
         self.asked_now.update(use.parameters)
