@@ -171,7 +171,8 @@ class Ending:
         self._placeholders.hide()
         self._updates.drop()
         # Nothing is read for parameters that no code will see.
-        if not (restore and self._is_in_use):
+        # Without the model, no parameter can be given its values again.
+        if not restore or self._model() is None:
             self._fetcher.leave_absent()
         try:
             self._resources.close()
@@ -192,11 +193,6 @@ class Ending:
         except Exception as error:
             return kept(error)
         return None
-
-    @property
-    def _is_in_use(self) -> bool:
-        """Whether the model still exists: its parameters can be given their values again."""
-        return self._model() is not None
 
     def _drop(self) -> None:
         """Close an engine that the caller dropped, in a thread of its own.
