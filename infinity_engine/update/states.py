@@ -722,15 +722,14 @@ class StateKeeper:
         if held.subgroup.index in self._done:
             return
         self._apply(op, held, state, targets, inputs)
-        if not arrives:
-            self._note_update(held, state.steps)
-            self._hand_over(held)
-
-    def _hand_over(self, held: _SubgroupStates) -> None:
+        if arrives:
+            return
+        self._note_update(held, state.steps)
         buffered, width = self._buffered(held), held.subgroup.formats.width
         # New values go straight to modules only where these fetch and a buffer is passed.
         if self._receiver is None or buffered is None or not self._at_home:
             return
+        # Modules that wait for these values get them from the buffer, before they are written.
         for number, segment in enumerate(held.subgroup.segments):
             if number in buffered.layout.values and number in buffered.wanted:
                 values = buffered.values(number, width * segment.numel)
