@@ -100,7 +100,6 @@ class Ranks:
         self._first_here = collectives.rank
         self.collectives = collectives
         # Before any group is made: groups of other meshes would not match.
-        # Else ranks would make other process groups, and torch hangs or mixes messages.
         self.agree_again_on("the mesh", {"ranks.shard_ranks": config.shard_ranks})
         self.shards, self.replicas = collectives, None
         if config.shard_ranks not in {None, collectives.size}:
