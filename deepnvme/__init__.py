@@ -48,8 +48,8 @@ if _typing.TYPE_CHECKING:
     from deepnvme.queue.faults import FaultPlan, Requests
     from deepnvme.queue.future import IOFuture
     from deepnvme.queue.queue import Direct, File, IOQueue, Priority, Sync, WhenFull
+    from deepnvme.store.lane import StoreFuture
     from deepnvme.store.store import Checksum, Durability, TensorStore, UncommittedWarning
-    from deepnvme.store.store_future import StoreFuture
     from deepnvme.store.stored_tensor import StoredTensor
     from deepnvme.store.tensor_io import Damage
     from deepnvme.volume.member import Access
@@ -123,7 +123,7 @@ _PARTS = (
     "volume.member",
     "volume.volume",
     "store.tensor_io",
-    "store.store_future",
+    "store.lane",
     "store.stored_tensor",
     "store.store",
     "formats.safetensors",

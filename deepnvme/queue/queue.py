@@ -175,7 +175,6 @@ class IOQueue:
         self._patience_s = None if self.when_full is WhenFull.BLOCK else 0.0
         self._require = require
         self._closed = False
-        self._fallbacks = fallbacks(backend, require)
         self._told: set[str] = set()
         self._settle = partial(
             settle, chunk_bytes=chunk_bytes, inflight_bytes=inflight_bytes, user_memory=user_memory
@@ -185,7 +184,7 @@ class IOQueue:
             require,
             partial(
                 _native.Queue,
-                fallbacks=self._fallbacks,
+                fallbacks=fallbacks(backend, require),
                 drive=self._settle(None).native(),
                 max_pending=max_pending,
                 max_requests=max_requests or 0,

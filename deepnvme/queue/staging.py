@@ -81,6 +81,45 @@ class _Piece:
     view: memoryview | None = None  # what the device copies from or to
 
 
+class _PieceMemory:
+    """The memory of pieces, page-locked and registered with the drives; made for the first one."""
+
+    def __init__(self, native: _native.Queue, nbytes: int) -> None:
+        self.pool: Pool | None = None
+        self._native = native
+        self._nbytes = nbytes
+
+    def prepare(self) -> None:
+        """Make it, which only programs with device arrays pay for."""
+        if self.pool is None:
+            pool = Pool(self._nbytes)
+            self._native.use_pool(pool._native)
+            self.pool = pool
+
+    def give_back(self) -> None:
+        """Hold no memory any more: all pieces have ended."""
+        self.pool = None
+
+    def has_room(self, operation: _Operation) -> bool:
+        """Tell whether there is memory for the operation's next piece."""
+        assert self.pool is not None
+        return self.pool.largest_free >= sum(self._extent(operation))
+
+    def piece(self, operation: _Operation) -> _Piece:
+        """Return the operation's next piece, with memory."""
+        assert self.pool is not None
+        lead, nbytes = self._extent(operation)
+        block = self.pool.buffer(lead + nbytes)
+        address = memory_of(block, writable=True).address + lead
+        return _Piece(operation, operation.issued, nbytes, block, lead, address)
+
+    def _extent(self, operation: _Operation) -> tuple[int, int]:
+        """Return how far into a page the next piece begins, and the piece's bytes."""
+        lead = (operation.offset + operation.issued) % _PAGE
+        # Half of the pool: while the drive has one piece, the device has another.
+        return lead, min(operation.asked - operation.issued, self._nbytes // 2 - lead)
+
+
 # the bytes of a piece that are copied, and when that is over
 _Copy: TypeAlias = tuple[_Piece, int, CopyEvent]
 
@@ -105,15 +144,13 @@ class Staging:
         patience_s: float | None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        self._native = native
+        self._memory = _PieceMemory(native, staging_bytes)
         self._drives = drives
         self._completer = completer
         self._backend = backend
         self._max_pending = max_pending
         self._patience_s = patience_s
-        self._staging_bytes = staging_bytes
         self._owner = os.getpid()
-        self._pool: Pool | None = None
         self._threads: list[threading.Thread] = []
         # One for each direction: copies to the device must not wait for what is yet to be computed
         # and written.
@@ -129,7 +166,6 @@ class Staging:
         self._news: deque[Callable[[], None]] = deque()
         self._closing = False
         self._current: _Operation | None = None  # begun, and more pieces of it are to be issued
-        self._begun = 0  # operations that have begun and not ended
 
     def submit(
         self,
@@ -197,7 +233,7 @@ class Staging:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
-        self._pool = None
+        self._memory.give_back()
 
     def forget_parents(self) -> None:
         """End in a forked child what the parent submitted: it would be waited for here for ever."""
@@ -227,11 +263,8 @@ class Staging:
         self._refuse_if_unusable()
 
     def _prepare(self) -> None:
-        """Make what only programs with device arrays pay for."""
-        if self._pool is None:
-            pool = Pool(self._staging_bytes)
-            self._native.use_pool(pool._native)
-            self._pool = pool
+        """Make memory and threads, which only programs with device arrays pay for."""
+        self._memory.prepare()
         if not self._threads:
             waits = [partial(self._wait_for_copies, copies) for copies in self._copies.values()]
             runs: list[Callable[[], None]] = [self._run, *waits]
@@ -300,16 +333,9 @@ class Staging:
         if operation is None or operation.future.cancelled():
             return operation  # one that was cancelled needs no room: _issue() forgets it
         if operation.array is None:  # a sync begins when all before it has ended
-            return None if self._begun else operation
-        assert self._pool is not None
-        lead, nbytes = self._extent_of_next(operation)
-        return operation if self._pool.largest_free >= lead + nbytes else None
-
-    def _extent_of_next(self, operation: _Operation) -> tuple[int, int]:
-        """Return how far into a page its next piece begins, and the piece's bytes."""
-        lead = (operation.offset + operation.issued) % _PAGE
-        # Half of the pool: while the drive has one piece, the device has another.
-        return lead, min(operation.asked - operation.issued, self._staging_bytes // 2 - lead)
+            has_begun = len(self._pending) > len(self._waiting)
+            return None if has_begun else operation
+        return operation if self._memory.has_room(operation) else None
 
     def _issue(self, operation: _Operation) -> None:
         if self._current is None:
@@ -317,7 +343,6 @@ class Staging:
             if not operation.future.set_running_or_notify_cancel():
                 self._forget(operation)
                 return
-            self._begun += 1
             self._current = operation
             if operation.array is not None and not self._attempt(operation, operation.array.begin):
                 self._end_if_over(operation)
@@ -333,11 +358,7 @@ class Staging:
         if not operation.asked:
             piece = _Piece(operation, 0, 0, memoryview(b""), 0, 0)
         else:
-            assert self._pool is not None
-            lead, nbytes = self._extent_of_next(operation)
-            block = self._pool.buffer(lead + nbytes)
-            address = memory_of(block, writable=True).address + lead
-            piece = _Piece(operation, operation.issued, nbytes, block, lead, address)
+            piece = self._memory.piece(operation)
         operation.issued += piece.nbytes
         operation.flying += 1
         if operation.issued == operation.asked:
@@ -417,7 +438,6 @@ class Staging:
     def _end_if_over(self, operation: _Operation) -> None:
         if operation.flying or operation is self._current:
             return
-        self._begun -= 1
         error = _error_of(operation, self._backend)
         done = operation.done()
         self._forget(operation)

@@ -1,4 +1,5 @@
-"""Requests that wait for a thread of a store. A free thread carries out many of them together.
+"""Requests that wait for a thread of a store, and their futures. A free thread carries out many of
+them together.
 
 Owns the order in which requests are carried out. Knows no tensors: each request says who carries it
 out together with others. Called by `StoreThreads`, from any thread.
@@ -7,18 +8,77 @@ out together with others. Called by `StoreThreads`, from any thread.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures._base import FINISHED, PENDING, RUNNING
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
-from deepnvme.store.store_future import StoreFuture
+from deepnvme.queue.future import awaited
 
-__all__ = ["Lane", "Request", "Together", "each_alone"]
+__all__ = ["Lane", "Request", "StoreFuture", "Together", "each_alone"]
 
+_T = TypeVar("_T")
+_UNDER_WAY = frozenset({PENDING, RUNNING})
 _MOST_TOGETHER = 1024
 _MOST_BYTES = 64 << 20  # so that the first of many large tensors need not wait for the last
+
+
+class StoreFuture(Future[_T]):
+    """The result of an operation of a store; can be awaited.
+
+    Its callbacks run on a thread of the store, in which they must not wait for another operation
+    that was begun there, nor for a lock that is held around one, as `commit`. Waiting holds no lock
+    that Ctrl-C could leave locked: each waiting thread sleeps at a lock of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sleepers: list[threading.Lock] = []
+
+    def result(self, timeout: float | None = None) -> _T:
+        """Wait for the end, at most `timeout` seconds; return the result or raise the operation's
+        error.
+        """
+        left = self._sleep(timeout)
+        if self._state == FINISHED and self._exception is None:
+            return cast(_T, self._result)
+        return super().result(left)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end, at most `timeout` seconds; return the operation's error, None where it
+        succeeded.
+        """
+        left = self._sleep(timeout)
+        return self._exception if self._state == FINISHED else super().exception(left)
+
+    def __await__(self) -> Generator[Any, None, _T]:
+        """Wait on the running event loop."""
+        return awaited(self)
+
+    def _sleep(self, timeout: float | None) -> float | None:
+        """Wait for the end, or until the time is up; return what is left of it."""
+        if self._state not in _UNDER_WAY:
+            return timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        self._sleepers.append(sleeper)
+        try:
+            if self._state in _UNDER_WAY:  # else it may have been woken before it was listed
+                sleeper.acquire(
+                    timeout=-1 if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX))
+                )
+        finally:
+            self._sleepers.remove(sleeper)
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+    def _invoke_callbacks(self) -> None:  # what Future does once it has ended, however
+        for sleeper in tuple(self._sleepers):
+            sleeper.release()
+        super()._invoke_callbacks()  # type: ignore[misc]  # not in the stubs
 
 
 Together: TypeAlias = "Callable[[Sequence[Request]], Sequence[Any]]"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from deepnvme.errors import ClosedError
-from deepnvme.store.store_future import StoreFuture
+from deepnvme.store.lane import StoreFuture
 
 __all__ = ["ReadAhead", "streamed"]
 

@@ -35,11 +35,10 @@ from deepnvme.memory.arrays import (
 )
 from deepnvme.queue.queue import IOQueue
 from deepnvme.store.commits import Commits
-from deepnvme.store.lane import Request, each_alone
+from deepnvme.store.lane import Request, StoreFuture, each_alone
 from deepnvme.store.manifest import Record, check_name
 from deepnvme.store.named_tensors import NamedTensors
 from deepnvme.store.read_ahead import ReadAhead, streamed
-from deepnvme.store.store_future import StoreFuture
 from deepnvme.store.store_threads import StoreThreads
 from deepnvme.store.stored_tensor import StoredTensor
 from deepnvme.store.tensor_io import Damage

@@ -15,8 +15,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from deepnvme.errors import ClosedError
-from deepnvme.store.lane import Lane, Request
-from deepnvme.store.store_future import StoreFuture
+from deepnvme.store.lane import Lane, Request, StoreFuture
 
 __all__ = ["StoreThreads"]
 

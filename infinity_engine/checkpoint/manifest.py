@@ -15,7 +15,7 @@ from typing import Any
 
 from deepnvme.memory.arrays import ITEMSIZES, MAX_DIMENSIONS
 from deepnvme.volume.framing import as_json, framed_json, shown, strict_json, unframed
-from infinity_engine.checkpoint.streams import Stream
+from infinity_engine.checkpoint.streams import SavedStream
 
 __all__ = [
     "BLOCK_BYTES",
@@ -70,13 +70,13 @@ class SavedTensor:
         """How many elements it has."""
         return math.prod(self.shape)
 
-    def stream(self, name: str) -> Stream:
+    def stream(self, name: str) -> SavedStream:
         """Return one of its streams.
 
         Raises:
             KeyError: it has none of that name.
         """
-        return Stream(self.name, name, self.streams[name], self.numel)
+        return SavedStream(self.name, name, self.streams[name], self.numel)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

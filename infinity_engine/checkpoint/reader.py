@@ -36,7 +36,7 @@ from deepnvme.queue.queue import File
 from deepnvme.volume.framing import shown
 from infinity_engine.checkpoint.directory import open_regular, read_manifest
 from infinity_engine.checkpoint.manifest import BLOCK_BYTES, MANIFEST, SavedFile
-from infinity_engine.checkpoint.streams import SHARD, Slice, Stream, is_fill, parse_tensor
+from infinity_engine.checkpoint.streams import SHARD, SavedStream, Slice, is_fill, parse_tensor
 from infinity_engine.errors import (
     ChecksumError,
     DamagedCheckpoint,
@@ -122,7 +122,7 @@ class CheckpointReader:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def read(self, stream: Stream, first: int, into: Any) -> None:
+    def read(self, stream: SavedStream, first: int, into: Any) -> None:
         """Fill `into`, an array or other buffer, with the elements of a stream from `first` on.
 
         Raises:
@@ -147,7 +147,7 @@ class CheckpointReader:
                 raise replace(error, tensor=_named(stream)) from None
             at, number = upto, number + 1
 
-    def slices(self, stream: Stream) -> tuple[Slice, ...]:
+    def slices(self, stream: SavedStream) -> tuple[Slice, ...]:
         """Return the slices that a stream is kept in, in their order.
 
         Raises:
@@ -192,14 +192,14 @@ class CheckpointReader:
     # --- the index --------------------------------------------------------------------------------
 
     @cached_property
-    def _slices(self) -> Mapping[Stream, tuple[_Held, ...]]:
+    def _slices(self) -> Mapping[SavedStream, tuple[_Held, ...]]:
         """Where each stream lies: its slices cover it once, whatever the files say."""
         streams = {
             (tensor.name, name): tensor.stream(name)
             for tensor in self.manifest.tensors
             for name in tensor.streams
         }
-        found: dict[Stream, list[_Held]] = {stream: [] for stream in streams.values()}
+        found: dict[SavedStream, list[_Held]] = {stream: [] for stream in streams.values()}
         for name, file in self._files.items():
             # The other files hold tensors of state dicts.
             if not name.startswith(SHARD):
@@ -223,7 +223,7 @@ class CheckpointReader:
             {stream: self._covering(stream, held) for stream, held in found.items()}
         )
 
-    def _covering(self, stream: Stream, held: list[_Held]) -> tuple[_Held, ...]:
+    def _covering(self, stream: SavedStream, held: list[_Held]) -> tuple[_Held, ...]:
         held = sorted(
             # A slice without elements covers nothing, wherever it says that it begins.
             (entry for entry in held if entry.part.numel),
@@ -244,7 +244,7 @@ class CheckpointReader:
             )
         return tuple(held)
 
-    def _held(self, stream: Stream) -> tuple[_Held, ...]:
+    def _held(self, stream: SavedStream) -> tuple[_Held, ...]:
         # The key has dtype and length too. A lookup by names alone says what there is instead.
         if stream not in self._slices:
             saved = {(known.parameter, known.name): known for known in self._slices}
@@ -496,5 +496,5 @@ def _view(memory: Memory) -> memoryview:
     return memoryview((ctypes.c_char * memory.nbytes).from_address(memory.address))
 
 
-def _named(stream: Stream) -> str:
+def _named(stream: SavedStream) -> str:
     return f"{stream.name} of {stream.parameter}"

@@ -24,7 +24,7 @@ from infinity_engine.checkpoint.exchange.found import ForeignCheckpoint, Foreign
 from infinity_engine.checkpoint.manifest import Kind, Manifest, SavedFile, SavedTensor
 from infinity_engine.checkpoint.objects import RankObjects, objects_file
 from infinity_engine.checkpoint.reader import CheckpointReader
-from infinity_engine.checkpoint.streams import SHARD, Slice, Stream
+from infinity_engine.checkpoint.streams import SHARD, SavedStream, Slice
 from infinity_engine.checkpoint.writer import FILE_BYTES, write_shard
 from infinity_engine.errors import ConfigError
 
@@ -37,7 +37,7 @@ _CUT_ELEMENTS = 1 << 14  # shards begin at multiples of it: whole pages, whateve
 class _StreamReader(Protocol):
     """Whatever hands out slices of streams."""
 
-    def read(self, stream: Stream, first: int, into: Any) -> None:
+    def read(self, stream: SavedStream, first: int, into: Any) -> None:
         """Fill `into` with the elements of a stream from `first` on."""
         ...
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from deepnvme.memory.arrays import ITEMSIZES
 
-__all__ = ["SHARD", "Slice", "Stream", "StreamSource", "fill_name", "is_fill", "parse_tensor"]
+__all__ = ["SHARD", "SavedStream", "Slice", "StreamSource", "fill_name", "is_fill", "parse_tensor"]
 
 SHARD = "rank-"
 """The first characters of the names of files that hold slices of streams."""
@@ -27,7 +27,7 @@ _TENSOR = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class SavedStream:
     """One stream of one parameter: `dtype` is a safetensors code, `numel` counts all ranks."""
 
     parameter: str
@@ -40,7 +40,7 @@ class Stream:
 class Slice:
     """The elements `first` to `first + numel` of a stream."""
 
-    stream: Stream
+    stream: SavedStream
     first: int
     numel: int
 

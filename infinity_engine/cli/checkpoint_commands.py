@@ -25,7 +25,7 @@ from infinity_engine.checkpoint.export import Dtype, export
 from infinity_engine.checkpoint.manifest import MANIFEST, Kind, Manifest, SavedTensor
 from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.checkpoint.rewriting import import_foreign, reshard
-from infinity_engine.checkpoint.streams import Stream
+from infinity_engine.checkpoint.streams import SavedStream
 from infinity_engine.errors import DamagedCheckpoint, IncompleteCheckpoint
 from infinity_engine.units import format_bytes
 
@@ -209,7 +209,7 @@ def _kind_of(tensor: SavedTensor) -> str:
 
 
 def _stream_difference(
-    one: CheckpointReader, other: CheckpointReader, stream: Stream
+    one: CheckpointReader, other: CheckpointReader, stream: SavedStream
 ) -> Iterator[str]:
     """Say how many elements of a stream differ, and for fp32 by how much at most."""
     width = ITEMSIZES[stream.dtype]

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from infinity_engine.engine.checkpoints.saving import Saves
-from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.gradients.placeholders import GradientPlaceholders
 from infinity_engine.kept_errors import again, kept
 from infinity_engine.parameters.hooks import Hooks
@@ -27,11 +26,9 @@ from infinity_engine.parameters.modules import ModuleParameters, UnwatchedModule
 from infinity_engine.parameters.providing import Provider
 from infinity_engine.ranks.together import ManyRanks, OneRank
 from infinity_engine.signals import HeldSignals
-from infinity_engine.update.early import EarlyUpdates, NoEarlyUpdates
-from infinity_engine.update.states import StateKeeper
 from infinity_engine.update.updating import Updates
 
-__all__ = ["Ending", "SafePoint", "adopt_early", "while_alive"]
+__all__ = ["Ending", "SafePoint", "while_alive"]
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_WAIT_S = 60.0
@@ -81,18 +78,6 @@ class _WhenDropped(weakref.finalize):  # type: ignore[type-arg]  # it has none w
         self.atexit = False
 
 
-def adopt_early(
-    early: EarlyUpdates | NoEarlyUpdates, states: StateKeeper, fetcher: Provider
-) -> None:
-    """Let updates that the backward made count, in a step that was begun.
-
-    Interrupted, it can be done again.
-    """
-    if states.begun:
-        fetcher.moved(states.adopt(early.made))
-        early.end()
-
-
 class Ending:
     """The end of one engine."""
 
@@ -101,9 +86,6 @@ class Ending:
         model: torch.nn.Module,
         *,
         updates: Updates,
-        states: StateKeeper,
-        early: EarlyUpdates | NoEarlyUpdates,
-        gradients: GradientKeeper,
         placeholders: GradientPlaceholders,
         hooks: Hooks,
         fetcher: Provider,
@@ -116,9 +98,6 @@ class Ending:
         self._model = weakref.ref(model)
         self._kind = type(model).__name__
         self._updates = updates
-        self._states = states
-        self._early = early
-        self._gradients = gradients
         self._placeholders = placeholders
         self._hooks = hooks
         self._fetcher = fetcher
@@ -175,7 +154,7 @@ class Ending:
         if reason is not None:
             self._ranks.close(reason)
         try:
-            adopt_early(self._early, self._states, self._fetcher)
+            self._updates.adopt_early()
             # A deferred update ends: parameters are restored with their new values.
             self._updates.resume()
             self._updates.end()
@@ -190,11 +169,10 @@ class Ending:
         self._modules.close()
         self._hooks.remove()
         self._placeholders.hide()
-        self._updates.follow_no_more()
-        self._early.drop()
-        self._gradients.clear()
+        self._updates.drop()
         # Nothing is read for parameters that no code will see.
-        if not (restore and self._is_in_use):
+        # Without the model, no parameter can be given its values again.
+        if not restore or self._model() is None:
             self._fetcher.leave_absent()
         try:
             self._resources.close()
@@ -215,11 +193,6 @@ class Ending:
         except Exception as error:
             return kept(error)
         return None
-
-    @property
-    def _is_in_use(self) -> bool:
-        """Whether the model still exists: its parameters can be given their values again."""
-        return self._model() is not None
 
     def _drop(self) -> None:
         """Close an engine that the caller dropped, in a thread of its own.

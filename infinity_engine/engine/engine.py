@@ -24,7 +24,7 @@ from infinity_engine.checkpoint.directory import LATEST, CheckpointDirectory
 from infinity_engine.checkpoint.export import SHARD_BYTES
 from infinity_engine.engine.checkpoints.autosave import PREEMPTED_EXIT_CODE, Autosave
 from infinity_engine.engine.checkpoints.checkpointing import Run, Stateful
-from infinity_engine.engine.checkpoints.exporting import Exports, export_dtype
+from infinity_engine.engine.checkpoints.exporting import export_dtype, export_weights
 from infinity_engine.engine.checkpoints.loading import Loaded, Loads
 from infinity_engine.engine.checkpoints.saving import (
     OnError,
@@ -38,7 +38,7 @@ from infinity_engine.engine.checkpoints.torch_states import (
     nbytes_of_states,
     optimizer_state_dict,
 )
-from infinity_engine.engine.ending import Ending, SafePoint, adopt_early, while_alive
+from infinity_engine.engine.ending import Ending, SafePoint, while_alive
 from infinity_engine.engine.gradient_window import GradientWindow
 from infinity_engine.engine.guards import Guards
 from infinity_engine.engine.parts import EngineParts
@@ -122,7 +122,9 @@ class Engine:
             parts.plan,
             Executor(parts.states, parts.telemetry, self._safe_point),
             states=parts.states,
+            early=parts.early,
             gradients=parts.gradients,
+            fetcher=parts.fetcher,
             meter=parts.meter,
             deferral=parts.deferral,
             replanner=parts.replanner,
@@ -154,7 +156,7 @@ class Engine:
             io_bytes=parts.io_bytes,
             telemetry=parts.telemetry,
         )
-        self._saves, self._loads, self._exports = Saves(run), Loads(run), Exports(run)
+        self._saves, self._loads = Saves(run), Loads(run)
         self._autosave = Autosave(whole)
         self._guards = Guards(
             parts.model,
@@ -167,9 +169,6 @@ class Engine:
         self._ending = Ending(
             parts.model,
             updates=updates,
-            states=parts.states,
-            early=parts.early,
-            gradients=parts.gradients,
             placeholders=self._window.placeholders,
             hooks=parts.hooks,
             fetcher=parts.fetcher,
@@ -419,7 +418,7 @@ class Engine:
         # An interrupted step keeps the inputs that it began with.
         parts.states.begin_step(StepInputs(parts.gradients, rules, factor))
         # Before the walk, which leaves out what the backward has updated.
-        adopt_early(parts.early, parts.states, parts.fetcher)
+        self._updates.adopt_early()
         self._updates.make()
         # Before the rest is deferred: modules may fetch what is made from then on.
         parts.fetcher.changed(trained.number for trained in parts.trained)
@@ -756,8 +755,12 @@ class Engine:
         chosen_dtype = export_dtype(dtype)
         self._check_between_steps("export")
         self._saves.finish()
-        return self._exports.export(
-            Path(path), chosen_dtype, trainable_only=trainable_only, shard_bytes=shard_bytes
+        return export_weights(
+            self._saved_run,
+            Path(path),
+            chosen_dtype,
+            trainable_only=trainable_only,
+            shard_bytes=shard_bytes,
         )
 
     def last_save(self) -> SaveReport:

@@ -164,7 +164,8 @@ class GradientWindow:
 
     def gradient_of(self, number: int) -> torch.Tensor | None:
         """Return a flat copy of what this rank keeps of a gradient, None where no rank has one."""
-        gradients, ranks, last = self._parts.gradients, self._parts.ranks, self._is_last
+        gradients, ranks = self._parts.gradients, self._parts.ranks
+        last = self.accumulation.is_reached
         if ranks.is_alone and not gradients.has(number):
             return None
         if ranks.waits(last=last):  # no rank has its sum yet
@@ -174,10 +175,6 @@ class GradientWindow:
         found = ranks.gradient(number, gradients.sum_of(number))
         # In place: it is a copy.
         return None if found is None else found.mul_(self.unscaling)
-
-    @property
-    def _is_last(self) -> bool:
-        return self.accumulation.is_reached
 
     def drop(self) -> None:
         """Drop all gradients since the last step, and what early updates have made of them."""

@@ -90,11 +90,6 @@ class Formats:
         """The format of every state."""
         return FloatFormat.FP32 if self.moments is Moments.FP32 else FloatFormat.BF16
 
-    def nbytes_per_parameter(self, state_count: int) -> int:
-        """Bytes of master (or remainder) and states; the parameter itself is not counted."""
-        # A split master is the parameter itself and 2 bytes of remainder.
-        return (2 if self.master is Master.SPLIT else 4) + state_count * self.state_format.nbytes
-
 
 # By name, so that torch need not be imported.
 _DTYPES = MappingProxyType(

@@ -73,7 +73,11 @@ class DeferredUpdate:
 
         Does not wait.
         """
-        return [part for part in self.parts(parameter) if not self._has_arrived(part.subgroup)]
+        return [
+            part
+            for part in self.parts(parameter)
+            if part.subgroup not in self._made and not self._walk.has_arrived(part.subgroup)
+        ]
 
     def reach(self, parameters: Iterable[int]) -> None:
         """Go on until these parameters are updated: new values are in buffers or where they belong.
@@ -112,9 +116,6 @@ class DeferredUpdate:
         # Each once, in the order of the parameters: several parts may be of one subgroup.
         every = dict.fromkeys(part.subgroup for number in parameters for part in self.parts(number))
         return [index for index in every if index not in self._made]
-
-    def _has_arrived(self, subgroup: int) -> bool:
-        return subgroup in self._made or self._walk.has_arrived(subgroup)
 
 
 class Follower(Protocol):

@@ -101,7 +101,12 @@ class ParameterFetcher(ResidentParameters[Fetched]):
             # Early updates go on: work that waits for nothing, at each need of a module.
             self._beside()
             self._pieces.make(use.parameters)
-            self._count_needs(fresh)
+            for number in fresh:
+                if self._homes[number] is Tier.NVME:
+                    # In memory since another use, or read for this one.
+                    found = number in self.resident and self.resident[number].needed
+                    nbytes = self._parameters[number].nbytes
+                    self._lanes.meter.needs(Cargo.PARAMETERS, nbytes, found=found)
             self._provide(use)
             for number in use.parameters:
                 self.resident[number].note_need()
@@ -225,7 +230,13 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         # Waits for the reads of collected pieces: no module will get them.
         self._pieces.drop_all()
         self._mover.poll()
-        restores = self._restores and self._has_room_for_all()
+        restores = self._restores
+        if restores:
+            nbytes = sum(record.nbytes for record in self._records.values())
+            free = free_for_copies()
+            restores = nbytes <= free
+            if not restores:
+                warnings.warn(stay_absent(nbytes, free), RuntimeWarning, stacklevel=2)
         lost: TransferError | None = None
         for number, parameter in self._parameters.items():
             # What the caller has changed is what it wants to keep.
@@ -247,22 +258,6 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         self._mover.drain()
         if lost is not None:
             raise again(lost)
-
-    def _has_room_for_all(self) -> bool:
-        """Tell whether the machine, or this process's memory group, has room for copies of all."""
-        nbytes = sum(record.nbytes for record in self._records.values())
-        free = free_for_copies()
-        if nbytes > free:
-            warnings.warn(stay_absent(nbytes, free), RuntimeWarning, stacklevel=2)
-        return nbytes <= free
-
-    def _count_needs(self, numbers: Iterable[int]) -> None:
-        """Count needs of parameters on drives: found in memory, or read for this use."""
-        for number in numbers:
-            if self._homes[number] is Tier.NVME:
-                found = number in self.resident and self.resident[number].needed
-                nbytes = self._parameters[number].nbytes
-                self._lanes.meter.needs(Cargo.PARAMETERS, nbytes, found=found)
 
     # --- several parameters -----------------------------------------------------------------------
 

@@ -78,17 +78,15 @@ class GraphParts:
         """Return the parameters that this tensor depends on and that no module used for it."""
         found: dict[int, torch.Tensor] = {}
         for node in nodes_of([tensor]):
-            if not self._is_of_modules(node):
-                for source, _ in node.next_functions:
-                    parameter = getattr(source, "variable", None)  # of nodes that accumulate
-                    if parameter is not None:
-                        found[id(parameter)] = parameter
+            # torch numbers nodes in the order in which they were made, by thread.
+            number = node._sequence_nr()
+            if any(first <= number < last for first, last in self._made):
+                continue  # a module made it
+            for source, _ in node.next_functions:
+                parameter = getattr(source, "variable", None)  # of nodes that accumulate
+                if parameter is not None:
+                    found[id(parameter)] = parameter
         return list(found.values())
-
-    def _is_of_modules(self, node: Node) -> bool:
-        # torch numbers nodes in the order in which they were made, by thread.
-        number = node._sequence_nr()
-        return any(first <= number < last for first, last in self._made)
 
 
 def _next_sequence_number() -> int:

@@ -150,6 +150,124 @@ class _Leaves:
     """The leaf around each module, by the module's id; a leaf is around itself."""
 
 
+class _WatchedParameter(NamedTuple):
+    """A parameter that modules use, and how messages call its uses."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    read: Use
+    """By code that reads it as an attribute."""
+    saved: Use
+    """By a backward."""
+
+
+class _Frames:
+    """What the caller, running modules and running functions hold: each frame until it ends."""
+
+    def __init__(self, fetcher: ModuleProvider) -> None:
+        # The caller's own reads, outside of any module, at the bottom of the stack.
+        self.outside = _Frame(None)
+        self.modules = [self.outside]
+        self.asked: set[int] = set()  # what a module or the caller has asked for so far
+        self.asked_now: set[int] = set()  # what was asked for in the newest outermost call
+        self._fetcher = fetcher
+
+    def ask(self, use: Use, frame: _Frame) -> None:
+        """Have these parameters on the device until the frame ends."""
+        # Needed before it is held: a failed fetch leaves nothing to let go of.
+        self.need(use)
+        self.asked.update(use.parameters)
+        self.asked_now.update(use.parameters)
+        for number in use.parameters:
+            self.hold(number, frame)
+
+    def need(self, use: Use) -> None:
+        """Have these on the device; what was read outside of modules makes way."""
+        while True:
+            try:
+                self._fetcher.need(use)
+                return
+            except CapacityError:
+                if not self.let_go_of_oldest_read(use.parameters):
+                    raise
+
+    def hold(self, number: int, frame: _Frame) -> None:
+        """Let no parameter that is on the device be evicted until the frame ends."""
+        if number not in frame.held:
+            frame.held[number] = None
+            self._fetcher.resident.hold((number,))
+
+    def let_go_of_oldest_read(self, wanted: Collection[int]) -> bool:
+        """Let go of the caller's oldest read that is not wanted. Tell whether there was one."""
+        for number in self.outside.held:
+            if number not in wanted:
+                # Deleted first: an interrupt in between must not let go of it twice.
+                del self.outside.held[number]
+                self._fetcher.resident.let_go((number,))
+                return True
+        return False
+
+    def end(self, frame: _Frame) -> None:
+        """Let go of what a frame holds."""
+        saving, held = frame.surrender()
+        if saving is not None:
+            saving.__exit__(None, None, None)
+        self._fetcher.resident.let_go(held)
+
+    def end_modules(self, at: int = 1) -> None:
+        """End the frames of modules from `at` on, the innermost first."""
+        while len(self.modules) > at:
+            self.end(self.modules.pop())
+
+
+class _CustomFunctions:
+    """The custom functions in the graph of a model, whose backwards use what their `ctx` keeps.
+
+    Autograd saves what a function gives to `save_for_backward`, and that is fetched when it is
+    needed. What it keeps as an attribute of its `ctx` is fetched before its backward begins.
+    """
+
+    def __init__(self, frames: _Frames, hooks: Hooks, numbers: Mapping[int, int]) -> None:
+        self._frames = frames
+        self._hooks = hooks
+        self._numbers = numbers  # of parameters, by their id
+        self._running: list[_Frame] = []  # of those whose backward is running
+        self._sees_graph = False  # whether the newest outermost call returned what has a graph
+
+    def prepare(self, output: object) -> None:
+        """Let the functions in the graph of `output` find parameters that their `ctx` keeps."""
+        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        self._sees_graph = bool(tensors)
+        for node in custom_functions(tensors):
+            kept = dict.fromkeys(self._numbers.get(id(tensor)) for tensor in tensors_kept_by(node))
+            numbers = tuple(number for number in kept if number is not None)
+            if numbers:
+                use, frame = Use(f"{node.name()}, which keeps it", numbers), _Frame(None)
+                self._hooks.around_backward(
+                    node, partial(self._begin, use, frame), partial(self._end, frame)
+                )
+
+    def prepare_backward(self, loss: torch.Tensor) -> None:
+        """Do the same for a loss of which no module has returned a part."""
+        if not self._sees_graph:
+            self.prepare(loss)
+
+    def end(self) -> None:
+        """Let go of what functions held whose backward failed."""
+        while self._running:
+            self._frames.end(self._running.pop())
+
+    def _begin(self, use: Use, frame: _Frame) -> None:
+        self._running.append(frame)
+        self._frames.ask(use, frame)
+
+    def _end(self, frame: _Frame) -> None:
+        # An interrupted backward may have ended it already.
+        if frame in self._running:
+            self._running.remove(frame)
+        self._frames.end(frame)
+
+
 class ModuleParameters:
     """Which of `parameters` the modules of one model use, and when.
 
@@ -172,24 +290,23 @@ class ModuleParameters:
         self._model = weakref.ref(model)
         self._fetcher = fetcher
         self._hooks = hooks
-        self._names = {known.number: known.name for known in parameters}
-        self._parameters = {known.number: known.parameter for known in parameters if known.numel}
-        self._saved_uses = {
-            known.number: Use(f"{known.name}, as saved", (known.number,)) for known in parameters
+        self._parameters = {
+            known.number: _WatchedParameter(
+                known.name,
+                known.parameter,
+                read=Use(known.name, (known.number,)),
+                saved=Use(f"{known.name}, as saved", (known.number,)),
+            )
+            for known in parameters
+            if known.numel
         }
-        self._read_uses = {known.number: Use(known.name, (known.number,)) for known in parameters}
         self._numbers = {id(known.parameter): known.number for known in parameters if known.numel}
-        # The caller's own reads, outside of any module, at the bottom of the stack.
-        self._outside = _Frame(None)
-        self._frames = [self._outside]
+        self._frames = _Frames(fetcher)
+        self._functions = _CustomFunctions(self._frames, hooks, self._numbers)
         self._uses: dict[int, Use] = {}  # what each module needs when it runs, by its id
         self._leaves = _Leaves()
         self._called: set[int] = set()  # ids of the modules that have hooks around their calls
-        self._functions: list[_Frame] = []  # of custom functions in their backward
         self._graph_parts = GraphParts()
-        self._sees_graph = False  # whether the newest outermost call returned what has a graph
-        self._asked: set[int] = set()  # what a module or the caller has asked for so far
-        self._asked_now: set[int] = set()  # what was asked for in the newest outermost call
         self._closed = False
         # Each module once: named_modules() lists a shared one by its first name.
         for name, module in model.named_modules():
@@ -237,7 +354,7 @@ class ModuleParameters:
 
     def gathered(self, numbers: Iterable[int]) -> None:
         """Note that the caller has asked for these."""
-        self._asked.update(numbers)
+        self._frames.asked.update(numbers)
 
     def check_asked(self, number: int) -> None:
         """Refuse a gradient of a parameter that was never asked for, and so was read as NaN.
@@ -245,7 +362,7 @@ class ModuleParameters:
         Raises:
             RuntimeError: it was not.
         """
-        if number in self._parameters and number not in self._asked:
+        if number in self._parameters and number not in self._frames.asked:
             raise self._unseen(number)
 
     def saving(self) -> AbstractContextManager[None]:
@@ -257,8 +374,8 @@ class ModuleParameters:
             ConfigError: a module was compiled after the engine was made.
         """
         # Frames that an interrupted call has left would hold their parameters.
-        self._end_frames(1)
-        self._end_functions()
+        self._frames.end_modules()
+        self._functions.end()
         model = self._model()
         if model is not None:
             # At each call: a module may have been compiled since.
@@ -271,10 +388,12 @@ class ModuleParameters:
         self._closed = True
 
     def let_go(self) -> None:
-        """Let go of all that is held. No module is running, and the caller's reads have ended."""
-        self._end_frames(1)
-        self._end(self._outside)
-        self._end_functions()
+        """Let go of all parameters that are held. No module is running, and the caller's reads have
+        ended.
+        """
+        self._frames.end_modules()
+        self._frames.end(self._frames.outside)
+        self._functions.end()
         self._graph_parts.clear()
         self.end_backward()
 
@@ -284,85 +403,43 @@ class ModuleParameters:
         Nothing shows when the caller has done with such a read, so it is held until its memory is
         needed.
         """
-        for number in self._outside.held:
-            if number not in wanted:
-                # Deleted first: an interrupt in between must not let go of it twice.
-                del self._outside.held[number]
-                self._fetcher.resident.let_go((number,))
-                return True
-        return False
+        return self._frames.let_go_of_oldest_read(wanted)
 
     def end_backward(self) -> None:
         """Let go of what the backward of a leaf holds. No backward is running."""
-        self._end(self._leaves.frame)
-
-    # --- custom functions -------------------------------------------------------------------------
-
-    def prepare_functions(self, output: object) -> None:
-        """Let custom functions in the graph of `output` find parameters that their `ctx` keeps.
-
-        Autograd saves what a function gives to `save_for_backward`, and that is fetched when it is
-        needed. What it keeps as an attribute of its `ctx` is fetched before its backward begins.
-        """
-        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-        self._sees_graph = bool(tensors)
-        for node in custom_functions(tensors):
-            kept = dict.fromkeys(self._numbers.get(id(tensor)) for tensor in tensors_kept_by(node))
-            numbers = tuple(number for number in kept if number is not None)
-            if numbers:
-                use, frame = Use(f"{node.name()}, which keeps it", numbers), _Frame(None)
-                self._hooks.around_backward(
-                    node,
-                    partial(self._begin_function, use, frame),
-                    partial(self._end_function, frame),
-                )
+        self._frames.end(self._leaves.frame)
 
     def prepare_backward(self, loss: torch.Tensor) -> None:
-        """Do the same for a loss of which no module has returned a part."""
-        if not self._sees_graph:
-            self.prepare_functions(loss)
+        """Let custom functions in the graph of a loss find the parameters that they keep."""
+        self._functions.prepare_backward(loss)
 
     def used_outside(self, loss: torch.Tensor) -> list[str]:
         """Return the names of the parameters that a loss uses and that no module used for it."""
         used = [self._numbers.get(id(tensor)) for tensor in self._graph_parts.used_outside(loss)]
         return [
-            self._names[number] for number in sorted(known for known in used if known is not None)
+            self._parameters[number].name
+            for number in sorted(known for known in used if known is not None)
         ]
-
-    def _begin_function(self, use: Use, frame: _Frame) -> None:
-        self._functions.append(frame)
-        self._ask(use, frame)
-
-    def _end_function(self, frame: _Frame) -> None:
-        # An interrupted backward may have ended it already.
-        if frame in self._functions:
-            self._functions.remove(frame)
-        self._end(frame)
-
-    def _end_functions(self) -> None:
-        """Let go of what functions held after their backward failed."""
-        while self._functions:
-            self._end(self._functions.pop())
 
     # --- modules ----------------------------------------------------------------------------------
 
     def _before(self, module: torch.nn.Module) -> None:
         use, frame = self._uses[id(module)], _Frame(module)
         # Only `_outside` is there: this is the outermost call.
-        if len(self._frames) == 1:
-            self._asked_now.clear()
+        if len(self._frames.modules) == 1:
+            self._frames.asked_now.clear()
             self._graph_parts.begin()
             if self._hooks.can_save():
                 # This module was called past the engine. Without the hooks, autograd would save
                 # the parameter itself, and read NaN from it in the backward.
                 frame.save_with(self._hooks.saving(self._pack, self._unpack))
-        self._frames.append(frame)
+        self._frames.modules.append(frame)
         if use.parameters:
-            self._ask(use, frame)
+            self._frames.ask(use, frame)
 
     def _after(self, module: torch.nn.Module, output: object) -> None:
         """End the module's frame, and frames inside it that an exception left behind."""
-        frames = self._frames
+        frames = self._frames.modules
         # A module inside that raised may not have reached its own hook.
         at = len(frames) - 1
         while at and frames[at].module is not module:
@@ -371,13 +448,13 @@ class ModuleParameters:
         if at:
             # What the module returns stays for its caller, which may use it outside of any module.
             for number in self._returned(output):
-                self._hold(number, frames[at - 1])
-            self._end_frames(at)
+                self._frames.hold(number, frames[at - 1])
+            self._frames.end_modules(at)
         if at == 1:
             self._graph_parts.end()
             if self._hooks.transforms_nothing():
                 self._check_output(output)
-                self.prepare_functions(output)
+                self._functions.prepare(output)
         use = self._leaves.uses.get(id(module))
         # Hooks of the outputs: full-backward hooks of modules do not see outputs in dicts.
         if use is not None:
@@ -391,13 +468,12 @@ class ModuleParameters:
         Raises:
             RuntimeError: there is NaN, and some parameters were never asked for; names them.
         """
-        unseen = [number for number in self._parameters if number not in self._asked_now]
-        # What is shown had its values.
+        unseen = [number for number in self._parameters if number not in self._frames.asked_now]
         unseen = [number for number in unseen if number not in self._fetcher.shown]
         if not unseen or not any(map(_has_nan, tensors_in(output))):
             return
-        never = [number for number in unseen if number not in self._asked]
-        named = listed([self._names[number] for number in never or unseen])
+        never = [number for number in unseen if number not in self._frames.asked]
+        named = listed([self._parameters[number].name for number in never or unseen])
         when = "yet" if never else "in this call"
         text = (
             f"The model returned NaN, and no module has asked for {named} {when}. If plain PyTorch "
@@ -414,50 +490,16 @@ class ModuleParameters:
         """Hold all parameters of a leaf on every rank, until another leaf's backward begins."""
         # Several outputs of one leaf come here: it is gathered once.
         if not self._leaves.frame.held.keys() >= set(use.parameters):
-            self._end(self._leaves.frame)
-            self._ask(use, self._leaves.frame)
-
-    def _end_frames(self, at: int) -> None:
-        """End the frames from `at` on, the innermost first."""
-        while len(self._frames) > at:
-            self._end(self._frames.pop())
-
-    def _end(self, frame: _Frame) -> None:
-        saving, held = frame.surrender()
-        if saving is not None:
-            saving.__exit__(None, None, None)
-        self._fetcher.resident.let_go(held)
+            self._frames.end(self._leaves.frame)
+            self._frames.ask(use, self._leaves.frame)
 
     def _read(self, parameter: object) -> None:
         # By identity: buffers and other attributes are no parameters.
         number = self._numbers.get(id(parameter))
-        frame = self._frames[-1]
+        frame = self._frames.modules[-1]
         if number is None or (number in frame.held and number in self._fetcher.shown):
             return
-        self._ask(self._read_uses[number], frame)
-
-    def _ask(self, use: Use, frame: _Frame) -> None:
-        # Needed before it is held: a failed fetch leaves nothing to let go of.
-        self._need(use)
-        self._asked.update(use.parameters)
-        self._asked_now.update(use.parameters)
-        for number in use.parameters:
-            self._hold(number, frame)
-
-    def _need(self, use: Use) -> None:
-        """Have these on the device; what was read outside of modules makes way."""
-        while True:
-            try:
-                self._fetcher.need(use)
-                return
-            except CapacityError:
-                if not self.let_go_of_oldest_read(use.parameters):
-                    raise
-
-    def _hold(self, number: int, frame: _Frame) -> None:
-        if number not in frame.held:
-            frame.held[number] = None
-            self._fetcher.resident.hold((number,))
+        self._frames.ask(self._parameters[number].read, frame)
 
     def _returned(self, output: object) -> Iterable[int]:
         """Return the parameters in the output of a module."""
@@ -501,17 +543,17 @@ class ModuleParameters:
         storage = tensor.untyped_storage()
         if any(tensor.stride()) or storage.nbytes() != tensor.element_size() or tensor.numel() < 2:
             return
-        for number, parameter in self._parameters.items():
-            # A NaN of the caller's own has a storage of its own.
+        for number, known in self._parameters.items():
             if (
-                parameter.untyped_storage().data_ptr() == storage.data_ptr()
+                known.parameter.untyped_storage().data_ptr() == storage.data_ptr()
                 and number not in self._fetcher.shown
             ):
                 raise self._unseen(number)
 
     def _unseen(self, number: int) -> RuntimeError:
+        name = self._parameters[number].name
         return RuntimeError(
-            f"{self._names[number]} was used where the engine could not see it, and read as NaN. "
+            f"{name} was used where the engine could not see it, and read as NaN. "
             "The engine fetches a parameter when its module runs, or when code reads it as an "
             "attribute of a module; this one came from elsewhere, such as a variable, a list or "
             "model.parameters(). Call engine.register_external(module, parameter) once for the "
@@ -529,23 +571,23 @@ class ModuleParameters:
                 )
             return saved.tensor
         assert isinstance(saved, _SavedParameter), "what is saved is one of the two"
-        number = saved.number
+        number, known = saved.number, self._parameters[saved.number]
         if self._closed:
             raise RuntimeError(
-                f"The engine was closed before this backward, which needs {self._names[number]}. A "
+                f"The engine was closed before this backward, which needs {known.name}. A "
                 "graph made under an engine cannot be differentiated after close(). Call "
                 "backward() before close(), or run the model again"
             )
         if saved.version != self._fetcher.version_of(number):
             raise RuntimeError(
-                f"The backward needs {self._names[number]} as it was in the forward, and "
+                f"The backward needs {known.name} as it was in the forward, and "
                 "engine.step() or a body of engine.gathered(modify=True) has changed it since. "
                 "Call backward() before that, or run the forward again"
             )
         # Ranks gather a leaf together when its backward begins. One that is shown must not be asked
         # for by one rank alone.
         if number not in self._leaves.parameters or number not in self._fetcher.shown:
-            self._need(self._saved_uses[number])
+            self._frames.need(known.saved)
         values = self._fetcher.shown.values(number)
         # What was saved is a view in another dtype.
         if values.dtype is not saved.dtype:

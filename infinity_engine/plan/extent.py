@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.units import align_down
 
 __all__ = ["Extent"]
 
@@ -36,18 +35,3 @@ class Extent:
     def overlaps(self, other: Extent) -> bool:
         """Tell whether some byte lies in both."""
         return max(self.offset, other.offset) < min(self.end, other.end)
-
-    def contains(self, other: Extent) -> bool:
-        """Tell whether `other` begins and ends within it."""
-        return self.offset <= other.offset and other.end <= self.end
-
-    def split_at(self, nbytes: int) -> tuple[Extent, Extent]:
-        """Return its first `nbytes` bytes and the rest."""
-        if not 0 <= nbytes <= self.nbytes:
-            expected = f"a length within the extent's {self.nbytes} bytes"
-            raise ConfigError(field="Extent.split_at nbytes", value=nbytes, expected=expected)
-        return Extent(self.offset, nbytes), Extent(self.offset + nbytes, self.nbytes - nbytes)
-
-    def is_aligned(self, alignment: int) -> bool:
-        """Tell whether it begins and ends on multiples of `alignment`."""
-        return all(align_down(edge, alignment) == edge for edge in (self.offset, self.end))

@@ -94,7 +94,10 @@ class Interleaved(Strategy):
         if self.share is not None:
             object.__setattr__(self, "share", _part(self.share, field="Interleaved.share"))
         if self.stride is not None:
-            _check_stride(self.stride, field="Interleaved.stride")
+            stride: object = self.stride  # as it was given
+            if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
+                expected = "a whole number, 1 or more"
+                raise ConfigError(field="Interleaved.stride", value=stride, expected=expected)
         if self.share is not None and self.stride is not None:
             expected = (
                 f"None beside share={self.share:g}: both say which part visits the device, so give "
@@ -182,8 +185,3 @@ def _part(value: object, *, field: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ConfigError(field=field, value=value, expected="a number from 0 to 1")
     return float(value)
-
-
-def _check_stride(value: object, *, field: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(field=field, value=value, expected="a whole number, 1 or more")

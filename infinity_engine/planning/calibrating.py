@@ -89,7 +89,9 @@ def with_rates(
     if wish.policy is not None or config.rates is not None or config.calibration == "off":
         return config
     if isinstance(config.strategy, Auto):
-        worth = _bytes_of(sizing) >= _WORTH_MEASURING and not config.storage.early_updates
+        states = 4 * (1 + len(sizing.state_names)) * sizing.numel
+        worth = states + sum(sizing.parameters) >= _WORTH_MEASURING
+        worth = worth and not config.storage.early_updates
         if not worth or not _leaves_a_choice(wish, sizing, room, io_bytes):
             return config
         return _with_rates_for_auto(
@@ -111,7 +113,12 @@ def with_rates(
         beside_io=streams,
         beside_copies=True,
     )
-    return replace(config, rates=_both_ways(rates))
+    # While subgroups visit the device, its links are busy both ways.
+    both = rates.both_at_once()
+    rates = replace(
+        rates, h2d_bytes_per_s=both.h2d_bytes_per_s, d2h_bytes_per_s=both.d2h_bytes_per_s
+    )
+    return replace(config, rates=rates)
 
 
 def with_rates_of_machine(
@@ -138,12 +145,6 @@ def with_rates_of_machine(
     if told != mine:
         return rated()
     return replace(config, rates=None if rates is None else Rates.from_mapping(rates))
-
-
-def _bytes_of(sizing: Sizing) -> int:
-    """Return what masters, states and parameters take."""
-    each = 4 * (1 + len(sizing.state_names))
-    return sum(each * subgroup.numel for subgroup in sizing.subgroups) + sum(sizing.parameters)
 
 
 def _leaves_a_choice(wish: Wish, sizing: Sizing, room: ResolvedBudget, io_bytes: int) -> bool:
@@ -216,17 +217,6 @@ def of_one_rank(
         beside_copies=beside_copies,
     )
     return rates if ranks is None else rates.divided(neighbours, users=ranks.users)
-
-
-def _both_ways(rates: Rates) -> Rates:
-    """Return the rates of links that are busy both ways, as they are while subgroups visit the
-    device.
-    """
-    return replace(
-        rates,
-        h2d_bytes_per_s=rates.duplex_h2d_bytes_per_s or rates.h2d_bytes_per_s,
-        d2h_bytes_per_s=rates.duplex_d2h_bytes_per_s or rates.d2h_bytes_per_s,
-    )
 
 
 def _calibration(

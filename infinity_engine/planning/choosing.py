@@ -97,7 +97,10 @@ def choose_together(
             rates=rates,
         )
     choice = None if asked is None else _choice(asked.training, asked.means, wish, config)
-    every = ranks.tell("which plan each would choose", None if choice is None else _told(choice))
+    told = None
+    if choice is not None:
+        told = {"strategy": choice.strategy.to_plain(), "parameters": choice.parameters.name}
+    every = ranks.tell("which plan each would choose", told)
     if asked is None or None in every:
         return None
     choices = [each for number, each in enumerate(every) if each not in every[:number]]
@@ -219,10 +222,6 @@ def _choice(training: Training, means: Means, wish: Wish, config: EngineConfig) 
 
 def _with(wish: Wish, strategy: Strategy, parameters: Tier, rates: Rates) -> Wish:
     return replace(wish, strategy=strategy, tiers=(parameters,), rates=rates.both_at_once())
-
-
-def _told(choice: Choice) -> dict[str, object]:
-    return {"strategy": choice.strategy.to_plain(), "parameters": choice.parameters.name}
 
 
 def _least(ranks: Ranks, room: ResolvedBudget) -> ResolvedBudget:

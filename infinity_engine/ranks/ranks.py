@@ -100,7 +100,7 @@ class Ranks:
         self._first_here = collectives.rank
         self.collectives = collectives
         # Before any group is made: groups of other meshes would not match.
-        self._agree_on_mesh()
+        self.agree_again_on("the mesh", {"ranks.shard_ranks": config.shard_ranks})
         self.shards, self.replicas = collectives, None
         if config.shard_ranks not in {None, collectives.size}:
             self.shards, self.replicas = self._split(config.shard_ranks)
@@ -131,10 +131,6 @@ class Ranks:
             expected = f"a divisor of the {self.size} ranks: {fitting}"
             raise ConfigError(field="ranks.shard_ranks", value=shard_ranks, expected=expected)
         return self.collectives.split(shard_ranks)
-
-    def _agree_on_mesh(self) -> None:
-        """Make sure that all ranks make the same process groups: torch would hang otherwise."""
-        self.agree_again_on("the mesh", {"ranks.shard_ranks": self.config.shard_ranks})
 
     @property
     def rank(self) -> int:

@@ -204,7 +204,10 @@ class EarlyUpdates:
         )
         # Without a buffer, in another dtype, or a second time: it goes the way to the drives.
         if early is None or buffered is None or not fits or segment in early.arrived:
-            self._miss(subgroup)
+            # Left to the step, as one of its gradients goes to the drives.
+            window.missed.add(subgroup)
+            if early is not None:
+                self._abandon(subgroup)
             return False
         buffered.gradient(segment, micro_batch, gradient.numel()).copy_(gradient)
         # Not updated here: the keeper has yet to count this gradient. The next go_on() does it.
@@ -276,13 +279,6 @@ class EarlyUpdates:
         self._swapped.leave_early(subgroup)
         self._early.pop(subgroup, None)
         self._window.here.pop(subgroup, None)
-
-    def _miss(self, subgroup: int) -> None:
-        """Leave a subgroup to the step, as one of its gradients goes to the drives."""
-        assert self._window is not None, "there is a backward"
-        self._window.missed.add(subgroup)
-        if subgroup in self._early:
-            self._abandon(subgroup)
 
     def _abandon(self, subgroup: int) -> None:
         """Free the buffer of a subgroup that is not updated, and write its gradients to the

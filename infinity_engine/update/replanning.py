@@ -236,9 +236,14 @@ class Replanner:
             return None
         there, taken = self._plan.demand, plan.demand
         staying = max(taken.staying, there.staying)  # for which the budget may have more
+        device = taken.device
+        if plan.steps.parameters is not Tier.DEVICE:  # with the room that there is to fetch into
+            # Staging sets and fetched parameters share one room: the larger of the two counts.
+            staged = sum(plan.steps.staging_bytes)
+            device += max(staged, there.fetched) - max(staged, taken.fetched)
         fits = (
             taken.host + self._lost + self._copies_that_go(plan) <= there.host
-            and _device_with(plan, there.fetched) <= there.device
+            and device <= there.device
             and there.device + staying <= self._question.means.budget.device
         )
         if not fits or _residents(plan) != _residents(self._plan):
@@ -264,15 +269,6 @@ class Replanner:
         """Return what updates and moves of a step take."""
         means = replace(self._question.means, rates=rates)
         return time_step(plan, self._sizing, self._question.training, means).ns
-
-
-def _device_with(plan: Plan, fetched: int) -> int:
-    """Return what a plan takes of the device, with room for `fetched` bytes of parameters."""
-    demand, staged = plan.demand, sum(plan.steps.staging_bytes)
-    if plan.steps.parameters is Tier.DEVICE:
-        return demand.device
-    # Staging sets and fetched parameters share one room: the larger of the two counts.
-    return demand.device - max(staged, demand.fetched) + max(staged, fetched)
 
 
 def _with(rates: Rates, found: Mapping[str, float]) -> Rates:

@@ -294,33 +294,23 @@ class StateKeeper:
     ) -> None:
         """Write the first masters, from `originals` in fp32, and previous or initial moments."""
         total = sum(self._nbytes(held.subgroup, held.home) for held in self._held.values())
-        with reporter.part("making optimizer states", total) as made:
-            self._begin(originals, rules, previous, made)
-
-    def _begin(
-        self,
-        originals: _Originals,
-        rules: Sequence[Rule],
-        previous: PreviousStates,
-        made: Callable[[int], None],
-    ) -> None:
         writing: deque[IOEvent] = deque()
         buffers, count = len(self._plan.buffer_bytes), 0
-        for held in self._held.values():
-            if held.lease is not None:
-                self._fill(held, held.lease.flat(), originals, rules, previous)
-            elif held.subgroup.index in self._resting:
-                # Every buffer has a write in flight: the oldest one frees the next buffer.
-                # As many writes in flight as there are buffers.
-                if len(writing) == buffers:
-                    writing.popleft().wait()
-                buffered = self._swapped.empty(held.subgroup.index, count % buffers)
-                count += 1
-                self._fill(held, buffered.states(), originals, rules, previous)
-                writing.append(self._swapped.give_back(held.subgroup.index, buffered))
-            made(self._nbytes(held.subgroup, held.home))
-        while writing:
-            writing.popleft().wait()
+        with reporter.part("making optimizer states", total) as made:
+            for held in self._held.values():
+                if held.lease is not None:
+                    self._fill(held, held.lease.flat(), originals, rules, previous)
+                elif held.subgroup.index in self._resting:
+                    # Every buffer has a write in flight: the oldest one frees the next buffer.
+                    if len(writing) == buffers:
+                        writing.popleft().wait()
+                    buffered = self._swapped.empty(held.subgroup.index, count % buffers)
+                    count += 1
+                    self._fill(held, buffered.states(), originals, rules, previous)
+                    writing.append(self._swapped.give_back(held.subgroup.index, buffered))
+                made(self._nbytes(held.subgroup, held.home))
+            while writing:
+                writing.popleft().wait()
 
     def _fill(
         self,
@@ -732,15 +722,14 @@ class StateKeeper:
         if held.subgroup.index in self._done:
             return
         self._apply(op, held, state, targets, inputs)
-        if not arrives:
-            self._note_update(held, state.steps)
-            self._hand_over(held)
-
-    def _hand_over(self, held: _SubgroupStates) -> None:
+        if arrives:
+            return
+        self._note_update(held, state.steps)
         buffered, width = self._buffered(held), held.subgroup.formats.width
         # New values go straight to modules only where these fetch and a buffer is passed.
         if self._receiver is None or buffered is None or not self._at_home:
             return
+        # Modules that wait for these values get them from the buffer, before they are written.
         for number, segment in enumerate(held.subgroup.segments):
             if number in buffered.layout.values and number in buffered.wanted:
                 values = buffered.values(number, width * segment.numel)

@@ -15,9 +15,10 @@ from infinity_engine.errors import CapacityError
 from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.lanes.meter import Meter
 from infinity_engine.parameters.deferred import DeferredUpdate, Follower, Part
-from infinity_engine.parameters.providing import NothingFetched
+from infinity_engine.parameters.providing import NothingFetched, Provider
 from infinity_engine.plan.step import StepPlan
 from infinity_engine.schedule import Executor, Walk
+from infinity_engine.update.early import EarlyUpdates, NoEarlyUpdates
 from infinity_engine.update.replanning import KeptPlan, Replan, Replanner
 from infinity_engine.update.states import StateKeeper
 
@@ -53,7 +54,9 @@ class Updates:
         executor: Executor,
         *,
         states: StateKeeper,
+        early: EarlyUpdates | NoEarlyUpdates,
         gradients: GradientKeeper,
+        fetcher: Provider,
         meter: Meter,
         deferral: Deferral,
         replanner: Replanner | KeptPlan,
@@ -61,7 +64,9 @@ class Updates:
         self._deferral = deferral
         self._executor = executor
         self._states = states
+        self._early = early
         self._gradients = gradients
+        self._fetcher = fetcher
         self._meter = meter
         self._replanner = replanner
         self._plan = plan
@@ -86,6 +91,15 @@ class Updates:
     def under_way(self) -> bool:
         """Whether an update goes on after its step."""
         return self._walk is not None
+
+    def adopt_early(self) -> None:
+        """Let updates that the backward made count, in a step that was begun.
+
+        Interrupted, it can be done again.
+        """
+        if self._states.begun:
+            self._fetcher.moved(self._states.adopt(self._early.made))
+            self._early.end()
 
     def make(self) -> None:
         """Make the update that the states have begun, except for what can wait.
@@ -158,11 +172,17 @@ class Updates:
         self._walk = None
         self._states.note_arrivals()
         self._states.end_step()
-        self.follow_no_more()
+        self._follow_no_more()
         self._forget_gradients()
         self._adopt_plan()
 
-    def follow_no_more(self) -> None:
+    def drop(self) -> None:
+        """Forget gradients, and the early updates of a backward that no step has adopted."""
+        self._follow_no_more()
+        self._early.drop()
+        self._gradients.clear()
+
+    def _follow_no_more(self) -> None:
         """Let modules use all parameters: no update is in flight."""
         self._deferral.follower.follow(None)
 
@@ -199,7 +219,7 @@ class Updates:
 
     def _forget_gradients(self) -> None:
         """Drop the gradients of a deferred update that is complete."""
-        self.follow_no_more()
+        self._follow_no_more()
         self._gradients.clear()
         self._counted = False
 

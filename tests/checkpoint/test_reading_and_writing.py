@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, Stream
+from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, SavedStream
 from infinity_engine.errors import ManifestMismatch
 from support.saved_streams import parameters_of, save, values_of
 
@@ -75,12 +75,14 @@ def test_any_safetensors_reader_opens_a_shard(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "stream",
     [
-        Stream("weight", "master", "F32", 9),
-        Stream("weight", "master", "BF16", 8),
-        Stream("weight", "velocity", "F32", 8),
+        SavedStream("weight", "master", "F32", 9),
+        SavedStream("weight", "master", "BF16", 8),
+        SavedStream("weight", "velocity", "F32", 8),
     ],
 )
-def test_a_stream_that_is_not_in_the_checkpoint_is_refused(tmp_path: Path, stream: Stream) -> None:
+def test_a_stream_that_is_not_in_the_checkpoint_is_refused(
+    tmp_path: Path, stream: SavedStream
+) -> None:
     parameters = parameters_of({"weight": (8,)})
     path = save(tmp_path, "tag", parameters, values_of(parameters))
     with (

@@ -20,7 +20,7 @@ from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
 from infinity_engine.checkpoint.directory import read_manifest
 from infinity_engine.checkpoint.manifest import encode
 from infinity_engine.checkpoint.rewriting import reshard
-from infinity_engine.engine.checkpoints.saving import _Save
+from infinity_engine.engine.checkpoints.saving import _Draft
 from infinity_engine.errors import (
     ChecksumError,
     ConfigError,
@@ -363,13 +363,13 @@ def test_a_relative_path_is_that_of_the_call(
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    write = _Save._write
+    write = _Draft.write
 
-    def moves_first(save: _Save) -> None:
+    def moves_first(draft: _Draft) -> None:
         os.chdir("elsewhere")
-        write(save)
+        write(draft)
 
-    monkeypatch.setattr(_Save, "_write", moves_first)
+    monkeypatch.setattr(_Draft, "write", moves_first)
     _, _, engine = small()
     with engine:
         one_step(engine)

@@ -198,7 +198,7 @@ def test_memory_that_the_program_lets_go_of_is_not_reused_before_the_end(
 def test_staging_memory_is_pinned(tmp_path: Path, queue: deepnvme.IOQueue) -> None:
     with queue.open(tmp_path / "file", "w") as file:
         file.pwrite(random_bytes(1000)).result(TIMEOUT_S)
-    pool = queue._staging._pool  # type: ignore[attr-defined, unused-ignore]
+    pool = queue._staging._memory.pool  # type: ignore[attr-defined, unused-ignore]
     assert pool is not None
     assert pool.pinned
     assert pool.capacity == STAGING_BYTES

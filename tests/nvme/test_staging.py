@@ -222,7 +222,7 @@ class Rig:
     def assert_idle(self) -> None:
         """Fail if anything is still pending or holds staging memory."""
         assert self.staging.pending == 0
-        pool = self.staging._pool
+        pool = self.staging._memory.pool
         assert pool is not None
         assert pool.free_bytes == pool.capacity
 
@@ -502,8 +502,8 @@ def test_no_more_staging_memory_is_used_than_there_is(tmp_path: Path) -> None:
         it.device.hold_copy = 1
         futures = [it.write(file, it.device.memory(pattern(PIECE, n)), n * PIECE) for n in range(5)]
         wait_until(lambda: it.device.started == 2)
-        assert it.staging._pool is not None
-        assert it.staging._pool.capacity == STAGING
+        assert it.staging._memory.pool is not None
+        assert it.staging._memory.pool.capacity == STAGING
         assert it.staging.pending == 5
         it.device.held.set()
         assert [future.result(TIMEOUT_S) for future in futures] == [PIECE] * 5
@@ -926,7 +926,7 @@ def test_closing_waits_for_everything_pending(tmp_path: Path, backend: str) -> N
                 (tmp_path / "file").read_bytes()[2 * PIECE * number :][: len(data[number])],
                 data[number],
             )
-        assert it.staging._pool is None
+        assert it.staging._memory.pool is None
         with pytest.raises(ClosedError):
             it.write(file, it.device.memory(b"abc"))
         it.staging.close()
@@ -967,7 +967,7 @@ def test_a_callback_is_told_that_closing_would_wait_for_itself(tmp_path: Path) -
 
 def test_a_queue_that_sees_no_device_array_has_neither_thread_nor_memory_for_them() -> None:
     with rig() as it:
-        assert it.staging._pool is None
+        assert it.staging._memory.pool is None
         assert not it.staging._threads
 
 

@@ -54,7 +54,6 @@ from deepnvme.store import (
     lane,
     manifest_files,
     named_tensors,
-    store_future,
     store_threads,
     tensor_io,
 )
@@ -1140,7 +1139,7 @@ def test_a_commit_whose_wait_is_interrupted_is_made_all_the_same(place: list[Pat
             store.put("a", str(made).encode())
             return store.commit
 
-        for _ in interruptions(prepared, store_module, store_threads, lane, store_future, commits):
+        for _ in interruptions(prepared, store_module, store_threads, lane, commits):
             store.put("b", b"")  # goes on beside what is left of it
             now = store.commit()
             assert made < now <= made + 2
@@ -1170,7 +1169,7 @@ def test_waiting_for_a_stores_future_can_be_interrupted_anywhere_and_begun_again
             ]
             return lambda: [each.exception(TIMEOUT_S) for each in begun]
 
-        for _ in interruptions(prepared, store_future):
+        for _ in interruptions(prepared, lane):
             reads, puts, fails = begun
             assert reads.result(TIMEOUT_S).tobytes() == b"1"
             assert puts.result(TIMEOUT_S) is None

@@ -17,9 +17,9 @@ from deepnvme.errors import ClosedError, StoreError
 from deepnvme.sizes import PAGE
 from deepnvme.store import holdings as holdings_module
 from deepnvme.store.holdings import Holdings
+from deepnvme.store.lane import StoreFuture
 from deepnvme.store.manifest import Manifest, Record
 from deepnvme.store.read_ahead import ReadAhead, streamed
-from deepnvme.store.store_future import StoreFuture
 from deepnvme.store.store_threads import StoreThreads
 from deepnvme.store.tree import flatten, leaves
 from deepnvme.volume.extents import Extent

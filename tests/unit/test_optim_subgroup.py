@@ -24,7 +24,6 @@ from infinity_engine.optim import (
     Formats,
     HostKernels,
     Master,
-    Moments,
     Segment,
     Subgroup,
     SubgroupState,
@@ -284,13 +283,6 @@ def test_streams_of_another_size_than_the_subgroup_are_refused() -> None:
 def test_a_split_master_without_a_bf16_parameter_is_refused() -> None:
     with pytest.raises(ConfigError, match="BF16"):
         Formats(master=Master.SPLIT, parameter=FloatFormat.FP16)
-
-
-def test_formats_say_what_they_take() -> None:
-    split = Formats(master=Master.SPLIT, parameter=FloatFormat.BF16, moments=Moments.BF16)
-
-    assert Formats().nbytes_per_parameter(2) == 12
-    assert split.nbytes_per_parameter(2) == 6
 
 
 def test_a_stream_knows_arrays_by_dtype_and_refuses_others() -> None:

@@ -20,7 +20,7 @@ from deepnvme.memory.arrays import ITEMSIZES
 from infinity_engine.checkpoint.exchange.torch_files import SavedArray
 from infinity_engine.checkpoint.manifest import SavedTensor
 from infinity_engine.checkpoint.rounding import FLOATS, converted
-from infinity_engine.checkpoint.streams import Stream
+from infinity_engine.checkpoint.streams import SavedStream
 from infinity_engine.errors import IncompleteCheckpoint, UnsupportedCheckpoint
 
 __all__ = [
@@ -103,7 +103,7 @@ class ForeignReader:
             lambda name, stream: checkpoint.stream(tensors[name], stream)
         )
 
-    def read(self, stream: Stream, first: int, into: npt.NDArray[np.uint8]) -> None:
+    def read(self, stream: SavedStream, first: int, into: npt.NDArray[np.uint8]) -> None:
         """Fill `into` with the bytes of the elements of a stream from `first` on.
 
         Raises:
@@ -116,7 +116,7 @@ class StreamOfBlocks:
     """One stream that lies in blocks of other files; all zeros without any."""
 
     def __init__(
-        self, stream: Stream, shape: tuple[int, ...], blocks: Sequence[Block], path: str
+        self, stream: SavedStream, shape: tuple[int, ...], blocks: Sequence[Block], path: str
     ) -> None:
         self._stream = stream
         self._path = path
@@ -194,7 +194,7 @@ class _Run:
             into[at * wide : at * wide + values.nbytes] = values
 
 
-def _runs(stream: Stream, shape: tuple[int, ...], block: Block, path: str) -> Iterator[_Run]:
+def _runs(stream: SavedStream, shape: tuple[int, ...], block: Block, path: str) -> Iterator[_Run]:
     """Yield the runs of a block: what lies together both in the tensor and in the file."""
     array = block.array
     sizes, itemsize = array.shape, ITEMSIZES[array.dtype]
@@ -238,7 +238,7 @@ def _runs(stream: Stream, shape: tuple[int, ...], block: Block, path: str) -> It
         yield _Run(first, together, array, array.offset + offset)
 
 
-def _unsupported(path: str, stream: Stream, flaw: str) -> UnsupportedCheckpoint:
+def _unsupported(path: str, stream: SavedStream, flaw: str) -> UnsupportedCheckpoint:
     entry = f"{stream.name} of {stream.parameter}"
     return UnsupportedCheckpoint(
         path=path, entry=entry, flaw=flaw, change="see docs/checkpoints.md for what is read"

@@ -81,7 +81,12 @@ class Run:
                 steps=steps_of(known.number) if is_trained else 0,
                 aliases=tuple(aliases),
             )
-        kept = _persistent_buffers(self.model)
+        kept = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self.model.named_modules()
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        }
         for name, buffer in self.model.named_buffers():
             yield SavedTensor(
                 name=name,
@@ -157,12 +162,11 @@ class RunRanks:
         except Exception as error:
             failed = error
         # With one rank nothing is exchanged, and any value may be returned.
-        said = self.tell(
-            what,
-            {"failed": failed and str(failed), "done": done if _is_json(done) else None}
-            if self._whole is not None
-            else {"failed": None, "done": done},
-        )
+        answer = {"failed": None, "done": done}
+        if self._whole is not None:
+            is_json = isinstance(done, dict | list | str | int | float)
+            answer = {"failed": failed and str(failed), "done": done if is_json else None}
+        said = self.tell(what, answer)
         # After the exchange, so that no other rank is left waiting.
         if failed is not None:
             raise failed
@@ -239,16 +243,3 @@ def random_state() -> dict[str, Any]:
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (kind, keys, *rest)
     return state
-
-
-def _persistent_buffers(model: torch.nn.Module) -> set[str]:
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
-    }
-
-
-def _is_json(value: object) -> bool:
-    return value is None or isinstance(value, dict | list | str | int | float)

@@ -1,4 +1,4 @@
-"""`Exports`: writes the weights of one engine's run for other programs, wherever they lie.
+"""`export_weights`: writes the weights of one engine's run for other programs, wherever they lie.
 
 Called between steps, with nothing under way. All ranks write what they own; rank 0 makes the files.
 """
@@ -19,7 +19,7 @@ from infinity_engine.engine.checkpoints.checkpointing import CheckpointMemory, R
 from infinity_engine.errors import ConfigError
 from infinity_engine.update.captured import CapturedPiece, CapturedStates, bytes_of
 
-__all__ = ["Exports", "export_dtype"]
+__all__ = ["export_dtype", "export_weights"]
 
 
 def export_dtype(given: torch.dtype | str | None) -> Dtype:
@@ -37,62 +37,55 @@ def export_dtype(given: torch.dtype | str | None) -> Dtype:
         raise ConfigError(field="dtype", value=given, expected=expected) from None
 
 
-class Exports:
-    """The exports of one engine."""
+def export_weights(
+    run: Run, path: Path, dtype: Dtype, *, trainable_only: bool, shard_bytes: int
+) -> tuple[Path, ...]:
+    """Write the weights of a run; return the files. See `Engine.export`."""
+    ranks = RunRanks(run.whole)
+    said = [str(path.resolve()), dtype.value, trainable_only, shard_bytes]
+    ranks.agree("what is exported", {"path, dtype, trainable_only, shard_bytes": said})
+    with ExitStack() as ends:
+        memory = ends.enter_context(CheckpointMemory(run.ledger, run.io_bytes))
+        # An engine without drives has no queue.
+        queue = run.queue or ends.enter_context(IOQueue())
+        draft = WeightDraft(
+            path=path,
+            tensors=tuple(run.saved_tensors()),
+            dtype=dtype,
+            trainable_only=trainable_only,
+        )
+        ranks.on_rank_0("beginning the export", draft.begin)
+        if ranks.rank == 0:
+            # Also after finish(): what is left of the draft goes.
+            ends.callback(draft.abandon)
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._ranks = RunRanks(run.whole)
+        def write() -> list[list[object]]:
+            count, nbytes = memory.rooms()
+            pool = Pool(count * nbytes)
+            rooms = [memoryview(pool.buffer(nbytes)) for _ in range(count)]
+            source = _RunStreams(run, ranks, draft.tensors, rooms)
+            files = draft.write(ranks.rank, source, queue, memory.small)
+            # Lists: the ranks exchange JSON.
+            return [[file.name, file.nbytes, list(file.checksums)] for file in files]
 
-    def export(
-        self, path: Path, dtype: Dtype, *, trainable_only: bool, shard_bytes: int
-    ) -> tuple[Path, ...]:
-        """Write the weights; return the files. See `Engine.export`."""
-        run, ranks = self._run, self._ranks
-        said = [str(path.resolve()), dtype.value, trainable_only, shard_bytes]
-        ranks.agree("what is exported", {"path, dtype, trainable_only, shard_bytes": said})
-        with ExitStack() as ends:
-            memory = ends.enter_context(CheckpointMemory(run.ledger, run.io_bytes))
-            # An engine without drives has no queue.
-            queue = run.queue or ends.enter_context(IOQueue())
-            draft = WeightDraft(
-                path=path,
-                tensors=tuple(run.saved_tensors()),
-                dtype=dtype,
-                trainable_only=trainable_only,
+        written = ranks.on_all("writing the weights", write)
+        files = [
+            SavedFile(name=name, nbytes=nbytes, checksums=tuple(checksums))
+            for rank in written
+            for name, nbytes, checksums in rank
+        ]
+
+        def finish() -> list[str]:
+            made = draft.finish(
+                files,
+                queue,
+                shard_bytes=shard_bytes,
+                read_bytes=memory.large,
+                write_bytes=memory.small,
             )
-            ranks.on_rank_0("beginning the export", draft.begin)
-            if ranks.rank == 0:
-                # Also after finish(): what is left of the draft goes.
-                ends.callback(draft.abandon)
+            return [str(file) for file in made]
 
-            def write() -> list[list[object]]:
-                count, nbytes = memory.rooms()
-                pool = Pool(count * nbytes)
-                rooms = [memoryview(pool.buffer(nbytes)) for _ in range(count)]
-                source = _RunStreams(run, ranks, draft.tensors, rooms)
-                files = draft.write(ranks.rank, source, queue, memory.small)
-                # Lists: the ranks exchange JSON.
-                return [[file.name, file.nbytes, list(file.checksums)] for file in files]
-
-            written = ranks.on_all("writing the weights", write)
-            files = [
-                SavedFile(name=name, nbytes=nbytes, checksums=tuple(checksums))
-                for rank in written
-                for name, nbytes, checksums in rank
-            ]
-
-            def finish() -> list[str]:
-                made = draft.finish(
-                    files,
-                    queue,
-                    shard_bytes=shard_bytes,
-                    read_bytes=memory.large,
-                    write_bytes=memory.small,
-                )
-                return [str(file) for file in made]
-
-            return tuple(map(Path, ranks.on_rank_0("making the files", finish)))
+        return tuple(map(Path, ranks.on_rank_0("making the files", finish)))
 
 
 class _RunStreams:

@@ -320,13 +320,12 @@ class Saves:
 
             tag = str(ranks.on_rank_0("beginning the checkpoint", begin))
             try:
+                draft, captured = self._take(request, tag, queue, memory)
                 save = _Save(
-                    directory,
-                    *self._take(request, tag, queue, memory),
-                    request=request,
-                    ranks=(ranks.rank, ranks.size),
-                    memory=memory,
-                    queue=queue,
+                    draft,
+                    captured,
+                    on_error=request.on_error,
+                    extra=frozenset(request.extra),
                     began=began,
                 )
             except BaseException:
@@ -343,10 +342,10 @@ class Saves:
         tag: str,
         queue: IOQueue,
         memory: CheckpointMemory,
-    ) -> tuple[Manifest, list[SavedFile], CapturedStates, _BackgroundStreams]:
-        """Take what changes before the next update; return what there is to write."""
-        run, ranks = self._run, self._ranks
-        draft = CheckpointDirectory(request.path).draft_of(tag)
+    ) -> tuple[_Draft, CapturedStates]:
+        """Take what changes before the next update; return the draft, and the states to write."""
+        run, ranks, directory = self._run, self._ranks, CheckpointDirectory(request.path)
+        folder = directory.draft_of(tag)
         tensors = {tensor.name: tensor for tensor in run.saved_tensors()}
         objects: list[RankObjects] = []
         small = _SmallBuffers(run.model, tensors)
@@ -355,7 +354,7 @@ class Saves:
             objects.append(RankObjects(self._objects(request.extra)))
             with _as_transfer(request.path):
                 files = self._write_now(
-                    draft, objects[0], tensors, small.names, queue=queue, memory=memory
+                    folder, objects[0], tensors, small.names, queue=queue, memory=memory
                 )
             return {
                 "files": [[file.name, file.nbytes, list(file.checksums)] for file in files],
@@ -379,8 +378,18 @@ class Saves:
         source = _BackgroundStreams(run, captured, tensors, self._frozen_in_memory())
         source.add(objects[0], small.copies() if ranks.rank == 0 else [])
         with _as_transfer(request.path):
-            source.share(draft, shard_names(ranks.rank, _shards(files)), ranks.size)
-        return manifest, files, source.captured, source
+            source.share(folder, shard_names(ranks.rank, _shards(files)), ranks.size)
+        draft = _Draft(
+            directory,
+            manifest,
+            files,
+            source,
+            keep=request.keep,
+            ranks=(ranks.rank, ranks.size),
+            memory=memory,
+            queue=queue,
+        )
+        return draft, source.captured
 
     def _write_now(
         self,
@@ -460,130 +469,42 @@ class _AnotherRankError(RuntimeError):
     """A rank has left a mark in the directory: it could not write its part."""
 
 
-class _Save:
-    """One save: its thread writes this rank's states; that of rank 0 commits when all have."""
+class _Draft:
+    """A checkpoint that is being written: this rank's part of it, and on rank 0 its commit."""
 
     def __init__(
         self,
         directory: CheckpointDirectory,
         manifest: Manifest,
         files: list[SavedFile],
-        captured: CapturedStates,
         source: _BackgroundStreams,
         *,
-        request: SaveRequest,
+        keep: int | None,
         ranks: tuple[int, int],
         memory: CheckpointMemory,
         queue: IOQueue,
-        began: float,
     ) -> None:
-        self.tag = manifest.tag
-        self.on_error = request.on_error
-        self.captured = captured
-        self.written = threading.Event()  # this rank's part is, or has failed
-        self.error: Exception | None = None
-        self._shown = False  # the error was
-        self._directory = directory
-        self._manifest = manifest
-        self._keep = request.keep
-        self._extra = frozenset(request.extra)
-        self._rank, self._size = ranks
-        self._source = source
-        self._shared_nbytes = source.shared_nbytes
+        self.directory = directory
+        self.manifest = manifest
+        self.memory = memory
+        self.shared_nbytes = source.shared_nbytes
         self._files = files
-        self._memory = memory
+        self._source = source
+        self._keep = keep
+        self._rank, self._size = ranks
         self._queue = queue
-        self._began = began
-        self._ended_s: float | None = None
         # Read by the thread that waits for other ranks; not empty: wait no longer.
         self._given_up = ""
-        self._ends = ExitStack()
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint {self.tag}")
-
-    def owns(self, ends: ExitStack) -> None:
-        """Give its memory back at its end."""
-        self._ends = ends
-
-    def start(self) -> None:
-        """Let it go on beside the caller."""
-        try:
-            self._thread.start()
-        except BaseException:  # the interpreter is about to end
-            self._fail(RuntimeError("no thread could be started"))
-            # No thread will write: updates need not wait for it.
-            self.captured.let_go()
-            self._ends.close()
-            raise
 
     @property
-    def has_lent_memory(self) -> bool:
-        """Whether the engine cannot go on before it has ended."""
-        return self._memory.lent
+    def nbytes(self) -> int:
+        """The bytes of the files so far."""
+        return sum(file.nbytes for file in self._files)
 
-    @property
-    def ended(self) -> bool:
-        """Whether nothing of it is left to do."""
-        return self._ended_s is not None
-
-    def join(self) -> None:
-        """Wait for its end."""
-        self._thread.join()
-
-    def only_warn(self) -> None:
-        """Let its error be a warning, whatever was asked for."""
-        self.on_error = OnError.WARN
-
-    def give_up(self, why: str) -> None:
-        """Wait for no other rank."""
-        self._given_up = why
-
-    def show(self) -> bool:
-        """Tell whether its error has not been shown before, and is from now on."""
-        first, self._shown = not self._shown, True
-        return first
-
-    def report(self, stall_s: float) -> SaveReport:
-        """Return how it stands."""
-        end, state, error = time.perf_counter(), SaveState.WRITING, ""
-        if self._ended_s is not None:
-            end, state = self._ended_s, SaveState.COMMITTED
-            if self.error is not None:
-                state, error = SaveState.FAILED, str(self.error)
-        return SaveReport(
-            path=self._directory.path,
-            tag=self.tag,
-            step=self._manifest.step,
-            extra=self._extra,
-            state=state,
-            nbytes=sum(file.nbytes for file in self._files),
-            shared_nbytes=self._shared_nbytes,
-            seconds=end - self._began,
-            stall_seconds=stall_s,
-            error=error,
-        )
-
-    def _run(self) -> None:
-        try:
-            with _as_transfer(self._directory.path):
-                self._write()
-                self.written.set()
-                if self._rank == 0:
-                    self._commit()
-        except Exception as error:
-            self.error = kept(error)
-            self._fail(error)
-        finally:
-            # Also after a failure: updates wait until this is called.
-            self.captured.let_go()
-            self.written.set()
-            self._ends.close()
-            # Last: `ended` says that nothing is left to do, and that the error is known.
-            self._ended_s = time.perf_counter()
-
-    def _write(self) -> None:
-        """Write this rank's states; tell rank 0 what it wrote."""
-        draft = self._directory.draft_of(self.tag)
-        source, memory = self._source, self._memory
+    def write(self) -> None:
+        """Write this rank's part; tell rank 0 what it wrote."""
+        draft = self.directory.draft_of(self.manifest.tag)
+        source, memory = self._source, self.memory
         self._source = _NoStreams()  # the source's views of states end with this call
         with source.shared_files() as shared, _rooms(memory) as rooms:
             source.use(rooms)
@@ -597,7 +518,7 @@ class _Save:
                 first_file=_shards(self._files) + len(shared),
             )
             # Updates may go on before what follows, and the parts of other ranks, are there.
-            self.captured.let_go()
+            source.captured.let_go()
             self._files += source.write_objects(
                 draft, self._rank, queue=self._queue, staging_bytes=memory.small
             )
@@ -609,9 +530,12 @@ class _Save:
             # By rename, so that rank 0 never reads half of it.
             path.replace(draft / _part(self._rank))
 
-    def _commit(self) -> None:
-        """Wait for the parts of all ranks, and let the checkpoint be there."""
-        files, draft = list(self._files), self._directory.draft_of(self.tag)
+    def commit(self) -> None:
+        """On rank 0: wait for the parts of all ranks, and let the checkpoint be there."""
+        if self._rank:
+            return
+        files, tag = list(self._files), self.manifest.tag
+        draft = self.directory.draft_of(tag)
         for rank in range(1, self._size):
             part = draft / _part(rank)
             self._wait_for_part(rank, part)
@@ -619,12 +543,26 @@ class _Save:
             # A committed directory has the checkpoint's own files only.
             part.unlink()
         self._files = files
-        manifest = replace(self._manifest, files=tuple(files))
+        manifest = replace(self.manifest, files=tuple(files))
         if self._keep is None:
-            self._directory.commit(self.tag, manifest)
+            self.directory.commit(tag, manifest)
         else:  # Older checkpoints are about to go, so the new one is read back first.
-            self._directory.commit(self.tag, manifest, self._read_back)
-            self._directory.retire(self._keep)
+            self.directory.commit(tag, manifest, self._read_back)
+            self.directory.retire(self._keep)
+
+    def give_up(self, why: str) -> None:
+        """Wait for no other rank."""
+        self._given_up = why
+
+    def abandon(self, error: Exception) -> None:
+        """Remove what was written, on rank 0; on others, tell rank 0."""
+        if self._rank == 0:
+            self.directory.abandon(self.manifest.tag)
+        else:
+            # The drive may be what failed; rank 0 then learns it from the exchange.
+            with suppress(OSError):
+                failed = self.directory.draft_of(self.manifest.tag) / _part(self._rank)
+                failed.with_suffix(_FAILED).write_text(str(error))
 
     def _wait_for_part(self, rank: int, part: Path) -> None:
         main, orphaned_s = threading.main_thread(), 0.0
@@ -645,7 +583,7 @@ class _Save:
         Raises:
             DamagedCheckpoint: a block differs.
         """
-        nbytes = self._memory.large
+        nbytes = self.memory.large
         with CheckpointReader(draft, queue=self._queue, staging_bytes=nbytes) as reader:
             reader.check_slices()
             damage = next(reader.verify(), None)
@@ -656,15 +594,110 @@ class _Save:
             )
             raise DamagedCheckpoint(path=str(draft), entry=damage.file, flaw=flaw)
 
-    def _fail(self, error: Exception) -> None:
-        """Remove what was written, on rank 0; on others, tell rank 0."""
-        if self._rank == 0:
-            self._directory.abandon(self.tag)
-        else:
-            # The drive may be what failed; rank 0 then learns it from the exchange.
-            with suppress(OSError):
-                failed = self._directory.draft_of(self.tag) / _part(self._rank)
-                failed.with_suffix(_FAILED).write_text(str(error))
+
+class _Save:
+    """One save: its thread writes this rank's states; that of rank 0 commits when all have."""
+
+    def __init__(
+        self,
+        draft: _Draft,
+        captured: CapturedStates,
+        *,
+        on_error: OnError,
+        extra: frozenset[str],
+        began: float,
+    ) -> None:
+        self.tag = draft.manifest.tag
+        self.on_error = on_error
+        self.captured = captured
+        self.written = threading.Event()  # this rank's part is, or has failed
+        self.error: Exception | None = None
+        self._shown = False  # the error was
+        self._draft = draft
+        self._extra = extra
+        self._began = began
+        self._ended_s: float | None = None
+        self._ends = ExitStack()
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint {self.tag}")
+
+    def owns(self, ends: ExitStack) -> None:
+        """Give its memory back at its end."""
+        self._ends = ends
+
+    def start(self) -> None:
+        """Let it go on beside the caller."""
+        try:
+            self._thread.start()
+        except BaseException:  # the interpreter is about to end
+            self._draft.abandon(RuntimeError("no thread could be started"))
+            # No thread will write: updates need not wait for it.
+            self.captured.let_go()
+            self._ends.close()
+            raise
+
+    @property
+    def has_lent_memory(self) -> bool:
+        """Whether the engine cannot go on before it has ended."""
+        return self._draft.memory.lent
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it is left to do."""
+        return self._ended_s is not None
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self._thread.join()
+
+    def only_warn(self) -> None:
+        """Let its error be a warning, whatever was asked for."""
+        self.on_error = OnError.WARN
+
+    def give_up(self, why: str) -> None:
+        """Wait for no other rank."""
+        self._draft.give_up(why)
+
+    def show(self) -> bool:
+        """Tell whether its error has not been shown before, and is from now on."""
+        first, self._shown = not self._shown, True
+        return first
+
+    def report(self, stall_s: float) -> SaveReport:
+        """Return how it stands."""
+        end, state, error = time.perf_counter(), SaveState.WRITING, ""
+        if self._ended_s is not None:
+            end, state = self._ended_s, SaveState.COMMITTED
+            if self.error is not None:
+                state, error = SaveState.FAILED, str(self.error)
+        return SaveReport(
+            path=self._draft.directory.path,
+            tag=self.tag,
+            step=self._draft.manifest.step,
+            extra=self._extra,
+            state=state,
+            nbytes=self._draft.nbytes,
+            shared_nbytes=self._draft.shared_nbytes,
+            seconds=end - self._began,
+            stall_seconds=stall_s,
+            error=error,
+        )
+
+    def _run(self) -> None:
+        try:
+            with _as_transfer(self._draft.directory.path):
+                self._draft.write()
+                self.written.set()
+                self._draft.commit()
+        except Exception as error:
+            self.error = kept(error)
+            self._draft.abandon(error)
+        finally:
+            # Also after a failure: updates wait until this is called.
+            self.captured.let_go()
+            self.written.set()
+            self._ends.close()
+            # Last: `ended` says that nothing is left to do, and that the error is known.
+            self._ended_s = time.perf_counter()
 
 
 # --- streams --------------------------------------------------------------------------------------

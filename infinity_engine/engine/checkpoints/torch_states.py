@@ -39,8 +39,8 @@ def optimizer_state_dict(run: Run, state_of: _StateOf) -> dict[str, Any]:
         rule = rules[known.group]
         if rule.states:
             states[number] = {name: state[name] for name in rule.states}
-        if _counts_steps(run.optimizer):
-            # torch keeps the count in a float tensor on the CPU.
+        if not isinstance(run.optimizer, torch.optim.SGD):  # torch counts steps for all others
+            # It keeps the count in a float tensor on the CPU.
             steps = torch.tensor(float(state["step"]), device="cpu")
             states[number] = {"step": steps, **states.get(number, {})}
     first = 0
@@ -105,11 +105,6 @@ def _numbered(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.nn.
     yield from enumerate(
         parameter for group in optimizer.param_groups for parameter in group["params"]
     )
-
-
-def _counts_steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether torch keeps step counts for it: all of its optimizers do but SGD."""
-    return not isinstance(optimizer, torch.optim.SGD)
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
