@@ -139,7 +139,7 @@ class _Kind:
     read: Callable[[str, object], object]
 
 
-_MOST_KEPT = 1_000_000_000  # a deque's limit is a C number
+_MOST_KEPT = (1 << 63) - 1  # a deque's limit is a C number
 
 
 def _whole(at_least: int, at_most: int | None = None) -> _Kind:

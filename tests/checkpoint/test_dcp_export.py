@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import infinity_engine
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
@@ -112,6 +115,14 @@ def test_what_was_exported_is_imported_with_the_same_bits(
     target = {"model": {name: torch.zeros(shape) for name, shape in shapes.items()}}
     for name, tensor in loaded(tmp_path / "dcp", target)["model"].items():
         assert np.array_equal(tensor.numpy().reshape(-1), values[name, "master"])
+
+
+@given(st.one_of(st.integers(0, 1 << 40), st.integers(0x710000, 0x71FFFF), st.text(max_size=8)))
+@example(7405573)
+def test_numbers_and_texts_of_the_metadata_are_read_as_they_are(value: int | str) -> None:
+    writer = dcp_export._Pickle()
+    writer.plain((value, 3, None, "q"))
+    assert pickle.loads(writer.ended()) == (value, 3, None, "q")
 
 
 def test_weights_are_rounded_and_a_failure_leaves_nothing(tmp_path: Path) -> None:

@@ -281,8 +281,11 @@ class _Pickle:
                 self.plain(part)
             self.data += b"t"
             return
-        # Without PROTO, STOP and the memo's entry of a text, which nothing here reads again.
-        self.data += pickle.dumps(value, protocol=2)[2:-1].removesuffix(b"q\x00")
+        # Without PROTO and STOP.
+        pushed = pickle.dumps(value, protocol=2)[2:-1]
+        # A text also ends with its memo's entry, which nothing here reads again. A number may end
+        # with the same two bytes: 7405573 does.
+        self.data += pushed.removesuffix(b"q\x00") if isinstance(value, str) else pushed
 
     def size(self, value: tuple[int, ...]) -> None:
         """Push a torch.Size."""
