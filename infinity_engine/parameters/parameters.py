@@ -207,13 +207,16 @@ def check_memory_of_their_own(
         ConfigError: two share memory. The error names both.
     """
     memories = [
-        _Memory(known.name, known.parameter, trained=isinstance(known, TrainedParameter))
+        _MemoryOfParameter(known.name, known.parameter, trained=isinstance(known, TrainedParameter))
         for known in parameters
     ]
     memories += [
-        _Memory(f"buffer {name}", buffer, trained=False) for name, buffer in buffers.items()
+        _MemoryOfParameter(f"buffer {name}", buffer, trained=False)
+        for name, buffer in buffers.items()
     ]
-    reaching: list[_Memory] = []  # those before that end behind the beginning of this one
+    reaching: list[
+        _MemoryOfParameter
+    ] = []  # those before that end behind the beginning of this one
     for memory in sorted(memories, key=lambda memory: (memory.start, memory.stop, memory.name)):
         reaching = [before for before in reaching if before.stop > memory.start]
         for before in reaching:
@@ -229,7 +232,7 @@ def check_memory_of_their_own(
         reaching.append(memory)
 
 
-class _Memory:
+class _MemoryOfParameter:
     """The memory of a tensor, from its first element's address to the end of its last one's.
 
     It is empty for a tensor without memory of its own, and for an expanded one.
@@ -254,7 +257,7 @@ class _Memory:
             self.stop = self.start + count * tensor.element_size()
             self._has_gaps = count != tensor.numel()
 
-    def shares_with(self, other: _Memory) -> bool:
+    def shares_with(self, other: _MemoryOfParameter) -> bool:
         """Tell whether an element of this tensor is one of another tensor, whose range overlaps
         with this one's.
         """
