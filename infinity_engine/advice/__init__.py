@@ -4,7 +4,7 @@ Asks the planner again with other means; never imports torch. Called by the comm
 """
 
 from infinity_engine.advice.advising import Advice, advise
-from infinity_engine.advice.course import Prices, Run
+from infinity_engine.advice.course import Prices, TrainingRun
 from infinity_engine.advice.doubt import RateSource
 
-__all__ = ["Advice", "Prices", "RateSource", "Run", "advise"]
+__all__ = ["Advice", "Prices", "RateSource", "TrainingRun", "advise"]

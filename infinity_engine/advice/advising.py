@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infinity_engine.advice.course import Run, RunForecast, forecast
+from infinity_engine.advice.course import RunForecast, TrainingRun, forecast
 from infinity_engine.advice.doubt import RateSource, StepRange, step_range
 from infinity_engine.advice.purchases import Purchase, Worth, purchases, worths
 from infinity_engine.sim.planner import Decision
@@ -44,7 +44,7 @@ class Advice:
         }
 
 
-def advise(decision: Decision, source: RateSource, run: Run | None = None) -> Advice:
+def advise(decision: Decision, source: RateSource, run: TrainingRun | None = None) -> Advice:
     """Return the advice; `source` says where the rates come from.
 
     Where the rate of computing is not known, nothing is said of a run: its steps lack most of their

@@ -12,7 +12,7 @@ from infinity_engine.placement.training import Training
 from infinity_engine.plan import Lane
 from infinity_engine.sim.planner import Decision, Planner
 
-__all__ = ["Prices", "Run", "RunForecast", "forecast"]
+__all__ = ["Prices", "RunForecast", "TrainingRun", "forecast"]
 
 _MORE = 8  # micro-batches, to show what accumulation changes
 _J_PER_KWH = 3.6e6
@@ -32,7 +32,7 @@ class Prices:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class TrainingRun:
     """So many tokens, or so many steps of the training as it is."""
 
     tokens: int | None = None
@@ -77,7 +77,7 @@ class RunForecast:
         }
 
 
-def forecast(decision: Decision, run: Run) -> RunForecast:
+def forecast(decision: Decision, run: TrainingRun) -> RunForecast:
     """Return what the run takes, and what it would take with more micro-batches in a step."""
     training, means = decision.training, decision.means
     best = decision.best
@@ -114,7 +114,7 @@ def _tokens(training: Training, ranks: int) -> int:
 
 
 def _of(
-    run: Run, steps: int, *, tokens: int, step_s: float, written: int, accumulation: int
+    run: TrainingRun, steps: int, *, tokens: int, step_s: float, written: int, accumulation: int
 ) -> RunForecast:
     seconds, prices = steps * step_s, run.prices
     kwh = None if prices.watts is None else prices.watts * seconds / _J_PER_KWH

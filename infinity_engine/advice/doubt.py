@@ -33,7 +33,7 @@ class StepRange(NamedTuple):
     most_s: float
 
 
-class _Part(NamedTuple):
+class _DoubtPart(NamedTuple):
     """The slowest and the fastest that hardware was seen to work, as parts of a published rate."""
 
     slowest: float
@@ -45,12 +45,12 @@ _OF_MEASURED = 0.1
 _OF_GIVEN = 0.25  # assumed: these numbers were measured too, but not as this engine works
 # 8 billion parameters a second were measured where the peak of the memory allows 19 (Deep Optimizer
 # States, docs/papers.md).
-_UPDATES = _Part(0.4, 1.0)
-_LINKS = _Part(
+_UPDATES = _DoubtPart(0.4, 1.0)
+_LINKS = _DoubtPart(
     0.8, 1.1
 )  # they are rates that were achieved; chipsets and pageable memory cost more
-_DRIVES = _Part(0.7, 1.5)  # held for hours, where the drive's state decides
-_COMPUTE = _Part(0.6, 1.5)  # 25% to 60% of the peak, where 40% is assumed
+_DRIVES = _DoubtPart(0.7, 1.5)  # held for hours, where the drive's state decides
+_COMPUTE = _DoubtPart(0.6, 1.5)  # 25% to 60% of the peak, where 40% is assumed
 
 
 def step_range(

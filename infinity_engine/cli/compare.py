@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from infinity_engine.cli.plan_advice import seconds_in_words
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
 from infinity_engine.cli.plan_machine import machine_of
-from infinity_engine.cli.plan_model import model_of
 from infinity_engine.cli.plan_question import (
     add_training,
     in_words,
+    model_of,
     precision_of,
     training_of,
 )

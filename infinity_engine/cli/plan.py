@@ -16,11 +16,11 @@ from pathlib import Path
 from infinity_engine.cli.plan_answer import answer, refused, show, with_options
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
 from infinity_engine.cli.plan_machine import machine_of
-from infinity_engine.cli.plan_model import model_of
 from infinity_engine.cli.plan_question import (
     add_settings,
     add_training,
     in_words,
+    model_of,
     precision_of,
     run_of,
     settings_of,

@@ -1,13 +1,17 @@
-"""The question of `infinity plan`: a training and a run, out of the arguments.
+"""The question of `infinity plan`: a model, a training and a run, out of the arguments.
 
-Needs no torch, and imports the planner only when it is asked. Called by plan.py.
+A model is a preset, a config.json, or a Hugging Face id of the local cache: this reads files of
+sizes, never weights, and never the network. Needs no torch, and imports the planner only when it
+is asked. Called by plan.py, compare.py and simulate.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypedDict
 
@@ -15,7 +19,7 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.units import parse_bytes
 
 if TYPE_CHECKING:
-    from infinity_engine.advice.course import Run
+    from infinity_engine.advice.course import TrainingRun
     from infinity_engine.placement.models import ModelShape
     from infinity_engine.placement.training import Training
     from infinity_engine.plan import Strategy, Tier
@@ -25,6 +29,7 @@ __all__ = [
     "add_settings",
     "add_training",
     "in_words",
+    "model_of",
     "precision_of",
     "run_of",
     "settings_of",
@@ -39,6 +44,7 @@ _PRECISIONS = ("bf16", "fp16", "fp32", "bf16_autocast", "fp16_autocast", "model"
 _THOUSANDS = MappingProxyType({"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12})
 _MOST_COUNT = 10**18
 _MOST_PRICE = 1e12
+_PARTS_OF_ID = 2  # such as meta-llama/Llama-3.1-8B
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
@@ -217,7 +223,7 @@ def size_of(given: str, field: str) -> int:
     return nbytes
 
 
-def run_of(options: argparse.Namespace, gpu_watts: float | None = None) -> Run | None:
+def run_of(options: argparse.Namespace, gpu_watts: float | None = None) -> TrainingRun | None:
     """Return the run that is asked about; None where none is.
 
     `gpu_watts` counts where the machine's own are not given.
@@ -225,7 +231,7 @@ def run_of(options: argparse.Namespace, gpu_watts: float | None = None) -> Run |
     Raises:
         ConfigError: it has both tokens and steps, or a price has nothing that it is the price of.
     """
-    from infinity_engine.advice.course import Prices, Run
+    from infinity_engine.advice.course import Prices, TrainingRun
 
     prices = Prices(
         watts=_more_than_nothing(options.watts, "--watts") or gpu_watts,
@@ -247,8 +253,8 @@ def run_of(options: argparse.Namespace, gpu_watts: float | None = None) -> Run |
         expected = "--watts beside it: what the machine draws while it trains"
         raise ConfigError(field="--price-kwh", value=options.price_kwh, expected=expected)
     if options.tokens is not None:
-        return Run(tokens=_count(options.tokens, "--tokens"), prices=prices)
-    return Run(steps=_count(options.steps, "--steps"), prices=prices)
+        return TrainingRun(tokens=_count(options.tokens, "--tokens"), prices=prices)
+    return TrainingRun(steps=_count(options.steps, "--steps"), prices=prices)
 
 
 def _count(given: str, field: str) -> int:
@@ -291,3 +297,69 @@ def in_words(error: ConfigError) -> str:
             field=names.get(error.field, error.field), value=error.value, expected=error.expected
         )
     )
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def model_of(options: argparse.Namespace) -> ModelShape:
+    """Return the model that is named, or described by a file, with what is frozen of it."""
+    from infinity_engine.placement.adapters import freeze, with_lora
+
+    model = _whole(options.model)
+    if options.lora is not None:
+        model = with_lora(model, options.lora)
+    return model if options.freeze is None else freeze(model, options.freeze)
+
+
+def _whole(given: str | None) -> ModelShape:
+    from infinity_engine.sim.configs import read_config
+    from infinity_engine.sim.presets import PRESETS, preset
+
+    if given is None:
+        expected = (
+            f"a preset ({', '.join(PRESETS)}), a path to a config.json, or a Hugging Face id that "
+            "is in the local cache"
+        )
+        raise ConfigError(field="--model", value=None, expected=expected)
+    path = Path(given)
+    if given.lower() in PRESETS:
+        return preset(given)
+    if path.exists() or path.suffix == ".json":
+        return read_config(path)
+    if len(path.parts) == _PARTS_OF_ID and not path.is_absolute():
+        return read_config(_cached(given))
+    if len(path.parts) > 1:
+        return read_config(path)
+    return preset(given)
+
+
+def _cached(name: str) -> Path:
+    """Return the folder of a model in the local cache of Hugging Face's libraries.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    cache = _cache()
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshots = repository / "snapshots"
+    try:
+        commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+        folders = [snapshots / commit]
+    except OSError:  # it was downloaded by its commit alone
+        folders = sorted(snapshots.glob("*"))
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            return folder
+    expected = (
+        f"a model with its config.json in {cache}, as this command asks no network: download it "
+        "there, or give the path of its config.json"
+    )
+    raise ConfigError(field="--model", value=name, expected=expected)
+
+
+def _cache() -> Path:
+    if "HF_HUB_CACHE" in os.environ:
+        return Path(os.environ["HF_HUB_CACHE"])
+    home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
+    return Path(home, "hub")

@@ -10,8 +10,8 @@ import pytest
 
 from infinity_engine.cli.main import main
 from infinity_engine.errors import ConfigError
+from infinity_engine.placement.adapters import freeze, with_lora
 from infinity_engine.placement.models import ModelShape
-from infinity_engine.sim.adapters import freeze, with_lora
 from infinity_engine.sim.presets import preset
 
 MODEL = preset("llama-3.2-1b")

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from infinity_engine.advice.advising import advise
-from infinity_engine.advice.course import Prices, Run, forecast
+from infinity_engine.advice.course import Prices, forecast
 from infinity_engine.advice.doubt import RateSource, step_range
 from infinity_engine.advice.means import with_drives, with_updates
 from infinity_engine.advice.purchases import Purchase, purchases, worths
@@ -133,7 +133,7 @@ def test_a_slow_host_widens_the_range_of_a_plan_that_it_binds() -> None:
 
 def test_a_run_of_tokens_is_whole_steps_with_their_writes(on_drives: Decision) -> None:
     tokens_of_step = on_drives.training.tokens
-    run = forecast(on_drives, Run(tokens=10 * tokens_of_step + 1))
+    run = forecast(on_drives, TrainingRun(tokens=10 * tokens_of_step + 1))
 
     assert run.steps == 11
     assert run.tokens == 11 * tokens_of_step
@@ -145,14 +145,14 @@ def test_a_run_of_tokens_is_whole_steps_with_their_writes(on_drives: Decision) -
 def test_energy_and_cost_follow_from_prices(on_drives: Decision) -> None:
     hours = 100 * on_drives.best.step_s / 3600
     prices = Prices(watts=500, per_kwh=0.4, per_hour=2.0)
-    run = forecast(on_drives, Run(steps=100, prices=prices))
+    run = forecast(on_drives, TrainingRun(steps=100, prices=prices))
 
     assert run.kwh == pytest.approx(0.5 * hours)
     assert run.cost == pytest.approx(0.4 * 0.5 * hours + 2.0 * hours)
 
 
 def test_accumulation_writes_less_for_the_same_tokens(on_drives: Decision) -> None:
-    run = forecast(on_drives, Run(steps=800))
+    run = forecast(on_drives, TrainingRun(steps=800))
 
     assert run.accumulated is not None
     assert (run.accumulated.accumulation, run.accumulated.steps) == (8, 100)
@@ -162,7 +162,7 @@ def test_accumulation_writes_less_for_the_same_tokens(on_drives: Decision) -> No
 
 
 def test_advice_is_plain_data(on_drives: Decision) -> None:
-    told = advise(on_drives, RateSource.GIVEN, Run(steps=10)).to_mapping()
+    told = advise(on_drives, RateSource.GIVEN, TrainingRun(steps=10)).to_mapping()
 
     assert told["rates_are"] == "given"
     assert {"step_range_s", "purchases", "worth", "run"} < told.keys()
