@@ -1,8 +1,8 @@
-"""GPUs, drives and PCIe generations by the names that people give them: one line each, with its
-source.
+"""GPUs, drives and PCIe generations by the names that people give them: one line each.
 
-Pure data; measures nothing. A figure is what a vendor's document states, or what a review measured;
-what is assumed says so. Called by the command line, for machines that are described by their parts.
+Pure data; measures nothing. `source` names the document in which a figure is stated. Most figures
+were entered from memory and not yet compared with that document. What is assumed says so. Called by
+the command line, for machines that are described by their parts.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from infinity_engine.advice.advising import advise
-from infinity_engine.advice.course import Prices, forecast
+from infinity_engine.advice.course import Prices, TrainingRun, forecast
 from infinity_engine.advice.doubt import RateSource, step_range
 from infinity_engine.advice.means import with_drives, with_updates
 from infinity_engine.advice.purchases import Purchase, purchases, worths
