@@ -50,11 +50,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[_FOLDER].cleanup()
 
 
-def pytest_collection_finish() -> None:
-    """Leave what importing and collecting made out of garbage collections from now on.
+@pytest.fixture(scope="module", autouse=True)
+def short_collections() -> None:
+    """Leave what earlier modules imported and made out of garbage collections from now on.
 
-    The engine collects where it looks for views that are left; with hundreds of thousands of
-    objects of torch and pytest each collection takes a fifth of a second.
+    The engine collects where it looks for views that are left. With all objects of torch, pytest
+    and hypothesis in the way, each collection took up to a second.
     """
     gc.collect()
     gc.freeze()

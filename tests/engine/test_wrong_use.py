@@ -726,7 +726,7 @@ def test_a_second_engine_for_one_model_is_refused_and_the_first_goes_on() -> Non
     with engine() as made, engine() as untroubled:
         with pytest.raises(
             ConfigError,
-            match=r"^model: expected a model that no other engine trains.*0\.weight another engine",
+            match=r"^model: expected a model that no other engine trains.*0\.weight that another",
         ):
             infinity_engine.initialize(
                 made.model, torch.optim.SGD(made.model.parameters()), accelerator="cpu"

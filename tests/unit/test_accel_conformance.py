@@ -144,11 +144,11 @@ def test_the_cpu_copies_nothing_and_says_what_to_ask_instead() -> None:
             "source of a copy .* shape .2, 4.",
         ),
         (torch.zeros(8, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)[::2], "contiguous"),
-        (torch.zeros(8, dtype=torch.uint8), torch.zeros(7, dtype=torch.uint8), "got 8 and 7"),
+        (torch.zeros(8, dtype=torch.uint8), torch.zeros(7, dtype=torch.uint8), "got 8 B and 7 B"),
         (
             torch.zeros(0, dtype=torch.uint8),
             torch.zeros(0, dtype=torch.uint8),
-            "at least one; got 0 and 0",
+            "1 B or more, got 0 B and 0 B",
         ),
         (
             torch.zeros(8, dtype=torch.uint8),
