@@ -189,7 +189,7 @@ class Gathers:
         self._wires = [
             memory.lease(wire_bytes, holder="buffers of collectives") for _ in range(WIRES)
         ]
-        # As many as there are; a gather takes one and gives it back at its end.
+        # A gather takes one and returns it at its end; with none left, the oldest one is ended.
         self._free_wires = list(self._wires)
         self._in_flight: deque[Gather] = deque()
         # A group lays its wire out once, for all steps.
