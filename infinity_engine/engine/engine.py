@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from itertools import islice
 from pathlib import Path
@@ -42,6 +42,7 @@ from infinity_engine.engine.ending import Ending, SafePoint, while_alive
 from infinity_engine.engine.gradient_window import GradientWindow
 from infinity_engine.engine.guards import Guards
 from infinity_engine.engine.parts import EngineParts
+from infinity_engine.engine.stepping import EngineOptimizer
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.kept_errors import again, kept
 from infinity_engine.machine.capacity import free_for_copies
@@ -114,6 +115,8 @@ class Engine:
     def __init__(self, parts: EngineParts) -> None:
         self.model = parts.model
         self.optimizer = parts.optimizer
+        self.schedulers: tuple[torch.optim.lr_scheduler.LRScheduler, ...] = ()
+        """The learning-rate schedulers that each update steps: see `follow_schedule`."""
         self._parts = parts
         self._signals = parts.hooks.signals
         # Where Ctrl-C may act within held methods: between ops, and while this rank waits.
@@ -198,7 +201,7 @@ class Engine:
             raise AttributeError(f"Engine has no attribute {name!r}")
         found = getattr(self.model, name)
         # It calls modules many times, and needs all that a call of the model needs.
-        return partial(self._run, found) if name == "generate" else found
+        return partial(self.run, found) if name == "generate" else found
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -209,10 +212,10 @@ class Engine:
             CapacityError: the device's budget has no room for the activations.
             RuntimeError: an update that goes on beside this has failed. The next call resumes it.
         """
-        return self._run(self.model, *args, **kwargs)
+        return self.run(self.model, *args, **kwargs)
 
-    def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the model, or one of its methods that call modules."""
+    def run(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the model, or other code that calls its modules, as the model runs."""
         parts, end = self._parts, HeldEnd(self._signals)
         # Entered twice: see HeldEnd.
         with self._explaining_out_of_memory(), end as around, end:
@@ -358,6 +361,8 @@ class Engine:
         # A skipped step has updated nothing, and no scheduler sees it.
         if self.steps > before:
             self._guards.step_optimizer()
+            for scheduler in self.schedulers:
+                scheduler.step()
         parts.drives.warn_of_wear()
         return result
 
@@ -379,6 +384,29 @@ class Engine:
         """
         self._check_whole()
         return self._window.clip(max_norm)
+
+    def as_optimizer(self) -> EngineOptimizer:
+        """Return an optimizer whose `step()` steps the engine, for code that calls optimizers.
+
+        The caller owns the boundary of a step: `optimizer.step()` updates with all gradients that
+        have come, and `backward(loss, scale=False)` leaves averaging to the caller. Learning-rate
+        schedulers take it like the engine's own optimizer.
+        """
+        return EngineOptimizer(self)
+
+    def follow_schedule(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+        """Step `scheduler` after each update from now on: do not step it yourself.
+
+        Checkpoints do not have it: pass it to `save` and `load` in `extra`.
+        """
+        self.schedulers = (*self.schedulers, scheduler)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Change nothing in the body, for loops written for DistributedDataParallel.
+
+        The engine decides when ranks reduce gradients, and gives the same bits in either case.
+        """
+        return nullcontext()
 
     def _update(self) -> StepResult:
         parts = self._parts
