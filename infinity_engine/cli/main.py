@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from deepnvme.cli.report import installed_version
-from infinity_engine.cli import calibrate, checkpoint, compare, doctor, plan, simulate
+from infinity_engine.cli import calibrate, checkpoint, compare, doctor, migrate, plan, simulate
 
 __all__ = ["main"]
 
@@ -31,7 +31,7 @@ class _Command(Protocol):
 
 
 _PIPE_CLOSED = 141  # what a shell reports for a command that SIGPIPE ended
-_COMMANDS: tuple[_Command, ...] = (doctor, calibrate, plan, compare, simulate, checkpoint)
+_COMMANDS: tuple[_Command, ...] = (doctor, calibrate, plan, compare, simulate, checkpoint, migrate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

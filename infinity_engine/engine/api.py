@@ -5,12 +5,14 @@ Imports torch, native code and the rest of the engine when it is used, and not b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from infinity_engine.config import EngineConfig
 from infinity_engine.errors import ConfigError
 from infinity_engine.machine.packages import require_torch
+from infinity_engine.migration import Migration, is_deepspeed, migrate_deepspeed, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -22,13 +24,13 @@ if TYPE_CHECKING:
     from infinity_engine.optim.policy import OffloadPolicy
     from infinity_engine.progress import Progress
 
-__all__ = ["initialize"]
+__all__ = ["initialize", "settings_given"]
 
 
 def initialize(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | Rule | Mapping[str, object] | str,
-    config: EngineConfig | Mapping[str, object] | None = None,
+    optimizer: torch.optim.Optimizer | Rule | Mapping[str, object] | str | None = None,
+    config: EngineConfig | Mapping[str, object] | str | os.PathLike[str] | None = None,
     *,
     device: Accelerator | None = None,
     policy: OffloadPolicy | str | None = None,
@@ -41,6 +43,8 @@ def initialize(
     `optimizer` is torch's Adam, AdamW, Adagrad or SGD over parameters of the model; or asks for one
     over all of them: a rule such as `infinity_engine.optim.Lion(lr=1e-4)`, its name, or {"name":
     "lion", "lr": 1e-4}. Settings come as `config`, as keywords, or both; keywords go first.
+    `config` may be the path of a JSON file, of settings or of DeepSpeed's; the latter may have the
+    optimizer, and a scheduler that the engine steps (migrate-from-deepspeed.md).
     `device` is an accelerator that is open already, such as an emulated one; it stays open, and the
     setting `accelerator` is not used. `policy` takes the place of the setting `strategy`: a policy
     of your own, or the name of a built-in one, such as "eq1". It is asked once, with the subgroups,
@@ -58,38 +62,49 @@ def initialize(
     """
     # Before torch is imported, so that the error names the extra to install.
     require_torch("infinity_engine.initialize")
-    chosen = _settings(config, settings)
+    given = settings_given(config)
+    given.warn_of_missing(2)
+    chosen = EngineConfig.from_mapping({**given.settings, **settings})
     import torch
 
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(field="model", value=type(model).__name__, expected="a torch.nn.Module")
     from infinity_engine.engine.assemble import assemble
     from infinity_engine.engine.optimizers import optimizer_of
+    from infinity_engine.engine.schedules import WarmupScheduler
 
-    return assemble(
+    stepped = optimizer_of(model, given.optimizer if optimizer is None else optimizer)
+    engine = assemble(
         model,
-        optimizer_of(model, optimizer),
+        stepped,
         chosen,
         device=device,
         policy=_policy(policy, chosen),
         queue=queue,
         progress=progress,
     )
+    if given.schedule is not None:
+        engine.follow_schedule(WarmupScheduler(stepped, given.schedule))
+    return engine
 
 
-def _settings(
-    config: EngineConfig | Mapping[str, object] | None, keywords: Mapping[str, object]
-) -> EngineConfig:
+def settings_given(config: object) -> Migration:
+    """Return what a `config` of `initialize` says, as a mapping that keywords can replace parts of.
+
+    Raises:
+        ConfigError: it is no configuration, or a file that cannot be read.
+    """
     if isinstance(config, EngineConfig):
-        # As a mapping, so that keywords can replace single settings.
-        given: Mapping[str, object] = config.to_mapping()
-    elif config is None or isinstance(config, Mapping):
-        given = config or {}
-    else:
-        raise ConfigError(
-            field="config", value=config, expected="an EngineConfig, a mapping of settings, or None"
-        )
-    return EngineConfig.from_mapping({**given, **keywords})
+        return Migration(settings=config.to_mapping())
+    if isinstance(config, str | os.PathLike):
+        config = read_json(config)
+    if config is not None and not isinstance(config, Mapping):
+        expected = "an EngineConfig, a mapping of settings, the path of a JSON file, or None"
+        raise ConfigError(field="config", value=config, expected=expected)
+    settings = config or {}
+    if is_deepspeed(settings):
+        return migrate_deepspeed(settings, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    return Migration(settings=settings)
 
 
 def _policy(given: object, config: EngineConfig) -> OffloadPolicy | None:

@@ -27,7 +27,16 @@ def test_the_table_of_settings_is_that_of_the_code() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["building", "calibration", "checkpoints", "memory", "quickstart", "ranks"]
+    "name",
+    [
+        "building",
+        "calibration",
+        "checkpoints",
+        "memory",
+        "migrate-from-deepspeed",
+        "quickstart",
+        "ranks",
+    ],
 )
 def test_the_program_of_a_page_runs_and_prints_what_the_page_says(
     name: str, tmp_path: Path
