@@ -22,7 +22,9 @@ WITHOUT_TORCH = (
     "infinity_engine.calibration",
     "infinity_engine.config",
     "infinity_engine.engine",
+    "infinity_engine.integrations",
     "infinity_engine.memory",
+    "infinity_engine.migration",
     "infinity_engine.optim",
     "infinity_engine.optim.policies",
     "infinity_engine.plan",
@@ -38,6 +40,7 @@ WITHOUT_TORCH = (
     "infinity_engine.machine",
     "infinity_engine.machine.survey",
     "infinity_engine.cli.main",
+    "infinity_engine.cli.migrate",
     "infinity_engine.cli.plan",
     "infinity_engine.cli.plan_page",
 )

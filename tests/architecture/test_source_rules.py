@@ -26,6 +26,7 @@ PACKAGES = ("infinity_engine", "deepnvme")
 ROWS = (
     {"cli"},
     {"infinity_engine"},
+    {"integrations"},
     {"engine"},
     {"planning"},
     {"update"},
@@ -40,6 +41,7 @@ ROWS = (
     {"schedule", "optim", "activation", "tiling", "checkpoint"},
     {"memory", "storage", "partition", "accel", "machine"},
     {"config"},
+    {"migration"},
     {"plan"},
     {"errors", "kept_errors", "outcome", "progress", "signals", "units", "telemetry", "_native"},
 )
@@ -62,7 +64,9 @@ STORAGE_ROWS = (
 STORAGE_ROW = {part: number for number, row in enumerate(STORAGE_ROWS) for part in row}
 MOST_FILES = 15  # in one room, its door not counted
 STRANGERS = ROWS[ROW["optim"]]
-IMPORTED_ONLY_BY = {"config": {"engine", "cli", "planning", "ranks", "parameters"}}
+IMPORTED_ONLY_BY = {
+    "config": {"integrations", "engine", "cli", "planning", "ranks", "parameters"}
+}
 
 ENGINE_ROOMS = {
     "engine",
@@ -76,6 +80,7 @@ ENGINE_ROOMS = {
 }
 TORCH_AT_TOP = {
     *ENGINE_ROOMS,
+    "integrations",
     "reporting",
     "calibration",
     "accel",
@@ -98,6 +103,7 @@ TORCH_NOWHERE = {
     "units",
     "telemetry",
     "config",
+    "migration",
 }
 
 # What a dotted name matches, and the only files that may use it.
@@ -106,6 +112,7 @@ ONLY = (
     (r"(.*\.)?register_\w*hook\w*", ("infinity_engine/parameters/hooks.py",)),
     (r"(.*\.)?saved_tensors_hooks", ("infinity_engine/parameters/hooks.py",)),
     (r"mmap\.mmap|(.*\.)?(madvise|cudaHostRegister|cuMemHostRegister|O_DIRECT)", ("deepnvme/",)),
+    (r"(transformers|accelerate|lightning|peft)(\..*)?", ("infinity_engine/integrations/",)),
     (r"print", ("infinity_engine/cli/", "deepnvme/cli.py", "deepnvme/cli/")),
 )
 
@@ -115,6 +122,8 @@ OWN = {"self", "cls"}
 SET_ON_TENSORS = {"data", "grad", "requires_grad"}
 # in place of a module's own mapping, decision 0009
 WATCHES_READS = "infinity_engine/parameters/hooks.py"
+# Takes the place of an Accelerator that a Trainer has made, and shares its attributes; decision 0042
+SHARES_ATTRIBUTES = "infinity_engine/integrations/accelerate.py"
 # Looks through the attributes of what a function keeps on its ctx, all of which vars() gives; sets none.
 READS_CTX = "infinity_engine/parameters/graphs.py"
 SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__", "vars"}
@@ -377,7 +386,10 @@ def nothing_is_pasted_onto_parameters(root: Path) -> Iterator[str]:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Attribute):
                 stores = not isinstance(node.ctx, ast.Load) and node.attr not in SET_ON_TENSORS
-                watches = node.attr == "__dict__" and module.file == WATCHES_READS
+                watches = node.attr == "__dict__" and module.file in (
+                    WATCHES_READS,
+                    SHARES_ATTRIBUTES,
+                )
                 owners = [node.value] if stores or (node.attr == "__dict__" and not watches) else []
             elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in SETTERS:
                 if ast.unparse(node.func) == "vars" and module.file == READS_CTX:
@@ -626,6 +638,12 @@ VIOLATIONS: tuple[tuple[Rule, str, str, str], ...] = (
         f"{ENGINE}/sim/rates.py",
         "def f():\n    from torch import cuda",
         "rates.py:2",
+    ),
+    (
+        only_the_named_files_use_it,
+        f"{ENGINE}/engine/e.py",
+        "def f():\n    from transformers import Trainer",
+        "uses transformers.Trainer",
     ),
     (
         only_the_named_files_use_it,

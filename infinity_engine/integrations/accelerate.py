@@ -1,0 +1,269 @@
+"""`InfinityAccelerator`: an Accelerator whose `prepare(model, optimizer, ...)` makes an engine.
+
+A subclass that replaces what Accelerate does with models, optimizers and gradients. Data loaders,
+schedulers, trackers and the rest are Accelerate's own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+
+from infinity_engine.engine.api import initialize, settings_given
+from infinity_engine.engine.engine import Engine
+from infinity_engine.engine.stepping import EngineOptimizer
+from infinity_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infinity_engine.config import EngineConfig
+
+__all__ = ["ENGINE_FOLDER", "Config", "InfinityAccelerator", "SkippingOptimizer"]
+
+Config: TypeAlias = "EngineConfig | Mapping[str, object] | str | os.PathLike[str] | None"
+"""What `infinity_engine.initialize` takes as `config`."""
+
+ENGINE_FOLDER = "engine"
+"""The folder of an engine's checkpoint within another library's."""
+
+_PRECISIONS = MappingProxyType({"bf16": "bf16_autocast", "fp16": "fp16_autocast"})
+"""The engine's precision by Accelerate's `mixed_precision`."""
+
+
+class SkippingOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelerate is not typed
+    """Steps an engine at the end of a step, and says where fp16 made the engine skip it."""
+
+    def __init__(self, optimizer: EngineOptimizer) -> None:
+        # The engine places states, and scales losses itself.
+        super().__init__(optimizer, device_placement=False, scaler=None)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the newest step updated nothing, so that no scheduler steps."""
+        skipped: bool = self.optimizer.was_skipped
+        return skipped
+
+
+class InfinityAccelerator(Accelerator):  # type: ignore[misc]
+    """Trains one model in an engine; `engine` is the `config` of `infinity_engine.initialize`.
+
+    `prepare` takes the model together with its optimizer. What it returns in their place is the
+    engine, which is called like the model, and an optimizer that steps it. `backward`,
+    `accumulate`, `clip_grad_norm_`, `save_state` and `load_state` are used as with any
+    Accelerator.
+    """
+
+    _optimizers: list[Any]  # the base class has it, without a type
+
+    def __init__(self, *args: Any, engine: Config = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begin(engine, {})
+
+    @classmethod
+    def taking_over(
+        cls, accelerator: Accelerator, engine: Config, **settings: object
+    ) -> InfinityAccelerator:
+        """Return one in the place of `accelerator`, which a Trainer has made. They share all.
+
+        `settings` replace those of `engine`.
+        """
+        taken = cls.__new__(cls)
+        taken._take_over(accelerator, engine, settings)
+        return taken
+
+    def _take_over(
+        self, accelerator: Accelerator, engine: Config, settings: Mapping[str, object]
+    ) -> None:
+        self.__dict__ = accelerator.__dict__
+        self._begin(engine, settings)
+
+    def _begin(self, engine: Config, settings: Mapping[str, object]) -> None:
+        self.engine: Engine | None = None
+        """The engine that `prepare` has made."""
+        given = settings_given(engine)
+        given.warn_of_missing(4)
+        self._engine_settings = {**given.settings, **settings}
+        # The engine multiplies the loss by a scale of its own.
+        self.scaler = None
+
+    # --- preparing --------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Make an engine of the model and the optimizer; prepare the rest as Accelerate does.
+
+        Raises:
+            ConfigError: there are several models to train, or the model has no optimizer beside it.
+            CapacityError: the budgets do not hold what training needs.
+        """
+        models = [item for item in args if isinstance(item, torch.nn.Module)]
+        optimizers = [
+            item
+            for item in args
+            if isinstance(item, torch.optim.Optimizer) and not isinstance(item, SkippingOptimizer)
+        ]
+        if not models and not optimizers:
+            return super().prepare(*args, device_placement=device_placement)
+        if len(models) != 1 or len(optimizers) != 1 or self.engine is not None:
+            raise ConfigError(
+                field="prepare",
+                value=f"{len(models)} models and {len(optimizers)} optimizers"
+                + (" beside the engine of an earlier call" if self.engine is not None else ""),
+                expected="one model and its optimizer, together: an engine trains one model. For "
+                "a model that is not trained, call prepare_model(model, evaluation_mode=True)",
+            )
+        made = self._make_engine(models[0], optimizers[0])
+        places: dict[int, Any] = {id(models[0]): made, id(optimizers[0]): made.as_optimizer()}
+        return super().prepare(
+            *(places.get(id(item), item) for item in args), device_placement=device_placement
+        )
+
+    def _make_engine(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Engine:
+        settings = {
+            "accumulation_steps": self.gradient_accumulation_steps,
+            **self._engine_settings,
+        }
+        if self.mixed_precision in _PRECISIONS:
+            settings.setdefault("precision", _PRECISIONS[self.mixed_precision])
+        made = initialize(model, optimizer, settings)
+        if made.device.type != self.device.type:
+            made.close()
+            raise ConfigError(
+                field="accelerator",
+                value=f"{made.device.type}, where Accelerate puts batches on {self.device.type}",
+                expected="the same device for both: set the engine's setting `accelerator`, or "
+                "use_cpu=True of TrainingArguments, cpu=True of Accelerator",
+            )
+        self.engine = made
+        return made
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> Any:
+        """Prepare an optimizer; that of an engine keeps its states where they are."""
+        if not isinstance(optimizer, EngineOptimizer):
+            return super().prepare_optimizer(optimizer, device_placement=device_placement)
+        prepared = SkippingOptimizer(optimizer)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the model of an engine; of other wrappers, what Accelerate returns."""
+        if isinstance(model, Engine):
+            model = model.module
+        return super().unwrap_model(model, *args, **kwargs)
+
+    # --- training ---------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients through the engine, averaged over `gradient_accumulation_steps`."""
+        if self.engine is None:
+            super().backward(loss, **kwargs)
+            return
+        # Averaged here, as Accelerate does, so that the engine does not.
+        self.engine.backward(loss / self.gradient_accumulation_steps, scale=False, **kwargs)
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor | None:
+        """Clip all gradients in the next step; return their norm.
+
+        Raises:
+            ConfigError: the norm is not of type 2; or updates are made before the norm is known.
+        """
+        if self.engine is None:
+            clipped: torch.Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
+            return clipped
+        if norm_type != 2:
+            raise ConfigError(field="norm_type", value=norm_type, expected="2")
+        return torch.tensor(self.engine.clip_grad_norm_(float(max_norm)))
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Refuse where there is an engine, which clips by norm alone.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if self.engine is not None:
+            raise ConfigError(
+                field="clip_grad_value_",
+                value=clip_value,
+                expected="clip_grad_norm_: the engine clips gradients by their norm alone",
+            )
+        super().clip_grad_value_(parameters, clip_value)
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """Return a model's state dict; of an engine, copies on the host. All ranks call this."""
+        if isinstance(model, Engine) or (self.engine is not None and model is self.engine.module):
+            assert self.engine is not None, "an engine that Accelerate gave away"
+            return self.engine.state_dict()
+        return super().get_state_dict(model, unwrap)
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Any:
+        """Save schedulers, samplers and generators as Accelerate does, and the engine beside them.
+
+        The engine's checkpoint is in the folder `engine` within.
+        """
+        with self._without_optimizers():
+            folder = super().save_state(output_dir, safe_serialization, **kwargs)
+        if self.engine is not None:
+            self.engine.save(Path(folder) / ENGINE_FOLDER)
+        return folder
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Go on from what `save_state` has saved; without `input_dir`, from the newest."""
+        folder = Path(input_dir).expanduser() if input_dir is not None else self._newest()
+        if self.engine is not None:
+            self.engine.load(folder / ENGINE_FOLDER)
+        with self._without_optimizers():
+            super().load_state(str(folder), load_kwargs, **kwargs)
+
+    @contextmanager
+    def _without_optimizers(self) -> Iterator[None]:
+        """Keep states that the engine saves from Accelerate, which would copy them to the host."""
+        kept = self._optimizers
+        if self.engine is not None:
+            self._optimizers = []
+        try:
+            yield
+        finally:
+            self._optimizers = kept
+
+    def _newest(self) -> Path:
+        """Return the newest folder of automatic checkpoint naming."""
+        folders = Path(self.project_dir or ".").glob("checkpoints/*")
+        numbered = [(int(found[0]), path) for path in folders if (found := _number(path))]
+        if not numbered:
+            raise ConfigError(
+                field="input_dir", value=None, expected="a folder that save_state has made"
+            )
+        return max(numbered)[1]
+
+    def release(self) -> None:
+        """Close the engine, if there is one, so that `prepare` can make another."""
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = None
+
+    def end_training(self) -> None:
+        """End trackers as Accelerate does, and close the engine."""
+        self.release()
+        super().end_training()
+
+
+def _number(path: Path) -> list[str]:
+    """Return the number that a name ends with, if it does."""
+    return re.findall(r"\d+$", path.name)

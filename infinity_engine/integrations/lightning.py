@@ -1,0 +1,177 @@
+"""`InfinityStrategy`: Lightning's Trainer trains a module in an engine.
+
+A strategy for one process. The engine is made when fitting begins and closed when it ends; a
+checkpoint is a folder with the engine's and a file with the rest.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from infinity_engine.engine.api import initialize, settings_given
+from infinity_engine.engine.engine import Engine
+from infinity_engine.errors import ConfigError
+
+__all__ = ["EnginePrecision", "InfinityStrategy"]
+
+_ENGINE, _REST = "engine", "lightning.ckpt"
+
+
+class EnginePrecision(Precision):  # type: ignore[misc]  # Lightning is typed in part
+    """Clips through the engine, whose setting `precision` says what parameters compute in."""
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip all gradients in the next step."""
+        optimizer.clip_grad_norm_(clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Refuse: the engine clips by norm alone.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            field="gradient_clip_algorithm", value="value", expected='"norm" in an engine'
+        )
+
+
+class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
+    """Trains a module in an engine; `engine` is the `config` of `infinity_engine.initialize`."""
+
+    strategy_name = "infinity"
+    optimizers: list[Any]  # the base class has it, without a type
+
+    def __init__(self, engine: Any = None, device: str | torch.device | None = None) -> None:
+        """Take settings, and the device of batches: None for a GPU where there is one."""
+        chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        super().__init__(device=chosen, precision_plugin=EnginePrecision())
+        given = settings_given(engine)
+        given.warn_of_missing(2)
+        self._engine_settings = dict(given.settings)
+        self.engine: Engine | None = None
+        """The engine, while fitting."""
+
+    # --- making and ending the engine -------------------------------------------------------------
+
+    def model_to_device(self) -> None:
+        """Leave a model that is trained where it is: the engine places it."""
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            super().model_to_device()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the module's optimizer, and the engine of both.
+
+        Raises:
+            ConfigError: the module has several optimizers, or optimizes by hand.
+        """
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise ConfigError(
+                field="configure_optimizers",
+                value=f"{len(self.optimizers)} optimizers",
+                expected="one: an engine steps one",
+            )
+        settings = {
+            "accumulation_steps": trainer.accumulate_grad_batches,
+            **self._engine_settings,
+        }
+        self.engine = initialize(self.lightning_module, self.optimizers[0], settings)
+        self.optimizers = [self.engine.as_optimizer()]
+
+    def teardown(self) -> None:
+        """Close the engine, which gives the module its values back."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+            self.optimizers = []
+        super().teardown()
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Compute gradients through the engine. Lightning has averaged the loss."""
+        assert self.engine is not None, "only fitting computes gradients"
+        loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self.engine.backward(loss, *args, scale=False, **kwargs)
+        ended: torch.Tensor = self.precision_plugin.post_backward(loss, self.lightning_module)
+        return ended
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training_step in the engine."""
+        assert self.engine is not None, "only fitting trains"
+        return self.engine.run(super().training_step, *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's validation_step, in the engine while fitting."""
+        if self.engine is None:
+            return super().validation_step(*args, **kwargs)
+        return self.engine.run(super().validation_step, *args, **kwargs)
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Load after the engine is made, as it has all values."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing while fitting: the engine saves the values."""
+        if self.engine is not None:
+            return {}
+        found: dict[str, Any] = super().lightning_module_state_dict()
+        return found
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return nothing while fitting, likewise."""
+        if self.engine is not None:
+            return {}
+        found: dict[str, Any] = super().optimizer_state(optimizer)
+        return found
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write a folder: the engine's checkpoint, and what Lightning saves beside values."""
+        if self.engine is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        folder = Path(filepath)
+        self.engine.save(folder / _ENGINE, keep=1)
+        super().save_checkpoint(checkpoint, folder / _REST, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load the engine, and return what Lightning saved beside."""
+        folder = Path(checkpoint_path)
+        is_engines = (folder / _ENGINE).is_dir()
+        if is_engines and self.engine is None:
+            raise ConfigError(
+                field="ckpt_path",
+                value=str(folder),
+                expected="a checkpoint with weights, as nothing is fitted: write them with "
+                f"`infinity checkpoint export {folder / _ENGINE} WEIGHTS`, and load these into the "
+                "module",
+            )
+        if self.engine is not None and is_engines:
+            self.engine.load(folder / _ENGINE)
+        found: dict[str, Any] = super().load_checkpoint(
+            folder / _REST if is_engines else folder, *args, **kwargs
+        )
+        return found
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Do nothing while fitting: the engine has loaded the values."""
+        if self.engine is None:
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Do nothing while fitting, likewise."""
+        if self.engine is None:
+            super().load_optimizer_state_dict(checkpoint)

@@ -1,0 +1,216 @@
+"""`InfinityTrainer`: a Trainer that trains in an engine, and `InfinityMixin` for other trainers.
+
+The loop stays Trainer's. The engine gets the gradients, steps, saves and loads; checkpoints have
+Trainer's folders, each with the engine's own checkpoint in place of `optimizer.pt`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import is_peft_available
+
+from infinity_engine.checkpoint.directory import CheckpointDirectory
+from infinity_engine.engine.engine import Engine
+from infinity_engine.errors import ConfigError
+from infinity_engine.integrations.accelerate import ENGINE_FOLDER, Config, InfinityAccelerator
+
+__all__ = ["InfinityMixin", "InfinityTrainer"]
+
+
+class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in part
+    """Lets a subclass of Trainer train in an engine: `class Mine(InfinityMixin, SFTTrainer)`.
+
+    The keyword `engine` is the `config` of `infinity_engine.initialize`: settings, or the path of a
+    file. The engine is made when training begins, and stays until `end()`, so that evaluating and
+    saving work after `train()`.
+    """
+
+    accelerator: Any  # the base class has it
+
+    def __init__(self, *args: Any, engine: Config = None, **kwargs: Any) -> None:
+        # First: Trainer's constructor makes the accelerator.
+        self._engine_settings = engine
+        super().__init__(*args, **kwargs)
+        for name, value, expected in _conflicts(self.args):
+            raise ConfigError(field=f"TrainingArguments.{name}", value=value, expected=expected)
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, None until training begins."""
+        made: Engine | None = self.accelerator.engine
+        return made
+
+    # --- making the engine ------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Let the accelerator make an engine when Trainer prepares model and optimizer."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator = InfinityAccelerator.taking_over(
+            self.accelerator,
+            self._engine_settings,
+            # Trainer averages: the engine only plans for so many micro-batches.
+            accumulation_steps=self.args.gradient_accumulation_steps,
+        )
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Make a model; an engine of the one before is closed."""
+        self.accelerator.release()
+        return super().call_model_init(trial)
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Leave the model where it is: the engine places it."""
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        """Return what is called in place of a model: its engine, if it has one."""
+        return self.engine if self.engine is not None and model is self.engine.module else model
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        """Save weights and configuration; weights are streamed from where they are."""
+        if self.engine is None or state_dict is not None:
+            super()._save(output_dir, state_dict)
+            return
+        if _has_adapters(self.model):
+            super()._save(output_dir, self._adapters())
+            return
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        # All but the weights.
+        super()._save(str(folder), {})
+        if self.args.should_save:
+            for file in _weights_in(folder):
+                file.unlink()
+        self.engine.export(folder)
+
+    def _adapters(self) -> dict[str, Any]:
+        """Return the state dict that peft picks the adapters from."""
+        assert self.engine is not None, "the caller has asked"
+        # With several adapters, some may not be trained.
+        several = len(getattr(self.model, "peft_config", {})) > 1
+        return self.engine.state_dict() if several else self.engine.trainable_state_dict()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save a checkpoint. It is finished when it has its `trainer_state.json`, the last file."""
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            # An earlier run may have written this checkpoint.
+            (Path(self._get_output_dir(trial)) / name / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the engine and the scheduler."""
+        if self.engine is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        self.engine.save(Path(output_dir) / ENGINE_FOLDER, keep=1)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    # --- going on ---------------------------------------------------------------------------------
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train. With `resume_from_checkpoint=True`, go on from the newest finished checkpoint."""
+        if resume_from_checkpoint is True:
+            newest = max(_finished(Path(self.args.output_dir)), default=None)
+            if newest is None:
+                raise ValueError(f"No finished checkpoint in {self.args.output_dir} to resume from")
+            resume_from_checkpoint = str(newest[1])
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load weights into the model, unless the engine loads them later."""
+        if _has_engine(resume_from_checkpoint):
+            return
+        if self.engine is not None:
+            raise ConfigError(
+                field="resume_from_checkpoint",
+                value=resume_from_checkpoint,
+                expected="a checkpoint with an engine's, which is in its folder "
+                f"{ENGINE_FOLDER!r}, where this trainer has trained already",
+            )
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the engine and the scheduler; or the states that a plain Trainer has saved."""
+        if checkpoint is None or self.engine is None or not _has_engine(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self.engine.load(Path(checkpoint) / ENGINE_FOLDER)
+        self.lr_scheduler.load_state_dict(
+            torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
+        )
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint into the engine."""
+        if self.engine is None:
+            super()._load_best_model()
+            return
+        self.engine.load(Path(self.state.best_model_checkpoint) / ENGINE_FOLDER, weights_only=True)
+
+
+class InfinityTrainer(InfinityMixin):
+    """Transformers' Trainer in an engine: `InfinityTrainer(..., engine={"budget": ...})`."""
+
+
+def _conflicts(arguments: Any) -> Iterator[tuple[str, object, str]]:
+    """Yield what a Trainer in an engine cannot do: the argument, its value, what would be right."""
+    for name in ("deepspeed", "fsdp", "torch_compile", "auto_find_batch_size"):
+        if getattr(arguments, name, None):
+            yield name, getattr(arguments, name), "none beside an engine: leave it out"
+    if arguments.save_only_model and arguments.load_best_model_at_end:
+        expected = "False beside load_best_model_at_end: the best model is loaded by the engine"
+        yield "save_only_model", True, expected
+    if arguments.n_gpu > 1:
+        expected = "one GPU for each process: set CUDA_VISIBLE_DEVICES, or start it with torchrun"
+        yield "n_gpu", arguments.n_gpu, expected
+
+
+def _has_adapters(model: torch.nn.Module) -> bool:
+    """Tell whether peft saves the model."""
+    if not is_peft_available():
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel) or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    """Return the files of an earlier save of the whole model."""
+    return [
+        file
+        for file in folder.glob("model*")
+        if re.fullmatch(
+            r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json", file.name
+        )
+    ]
+
+
+def _has_engine(checkpoint: str) -> bool:
+    """Tell whether an engine has saved a whole checkpoint in this one."""
+    return CheckpointDirectory(Path(checkpoint) / ENGINE_FOLDER).latest() is not None
+
+
+def _finished(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Yield the steps and folders of a run's checkpoints that were written to their end."""
+    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        step = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        # Killed while it was written, the file may be cut short.
+        try:
+            json.loads((path / TRAINER_STATE_NAME).read_text())
+        except (OSError, ValueError):
+            continue
+        if step.isdecimal():
+            yield int(step), path

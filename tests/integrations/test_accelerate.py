@@ -1,0 +1,143 @@
+"""An Accelerator whose `prepare` makes an engine: Accelerate's loop, with the losses of a plain
+one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infinity_engine.errors import ConfigError
+from support.families import transformers
+from support.trainers import language_model, rows
+
+transformers()
+accelerate = pytest.importorskip("accelerate")
+
+from infinity_engine.integrations.accelerate import InfinityAccelerator  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("deterministic")
+
+SETTINGS: dict[str, Any] = {
+    "accelerator": "cpu",
+    "calibration": "off",
+    "budget": {"host": "64MiB"},
+}
+
+
+class Run:
+    """A training by Accelerate's loop, with what it has prepared."""
+
+    def __init__(self, accelerator: Any, model: Any = None) -> None:
+        self.accelerator = accelerator
+        plain = language_model() if model is None else model
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+        loader: Any = torch.utils.data.DataLoader(rows(), batch_size=2)  # type: ignore[arg-type]
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+        self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
+            plain, optimizer, loader, scheduler
+        )
+
+    def train(self, epochs: int = 1) -> list[float]:
+        """Train as Accelerate's documentation does; return the losses and the last rate."""
+        losses = []
+        for _ in range(epochs):
+            for batch in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    loss = self.model(**batch).loss
+                    self.accelerator.backward(loss)
+                    if self.accelerator.sync_gradients:
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                losses.append(loss.item())
+        return [*losses, self.scheduler.get_last_lr()[0]]
+
+
+def plain() -> Any:
+    return accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+
+
+def with_engine(settings: dict[str, Any] | None = None, **options: Any) -> InfinityAccelerator:
+    given = {"cpu": True, "gradient_accumulation_steps": 2, **options}
+    return InfinityAccelerator(engine=settings or SETTINGS, **given)
+
+
+def test_accelerates_loop_has_the_losses_of_a_plain_accelerator(tmp_path: Path) -> None:
+    expected = Run(plain()).train(epochs=2)
+    drives = {
+        **SETTINGS,
+        "budget": {"host": "64MiB", "nvme": {str(tmp_path): "256MiB"}},
+        "strategy": "nvme_streamed",
+        "parameters": "nvme",
+    }
+    for settings in (SETTINGS, drives):
+        run = Run(with_engine(settings))
+        assert run.train(epochs=2) == pytest.approx(expected, rel=1e-5)
+        run.accelerator.end_training()
+
+
+def test_a_saved_state_is_gone_on_from(tmp_path: Path) -> None:
+    run = Run(with_engine())
+    run.train()
+    run.accelerator.save_state(str(tmp_path / "state"))
+    expected = run.train()
+    run.accelerator.end_training()
+
+    again = Run(with_engine(), language_model(seed=5))
+    again.accelerator.load_state(str(tmp_path / "state"))
+    assert again.train() == expected
+    again.accelerator.end_training()
+    assert not list((tmp_path / "state").glob("optimizer*"))
+
+
+def test_automatically_named_states_are_gone_on_from_the_newest(tmp_path: Path) -> None:
+    naming = accelerate.utils.ProjectConfiguration(
+        project_dir=str(tmp_path), automatic_checkpoint_naming=True
+    )
+    run = Run(with_engine(project_config=naming))
+    run.train()
+    run.accelerator.save_state()
+    run.train()
+    run.accelerator.save_state()
+    expected = run.train()
+    run.accelerator.load_state()
+    assert run.train() == expected
+    run.accelerator.end_training()
+
+
+def test_the_model_is_unwrapped_and_its_weights_returned() -> None:
+    model = language_model()
+    run = Run(with_engine(), model)
+
+    assert run.accelerator.unwrap_model(run.model) is model
+    assert run.accelerator.get_state_dict(run.model).keys() == model.state_dict().keys()
+    run.accelerator.end_training()
+
+
+def test_a_model_that_is_not_trained_is_prepared_as_by_accelerate() -> None:
+    accelerator = with_engine()
+    model = language_model()
+
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+    assert accelerator.engine is None
+
+
+@pytest.mark.parametrize("number", [0, 2], ids=["no model", "two models"])
+def test_one_model_is_prepared_together_with_its_optimizer(number: int) -> None:
+    models = [language_model() for _ in range(number)]
+    optimizer = torch.optim.AdamW(language_model().parameters())
+
+    with pytest.raises(ConfigError, match="one model and its optimizer, together"):
+        with_engine().prepare(*models, optimizer)
+
+
+def test_clipping_by_value_is_refused() -> None:
+    run = Run(with_engine())
+    with pytest.raises(ConfigError, match="by their norm alone"):
+        run.accelerator.clip_grad_value_(run.model.parameters(), 1.0)
+    run.accelerator.end_training()

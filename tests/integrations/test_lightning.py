@@ -1,0 +1,170 @@
+"""Lightning's Trainer with the engine's strategy: the losses of a plain one, and resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+lightning: Any = pytest.importorskip(
+    "lightning", reason="it is Lightning's Trainer that runs", exc_type=ImportError
+)
+
+from infinity_engine.errors import ConfigError  # noqa: E402
+from infinity_engine.integrations.lightning import InfinityStrategy  # noqa: E402
+from support.engine_bits import bits_of, differing  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("deterministic"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    """Two layers and a dropout between them, with a scheduler that steps each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 8))
+        self.losses: list[float] = []
+        self.validated: list[float] = []
+        self.bits: dict[str, torch.Tensor] = {}
+
+    def training_step(self, batch: torch.Tensor, _index: int) -> torch.Tensor:
+        loss: torch.Tensor = (self.layers(batch) - batch).pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, _index: int) -> None:
+        self.validated.append((self.layers(batch) - batch).pow(2).mean().item())
+
+    def on_train_end(self) -> None:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, InfinityStrategy):
+            assert strategy.engine is not None
+            self.bits = bits_of(strategy.engine)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+def batches(number: int = 10) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randn(8, generator=generator) for _ in range(number)]
+    return torch.utils.data.DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+
+
+def strategy(folder: Path) -> InfinityStrategy:
+    folder.mkdir(parents=True, exist_ok=True)
+    return InfinityStrategy(
+        engine={
+            "accelerator": "cpu",
+            "calibration": "off",
+            "budget": {"host": "64MiB", "nvme": {str(folder): "64MiB"}},
+            "strategy": "nvme_streamed",
+            "parameters": "nvme",
+            "storage": {"small_bytes": 0},
+        },
+        device="cpu",
+    )
+
+
+def trainer(folder: Path, **options: Any) -> Any:
+    given = {
+        "max_epochs": 2,
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.05,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "default_root_dir": str(folder),
+        **options,
+    }
+    return lightning.Trainer(**given)
+
+
+def fitted(folder: Path, **options: Any) -> Module:
+    module = Module()
+    torch.manual_seed(5)
+    path = options.pop("ckpt_path", None)
+    trainer(folder, **options).fit(module, batches(), batches(4), ckpt_path=path)
+    return module
+
+
+def test_losses_are_those_of_a_plain_trainer(tmp_path: Path) -> None:
+    expected = fitted(tmp_path / "plain")
+    mine = fitted(tmp_path / "mine", strategy=strategy(tmp_path / "drive"))
+
+    assert len(expected.losses) == 10
+    assert mine.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert mine.validated == pytest.approx(expected.validated, rel=1e-5)
+
+
+def test_a_module_has_its_values_back_after_fitting(tmp_path: Path) -> None:
+    mine = fitted(tmp_path, strategy=strategy(tmp_path / "drive"))
+
+    for name, value in mine.state_dict().items():
+        assert torch.equal(value, mine.bits[name])
+
+
+def test_a_resumed_fit_has_the_bits_of_one_that_went_through(tmp_path: Path) -> None:
+    whole = fitted(tmp_path / "whole", strategy=strategy(tmp_path / "drive"), max_epochs=3)
+    saving = lightning.pytorch.callbacks.ModelCheckpoint(
+        dirpath=tmp_path / "saved", every_n_epochs=1, save_top_k=-1, filename="{epoch}"
+    )
+    fitted(
+        tmp_path / "first",
+        strategy=strategy(tmp_path / "drive"),
+        max_epochs=2,
+        enable_checkpointing=True,
+        callbacks=[saving],
+    )
+    folder = tmp_path / "saved/epoch=1.ckpt"
+    assert {path.name for path in folder.iterdir()} == {"engine", "lightning.ckpt"}
+
+    resumed = fitted(
+        tmp_path / "again",
+        strategy=strategy(tmp_path / "drive"),
+        max_epochs=3,
+        ckpt_path=str(folder),
+    )
+
+    assert resumed.losses == whole.losses[10:]
+    assert differing(resumed.bits, whole.bits) == []
+
+
+def test_clipping_by_value_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='"norm" in an engine'):
+        fitted(tmp_path, strategy=strategy(tmp_path / "drive"), gradient_clip_algorithm="value")
+
+
+def test_several_optimizers_are_refused(tmp_path: Path) -> None:
+    class Two(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+    with pytest.raises(ConfigError, match="2 optimizers"):
+        trainer(
+            tmp_path,
+            strategy=strategy(tmp_path / "drive"),
+            gradient_clip_val=None,
+            accumulate_grad_batches=1,
+        ).fit(Two(), batches())

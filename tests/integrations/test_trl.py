@@ -1,0 +1,170 @@
+"""TRL's trainers as they are, with the mixin before their class: the losses of the plain ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.engine_bits import bits_of, differing
+from support.families import peft, transformers
+from support.trainers import arguments_of, language_model
+
+transformers()
+trl: Any = pytest.importorskip("trl", reason="it is TRL's trainers that run", exc_type=ImportError)
+datasets = pytest.importorskip("datasets", reason="TRL reads these")
+tokenizers = pytest.importorskip("tokenizers")
+
+from infinity_engine.integrations.transformers import InfinityMixin  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("deterministic"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+WORDS = [f"w{number}" for number in range(60)]
+
+
+class Sft(InfinityMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+    """SFTTrainer in an engine."""
+
+
+class Dpo(InfinityMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
+    """DPOTrainer in an engine."""
+
+
+def tokenizer() -> Any:
+    """Return a tokenizer of 64 words."""
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel(vocabulary, unk_token="<unk>")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers().PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def sentence(seed: int, length: int) -> str:
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(WORDS[i] for i in torch.randint(60, (length,), generator=generator).tolist())
+
+
+def texts() -> Any:
+    return datasets.Dataset.from_dict({"text": [sentence(row, 6 + row) for row in range(10)]})
+
+
+def pairs() -> Any:
+    return datasets.Dataset.from_dict(
+        {
+            "prompt": [sentence(row, 4) for row in range(10)],
+            "chosen": [" " + sentence(row + 100, 5) for row in range(10)],
+            "rejected": [" " + sentence(row + 200, 6) for row in range(10)],
+        }
+    )
+
+
+def on_drives(folder: Path) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return {
+        "accelerator": "cpu",
+        "calibration": "off",
+        "budget": {"host": "64MiB", "nvme": {str(folder): "256MiB"}},
+        "strategy": "nvme_streamed",
+        "parameters": "nvme",
+    }
+
+
+def lora() -> Any:
+    return peft().LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def options(kind: Any, folder: Path, **more: Any) -> Any:
+    given = arguments_of(folder).to_dict()
+    chosen = (
+        "num_train_epochs",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "learning_rate",
+        "max_grad_norm",
+        "logging_steps",
+        "save_strategy",
+        "report_to",
+        "disable_tqdm",
+        "use_cpu",
+        "seed",
+    )
+    return kind(
+        output_dir=str(folder),
+        **{name: given[name] for name in chosen},
+        bf16=False,
+        **more,
+    )
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def trained(kind: Any, folder: Path, *, adapted: bool, **more: Any) -> Any:
+    """Return a trainer that has trained."""
+    dpo = issubclass(kind, trl.DPOTrainer)
+    # From a folder, which DPO loads the reference from.
+    language_model(pad_token_id=0).save_pretrained(folder / "base")
+    torch.manual_seed(0)
+    trainer = kind(
+        model=transformers().LlamaForCausalLM.from_pretrained(folder / "base"),
+        args=options(trl.DPOConfig if dpo else trl.SFTConfig, folder),
+        train_dataset=pairs() if dpo else texts(),
+        processing_class=tokenizer(),
+        peft_config=lora() if adapted else None,
+        **more,
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("mine", "plain"), [(Sft, trl.SFTTrainer), (Dpo, trl.DPOTrainer)], ids=["sft", "dpo"]
+)
+def test_losses_are_those_of_the_plain_trainer(
+    mine: Any, plain: Any, adapted: bool, tmp_path: Path
+) -> None:
+    expected = losses(trained(plain, tmp_path / "plain", adapted=adapted))
+    trainer = trained(
+        mine, tmp_path / "mine", adapted=adapted, engine=on_drives(tmp_path / "drive")
+    )
+
+    assert len(expected) > 4
+    assert losses(trainer) == pytest.approx(expected, rel=1e-4)
+    trainer.end()
+
+
+def test_adapters_are_resumed_with_the_same_bits(tmp_path: Path) -> None:
+    def run(folder: Path, **more: Any) -> Any:
+        torch.manual_seed(0)
+        return Sft(
+            model=language_model(pad_token_id=0),
+            args=options(trl.SFTConfig, folder, **more),
+            train_dataset=texts(),
+            processing_class=tokenizer(),
+            peft_config=lora(),
+            engine=on_drives(tmp_path / "drive"),
+        )
+
+    whole = run(tmp_path / "whole")
+    whole.args.save_strategy = transformers().trainer_utils.SaveStrategy.STEPS
+    whole.args.save_steps = 2
+    whole.train()
+    expected = bits_of(whole.engine)
+    whole.end()
+
+    resumed = run(tmp_path / "again")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-4"))
+    assert differing(bits_of(resumed.engine), expected) == []
+    resumed.end()

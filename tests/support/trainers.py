@@ -1,0 +1,76 @@
+"""A tiny language model and data for Trainers, plain and in engines, and what they log.
+
+Rows have different numbers of tokens that count, and an epoch leaves a remainder of micro-batches.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.families import transformers
+
+__all__ = ["ROWS", "arguments_of", "language_model", "losses_of", "rows"]
+
+ROWS, _LENGTH, _VOCABULARY = 10, 16, 64
+
+
+def language_model(*, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
+    """Return a Llama of two layers, always with the same values."""
+    torch.manual_seed(seed)
+    return transformers().LlamaForCausalLM(
+        transformers().LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=_VOCABULARY,
+            attention_dropout=dropout,
+            eos_token_id=None,
+            **options,
+        )
+    )
+
+
+def rows(number: int = ROWS) -> list[dict[str, torch.Tensor]]:
+    """Return samples; the first tokens of each, more or fewer of them, are not predicted."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for row in range(number):
+        tokens = torch.randint(_VOCABULARY, (_LENGTH,), generator=generator)
+        labels = tokens.clone()
+        labels[: row % 7 + 1] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def arguments_of(folder: Path, **options: Any) -> Any:
+    """Return TrainingArguments: two epochs of micro-batches of 2, 2 of which make a step."""
+    given: dict[str, Any] = {
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 3,
+        **options,
+    }
+    return transformers().TrainingArguments(output_dir=str(folder), **given)
+
+
+def losses_of(trainer: Any) -> list[dict[str, float]]:
+    """Return what a Trainer logged of each step."""
+    return [
+        {name: entry[name] for name in ("loss", "grad_norm", "learning_rate")}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
