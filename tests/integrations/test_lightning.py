@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+class Module(lightning.LightningModule):  # type: ignore[misc]
     """Two layers and a dropout between them, with a scheduler that steps each batch."""
 
     def __init__(self) -> None:

@@ -29,20 +29,18 @@ pytestmark = [
 WORDS = [f"w{number}" for number in range(60)]
 
 
-class Sft(InfinityMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+class Sft(InfinityMixin, trl.SFTTrainer):  # type: ignore[misc]
     """SFTTrainer in an engine."""
 
 
-class Dpo(InfinityMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
+class Dpo(InfinityMixin, trl.DPOTrainer):  # type: ignore[misc]
     """DPOTrainer in an engine."""
 
 
 def tokenizer() -> Any:
     """Return a tokenizer of 64 words."""
     vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
-    words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel(vocabulary, unk_token="<unk>")
-    )
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return transformers().PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"

@@ -12,7 +12,7 @@ import torch
 
 from support.families import transformers
 
-__all__ = ["ROWS", "arguments_of", "language_model", "losses_of", "rows"]
+__all__ = ["ROWS", "arguments_of", "language_model", "losses_of", "rows", "train_on_a_rank"]
 
 ROWS, _LENGTH, _VOCABULARY = 10, 16, 64
 
@@ -74,3 +74,26 @@ def losses_of(trainer: Any) -> list[dict[str, float]]:
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
+
+
+def train_on_a_rank(folder: Path, resume: bool, settings: dict[str, Any] | None) -> dict[str, Any]:
+    """Train on this rank, in an engine where there are settings; return what came of it."""
+    arguments = arguments_of(folder, save_strategy="steps", save_steps=2, ddp_backend="gloo")
+    given = {"model": language_model(), "args": arguments, "train_dataset": rows(20)}
+    if settings is None:
+        plain = transformers().Trainer(**given)
+        plain.train()
+        return {"losses": losses_of(plain)}
+    from infinity_engine.integrations.transformers import InfinityTrainer
+
+    trainer = InfinityTrainer(**given, eval_dataset=rows(4), engine=settings)
+    trainer.train(resume_from_checkpoint=resume)
+    assert trainer.engine is not None
+    found = {
+        "losses": losses_of(trainer),
+        "weights": {name: value.tolist() for name, value in trainer.engine.state_dict().items()},
+        "evaluated": trainer.evaluate()["eval_loss"],
+    }
+    trainer.save_model(str(folder / "saved"))
+    trainer.end()
+    return found
