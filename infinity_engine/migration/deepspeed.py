@@ -111,7 +111,7 @@ def migrate_deepspeed(config: Mapping[str, Any], *, ranks: int = 1) -> Migration
     Raises:
         ConfigError: a value that the engine would have to use cannot be right.
     """
-    draft = _Draft(config, ranks)
+    draft = _Translation(config, ranks)
     keys = tuple(
         MigratedKey(key=key, value=value, fate=fate, here=here)
         for key, value in _leaves(config, "")
@@ -166,7 +166,7 @@ _SCHEDULE_OPTIONS = MappingProxyType(
 )
 
 
-class _Draft:
+class _Translation:
     """A migration in the making: reads key after key, and collects settings."""
 
     def __init__(self, config: Mapping[str, Any], ranks: int) -> None:
@@ -423,8 +423,8 @@ def _number(name: str, value: Any) -> float:
 
 
 def _option_of(
-    kind: Callable[[_Draft, str, Any], _Answer], name: str
-) -> Callable[[_Draft, Any], _Answer]:
+    kind: Callable[[_Translation, str, Any], _Answer], name: str
+) -> Callable[[_Translation, Any], _Answer]:
     return lambda draft, value: kind(draft, name, value)
 
 
@@ -449,37 +449,37 @@ _OPTIMIZER_KEYS = (
     "bias_correction",
 )
 
-_HANDLERS: Mapping[str, Callable[[_Draft, Any], _Answer]] = MappingProxyType(
+_HANDLERS: Mapping[str, Callable[[_Translation, Any], _Answer]] = MappingProxyType(
     {
-        "gradient_accumulation_steps": _Draft.accumulation,
-        "train_batch_size": _Draft.train_batch_size,
-        "gradient_clipping": _Draft.clipping,
-        "bf16.enabled": _Draft.bf16,
-        "bfloat16.enabled": _Draft.bf16,
-        "fp16.enabled": _Draft.fp16,
-        "fp16.loss_scale": _Draft.loss_scale,
-        "torch_autocast.enabled": _Draft.autocast,
-        f"{_ZERO}.stage": _Draft.stage,
-        f"{_ZERO}.offload_optimizer.device": _Draft.states_at,
-        f"{_ZERO}.offload_optimizer.nvme_path": _Draft.nvme_of_states,
-        f"{_ZERO}.offload_optimizer.ratio": _Draft.ratio,
-        f"{_ZERO}.offload_param.device": _Draft.parameters_at,
-        f"{_ZERO}.offload_param.nvme_path": _Draft.nvme_of_parameters,
-        f"{_ZERO}.cpu_offload": _Draft.legacy_states,
-        f"{_ZERO}.cpu_offload_params": _Draft.legacy_parameters,
-        f"{_ZERO}.cpu_offload_param": _Draft.legacy_parameters,
-        f"{_ZERO}.mics_shard_size": _Draft.shard_ranks,
-        f"{_ZERO}.zero_hpz_partition_size": _Draft.hpz,
-        f"{_ZERO}.leaf_module.classes": _Draft.leaf_classes,
-        f"{_ZERO}.leaf_module.names": _Draft.leaf_names,
-        "optimizer.type": _Draft.optimizer_type,
+        "gradient_accumulation_steps": _Translation.accumulation,
+        "train_batch_size": _Translation.train_batch_size,
+        "gradient_clipping": _Translation.clipping,
+        "bf16.enabled": _Translation.bf16,
+        "bfloat16.enabled": _Translation.bf16,
+        "fp16.enabled": _Translation.fp16,
+        "fp16.loss_scale": _Translation.loss_scale,
+        "torch_autocast.enabled": _Translation.autocast,
+        f"{_ZERO}.stage": _Translation.stage,
+        f"{_ZERO}.offload_optimizer.device": _Translation.states_at,
+        f"{_ZERO}.offload_optimizer.nvme_path": _Translation.nvme_of_states,
+        f"{_ZERO}.offload_optimizer.ratio": _Translation.ratio,
+        f"{_ZERO}.offload_param.device": _Translation.parameters_at,
+        f"{_ZERO}.offload_param.nvme_path": _Translation.nvme_of_parameters,
+        f"{_ZERO}.cpu_offload": _Translation.legacy_states,
+        f"{_ZERO}.cpu_offload_params": _Translation.legacy_parameters,
+        f"{_ZERO}.cpu_offload_param": _Translation.legacy_parameters,
+        f"{_ZERO}.mics_shard_size": _Translation.shard_ranks,
+        f"{_ZERO}.zero_hpz_partition_size": _Translation.hpz,
+        f"{_ZERO}.leaf_module.classes": _Translation.leaf_classes,
+        f"{_ZERO}.leaf_module.names": _Translation.leaf_names,
+        "optimizer.type": _Translation.optimizer_type,
         **{
-            f"optimizer.params.{name}": _option_of(_Draft.optimizer_option, name)
+            f"optimizer.params.{name}": _option_of(_Translation.optimizer_option, name)
             for name in _OPTIMIZER_KEYS
         },
-        "scheduler.type": _Draft.schedule_type,
+        "scheduler.type": _Translation.schedule_type,
         **{
-            f"scheduler.params.{name}": _option_of(_Draft.schedule_option, name)
+            f"scheduler.params.{name}": _option_of(_Translation.schedule_option, name)
             for name in (*_SCHEDULE_OPTIONS, "last_batch_iteration")
         },
     }
