@@ -111,6 +111,8 @@ def migrate_deepspeed(config: Mapping[str, Any], *, ranks: int = 1) -> Migration
     Raises:
         ConfigError: a value that the engine would have to use cannot be right.
     """
+    for path in _SECTIONS:
+        _check_section(config, path)
     draft = _Translation(config, ranks)
     keys = tuple(
         MigratedKey(key=key, value=value, fate=fate, here=here)
@@ -120,6 +122,15 @@ def migrate_deepspeed(config: Mapping[str, Any], *, ranks: int = 1) -> Migration
     return Migration(
         settings=draft.settings, optimizer=draft.optimizer(), schedule=draft.schedule(), keys=keys
     )
+
+
+def _check_section(config: Mapping[str, Any], path: str) -> None:
+    """Refuse another value where DeepSpeed has a section, if the file has it."""
+    found: Any = config
+    for name in path.split("."):
+        found = found.get(name, {})
+        if not isinstance(found, Mapping):
+            raise ConfigError(field=path, value=found, expected="a section, as DeepSpeed has it")
 
 
 def _leaves(section: Mapping[str, Any], within: str) -> Iterator[tuple[str, Any]]:
@@ -613,4 +624,13 @@ _MISSING: Mapping[str, str] = MappingProxyType(
 )
 """The keys that have no equivalent where they are on, by patterns, and what they would do."""
 
-_SECTIONS = ("optimizer", "scheduler", "zero_optimization")
+_SECTIONS = (
+    "optimizer.params",
+    "scheduler.params",
+    f"{_ZERO}.offload_optimizer",
+    f"{_ZERO}.offload_param",
+    f"{_ZERO}.leaf_module",
+    "torch_autocast",
+    "fp16",
+    "bf16",
+)

@@ -136,6 +136,22 @@ def test_one_model_is_prepared_together_with_its_optimizer(number: int) -> None:
         with_engine().prepare(*models, optimizer)
 
 
+def test_no_scheduler_steps_where_fp16_skips_a_step() -> None:
+    run = Run(
+        with_engine({**SETTINGS, "precision": "fp16_autocast"}, gradient_accumulation_steps=1)
+    )
+    batch = next(iter(run.loader))
+    rates = []
+    for factor in (1e30, 1.0):
+        run.accelerator.backward(run.model(**batch).loss * factor)
+        run.optimizer.step()
+        run.scheduler.step()
+        rates.append((run.scheduler.get_last_lr()[0], run.accelerator.optimizer_step_was_skipped))
+
+    assert rates == [(1e-2, True), (pytest.approx(9e-3), False)]
+    run.accelerator.end_training()
+
+
 def test_clipping_by_value_is_refused() -> None:
     run = Run(with_engine())
     with pytest.raises(ConfigError, match="by their norm alone"):

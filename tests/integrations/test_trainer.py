@@ -7,16 +7,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import infinity_engine
 from infinity_engine.errors import ConfigError
 from support.engine_bits import bits_of, differing
 from support.families import peft, transformers
 from support.nvme_programs import output_of, run_program
+from support.nvme_training import emulated
 from support.trainers import arguments_of, language_model, losses_of, rows
 
 transformers()
@@ -68,13 +71,23 @@ def trainer(
     )
 
 
-@pytest.mark.parametrize("place", ["memory", "drives"])
-def test_losses_and_norms_are_those_of_a_plain_trainer(place: str, tmp_path: Path) -> None:
-    expected = plain(tmp_path / "plain")
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [
+        ("memory", {}),
+        ("drives", {}),
+        ("memory", {"max_grad_norm": 0.0}),
+        ("drives", {"label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine"}),
+    ],
+    ids=["memory", "drives", "not clipped", "smoothed labels"],
+)
+def test_losses_and_norms_are_those_of_a_plain_trainer(
+    place: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = plain(tmp_path / "plain", **options)
     expected.train()
-    mine = trainer(
-        tmp_path / "mine", MEMORY if place == "memory" else on_drives(tmp_path / "drive")
-    )
+    settings = MEMORY if place == "memory" else on_drives(tmp_path / "drive")
+    mine = trainer(tmp_path / "mine", settings, **options)
     mine.train()
 
     # fp32 by another order of operations: docs/optimizers.md.
@@ -121,9 +134,20 @@ def test_evaluation_is_that_of_a_plain_trainer(tmp_path: Path) -> None:
     assert after[1] == pytest.approx(after[0], rel=1e-4)
 
 
-def test_a_bf16_model_has_the_same_bits_on_every_tier(tmp_path: Path) -> None:
+def test_a_bf16_model_has_the_same_bits_on_every_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bits = []
-    for number, settings in enumerate((MEMORY, on_drives(tmp_path / "drive"))):
+    streamed = {
+        "calibration": "off",
+        "budget": {"device": "16MiB", "host": "64MiB"},
+        "parameters": "host",
+        "strategy": "host_only",
+    }
+    for number, settings in enumerate((MEMORY, on_drives(tmp_path / "drive"), streamed)):
+        if settings is streamed:
+            on_device = partial(infinity_engine.initialize, device=emulated(1))
+            monkeypatch.setattr("infinity_engine.integrations.accelerate.initialize", on_device)
         mine = trainer(tmp_path / str(number), settings, language_model().to(torch.bfloat16))
         mine.train()
         assert mine.engine is not None
@@ -131,7 +155,7 @@ def test_a_bf16_model_has_the_same_bits_on_every_tier(tmp_path: Path) -> None:
         mine.end()
 
     assert any(name.endswith(": master") for name in bits[0])
-    assert differing(*bits) == []
+    assert differing(bits[0], bits[1]) == differing(bits[0], bits[2]) == []
 
 
 def test_mixed_precision_trains_16_bits_with_fp32_masters(tmp_path: Path) -> None:
@@ -186,6 +210,8 @@ def test_a_saved_model_is_loaded_by_from_pretrained(tied: bool, tmp_path: Path) 
     mine.save_model(str(tmp_path / "saved"))
     mine.end()
 
+    # The model has its values back, in ordinary memory.
+    assert differing(dict(mine.model.state_dict()), expected) == []
     loaded = transformers().LlamaForCausalLM.from_pretrained(tmp_path / "saved")
     assert loaded.config.architectures == ["LlamaForCausalLM"]
     assert differing(dict(loaded.state_dict()), expected) == []
@@ -394,6 +420,40 @@ def test_training_again_goes_on_in_the_same_engine(tmp_path: Path) -> None:
     assert engine is not None
     assert engine.steps == 12
     mine.end()
+
+
+def test_a_model_that_the_trainer_makes_is_trained(tmp_path: Path) -> None:
+    def made() -> Any:
+        return language_model()
+
+    mine = InfinityTrainer(
+        model_init=made,
+        args=arguments_of(tmp_path),
+        train_dataset=rows(),
+        engine=MEMORY,
+    )
+    mine.train()
+    first = losses_of(mine)
+    # Anew, as the search for hyperparameters trains.
+    mine.train()
+
+    assert losses_of(mine) == first
+    assert mine.engine is not None
+    assert mine.engine.module is mine.model
+    mine.end()
+
+
+def test_predictions_are_those_of_the_saved_model(tmp_path: Path) -> None:
+    mine = trainer(tmp_path / "run", on_drives(tmp_path / "drive"))
+    mine.train()
+    found = mine.predict(rows(4)).predictions
+    mine.save_model(str(tmp_path / "saved"))
+    mine.end()
+
+    loaded = transformers().LlamaForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    tokens = torch.stack([row["input_ids"] for row in rows(4)])
+    with torch.no_grad():
+        assert torch.equal(torch.tensor(found), loaded(tokens).logits)
 
 
 # --- what cannot be -------------------------------------------------------------------------------

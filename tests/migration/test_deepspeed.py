@@ -204,6 +204,8 @@ def test_an_unknown_key_has_no_equivalent() -> None:
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
         ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps"),
         ({"gradient_clipping": "much"}, "gradient_clipping"),
+        ({"optimizer": "AdamW"}, "optimizer"),
+        ({"zero_optimization": {"offload_param": "cpu"}}, "offload_param"),
         ({"zero_optimization": {"offload_param": {"device": "tape"}}}, "offload_param.device"),
         ({"zero_optimization": {"offload_optimizer": {"device": 1}}}, "offload_optimizer.device"),
         (
