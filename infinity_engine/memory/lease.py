@@ -268,8 +268,7 @@ class Lessor(ABC):
                 if backing is None and self._release_all_ended():
                     backing = allocate()
                 if backing is not None:
-                    self._open[id(backing)] = _LeasedBuffer(backing, holder, nbytes)
-                    return Lease(self, backing, tier=self._tier, nbytes=nbytes, holder=holder)
+                    return self._lease_of(backing, nbytes, holder)
                 # Only one that would make room: waiting for others would stall for nothing.
                 oldest = next((given for given in self._closing if in_the_way(given.backing)), None)
                 if oldest is None:
@@ -278,6 +277,11 @@ class Lessor(ABC):
             # Without the lock, as what it waits for may have to close leases. It stays where it is
             # meanwhile: the first look gives it back, also when this wait is interrupted.
             oldest.wait()
+
+    def _lease_of(self, backing: Backing, nbytes: int, holder: str) -> Lease:
+        """Return the lease of this memory, which it has until it is closed. Under the lock."""
+        self._open[id(backing)] = _LeasedBuffer(backing, holder, nbytes)
+        return Lease(self, backing, tier=self._tier, nbytes=nbytes, holder=holder)
 
     def _close_lease(self, _lease: Lease, backing: Backing, events: Sequence[Waitable]) -> None:
         with self._lock:

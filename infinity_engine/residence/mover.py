@@ -7,12 +7,13 @@ in any other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from infinity_engine.accel import Accelerator, StreamKind
+from infinity_engine.accel import Accelerator, Event, StreamKind
 from infinity_engine.errors import ConfigError, IllegalTransition
 from infinity_engine.memory import DeviceMemory, Lease, PinnedPool
 from infinity_engine.plan import Tier
@@ -68,7 +69,7 @@ class Mover:
 
     def load_with(self, record: ShardRecord, *, into: Lease, hop: Hop) -> Transfer:
         """Follow a read that the caller has begun: then the shard is on the host, in `into`."""
-        return self._begin([self._stage(record, Residency.LOADING, Source.KEPT, into, hop)])
+        return self._begin([self._stage(record, Residency.LOADING, Source.KEPT, into, by=hop)])
 
     def upload(
         self, record: ShardRecord, *, into: Lease | None = None, source: Source = Source.RELEASED
@@ -83,10 +84,12 @@ class Mover:
         *,
         into: Lease | None = None,
         source: Source = Source.RELEASED,
+        after: Sequence[Event] = (),
     ) -> Transfer:
         """Begin to move the shard to `to`, hop by hop, the last one into `into` if given.
 
-        Overwrites an older version of the shard on the drives.
+        Overwrites an older version of the shard on the drives. A copy between host and device
+        begins after the events `after`.
 
         Raises:
             IllegalTransition: it is on its way somewhere.
@@ -110,7 +113,7 @@ class Mover:
         hops = [_BY_TIERS[hop] for hop in pairwise(way)]
         last = len(hops) - 1
         stages = [
-            self._stage(record, hop, source, into if number == last else None)
+            self._stage(record, hop, source, into if number == last else None, after=after)
             for number, hop in enumerate(hops)
         ]
         return self._begin(stages)
@@ -196,7 +199,9 @@ class Mover:
         moving: Residency,
         source: Source,
         into: Lease | None = None,
+        *,
         by: Hop | None = None,
+        after: Sequence[Event] = (),
     ) -> PlannedHop:
         leaves, goes_to = MOVES[moving]
         if into is not None:
@@ -223,7 +228,7 @@ class Mover:
                         new.append(self._allocate(goes_to, record))
                     target = new[0]
                 # `by` is the caller's own read, which is under way already.
-                hop = by or self._hop(record, moving, target)
+                hop = by or self._hop(record, moving, target, after)
             # Last: what fails before this leaves the record as it was.
             record.advance(moving, into=target)
             return hop
@@ -270,7 +275,13 @@ class Mover:
             field=f"into, where {record.name} is to move", value=into, expected=expected
         )
 
-    def _hop(self, record: ShardRecord, moving: Residency, target: Lease | Place) -> Hop | None:
+    def _hop(
+        self,
+        record: ShardRecord,
+        moving: Residency,
+        target: Lease | Place,
+        after: Sequence[Event],
+    ) -> Hop | None:
         """Begin to move the bytes, from where they are to `target`."""
         if not record.nbytes:
             return None
@@ -281,7 +292,9 @@ class Mover:
             return self._drives(record).write(target, _memory(origin), what=record.name)
         assert isinstance(origin, Lease), "places are not copied to places"
         assert isinstance(target, Lease), "places are not copied to places"
-        event = self._accelerator.copy(target.flat(), origin.flat(), stream=self._streams[moving])
+        event = self._accelerator.copy(
+            target.flat(), origin.flat(), stream=self._streams[moving], after=after
+        )
         # Both stay taken until the copy has passed, also if their holders close them before.
         for lease in (origin, target):
             lease.until(event)

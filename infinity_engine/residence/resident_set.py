@@ -92,6 +92,11 @@ class ResidentSet(Generic[_Entry]):
         at = self._trace.at
         return self._trace.upcoming(max(self._ahead, at), at + look_ahead)
 
+    def expect(self, uses: Sequence[Use]) -> None:
+        """Predict these uses, of which the first is next, where no step has shown any."""
+        self._trace.expect(uses)
+        self._ahead = 0
+
     def end_step(self) -> TraceMismatch | None:
         """Start the next step's trace; return where this step left that of the one before."""
         mismatch = self._trace.end_step()

@@ -101,6 +101,11 @@ class TraceCursor:
             self._go_to(found + 1)
         return False
 
+    def expect(self, uses: Sequence[Use]) -> None:
+        """Follow these uses until the end of the step; none of them has come yet."""
+        self.trace = ModuleTrace(uses)
+        self._go_to(0)
+
     def upcoming(self, start: int, stop: int) -> Sequence[tuple[int, Use]]:
         """Return the uses from position `start` until `stop`, with their positions."""
         return list(enumerate(self.trace.uses[start:stop], start))
