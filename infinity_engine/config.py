@@ -22,6 +22,8 @@ from infinity_engine.units import parse_bytes, positive
 
 __all__ = [
     "AcceleratorChoice",
+    "ActivationsAt",
+    "ActivationsConfig",
     "Backend",
     "Checksum",
     "EngineConfig",
@@ -103,6 +105,14 @@ class Checksum(Enum):
 
     CRC32C = "crc32c"  # A crc32c for each block, kept in host memory: a damaged one is an error.
     OFF = "off"  # No check: a drive's wrong bytes are trained on.
+
+
+class ActivationsAt(Enum):
+    """Where what autograd saves for the backward waits for it."""
+
+    DEVICE = "device"  # Where it was made.
+    HOST = "host"  # What is needed last, in host memory; for devices with memory of their own.
+    NVME = "nvme"  # What is needed last, on drives.
 
 
 class ShardingStage(Enum):
@@ -392,6 +402,40 @@ class StorageConfig(_Settings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationsConfig(_Settings):
+    """What happens to the tensors that autograd saves for the backward, but for parameters."""
+
+    at: ActivationsAt = field(
+        default=ActivationsAt.DEVICE,
+        metadata=_about(
+            _member(ActivationsAt),
+            "where saved tensors wait for the backward; host, nvme: those beyond resident_bytes, "
+            "what is needed last (activations.md)",
+        ),
+    )
+    resident_bytes: int = field(
+        default=256 << 20,
+        metadata=_about(
+            _bytes(),
+            "bytes of saved tensors that stay where they were made; half of them may be on their "
+            "way from there or to there",
+        ),
+    )
+    host_bytes: int = field(
+        default=256 << 20,
+        metadata=_about(
+            _bytes(),
+            "bytes of the host's budget that saved tensors of a device with memory of its own "
+            "lie in, or pass on their way to drives",
+        ),
+    )
+    small_bytes: int = field(
+        default=65536,
+        metadata=_about(_whole(0), "saved tensors of fewer bytes stay where they were made"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RanksConfig(_Settings):
     """How the processes of a run, started by torchrun, train one model; one process needs none."""
 
@@ -522,6 +566,12 @@ class EngineConfig(_Settings):
             _bytes(),
             "bytes of the device's budget that the plan leaves to activations and all else that "
             "modules allocate",
+        ),
+    )
+    activations: ActivationsConfig = field(
+        default=ActivationsConfig(),
+        metadata=_about(
+            _section(ActivationsConfig), "where what autograd saves waits for the backward"
         ),
     )
     accumulation_steps: int = field(

@@ -26,7 +26,8 @@ from infinity_engine.building.initial_placement import (
     release_initial_values,
     restored_on_failure,
 )
-from infinity_engine.config import EngineConfig, Overlap, Precision, Recording
+from infinity_engine.config import ActivationsAt, EngineConfig, Overlap, Precision, Recording
+from infinity_engine.engine.activations import activations_of
 from infinity_engine.engine.engine import Engine, close_at_its_end
 from infinity_engine.engine.parts import EngineParts
 from infinity_engine.errors import CapacityError
@@ -162,7 +163,13 @@ def _parts(
     # Promise all memory first: what does not fit is refused before anything moves.
     with refusing_beside(planned.built):
         swap = _swap(
-            plan, ledger, planned.budget, planned.queue, resources, sums_bytes=planned.sums_bytes
+            plan,
+            ledger,
+            planned.budget,
+            planned.queue,
+            resources,
+            sums_bytes=planned.sums_bytes,
+            saves=config.activations.at is ActivationsAt.NVME,
         )
     host, on_device = _pools(plan.demand, ledger, accelerator, resources)
     passing = _passing(plan.demand, ledger, resources)
@@ -213,8 +220,6 @@ def _parts(
     for parameter, values in shown:
         parameter.data = values
     has_fp16 = any(subgroup.formats.parameter is FloatFormat.FP16 for subgroup in sizing.subgroups)
-    # Block sums are made as gradients come only where each step needs a norm.
-    sums_early = has_fp16 or config.max_grad_norm is not None
     # The parts that a step goes through, from gradients to what modules fetch.
     gradients = _gradients(
         trained,
@@ -224,7 +229,8 @@ def _parts(
         swap=swap,
         staying=staying,
         sums=sums,
-        sums_early=sums_early,
+        # Block sums are made as gradients come only where each step needs a norm.
+        sums_early=has_fp16 or config.max_grad_norm is not None,
     )
     fetcher: ParameterFetcher | None = None
     # Parameters that rest on the host or on drives are fetched around modules.
@@ -234,8 +240,12 @@ def _parts(
         )
         resources.callback(fetcher.close)
     ranks: OneRank | ManyRanks = OneRank(gradients)
-    modules: ModuleParameters | UnwatchedModules = UnwatchedModules()
+    modules: ModuleParameters | UnwatchedModules = UnwatchedModules(model, hooks)
     provider: Provider = NothingFetched() if fetcher is None else fetcher
+    # Before ranks reserve all that is left for whole parameters.
+    activations = activations_of(
+        config, planned, lanes, ledger=ledger, swap=swap, resources=resources
+    )
     early = _early_updates(
         sizing, plan, gradients=gradients, states=states, swapped=swapped, lanes=lanes
     )
@@ -286,6 +296,7 @@ def _parts(
         early=early,
         fetcher=provider,
         modules=modules,
+        activations=activations,
         ranks=ranks,
         deferral=deferral,
         scale=LossScale(dynamic=has_fp16),
@@ -369,10 +380,12 @@ def _swap(
     resources: ExitStack,
     *,
     sums_bytes: int,
+    saves: bool,
 ) -> SwapFile | None:
     """Open the swap file, each directory's share by its budget, and memory for checksums."""
     needed = plan.demand.nvme
-    if not needed:
+    # For what autograd saves it grows when that comes.
+    if not needed and not saves:
         return None
     free = sum(budget.nvme.values())
     every = max(free, 1)

@@ -140,6 +140,7 @@ class Engine:
             # From here on check_untouched() compares with these.
             known.note_values()
         parts.ranks.on_wait(self._safe_point)
+        parts.modules.keep_saved_in(parts.activations)
         accept = while_alive(self._accept)
         for trained in parts.trained:
             # Hooks go with the model: they must not keep the engine alive.
@@ -351,6 +352,7 @@ class Engine:
         self._updates.end_step()
         accumulation.end_step()
         parts.fetcher.end_step()
+        parts.activations.end_step()
         fetching = self.fetching()
         parts.drives.count()
         parts.telemetry.note(planned_again=self._updates.why_planned_again())

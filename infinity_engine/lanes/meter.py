@@ -83,6 +83,7 @@ class Cargo(Enum):
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
     STATES = "states"
+    ACTIVATIONS = "activations"
 
 
 class Wait(Enum):
@@ -91,6 +92,8 @@ class Wait(Enum):
     PARAMETERS = "wait for parameters"  # parameters that a module needs, or room for them
     # gradients in flight to where they are summed or used, or room for them
     GRADIENTS = "wait for gradients"
+    # what autograd has saved, in flight from drives or to them
+    ACTIVATIONS = "wait for activations"
     READS = WAIT_FOR_READS  # reads from the drives that the update needs
     WRITES = WAIT_FOR_WRITES  # writes to the drives of what the update made
     CHECKPOINT = "wait for checkpoint"  # until a save has written what the update changes

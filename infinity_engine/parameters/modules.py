@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from infinity_engine.activation import Activations, KeptActivations
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.parameters.graphs import GraphParts, custom_functions, tensors_kept_by
 from infinity_engine.parameters.hooks import Hooks
@@ -124,17 +125,6 @@ class _SavedParameter(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int  # in elements of dtype
-
-
-class _SavedTensor(NamedTuple):
-    """Any other saved tensor, and its version then.
-
-    It is a detached alias: the tensor itself would hold its graph, and the graph holds what is
-    saved.
-    """
-
-    tensor: torch.Tensor
-    version: int
 
 
 @dataclass(slots=True)
@@ -307,6 +297,7 @@ class ModuleParameters:
         self._leaves = _Leaves()
         self._called: set[int] = set()  # ids of the modules that have hooks around their calls
         self._graph_parts = GraphParts()
+        self._activations: Activations = KeptActivations()
         self._closed = False
         # Each module once: named_modules() lists a shared one by its first name.
         for name, module in model.named_modules():
@@ -329,6 +320,10 @@ class ModuleParameters:
                 if not _within(name, leaves):
                     hooks.on_call(module, self._before, self._after)
                     self._called.add(id(module))
+
+    def keep_saved_in(self, activations: Activations) -> None:
+        """Let these keep what autograd saves, but for parameters."""
+        self._activations = activations
 
     def register_external(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
         """Let a module use a parameter from its next call on; a leaf for modules inside it.
@@ -380,6 +375,7 @@ class ModuleParameters:
         if model is not None:
             # At each call: a module may have been compiled since.
             check_modules(model)
+            self._activations.begin_forward(_own_of(model))
         return self._hooks.saving(self._pack, self._unpack)
 
     def close(self) -> None:
@@ -526,8 +522,7 @@ class ModuleParameters:
             number = self._fetcher.shown.number_at(tensor.untyped_storage().data_ptr())
         if number is None:
             self._check_seen(tensor)
-            # Detached, and its version as it is now: an in-place change after this is an error.
-            return _SavedTensor(tensor.detach(), tensor._version)
+            return self._activations.pack(tensor)
         return _SavedParameter(
             number=number,
             version=self._fetcher.version_of(number),
@@ -561,16 +556,8 @@ class ModuleParameters:
         )
 
     def _unpack(self, saved: object) -> torch.Tensor:
-        if isinstance(saved, _SavedTensor):
-            if saved.tensor._version != saved.version:
-                raise RuntimeError(
-                    f"A tensor of shape {tuple(saved.tensor.shape)} that the backward needs was "
-                    "modified by an in-place operation after it was saved: it was at version "
-                    f"{saved.version} and is at version {saved.tensor._version}. Let the operation "
-                    "make a new tensor, or use a copy of this one in the forward"
-                )
-            return saved.tensor
-        assert isinstance(saved, _SavedParameter), "what is saved is one of the two"
+        if not isinstance(saved, _SavedParameter):
+            return self._activations.unpack(saved)
         number, known = saved.number, self._parameters[saved.number]
         if self._closed:
             raise RuntimeError(
@@ -601,6 +588,15 @@ class UnwatchedModules:
 
     fetches = False
 
+    def __init__(self, model: torch.nn.Module, hooks: Hooks) -> None:
+        self._model = weakref.ref(model)
+        self._hooks = hooks
+        self._activations: Activations = KeptActivations()
+
+    def keep_saved_in(self, activations: Activations) -> None:
+        """Let these keep what autograd saves, but for parameters."""
+        self._activations = activations
+
     def register_external(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
         """Do nothing: the module finds the parameter where it is."""
 
@@ -618,8 +614,12 @@ class UnwatchedModules:
         return []
 
     def saving(self) -> AbstractContextManager[None]:
-        """Do nothing around the body: autograd saves the parameters themselves."""
-        return nullcontext()
+        """Let autograd save parameters as they are in the body, and the rest where it is kept."""
+        model = self._model()
+        if model is None or not self._activations.offloads:
+            return nullcontext()
+        self._activations.begin_forward(_own_of(model))
+        return self._hooks.saving(self._activations.pack, self._activations.unpack)
 
     def let_go(self) -> None:
         """Do nothing."""
@@ -633,6 +633,12 @@ class UnwatchedModules:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def _own_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors that are the model's own."""
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 def tensors_in(output: object) -> Iterator[torch.Tensor]:

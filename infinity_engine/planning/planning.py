@@ -21,7 +21,14 @@ from deepnvme.memory.checksum import CHECKSUM_BYTES
 from infinity_engine.accel import Accelerator
 from infinity_engine.building.built import BuiltModel
 from infinity_engine.building.previous import PreviousStates
-from infinity_engine.config import Checksum, EngineConfig, Recording, Replanning
+from infinity_engine.config import (
+    ActivationsAt,
+    ActivationsConfig,
+    Checksum,
+    EngineConfig,
+    Recording,
+    Replanning,
+)
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity
 from infinity_engine.machine.cores import CoreShare
@@ -48,7 +55,7 @@ from infinity_engine.ranks.sharding import Sharding, check_cut
 from infinity_engine.storage import SwapFile
 from infinity_engine.update.replanning import Question, Replanner
 
-__all__ = ["Planned", "check_and_plan", "check_device", "refusing_beside"]
+__all__ = ["Planned", "check_and_plan", "check_device", "refusing_beside", "saved_on_host"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +105,7 @@ def check_and_plan(
     trained = collect_parameters(model, optimizer, config.precision)
     check_device(accelerator, alone=ranks is None)
     _check_early_updates(config, trained, unified=accelerator.unified)
+    _check_activations(config, accelerator)
     previous = PreviousStates(optimizer, trained, rules)
     frozen = collect_frozen(model, trained, config.precision)
     check_memory_of_their_own((*trained, *frozen), dict(model.named_buffers()))
@@ -128,16 +136,19 @@ def check_and_plan(
     )
     if ranks is not None:
         ranks.tell_of_shared_cores()
-    room, asked = budget, wish_of(config, policy)
+    saved = saved_on_host(config.activations, accelerator)
+    planned_budget = replace(budget, host=max(budget.host - saved, 0))
+    room, asked = planned_budget, wish_of(config, policy)
     if sharding is not None:
-        room, asked = sharding.left_of(budget, unified=accelerator.unified), sharding.wish(asked)
+        room = sharding.left_of(planned_budget, unified=accelerator.unified)
+        asked = sharding.wish(asked)
     rated = partial(
         with_rates,
         config if ranks is None else replace(config, update_threads=update_threads),
         asked,
         rules,
         accelerator=accelerator,
-        budget=budget,
+        budget=planned_budget,
         room=room,
         queue=queue,
         sizing=sizing,
@@ -147,7 +158,7 @@ def check_and_plan(
     rated_config = (
         rated() if ranks is None else with_rates_of_machine(config, ranks, budget.nvme, rated)
     )
-    with refusing_beside(built):
+    with refusing_beside(built), _refusing_beside_saved(min(saved, budget.host)):
         if sharding is None:
             wish, question = choose(
                 model,
@@ -156,10 +167,10 @@ def check_and_plan(
                 sizing,
                 config=rated_config,
                 policy=policy,
-                budget=budget,
+                budget=planned_budget,
                 io_bytes=io_bytes,
             )
-            plan = place(sizing, wish, budget, io_bytes=io_bytes)
+            plan = place(sizing, wish, planned_budget, io_bytes=io_bytes)
             replanner = _replanner(config, question, sizing, plan, trained=len(trained))
         else:
             chosen = choose_together(
@@ -295,6 +306,43 @@ def _check_early_updates(
         )
     if expected is not None:
         raise ConfigError(field="storage.early_updates", value=True, expected=expected)
+
+
+@contextmanager
+def _refusing_beside_saved(nbytes: int) -> Iterator[None]:
+    """Let a refusal in the body count what saved tensors take of the host's budget."""
+    try:
+        yield
+    except CapacityError as error:
+        if error.tier != Tier.HOST.name or not nbytes:
+            raise
+        raise error.beside("saved activations (activations.resident_bytes)", nbytes) from None
+
+
+def saved_on_host(config: ActivationsConfig, accelerator: Accelerator) -> int:
+    """Return the bytes of the host's budget that saved tensors take."""
+    if config.at is ActivationsAt.DEVICE:
+        return 0
+    return config.resident_bytes if accelerator.torch_device.type == "cpu" else config.host_bytes
+
+
+def _check_activations(config: EngineConfig, accelerator: Accelerator) -> None:
+    """Refuse settings by which saved tensors cannot leave."""
+    at = config.activations.at
+    if at is ActivationsAt.HOST and accelerator.torch_device.type == "cpu":
+        raise ConfigError(
+            field="activations.at",
+            value=at.value,
+            expected=f'"nvme" or "device" with the accelerator {accelerator.name}: what modules '
+            "compute is in host memory already",
+        )
+    if at is ActivationsAt.NVME and not (config.budget and config.budget.nvme):
+        raise ConfigError(
+            field="activations.at",
+            value=at.value,
+            expected='a budget with nvme, such as {"nvme": {directory: "100GiB"}}, for saved '
+            "tensors to rest on",
+        )
 
 
 def _budget(

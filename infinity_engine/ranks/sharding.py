@@ -263,7 +263,9 @@ class Sharding:
                 self.parameters, self.ranks, shards.lanes, memory, wire_bytes=self.gather_bytes
             )
             resources.callback(replicas.close)
-            return ManyRanks(self.cut, replicas, UnwatchedModules(), reducer, shards.gradients)
+            return ManyRanks(
+                self.cut, replicas, UnwatchedModules(model, hooks), reducer, shards.gradients
+            )
         gatherer = ParameterGatherer(
             self.parameters,
             self.ranks,

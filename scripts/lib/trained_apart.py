@@ -78,6 +78,8 @@ class Job:
     wants_digests: bool = False
     seed: int = 0
     """Of the model and of what it is trained on."""
+    recomputes: bool = True
+    """Whether each block computes its forward again in the backward."""
     made_in_memory: bool = False
     """Whether the model is made as plain torch makes it, also where its parameters go to drives."""
 
@@ -272,7 +274,7 @@ def train(job: Job, tell: Callable[..., None]) -> Result:
     data = batches(text.long(), sequences=1, length=job.context, seed=job.seed)
     tell(at="making the model")
     torch.manual_seed(job.seed)
-    trainer = system(job, lambda: _gpt(job.width, job.depth, job.context))
+    trainer = system(job, lambda: _gpt(job.width, job.depth, job.context, job.recomputes))
     before = _drive_bytes()
     peak = 0
     for number in range(job.steps):
@@ -322,14 +324,14 @@ def _step(
     return Step(loss.item(), dict(zip(PHASES, took, strict=True)), trainer.within())
 
 
-def _gpt(width: int, depth: int, context: int) -> TinyGPT:
-    """Return a GPT whose activations hardly grow with its depth, so that memory has nothing else to
-    grow with.
+def _gpt(width: int, depth: int, context: int, recomputes: bool = True) -> TinyGPT:
+    """Return a GPT; one that recomputes has activations that hardly grow with its depth, so that
+    memory has nothing else to grow with.
     """
     from tiny_gpt import TinyGPT
 
     return TinyGPT(
-        width=width, depth=depth, heads=max(1, width // 64), context=context, recomputes=True
+        width=width, depth=depth, heads=max(1, width // 64), context=context, recomputes=recomputes
     )
 
 

@@ -25,6 +25,7 @@ from support.far_programs import (
     far_process,
     gradients_seen,
     limits_of_modules,
+    offloaded_far,
     room_for_modules,
     saved_beside_training,
     trained_far,
@@ -74,6 +75,28 @@ def test_it_trains_as_the_cpu_does(model: str, reference: Reference) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
     for name, tensor in expected.bits.items():
         assert torch.allclose(found.bits[name], tensor, rtol=1e-3, atol=1e-5), name
+
+
+@pytest.mark.parametrize("at", ["host", "nvme"])
+@pytest.mark.parametrize("parameters", ["device", "host"])
+@pytest.mark.parametrize("model", MODELS)
+def test_saved_tensors_leave_the_device_and_come_back_with_the_same_bits(
+    far: ProcessPoolExecutor,
+    reference: Reference,
+    tmp_path: Path,
+    model: str,
+    parameters: str,
+    at: str,
+) -> None:
+    case = Case(model=model, small_bytes=0)
+    activations = {"at": at, "resident_bytes": 8192, "host_bytes": "1MiB", "small_bytes": 0}
+
+    bits, report = far.submit(
+        offloaded_far, replace(case, parameters=parameters), tmp_path, activations
+    ).result()
+
+    assert differing(reference(case).bits, bits) == []
+    assert "activations" in report
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ LENGTH = 32
 LONG = 2048
 """Rotary angles rounded to bf16 are off by a radian here."""
 TIERS = ("host", "drives", "device")
+SAVED = "activations on drives"
 VARIANTS = ("full", "lora", "reentrant checkpoints", "checkpoints")
 DTYPE = torch.bfloat16
 Trained = tuple[Bits, list[float]]
@@ -131,6 +132,12 @@ def trained_by_engine(
 def settings_of(tier: str, host: int, drive: Path, stack: ExitStack) -> dict[str, Any]:
     if tier == "host":
         return {"strategy": "host_only", "budget": {"host": host}}
+    if tier == SAVED:
+        return {
+            "strategy": "host_only",
+            "budget": {"host": host, "nvme": {str(drive): "64MiB"}},
+            "activations": {"at": "nvme", "resident_bytes": 2048, "small_bytes": 512},
+        }
     if tier == "drives":
         budget = {"host": host, "nvme": {str(drive): "64MiB"}}
         return {
@@ -169,7 +176,9 @@ def _trained(
             engine.backward(loss)
             assert engine.step().outcome is infinity_engine.Outcome.UPDATED
             losses.append(loss.item())
-        if "nvme" in given["budget"]:
+        if "activations" in given:
+            assert re.search(r"^nvme write +activations ", str(engine.report()), re.MULTILINE)
+        elif "nvme" in given["budget"]:
             whole = all(parameter.requires_grad for parameter in model.parameters())
             moved = "write .*parameters .*gradients .*states " if whole else "read .*parameters "
             assert re.search(f"^nvme {moved}", str(engine.report()), re.MULTILINE)
@@ -213,6 +222,13 @@ SHORT = {
     "reentrant checkpoints": ("qwen3", "t5"),
     "checkpoints": ("gemma3", "mixtral"),
 }
+# The same for activations on drives.
+SAVING = {
+    "full": ("llama", "qwen2-moe", "t5", "vit", "mamba"),
+    "lora": ("llama",),
+    "reentrant checkpoints": ("llama",),
+    "checkpoints": ("qwen2-moe", "t5"),
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -220,6 +236,20 @@ def test_a_family_trains_with_torchs_bits_on_every_tier(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare(name, "full", TIERS, LENGTH, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        pytest.param(name, variant, marks=[] if name in SAVING[variant] else pytest.mark.slow)
+        for variant in VARIANTS
+        for name in FAMILIES
+    ],
+)
+def test_what_autograd_saves_may_wait_on_drives(
+    name: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(name, variant, (SAVED,), LENGTH, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from infinity_engine.errors import CapacityError
 from infinity_engine.plan import Strategy
 from support.determinism import deterministic_compute
 from support.device_training import wide_engine
-from support.engine_bits import bits_of, differing
+from support.engine_bits import Bits, bits_of, differing
 from support.far import (
     FAR,
     FarAccelerator,
@@ -41,6 +41,7 @@ __all__ = [
     "gpu_bench",
     "gradients_seen",
     "limits_of_modules",
+    "offloaded_far",
     "room_for_modules",
     "saved_beside_training",
     "trained_far",
@@ -74,6 +75,17 @@ def trained_far(case: Case, drive: Path | None = None) -> Trained:
     """Train with the engine on the far device; see `trained`."""
     with deterministic_compute():
         return trained(case, _device(), drive)
+
+
+def offloaded_far(case: Case, drive: Path, activations: dict[str, object]) -> tuple[Bits, str]:
+    """Train with saved tensors that leave the far device; return the bits and the last report."""
+    with (
+        deterministic_compute(),
+        _device() as device,
+        opened(case, device, drive, activations=activations) as (engine, task),
+    ):
+        train(engine, task, case)
+        return bits_of(engine), str(engine.report())
 
 
 def saved_beside_training(case: Case, folder: Path, drive: Path | None) -> list[str]:

@@ -112,7 +112,7 @@ SECTIONS = sorted(sections(WHOLE_CONFIG))
 
 
 def test_the_sections_that_are_fuzzed_are_all_there_are() -> None:
-    assert SECTIONS == [(), ("budget",), ("ranks",), ("storage",), ("telemetry",)]
+    assert SECTIONS == [(), ("activations",), ("budget",), ("ranks",), ("storage",), ("telemetry",)]
 
 
 # --- values ---

@@ -1,0 +1,88 @@
+"""What autograd saves in place of a tensor that is no parameter, and who keeps it.
+
+`KeptActivations` leaves each where it is; `ActivationOffload` moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import torch
+
+__all__ = ["Activations", "KeptActivations", "changed_since"]
+
+
+class Activations(Protocol):
+    """Keeps saved tensors until their backward."""
+
+    offloads: bool
+    """Whether some of them are moved."""
+
+    def begin_forward(self, own: Iterable[torch.Tensor]) -> None:
+        """Note that a forward begins; what lies in the memory of `own` tensors is never moved."""
+
+    def pack(self, tensor: torch.Tensor) -> object:
+        """Return what autograd saves in place of a tensor."""
+
+    def unpack(self, saved: object) -> torch.Tensor:
+        """Return the tensor that `pack` was given.
+
+        Raises:
+            RuntimeError: it was changed since, or the engine was closed.
+            TransferError: it could not be read back.
+        """
+
+    def end_step(self) -> None:
+        """Note that a step has ended."""
+
+    def close(self) -> None:
+        """Give everything back. What is still saved cannot be unpacked any more."""
+
+
+class _SavedTensor(NamedTuple):
+    """A saved tensor, and its version then.
+
+    It is a detached alias: the tensor itself would hold its graph, and the graph holds what is
+    saved.
+    """
+
+    tensor: torch.Tensor
+    version: int
+
+
+class KeptActivations:
+    """Leaves every saved tensor where it is."""
+
+    offloads = False
+
+    def begin_forward(self, own: Iterable[torch.Tensor]) -> None:
+        """Do nothing."""
+
+    def pack(self, tensor: torch.Tensor) -> object:
+        """Return the tensor without its graph."""
+        # Its version as it is now: an in-place change after this is an error.
+        return _SavedTensor(tensor.detach(), tensor._version)
+
+    def unpack(self, saved: object) -> torch.Tensor:
+        """Return the tensor, if it is as it was saved."""
+        assert isinstance(saved, _SavedTensor), "it was packed here"
+        if saved.tensor._version != saved.version:
+            raise changed_since(saved.tensor.shape, saved.version, saved.tensor._version)
+        return saved.tensor
+
+    def end_step(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def changed_since(shape: Iterable[int], saved: int, now: int) -> RuntimeError:
+    """Return the error for a tensor that was changed in place between forward and backward."""
+    return RuntimeError(
+        f"A tensor of shape {tuple(shape)} that the backward needs was "
+        "modified by an in-place operation after it was saved: it was at version "
+        f"{saved} and is at version {now}. Let the operation "
+        "make a new tensor, or use a copy of this one in the forward"
+    )

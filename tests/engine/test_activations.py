@@ -1,0 +1,480 @@
+"""Saved tensors that wait for the backward on drives: the same bits, whatever the backward asks for
+in which order, within the limit; what fails is named and can be repeated.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import infinity_engine
+from infinity_engine.activation import ActivationOffload
+from infinity_engine.engine.engine import Engine
+from infinity_engine.errors import CapacityError, ConfigError, TransferError
+from infinity_engine.lanes.meter import Cargo
+from infinity_engine.plan import HostOnly, NvmeStreamed, Strategy
+from infinity_engine.storage import Hop, Place, SwapFile
+from support.engine_bits import Bits, bits_of, differing
+from support.nvme_training import Case, emulated, opened
+from support.small_models import MODELS, Task
+
+Use = Callable[[Engine, Task], Bits]
+ON_DRIVES: dict[str, object] = {
+    "at": "nvme",
+    "resident_bytes": 1024,  # so little that almost all of it leaves
+    "small_bytes": 0,
+}
+CASES = (
+    Case(strategy=HostOnly(), steps=3, small_bytes=0),
+    Case(strategy=NvmeStreamed(), parameters="nvme", precision="bf16", steps=3, small_bytes=0),
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def offload_of(engine: Engine) -> ActivationOffload:
+    found = engine._parts.activations
+    assert isinstance(found, ActivationOffload)
+    return found
+
+
+@contextmanager
+def offloading(
+    case: Case, drive: Path, on: Any = None, **activations: object
+) -> Iterator[tuple[Engine, Task]]:
+    with opened(case, on, drive, activations={**ON_DRIVES, **activations}) as (engine, task):
+        yield engine, task
+
+
+def same_as_kept(use: Use, case: Case, drive: Path, on: Any = None) -> None:
+    with opened(case, on, drive) as (engine, task):
+        expected = use(engine, task)
+    with offloading(case, drive, on and emulated(3)) as (engine, task):
+        found = use(engine, task)
+        assert "nvme write" in str(engine.report()), "it went to the drive"
+    assert differing(expected, found) == []
+
+
+def step_by_step(engine: Engine, task: Task) -> Bits:
+    for seed in range(3):
+        engine.backward(engine(task.batch(seed)))
+        engine.step()
+    return bits_of(engine)
+
+
+@pytest.mark.parametrize("case", CASES, ids=["host", "drives"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_trains_with_the_same_bits(model: str, case: Case, tmp_path: Path) -> None:
+    same_as_kept(step_by_step, replace(case, model=model), tmp_path)
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "emulated"])
+def test_micro_batches_are_summed_with_the_same_bits(accelerator: str, tmp_path: Path) -> None:
+    on = emulated(3) if accelerator == "emulated" else None
+
+    def accumulated(engine: Engine, task: Task) -> Bits:
+        for seed in range(6):
+            engine.backward(engine(task.batch(seed)))
+            engine.step()
+        return bits_of(engine)
+
+    same_as_kept(accumulated, replace(CASES[1], accumulation=2), tmp_path, on)
+
+
+@pytest.mark.parametrize("order", ["first to last", "last to first"])
+def test_several_forwards_come_before_their_backwards(order: str, tmp_path: Path) -> None:
+    def used(engine: Engine, task: Task) -> Bits:
+        for seed in range(3):
+            losses = [engine(task.batch(3 * seed + number)) for number in range(3)]
+            for loss in losses if order == "first to last" else reversed(losses):
+                engine.backward(loss)
+            engine.step()
+        return bits_of(engine)
+
+    same_as_kept(used, replace(CASES[0], accumulation=3), tmp_path)
+
+
+def test_a_retained_graph_is_differentiated_twice(tmp_path: Path) -> None:
+    def used(engine: Engine, task: Task) -> Bits:
+        for seed in range(2):
+            loss = engine(task.batch(seed))
+            engine.backward(loss, retain_graph=True)
+            engine.backward(loss * 0.5)
+            engine.step()
+        return bits_of(engine)
+
+    same_as_kept(used, CASES[0], tmp_path)
+
+
+def test_an_evaluation_comes_between_forward_and_backward(tmp_path: Path) -> None:
+    def used(engine: Engine, task: Task) -> Bits:
+        for seed in range(2):
+            loss = engine(task.batch(seed))
+            with torch.no_grad():
+                engine(task.batch(7))
+            engine(task.batch(8))  # a graph that no backward uses
+            engine.backward(loss)
+            engine.step()
+        return bits_of(engine)
+
+    same_as_kept(used, CASES[0], tmp_path)
+
+
+class Doubled(torch.nn.Module):
+    """A loss with the gradient of its own input in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 64), torch.nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        out = self.second(self.first(x).tanh()).square().sum()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        return torch.as_tensor(out + slope.square().sum())
+
+
+def test_a_gradient_is_differentiated_again(tmp_path: Path) -> None:
+    def trained(**settings: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = Doubled()
+        with infinity_engine.initialize(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            accelerator="cpu",
+            budget={"host": "64MiB", "nvme": {str(tmp_path): "64MiB"}},
+            strategy="host_only",
+            calibration="off",
+            **settings,
+        ) as engine:
+            for seed in range(3):
+                x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+                engine.backward(engine(x))
+                engine.step()
+            found: dict[str, torch.Tensor] = engine.state_dict()
+            return found
+
+    assert differing(trained(), trained(activations=ON_DRIVES)) == []
+
+
+class Blocks(torch.nn.Module):
+    """Wide blocks, each recomputed or not."""
+
+    def __init__(self, recompute: str | None = None) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+            for _ in range(6)
+        )
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if self.recompute is None:
+                x = x + block(x)
+            else:
+                x = x + checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
+        return torch.as_tensor(x.square().mean())
+
+
+@contextmanager
+def blocks(
+    drive: Path, recompute: str | None = None, **settings: Any
+) -> Iterator[tuple[Engine, Blocks]]:
+    torch.manual_seed(0)
+    model = Blocks(recompute)
+    with infinity_engine.initialize(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        accelerator="cpu",
+        budget={"host": "64MiB", "nvme": {str(drive): "64MiB"}},
+        strategy="host_only",
+        calibration="off",
+        **settings,
+    ) as engine:
+        yield engine, model
+
+
+def batch(seed: int, rows: int = 64) -> torch.Tensor:
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
+    return x.requires_grad_()
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
+def test_the_inputs_of_recomputed_blocks_leave_too(recompute: str, tmp_path: Path) -> None:
+    def trained(**settings: Any) -> Bits:
+        with blocks(tmp_path, recompute, **settings) as (engine, _):
+            for seed in range(3):
+                engine.backward(engine(batch(seed)))
+                engine.step()
+            return bits_of(engine)
+
+    assert differing(trained(), trained(activations=ON_DRIVES)) == []
+
+
+def test_what_is_here_or_on_its_way_stays_within_the_limit(tmp_path: Path) -> None:
+    limit = 256 << 10
+    most = 0
+    with blocks(
+        tmp_path, activations={"at": "nvme", "resident_bytes": limit, "small_bytes": 0}
+    ) as (engine, model):
+        offload = offload_of(engine)
+
+        def look(*_: object) -> None:
+            nonlocal most
+            here = offload._limits.resident - offload._limits.leaving - offload._resident.free
+            most = max(most, here + offload._leaving_bytes)
+
+        for block in model.blocks:
+            block.register_forward_hook(look)
+            block.register_full_backward_hook(look)
+        for seed in range(3):
+            engine.backward(engine(batch(seed)))
+            engine.step()
+        whole = 6 * 64 * (64 + 2 * 256) * 4  # what the blocks save in a step
+        assert most <= limit < whole
+
+
+def test_one_memory_is_kept_once_whatever_views_of_it_are_saved(tmp_path: Path) -> None:
+    class Views(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            return torch.as_tensor((y.t() @ y + (y.view(-1)[::2].square().sum() * y.sum())).sum())
+
+    torch.manual_seed(0)
+    model = Views()
+    with infinity_engine.initialize(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        accelerator="cpu",
+        budget={"host": "64MiB", "nvme": {str(tmp_path): "64MiB"}},
+        strategy="host_only",
+        calibration="off",
+        activations={"at": "nvme", "resident_bytes": "8MiB", "small_bytes": 1024},
+    ) as engine:
+        loss = engine(batch(0))
+        sizes = [content.record.nbytes for content in offload_of(engine)._contents.values()]
+        assert sizes.count(64 * 64 * 4) == 2  # the input, and y
+        engine.backward(loss)
+
+
+def test_a_graph_that_is_dropped_gives_its_places_back(tmp_path: Path) -> None:
+    with blocks(tmp_path, activations=ON_DRIVES) as (engine, _):
+        engine.backward(engine(batch(0)))
+        engine.step()
+        swap = engine._parts.drives._swap
+        assert swap is not None
+        free, capacity = swap.free_bytes, swap.capacity
+        for seed in range(5):
+            engine(batch(seed))
+        engine.backward(engine(batch(0)))
+        engine.step()
+        assert swap.free_bytes - free == swap.capacity - capacity
+        assert not offload_of(engine)._contents
+
+
+def test_a_change_in_place_after_saving_is_an_error_as_in_torch(tmp_path: Path) -> None:
+    class Spoils(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x).exp()  # saves its result
+            z = y * 1.0
+            y.add_(1.0)
+            return torch.as_tensor(z.sum() + y.sum())
+
+    torch.manual_seed(0)
+    model = Spoils()
+    with infinity_engine.initialize(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        accelerator="cpu",
+        budget={"host": "64MiB", "nvme": {str(tmp_path): "64MiB"}},
+        strategy="host_only",
+        calibration="off",
+        activations={"at": "nvme", "resident_bytes": "8MiB", "small_bytes": 0},
+    ) as engine:
+        loss = engine(batch(0))
+        with pytest.raises(RuntimeError, match="modified by an in-place operation"):
+            engine.backward(loss)
+
+
+def failing(method: str, times: int, patch: pytest.MonkeyPatch) -> None:
+    """Let the next operations of swap files with activations fail."""
+    real, left = getattr(SwapFile, method), [times]
+
+    class Failed:
+        def done(self) -> bool:
+            return True
+
+        def wait(self) -> int:
+            raise TransferError(
+                errno=errno.EIO, path="drive", offset=0, asked=1, done=0, what="activation"
+            )
+
+    def operation(swap: SwapFile, place: Place, memory: object, *, what: str = "") -> Hop:
+        if what.startswith("activation") and left[0]:
+            left[0] -= 1
+            return Failed()
+        hop: Hop = real(swap, place, memory, what=what)
+        return hop
+
+    patch.setattr(SwapFile, method, operation)
+
+
+@pytest.mark.parametrize("method", ["write", "read"])
+def test_a_drive_that_fails_ends_the_pass_and_its_batch_can_be_run_again(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with blocks(tmp_path) as (engine, _):
+        for seed in range(2):
+            engine.backward(engine(batch(seed)))
+            engine.step()
+        expected = bits_of(engine)
+    with blocks(tmp_path, activations=ON_DRIVES) as (engine, _):
+        engine.backward(engine(batch(0)))
+        engine.step()
+        with monkeypatch.context() as patch:
+            failing(method, 1, patch)
+            with pytest.raises(TransferError, match="activation"):
+                engine.backward(engine(batch(1)))
+        engine.zero_grad()
+        engine.backward(engine(batch(1)))
+        engine.step()
+        assert differing(expected, bits_of(engine)) == []
+
+
+def test_a_read_that_failed_can_be_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with blocks(tmp_path) as (engine, _):
+        engine.backward(engine(batch(0)))
+        engine.step()
+        expected = bits_of(engine)
+    with blocks(tmp_path, activations=ON_DRIVES) as (engine, _):
+        loss = engine(batch(0))
+        with monkeypatch.context() as patch:
+            failing("read", 1, patch)
+            with pytest.raises(TransferError, match="activation"):
+                engine.backward(loss, retain_graph=True)
+        engine.zero_grad()
+        engine.backward(engine(batch(0)))
+        engine.step()
+        assert differing(expected, bits_of(engine)) == []
+
+
+def test_drives_that_are_too_small_refuse_by_name(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Blocks()
+    with infinity_engine.initialize(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        accelerator="cpu",
+        budget={"host": "64MiB", "nvme": {str(tmp_path): "256KiB"}},
+        strategy="host_only",
+        calibration="off",
+        activations=ON_DRIVES,
+    ) as engine:
+        with pytest.raises(CapacityError, match="activation") as refused:
+            engine(batch(0))
+        assert str(tmp_path) in str(refused.value)
+        del refused  # its frames have the graph that did not fit
+        engine.backward(engine(batch(0, rows=1)))
+        engine.step()
+
+
+def test_what_an_engine_has_saved_goes_when_it_is_closed(tmp_path: Path) -> None:
+    with blocks(tmp_path, activations=ON_DRIVES) as (engine, _):
+        loss = engine(batch(0))
+    with pytest.raises(RuntimeError, match="The engine was closed before this backward"):
+        loss.backward()
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "budget", "said"),
+    [
+        ({"at": "host"}, {"nvme": True}, "in host memory already"),
+        ({"at": "nvme"}, {}, "a budget with nvme"),
+        ({"at": "nowhere"}, {}, "activations.at"),
+        ({"resident_bytes": "many"}, {}, "activations.resident_bytes"),
+    ],
+)
+def test_settings_that_move_nothing_are_refused(
+    settings: dict[str, object], budget: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    model = Blocks()
+    whole: dict[str, object] = {"host": "64MiB"}
+    if budget:
+        whole["nvme"] = {str(tmp_path): "64MiB"}
+    with pytest.raises(ConfigError, match=said):
+        infinity_engine.initialize(
+            model, "adamw", accelerator="cpu", budget=whole, activations=settings
+        )
+
+
+def test_a_host_without_room_for_what_stays_is_refused(tmp_path: Path) -> None:
+    model = Blocks()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(CapacityError, match="saved activations"):
+        infinity_engine.initialize(
+            model,
+            "adamw",
+            accelerator="cpu",
+            budget={"host": "24MiB", "nvme": {str(tmp_path): "64MiB"}},
+            strategy="host_only",
+            calibration="off",
+            activations={"at": "nvme", "resident_bytes": "32MiB"},
+        )
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_the_report_counts_what_left(tmp_path: Path) -> None:
+    with blocks(tmp_path, activations=ON_DRIVES) as (engine, _):
+        engine.backward(engine(batch(0)))
+        engine.step()
+        report = engine.report()
+        hits = report.hits[Cargo.ACTIVATIONS]
+        assert hits.found + hits.missing > 6 * 64 * (64 + 2 * 256) * 4
+        assert hits.missing > hits.found
+        assert "nvme write" in str(report)
+        assert "wait for activations" in str(report)
+
+
+@pytest.mark.parametrize("strategy", [HostOnly(), NvmeStreamed()])
+def test_a_model_that_is_called_past_the_engine_can_be_trained_too(
+    strategy: Strategy, tmp_path: Path
+) -> None:
+    case = replace(CASES[1], strategy=strategy, parameters="auto")
+
+    def past(engine: Engine, task: Task) -> Bits:
+        for seed in range(2):
+            engine.backward(task(task.batch(seed)))
+            engine.step()
+        return bits_of(engine)
+
+    with opened(case, None, tmp_path) as (engine, task):
+        expected = past(engine, task)
+    with offloading(case, tmp_path) as (engine, task):
+        found = past(engine, task)
+    assert differing(expected, found) == []
