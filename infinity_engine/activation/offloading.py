@@ -7,6 +7,7 @@ needs one after the other: what comes next is fetched ahead. Each saved memory i
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +17,8 @@ import torch
 from deepnvme.sizes import PAGE
 from infinity_engine.accel import Event
 from infinity_engine.activation.saved import KeptActivations, changed_since
-from infinity_engine.errors import CapacityError
-from infinity_engine.kept_errors import again
+from infinity_engine.errors import CapacityError, TransferError
+from infinity_engine.kept_errors import again, kept
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Cargo, Wait
 from infinity_engine.memory import BorrowedMemory, Lease
@@ -32,17 +33,19 @@ __all__ = ["ActivationLimits", "ActivationOffload", "DriveRoom"]
 
 _LOOK_AHEAD = 32  # uses
 _SMALLEST_PART = 4  # a view of less than a fourth of its memory stays: the rest is not autograd's
+_MOST_MOVES = 64  # at one time: each saved tensor looks at all of them
+_SLACK = 8  # part of the room that is made at once, as each time looks at all that is here
 _GROWTH = 64 << 20  # bytes that the drives are asked for at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationLimits:
-    """What may be where: `resident` bytes of saved memory where modules compute, of which `leaving`
-    ones are on their way. Memory of fewer than `small` bytes is left alone.
+    """What may be where: `resident` bytes of saved memory where modules compute, of them `in_flight`
+    on their way. Memory of fewer than `small` bytes stays.
     """
 
     resident: int
-    leaving: int
+    in_flight: int
     small: int
 
 
@@ -53,13 +56,14 @@ class _Content:
     number: int
     use: Use
     record: ShardRecord
+    address: int  # of the memory that was saved
     # A tensor in it, and its version when it was saved; None once the memory is a copy of ours.
     original: tuple[torch.Tensor, int] | None
     transfer: Transfer | None = None
     saved: int = 0
     changed: RuntimeError | None = None
 
-    def note_copied(self) -> None:
+    def drop_original(self) -> None:
         """Let the original go: the record has a copy of it elsewhere."""
         self.check()
         self.original = None
@@ -70,17 +74,20 @@ class _Content:
             tensor, version = self.original
             self.changed = changed_since(tensor.shape, version, tensor._version)
 
-    def count(self, more: int) -> int:
-        """Count saved tensors in it that came or went; return how many there are."""
-        self.saved += more
-        return self.saved
+    def add_view(self) -> None:
+        """Count one more saved tensor in this memory."""
+        self.saved += 1
+
+    def drop_view(self) -> None:
+        """Count one less."""
+        self.saved -= 1
 
     def follow(self, transfer: Transfer) -> None:
-        """Be in this move."""
+        """Note the move that has begun."""
         self.transfer = transfer
 
     def end_move(self) -> Transfer:
-        """Be in no move any more; return the one that has ended."""
+        """Note that its move has ended; return that."""
         assert self.transfer is not None, "it is in a move"
         transfer, self.transfer = self.transfer, None
         return transfer
@@ -98,7 +105,7 @@ class _SavedView:
         self.stride = tensor.stride()
         self.offset = int(tensor.storage_offset())
         self._gone = gone
-        content.count(1)
+        content.add_view()
 
     # Runs wherever a graph goes, also within a call of the offload: it only appends.
     def __del__(self) -> None:
@@ -172,20 +179,27 @@ class ActivationOffload:
         self._own: frozenset[int] = frozenset()  # addresses of memory that is the model's
         self._sizes = _Sizes()
         self._resident: ResidentSet[_Content] = ResidentSet(
-            self._sizes, limits.resident - limits.leaving
+            self._sizes, limits.resident - limits.in_flight
         )
         self._contents: dict[int, _Content] = {}  # by number
-        self._at: dict[int, _Content] = {}  # by address, those whose memory is the original
-        self._leaving: dict[int, _Content] = {}  # by number, the oldest first
-        self._leaving_bytes = 0
+        self._by_address: dict[int, _Content] = {}  # by address, those whose memory is the original
+        self._evicting: dict[int, _Content] = {}  # by number, the oldest first
+        self._evicting_bytes = 0
         self._next = 0
         self._gone: deque[_Content] = deque()  # once for each saved view that has gone
+        self._failed: TransferError | None = None
+        # What a first step expects: everything up to this number has its place in the trace.
+        self._expected = -1
+        # Autograd's threads of several devices, or the caller's own.
+        self._lock = threading.RLock()
         self._closed = False
 
     # --- what autograd asks -----------------------------------------------------------------------
 
     def begin_forward(self, own: Iterable[torch.Tensor]) -> None:
-        """Note what is the model's: its parameters and buffers stay anyway."""
+        """Take the model's parameters and buffers as what stays anyway."""
+        with self._lock:
+            self._settle()
         self._own = frozenset(
             tensor.untyped_storage().data_ptr()
             for tensor in own
@@ -199,17 +213,24 @@ class ActivationOffload:
             CapacityError: the host or the drives have no room for what has to leave.
             TransferError: what has to leave could not be written.
         """
-        self._settle()
         if self._closed or not self._is_movable(tensor):
             return self._kept.pack(tensor)
-        storage = tensor.untyped_storage()
-        content = self._at.get(storage.data_ptr())
-        if content is None or content.original is None or content.original[1] != tensor._version:
-            content = self._note(tensor, storage)
-        saved = _SavedView(content, tensor, self._gone)
-        for number in self._resident.evictions(0):
-            self._leave(self._contents[number])
-        return saved
+        with self._lock:
+            self._settle()
+            self._raise_failure()
+            storage = tensor.untyped_storage()
+            content = self._by_address.get(storage.data_ptr())
+            if (
+                content is None
+                or content.original is None
+                or content.original[1] != tensor._version
+            ):
+                content = self._add(tensor, storage)
+            saved = _SavedView(content, tensor, self._gone)
+            if self._resident.free < 0:
+                for number in self._resident.evictions(self._resident.limit // _SLACK):
+                    self._evict(self._contents[number])
+            return saved
 
     def unpack(self, saved: object) -> torch.Tensor:
         """Return a saved tensor, fetched if it has left; fetch what comes next.
@@ -225,40 +246,45 @@ class ActivationOffload:
                 "The engine was closed before this backward, and with it went what the forward "
                 "has saved. Call backward() before close(), or run the model again"
             )
-        self._settle()
-        content = saved.content
-        content.check()
-        if content.changed is not None:
-            raise content.changed
-        self._lanes.meter.needs(
-            Cargo.ACTIVATIONS, content.record.nbytes, found=content.original is not None
-        )
-        self._expect(content)
-        self._resident.record_use(content.use)
-        self._resident.hold((content.number,))
-        try:
-            self._provide(content)
-            self._prefetch()
-        finally:
-            self._resident.let_go((content.number,))
-        return self._view(saved)
+        with self._lock:
+            self._settle()
+            self._raise_failure()
+            content = saved.content
+            content.check()
+            if content.changed is not None:
+                raise content.changed
+            self._lanes.meter.needs(
+                Cargo.ACTIVATIONS, content.record.nbytes, found=content.original is not None
+            )
+            self._expect(content)
+            self._resident.record_use(content.use)
+            self._resident.hold((content.number,))
+            try:
+                self._bring(content)
+                self._prefetch()
+            finally:
+                self._resident.let_go((content.number,))
+            return self._view(saved)
 
     def end_step(self) -> None:
         """Predict the next step by this one. Numbers begin anew where nothing is saved."""
-        self._settle()
-        self._resident.end_step()
-        if not self._contents:
-            self._next = 0
+        with self._lock:
+            self._settle()
+            self._resident.end_step()
+            self._expected = -1
+            # What is being evicted keeps its number until that has ended.
+            if not self._contents and not self._evicting:
+                self._next = 0
 
     def close(self) -> None:
         """Forget all that is saved, once it moves no more."""
         self._closed = True
         self._mover.drain()
-        for content in [*self._contents.values(), *self._leaving.values()]:
+        for content in [*self._contents.values(), *self._evicting.values()]:
             self._mover.forget(content.record)
         self._contents.clear()
-        self._leaving.clear()
-        self._at.clear()
+        self._evicting.clear()
+        self._by_address.clear()
         self._memory.close()
 
     # --- what is saved ----------------------------------------------------------------------------
@@ -290,7 +316,7 @@ class ActivationOffload:
             and storage.data_ptr() not in self._own
         )
 
-    def _note(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Content:
+    def _add(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Content:
         """Return a content for the memory of a tensor that was not saved yet."""
         number, self._next = self._next, self._next + 1
         name = f"activation {number}"
@@ -300,11 +326,12 @@ class ActivationOffload:
             number,
             Use(name, (number,)),
             ShardRecord(name, lease),
+            storage.data_ptr(),
             # Detached: the tensor itself would hold its graph, and the graph holds what is saved.
             (tensor.detach(), tensor._version),
         )
         self._sizes[number] = lease.nbytes
-        self._contents[number] = self._at[storage.data_ptr()] = content
+        self._contents[number] = self._by_address[content.address] = content
         self._resident.admit(number, content)
         return content
 
@@ -319,114 +346,130 @@ class ActivationOffload:
         )
 
     def _settle(self) -> None:
-        """Forget what no graph holds any more, and note what has left."""
+        """Forget what no graph holds any more, and note which evictions have ended."""
         while self._gone:
             content = self._gone.popleft()
-            if not content.count(-1) and content.number in self._contents:
+            content.drop_view()
+            if not content.saved and content.number in self._contents:
                 self._forget(content)
         self._mover.poll()
-        for content in list(self._leaving.values()):
+        for content in list(self._evicting.values()):
             if content.transfer is not None and content.transfer.done():
-                self._end_leaving(content)
+                try:
+                    self._end_eviction(content)
+                # Not here: an update that was made must not look as if it had failed.
+                except TransferError as error:
+                    self._failed = self._failed or kept(error)
         self._memory.release_ended()
+
+    def _raise_failure(self) -> None:
+        """Raise why something could not be evicted, once."""
+        error, self._failed = self._failed, None
+        if error is not None:
+            raise again(error)
 
     def _forget(self, content: _Content) -> None:
         del self._contents[content.number]
-        self._drop_original(content)
-        # What is leaving is forgotten when it has left.
-        if content.number in self._leaving:
+        self._forget_address(content)
+        # What is being evicted is forgotten when that has ended.
+        if content.number in self._evicting:
             return
         if content.number in self._resident:
             if content.transfer is not None:
                 content.transfer.wait()  # it was fetched ahead, and the graph went without it
+                content.end_move().take_error()
             self._resident.remove(content.number)
         del self._sizes[content.number]
         self._mover.forget(content.record)
 
-    def _drop_original(self, content: _Content) -> None:
-        """Recognize the content by its address no more: the memory may become another tensor's."""
-        if content.original is not None:
-            address = content.original[0].untyped_storage().data_ptr()
-            if self._at.get(address) is content:
-                del self._at[address]
+    def _forget_address(self, content: _Content) -> None:
+        """Share the content with no tensor that is saved from here on."""
+        if self._by_address.get(content.address) is content:
+            del self._by_address[content.address]
 
-    # --- leaving ----------------------------------------------------------------------------------
+    # --- evicting ---------------------------------------------------------------------------------
 
-    def _leave(self, content: _Content) -> None:
-        """Let a content leave, behind those that are on their way."""
+    def _evict(self, content: _Content) -> None:
+        """Begin to evict a content, behind those that are on their way."""
         nbytes = content.record.nbytes
         if content.transfer is not None:
             self._wait_for(content)  # it was fetched ahead, and something else is needed sooner
             if content.transfer.error is not None:
+                content.end_move().take_error()
                 self._resident.remove(content.number)
                 return
-        self._wait_for_leaving(self._limits.leaving - nbytes)
-        transfer = self._move_away(content)
+        self._wait_for_evictions(max(self._limits.in_flight - nbytes, 0))
+        transfer = self._begin_eviction(content)
         if isinstance(transfer.error, CapacityError):
+            transfer.take_error()
             # The pool that it passes is in pieces: whole again when nothing is on its way.
-            self._wait_for_leaving(0)
-            transfer = self._move_away(content)
+            self._wait_for_evictions(0)
+            transfer = self._begin_eviction(content)
+        # From here on its bytes are those of now. A change that no version tells, such as by numpy,
+        # makes the memory another one for what is saved later.
+        self._forget_address(content)
         content.follow(transfer)
         self._resident.remove(content.number)
-        self._leaving[content.number] = content
-        self._leaving_bytes += nbytes
+        self._evicting[content.number] = content
+        self._evicting_bytes += nbytes
         if transfer.done():
-            self._end_leaving(content)
+            self._end_eviction(content)
 
-    def _move_away(self, content: _Content) -> Transfer:
+    def _begin_eviction(self, content: _Content) -> Transfer:
         record = content.record
         if self._room is not None and not record.is_current(Tier.NVME):
             # Those that are still on their way to the host have no place on the drives yet.
             before = sum(
-                align_up(leaving.record.nbytes, PAGE)
-                for leaving in self._leaving.values()
-                if leaving.record.residency not in {Residency.STORING, Residency.NVME}
+                align_up(other.record.nbytes, PAGE)
+                for other in self._evicting.values()
+                if other.record.residency not in {Residency.STORING, Residency.NVME}
             )
             self._room.make(before + record.nbytes, what=record.name)
         transfer = self._mover.move(record, self._home, after=self._computed())
         self._count(Lane.NVME_WRITE if self._home is Tier.NVME else Lane.D2H, content, transfer)
         return transfer
 
-    def _wait_for_leaving(self, most: int) -> None:
-        """Wait until at most so many bytes are on their way, or none."""
-        while self._leaving and self._leaving_bytes > max(most, 0):
-            oldest = next(iter(self._leaving.values()))
-            assert oldest.transfer is not None, "what leaves is in a move"
+    def _wait_for_evictions(self, most: int) -> None:
+        """Wait until at most so many bytes are on their way, in not too many moves."""
+        while self._evicting and (
+            self._evicting_bytes > most or len(self._evicting) >= _MOST_MOVES
+        ):
+            oldest = next(iter(self._evicting.values()))
+            assert oldest.transfer is not None, "what is evicted is in a move"
             with self._lanes.meter.waits(Wait.ACTIVATIONS):
                 oldest.transfer.wait()
-            self._end_leaving(oldest)
+            self._end_eviction(oldest)
 
-    def _end_leaving(self, content: _Content) -> None:
+    def _end_eviction(self, content: _Content) -> None:
         """Note the end of a move.
 
         Raises:
             TransferError: it failed. The content is still here.
         """
-        del self._leaving[content.number]
-        self._leaving_bytes -= content.record.nbytes
-        error = content.end_move().error
+        del self._evicting[content.number]
+        self._evicting_bytes -= content.record.nbytes
+        error = content.end_move().take_error()
         if not content.saved:
             del self._sizes[content.number]
             self._mover.forget(content.record)
             return
         if error is None:
-            self._drop_original(content)
-            content.note_copied()
+            content.drop_original()
             return
         if content.record.home() is self._here:
             self._resident.admit(content.number, content)
         raise again(error)
 
-    # --- coming -----------------------------------------------------------------------------------
+    # --- bringing ---------------------------------------------------------------------------------
 
-    def _provide(self, content: _Content) -> None:
+    def _bring(self, content: _Content) -> None:
         """Have a content here."""
-        if content.number in self._leaving:
+        if content.number in self._evicting:
             self._wait_for(content)
-            self._end_leaving(content)
+            self._end_eviction(content)
         if self._resident.note_needs((content.number,)):
             for number in self._resident.evictions(content.record.nbytes):
-                self._leave(self._contents[number])
+                self._evict(self._contents[number])
             self._fetch(content)
         if content.transfer is None:
             return
@@ -455,7 +498,8 @@ class ActivationOffload:
 
     def _expect(self, content: _Content) -> None:
         """Predict that what was saved before is needed next, where no step has shown otherwise."""
-        if self._resident.next_use(content.number) == NEVER:
+        if content.number > self._expected and self._resident.next_use(content.number) == NEVER:
+            self._expected = content.number
             self._resident.expect(
                 [
                     self._contents[number].use
@@ -467,14 +511,14 @@ class ActivationOffload:
     def _prefetch(self) -> None:
         """Begin to fetch what is needed next, as far as there is room."""
         upcoming = self._resident.upcoming(_LOOK_AHEAD)
-        if not upcoming:
+        if all(use.parameters[0] in self._resident for _, use in upcoming):
             return
         chosen = self._resident.choose(upcoming)
         for number in chosen.evicted:
-            self._leave(self._contents[number])
+            self._evict(self._contents[number])
         for number in chosen.fetched:
             # The trace may have uses of what was not saved in this step.
-            if number in self._leaving:
+            if number in self._evicting:
                 self._resident.fetch_again(number)
             elif number in self._contents:
                 self._fetch(self._contents[number])

@@ -40,7 +40,7 @@ def activations_of(
     accelerator = planned.accelerator
     passes = accelerator.torch_device.type != "cpu"
     reserved = saved_on_host(settings, accelerator)
-    leaving = settings.resident_bytes // 2
+    in_flight = settings.resident_bytes // 2
     room, host = None, lanes.host
     if settings.at is ActivationsAt.NVME:
         assert swap is not None, "it was opened for what is saved"
@@ -54,7 +54,7 @@ def activations_of(
         resources.callback(host.close)
         if swap is not None and settings.at is ActivationsAt.NVME:
             host.register_with(swap.queue)
-            leaving = min(leaving, reserved // 2)
+            in_flight = min(in_flight, reserved // 2)
     here = Tier.DEVICE if passes else Tier.HOST
     nothing = resources.enter_context(ledger.reserve(here, 0, holder="memory of saved tensors"))
     activations = ActivationOffload(
@@ -62,7 +62,7 @@ def activations_of(
         Mover(accelerator, host, lanes.device, swap),
         BorrowedMemory(here, nothing),
         ActivationLimits(
-            resident=settings.resident_bytes, leaving=leaving, small=settings.small_bytes
+            resident=settings.resident_bytes, in_flight=in_flight, small=settings.small_bytes
         ),
         home=Tier.NVME if settings.at is ActivationsAt.NVME else Tier.HOST,
         here=here,

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from infinity_engine.memory.lease import Backing, Lease, Lessor
 from infinity_engine.memory.ledger import Reservation
 from infinity_engine.plan import Tier
@@ -18,6 +20,19 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["BorrowedMemory"]
+
+
+class _Exposed:
+    """The bytes of a tensor, as numpy takes them; an array that is made of it keeps the tensor."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+        self.__array_interface__ = {
+            "shape": (flat.numel(),),
+            "typestr": "|u1",
+            "data": (flat.data_ptr(), False),
+            "version": 3,
+        }
 
 
 class _TensorMemory:
@@ -31,7 +46,10 @@ class _TensorMemory:
     def view(self) -> memoryview | None:
         """The bytes for I/O; None where no I/O can reach them."""
         assert self._flat is not None, "a lease that is closed has no backing"
-        return self._flat.numpy().data if self._flat.device.type == "cpu" else None
+        if self._flat.device.type != "cpu":
+            return None
+        # Not by torch's own numpy(), after which no code could resize the tensor's storage.
+        return np.asarray(_Exposed(self._flat)).data
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
         """Return a view from byte `offset` on."""

@@ -188,6 +188,11 @@ class Transfer:
         """The error that stopped it, until `result` has raised it."""
         return None if self._reported else self._error
 
+    def take_error(self) -> BaseException | None:
+        """Return the error that stopped it, as reported; None where it did not fail."""
+        self._reported = True
+        return self._error
+
     def done(self) -> bool:
         """Tell whether it has ended, well or not. Starts nothing."""
         return self._stage is None and not self._stages

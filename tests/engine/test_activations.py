@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -236,8 +237,8 @@ def test_what_is_here_or_on_its_way_stays_within_the_limit(tmp_path: Path) -> No
 
         def look(*_: object) -> None:
             nonlocal most
-            here = offload._limits.resident - offload._limits.leaving - offload._resident.free
-            most = max(most, here + offload._leaving_bytes)
+            here = offload._limits.resident - offload._limits.in_flight - offload._resident.free
+            most = max(most, here + offload._evicting_bytes)
 
         for block in model.blocks:
             block.register_forward_hook(look)
@@ -340,6 +341,126 @@ def failing(method: str, times: int, patch: pytest.MonkeyPatch) -> None:
         return hop
 
     patch.setattr(SwapFile, method, operation)
+
+
+class Unhurried:
+    """An I/O that has not ended until it is waited for."""
+
+    def __init__(self, hop: Hop) -> None:
+        self._hop = hop
+        self._waited = False
+
+    def done(self) -> bool:
+        return self._waited
+
+    def wait(self) -> int:
+        self._waited = True
+        return self._hop.wait()
+
+
+@pytest.fixture
+def slow_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no write of an activation end before something waits for it."""
+    real = SwapFile.write
+
+    def write(swap: SwapFile, place: Place, memory: Any, *, what: str = "") -> Any:
+        hop = real(swap, place, memory, what=what)
+        return Unhurried(hop) if what.startswith("activation") else hop
+
+    monkeypatch.setattr(SwapFile, "write", write)
+
+
+@pytest.mark.usefixtures("slow_writes")
+def test_a_graph_that_goes_while_it_is_written_spoils_no_later_step(tmp_path: Path) -> None:
+    def trained(**settings: Any) -> Bits:
+        with blocks(tmp_path, **settings) as (engine, _):
+            for seed in range(4):
+                engine(batch(seed + 10))  # no backward uses it
+                engine.backward(engine(batch(seed)))
+                engine.step()
+            return bits_of(engine)
+
+    few = {"at": "nvme", "resident_bytes": 80_000, "small_bytes": 0}
+    assert differing(trained(), trained(activations=few)) == []
+
+
+@pytest.mark.usefixtures("slow_writes")
+def test_a_buffer_that_is_filled_anew_while_it_is_written_is_saved_anew(tmp_path: Path) -> None:
+    def trained(**settings: Any) -> Bits:
+        with blocks(tmp_path, **settings) as (engine, _):
+            buffer = np.zeros((64, 64), np.float32)
+            x = torch.from_numpy(buffer).requires_grad_()
+            for seed in range(4):
+                np.copyto(buffer, batch(seed + 10).detach().numpy())
+                first = engine(x)
+                np.copyto(buffer, batch(seed).detach().numpy())
+                engine.backward(engine(x))
+                del first
+                engine.step()
+            return bits_of(engine)
+
+    few = {"at": "nvme", "resident_bytes": 80_000, "small_bytes": 0}
+    assert differing(trained(), trained(activations=few)) == []
+
+
+def test_failed_moves_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with blocks(tmp_path, activations=ON_DRIVES) as (engine, _):
+        for seed in range(5):
+            with monkeypatch.context() as patch:
+                failing("write", 1, patch)
+                with pytest.raises(TransferError, match="activation"):
+                    engine.backward(engine(batch(seed)))
+            engine.zero_grad()
+        engine.backward(engine(batch(0)))
+        engine.step()
+        assert offload_of(engine)._mover._transfers == []
+
+
+def test_a_write_that_fails_late_does_not_fail_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with blocks(
+        tmp_path, activations={"at": "nvme", "resident_bytes": 1_600_000, "small_bytes": 0}
+    ) as (engine, _):
+        engine.backward(engine(batch(0)))
+        ended: list[bool] = []
+
+        class Late(Unhurried):
+            def done(self) -> bool:
+                return bool(ended)
+
+            def wait(self) -> int:
+                self._hop.wait()
+                raise TransferError(
+                    errno=errno.EIO, path="drive", offset=0, asked=1, done=0, what="activation"
+                )
+
+        real = SwapFile.write
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                SwapFile,
+                "write",
+                lambda swap, place, memory, *, what="": (
+                    Late(real(swap, place, memory, what=what))
+                    if what.startswith("activation")
+                    else real(swap, place, memory, what=what)
+                ),
+            )
+            kept = engine(batch(7))
+        ended.append(True)
+        assert engine.step().outcome is infinity_engine.Outcome.UPDATED
+        with pytest.raises(TransferError, match="activation"):
+            engine(batch(1))
+        del kept
+
+
+def test_tensors_of_the_caller_can_be_resized_afterwards(tmp_path: Path) -> None:
+    with blocks(tmp_path, activations=ON_DRIVES) as (engine, _):
+        x = batch(0)
+        engine.backward(engine(x))
+        x.grad = None
+        x.detach().untyped_storage().resize_(1 << 16)
+        engine.step()
 
 
 @pytest.mark.parametrize("method", ["write", "read"])
