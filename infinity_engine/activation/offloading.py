@@ -40,8 +40,8 @@ _GROWTH = 64 << 20  # bytes that the drives are asked for at once
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationLimits:
-    """What may be where: `resident` bytes of saved memory where modules compute, of them `in_flight`
-    on their way. Memory of fewer than `small` bytes stays.
+    """Bytes of saved memory that stay where modules compute, those of them that may be in flight,
+    and how many a memory needs at least to be moved.
     """
 
     resident: int
