@@ -73,6 +73,8 @@ class RingBackend final : public Backend {
         return true;
     }
 
+    void submit() override { (void)enter(0, false); }
+
     [[nodiscard]] std::size_t submit_and_reap(std::span<Completion> out, Wait wait) override {
         for (;;) {
             if (!wake_armed_ && wait != Wait::none) arm_wake();
@@ -174,19 +176,15 @@ class RingBackend final : public Backend {
     // again.
     [[nodiscard]] bool enter(unsigned least, bool briefly) {
         while (least > 0 || unsubmitted_ > 0) {
-            const bool first_submits =
-                briefly && unsubmitted_ > 0 && !functions_.counts_with_timeout;
-            const int result = briefly && !first_submits
-                                   ? wait_briefly(least)
-                                   : functions_.submit_and_wait(&ring_, first_submits ? 0 : least);
-            if (briefly && unsubmitted_ == 0 && (result == -EINTR || result == -ETIME)) return true;
-            if (result == -EINTR || result == -ETIME) continue;
-            if (result == -EAGAIN || result == -EBUSY) return false;
-            if (result < 0) throw_error(-result, "io_uring_enter");
-            const auto submitted = static_cast<unsigned>(result);
+            const int result =
+                briefly ? wait_briefly(least) : functions_.submit_and_wait(&ring_, least);
+            const unsigned submitted = unsubmitted_ - functions_.sq_ready(&ring_);
             unsubmitted_ -= submitted;
             in_kernel_ += submitted;
-            if (unsubmitted_ == 0 && first_submits && least > 0) continue;  // and now waits
+            const bool time_is_up = result == -EINTR || result == -ETIME;
+            if (time_is_up && !(briefly && unsubmitted_ == 0)) continue;
+            if (result == -EAGAIN || result == -EBUSY) return false;
+            if (result < 0 && !time_is_up) throw_error(-result, "io_uring_enter");
             if (unsubmitted_ == 0) return true;
             // The kernel stopped at one that it refused, without waiting: go on behind it.
             if (submitted == 0) return false;

@@ -164,9 +164,9 @@ std::size_t Queue::submit_many(std::vector<Operation> operations,
 std::size_t Queue::take_room(std::size_t wanted, std::chrono::nanoseconds patience) {
     if (wanted == 0) return 0;
     std::unique_lock lock(mutex_);
-    if (!room_.wait_for(lock, patience,
-                        [this] { return pending_ < options_.max_pending || closed_; }))
-        return 0;
+    const auto is_over = [this] { return pending_ < options_.max_pending || closed_; };
+    // Asked here first: wait_for reads the clock in any case.
+    if (!is_over() && !room_.wait_for(lock, patience, is_over)) return 0;
     if (closed_) throw ClosedError("the queue is closed");
     const auto count = std::min<std::uint64_t>(wanted, options_.max_pending - pending_);
     pending_ += count;

@@ -106,11 +106,10 @@ class OwnRing {
     // Without `patience` for as long as it takes.
     [[nodiscard]] int submit_and_wait(unsigned wait_nr, uring::Timespec* patience) noexcept {
         store(sq_tail_, filled_);
-        const std::uint32_t unsubmitted = filled_ - load(sq_head_);
         const bool reaches_completions = wait_nr > 0 || has_deferred();
-        if (unsubmitted == 0 && !reaches_completions) return 0;
+        if (unsubmitted() == 0 && !reaches_completions) return 0;
         if (patience == nullptr) {
-            return enter(unsubmitted, wait_nr, reaches_completions ? uring::enter_getevents : 0);
+            return enter(unsubmitted(), wait_nr, reaches_completions ? uring::enter_getevents : 0);
         }
         const uring::GeteventsArg argument{
             .sigmask = 0,
@@ -118,9 +117,12 @@ class OwnRing {
             .min_wait_us = 0,
             .timespec = reinterpret_cast<std::uintptr_t>(patience),
         };
-        return enter(unsubmitted, wait_nr, uring::enter_getevents | uring::enter_ext_arg, &argument,
-                     sizeof(argument));
+        return enter(unsubmitted(), wait_nr, uring::enter_getevents | uring::enter_ext_arg,
+                     &argument, sizeof(argument));
     }
+
+    // What next_sqe() gave and the kernel has not taken.
+    [[nodiscard]] unsigned unsubmitted() const noexcept { return filled_ - load(sq_head_); }
 
     [[nodiscard]] int wait_cqe(uring::Cqe** cqe) noexcept {
         while (peek(cqe, 1) == 0) {
@@ -183,6 +185,10 @@ static_assert(sizeof(OwnRing) <= sizeof(RingBlock) && alignof(OwnRing) <= aligno
     return *std::launder(reinterpret_cast<OwnRing*>(block->bytes.data()));
 }
 
+[[nodiscard]] const OwnRing& own(const RingBlock* block) noexcept {
+    return *std::launder(reinterpret_cast<const OwnRing*>(block->bytes.data()));
+}
+
 [[nodiscard]] int own_init(unsigned entries, RingBlock* block, uring::Params* params) {
     auto* ring = new (block->bytes.data()) OwnRing;
     const int result = ring->open(entries, *params);
@@ -222,7 +228,7 @@ UringFunctions own_ring_functions() {
         .submit_and_wait_timeout =
             [](RingBlock* ring, uring::Cqe** /*cqe*/, unsigned wait_nr, uring::Timespec* patience,
                sigset_t* /*mask*/) { return own(ring).submit_and_wait(wait_nr, patience); },
-        .counts_with_timeout = true,
+        .sq_ready = [](const RingBlock* ring) { return own(ring).unsubmitted(); },
         .wait_cqe = [](RingBlock* ring, uring::Cqe** cqe) { return own(ring).wait_cqe(cqe); },
         .peek_batch_cqe = [](RingBlock* ring, uring::Cqe** cqes,
                              unsigned count) { return own(ring).peek(cqes, count); },
@@ -275,6 +281,7 @@ UringFunctions liburing_functions() {
     bind("io_uring_get_sqe", functions.get_sqe);
     bind("io_uring_submit_and_wait", functions.submit_and_wait);
     bind("io_uring_submit_and_wait_timeout", functions.submit_and_wait_timeout);
+    bind("io_uring_sq_ready", functions.sq_ready);
     bind("io_uring_wait_cqe", functions.wait_cqe);
     bind("io_uring_peek_batch_cqe", functions.peek_batch_cqe);
     bind("io_uring_cq_advance", functions.cq_advance);

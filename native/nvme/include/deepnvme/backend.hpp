@@ -98,6 +98,10 @@ class Backend {
     // Queues one request; false when capacity() are pending already, and then nothing has happened.
     [[nodiscard]] virtual bool push(const Request& request) = 0;
 
+    // Hands what was pushed to the kernel now, as far as that has room; where a backend has no call
+    // for that alone, submit_and_reap does. Throws as that does.
+    virtual void submit() {}
+
     // Hands everything pushed to the kernel, then fills `out` (which has room for at least one)
     // with what has completed and returns how many; the rest stays for the next call. A request
     // that the kernel refuses is completed with its -errno: nothing pushed is ever lost. EINTR,

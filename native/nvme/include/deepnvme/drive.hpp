@@ -22,122 +22,12 @@
 
 #include "deepnvme/arena.hpp"
 #include "deepnvme/backend.hpp"
-#include "deepnvme/open_file.hpp"
-#include "deepnvme/pool.hpp"
+#include "deepnvme/bounce_memory.hpp"
+#include "deepnvme/doorbell.hpp"
+#include "deepnvme/latencies.hpp"
+#include "deepnvme/operation.hpp"
 
 namespace deepnvme {
-
-class Drive;
-
-enum class AtEndOfFile : std::uint8_t { fails, stops };
-
-// Rings until it is answered, by a descriptor that can be read: when ring() is called, and when
-// something completes on a drive that it watches. For an event loop. Any thread.
-class Doorbell {
-  public:
-    Doorbell();  // throws std::system_error
-    ~Doorbell();
-    Doorbell(const Doorbell&) = delete;
-    Doorbell& operator=(const Doorbell&) = delete;
-
-    [[nodiscard]] int descriptor() const noexcept { return poll_; }
-    void ring() noexcept;
-    // Lets it ring each time that an event is signalled on `descriptor`, until that is closed.
-    void watch(int descriptor);
-    // Stops ringing. What ring() is called for until listen() makes no sound: the caller looks
-    // after all that has ended by then.
-    void answer() noexcept;
-    void listen() noexcept { rung_ = false; }
-
-  private:
-    int poll_;
-    int signal_;
-    std::atomic<bool> rung_ = false;  // and not answered, or answered just now
-};
-
-// The submitter's hold on an operation: to take it back while it has not begun, and to wait for its
-// end.
-class Ticket {
-  public:
-    // The first call decides. True: the drive may begin; it never will.
-    [[nodiscard]] bool begin() noexcept { return claim(Claim::begun); }
-    [[nodiscard]] bool cancel() noexcept { return claim(Claim::cancelled); }
-    // True for the first caller: it hands the operation to a queue, and no other thread does. Until
-    // the queue has taken it, take_back() lets another thread do so.
-    [[nodiscard]] bool hand_in() noexcept { return !handed_in_.exchange(true); }
-    void take_back() noexcept { handed_in_ = false; }
-    // Whether a queue took the operation: it then ends, exactly once.
-    [[nodiscard]] bool taken() const noexcept { return taken_; }
-    // Lets go all threads that wait for the end now or later: it was cancelled, and the drive may
-    // be long in coming to it.
-    void release_waiters() noexcept;
-    // Whether release_waiters came before the end.
-    [[nodiscard]] bool released() const noexcept { return state_ == released_early; }
-    // Lets no further part of it be issued. What the kernel has runs to its end; the operation then
-    // fails with ECANCELED, unless that was all of it.
-    void stop() noexcept { stopped_ = true; }
-    [[nodiscard]] bool stopped() const noexcept { return stopped_; }
-
-  private:
-    friend class Queue;  // what is not atomic below is guarded by its mutex
-    enum class Claim : std::uint8_t { free, begun, cancelled };
-
-    [[nodiscard]] bool claim(Claim wanted) noexcept {
-        Claim found = Claim::free;
-        return claim_.compare_exchange_strong(found, wanted) || found == wanted;
-    }
-
-    std::atomic<Claim> claim_{Claim::free};
-    std::atomic<bool> handed_in_ = false;
-    std::atomic<bool> taken_ = false;
-    std::atomic<bool> stopped_ = false;
-    std::weak_ptr<Drive> drive_;      // set before it is taken, and read only after that
-    bool heard_ = false;              // the queue's own thread learns of its end at once
-    std::shared_ptr<Doorbell> bell_;  // rings at its end
-    static constexpr std::uint32_t ended = 1;
-    static constexpr std::uint32_t released_early = 2;
-    std::atomic<std::uint32_t> state_ = 0;  // a futex
-    std::atomic<unsigned> sleepers_ = 0;    // threads that sleep on it
-    unsigned waiting_ = 0;                  // those, and the one that leads the drive meanwhile
-};
-
-// One piece of memory and its place in a file.
-struct Piece {
-    std::byte* memory = nullptr;
-    std::uint64_t length = 0;
-    std::uint64_t offset = 0;
-};
-
-enum class Priority : std::uint8_t { normal, urgent };
-
-using Clock = std::chrono::steady_clock;
-
-// What a caller wants done with one piece of memory, or with several in their order. Memory and
-// file stay valid until it has ended.
-struct Operation {
-    std::uint64_t id = 0;
-    std::shared_ptr<Ticket> ticket;  // empty: cannot be cancelled, nor waited for alone
-    Verb verb = Verb::read;
-    AtEndOfFile at_end_of_file = AtEndOfFile::fails;
-    std::shared_ptr<OpenFile> file;
-    std::byte* memory = nullptr;
-    std::uint64_t length = 0;  // of all pieces together, where there are some
-    std::uint64_t offset = 0;
-    std::vector<Piece> pieces = {};  // of one verb and file; empty: the one above
-    Priority priority = Priority::normal;
-    Clock::time_point deadline = Clock::time_point::max();  // nothing of it is issued after that
-};
-
-enum class Ending : std::uint8_t { succeeded, failed, end_of_file, cancelled };
-
-// How an operation ended. `done` is the length of the prefix that was certainly moved.
-struct Outcome {
-    std::uint64_t id = 0;
-    Ending ending = Ending::succeeded;
-    std::uint64_t done = 0;
-    int error = 0;
-    std::shared_ptr<Ticket> ticket = nullptr;
-};
 
 // What to do with aligned memory that is in no registered arena: the drive's own decision would be
 // a guess, so the caller says.
@@ -248,8 +138,7 @@ class Drive {
         std::uint32_t moved = 0;
         std::uint32_t lead = 0;   // direct reads: bytes asked for before the first that is wanted
         std::uint32_t trail = 0;  // and behind the last
-        std::int32_t slot = -1;   // bounce slot, -1: none
-        std::shared_ptr<Block> block = nullptr;  // in place of a slot, for a small chunk
+        BounceMemory::Place bounce = {};  // empty: the caller's memory is used as it is
         bool direct = false;
         bool in_kernel = false;
         std::uint8_t attempts = 0;
@@ -262,15 +151,6 @@ class Drive {
         [[nodiscard]] bool overlaps(const PageRange& other) const noexcept {
             return start < other.end && other.start < end;
         }
-    };
-
-    class Histogram {
-      public:
-        void add(std::chrono::nanoseconds latency) noexcept;
-        [[nodiscard]] double quantile_us(double share) const noexcept;
-
-      private:
-        std::array<std::atomic<std::uint64_t>, 256> counts_{};
     };
 
     void run(std::promise<void>& attached);
@@ -303,10 +183,8 @@ class Drive {
     void widen_to_pages(Chunk& chunk, std::uint64_t rest) const;
     [[nodiscard]] bool needs_bounce(const Chunk& chunk) const;
     [[nodiscard]] static bool is_widened(const Chunk& chunk);
-    [[nodiscard]] bool needs_block(const Chunk& chunk) const;
-    [[nodiscard]] bool make_bounce_slots();
-    [[nodiscard]] bool make_blocks();
     [[nodiscard]] bool take_bounce_memory(Chunk& chunk);
+    [[nodiscard]] static std::size_t bytes_to_bounce(const Chunk& chunk);
     [[nodiscard]] static std::uint32_t lead_of(const Chunk& chunk);
     void push(std::uint32_t index);
     [[nodiscard]] bool shares_page_in_kernel(const Chunk& chunk) const;
@@ -325,15 +203,12 @@ class Drive {
     void move_to(std::list<Active>& home, Active& active);
     void fail_everything(int error);
 
-    // Where the kernel moves a bounced chunk's bytes, those that only pages need included.
-    [[nodiscard]] std::byte* own_memory(const Chunk& chunk) const;
     [[nodiscard]] std::int32_t registered_index(const std::byte* memory, std::size_t nbytes) const;
 
     std::unique_ptr<Backend> backend_;
     const std::string backend_name_;
     const bool any_thread_;
     const DriveOptions options_;
-    const std::uint64_t block_bytes_;  // of blocks_, once it is made
     const Ended ended_;
 
     // Shared with callers, under mutex_.
@@ -372,9 +247,7 @@ class Drive {
     std::vector<Chunk> chunks_;
     std::vector<std::uint32_t> free_chunks_;
     std::deque<std::uint32_t> repush_;
-    std::vector<std::int32_t> free_slots_;
-    std::shared_ptr<Arena> bounce_;
-    std::shared_ptr<Pool> blocks_;
+    BounceMemory bounce_;
     std::vector<std::shared_ptr<Arena>> arenas_;
     std::vector<std::shared_ptr<Arena>>
         registered_;  // index in the ring; empty when the kernel refused
@@ -383,6 +256,7 @@ class Drive {
     std::uint64_t inflight_ = 0;
     std::uint32_t in_kernel_ = 0;
     std::uint32_t direct_in_kernel_ = 0;
+    bool full_ = false;              // issue() ended for want of room
     bool pushed_ = false;            // requests that the backend did not hand on yet
     std::vector<Outcome> outcomes_;  // not yet reported
 
@@ -394,7 +268,7 @@ class Drive {
         std::atomic<int> registration_error{0};
     };
     Counters counters_;
-    Histogram latencies_;
+    Latencies latencies_;
 
     std::thread thread_;
 };

@@ -37,8 +37,9 @@ struct UringFunctions {
     // how many the kernel took. `cqe` is the first completion, if there is one.
     int (*submit_and_wait_timeout)(RingBlock* ring, uring::Cqe** cqe, unsigned wait_nr,
                                    uring::Timespec* patience, sigset_t* mask) = nullptr;
-    // Whether that count is right. liburing's is 0 where a completion was there already.
-    bool counts_with_timeout = false;
+    // How many submissions the kernel has not taken. The count above does not say: liburing's is 0
+    // where a completion was there already.
+    unsigned (*sq_ready)(const RingBlock* ring) = nullptr;
     // Waits for one completion without submitting anything.
     int (*wait_cqe)(RingBlock* ring, uring::Cqe** cqe) = nullptr;
     // Points at completions, without taking them, and returns how many; lets the kernel post those
