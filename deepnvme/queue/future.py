@@ -21,15 +21,17 @@ from deepnvme import _native
 
 if TYPE_CHECKING:
     import asyncio
+    from array import array
 
     from deepnvme.memory.buffers import Memory
 
-__all__ = ["SLICE_S", "IOFuture", "Waiter", "awaited", "tell_loops"]
+__all__ = ["SLICE_S", "IOFuture", "Places", "Waiter", "awaited", "tell_loops"]
 
 _T = TypeVar("_T")
-# What its repr says of an operation: the verb, the file's path, the offset and the bytes. Not the
-# file itself, which would stay open as long as the future is held.
-_About: TypeAlias = "tuple[_native.Verb, str, int | str, int]"
+# What its repr and its error say of an operation: the verb, the file's path, the offset, the bytes
+# and what a file's end means. Not the file itself, which would stay open as long as the future is
+# held. A tuple, as it is made for each.
+_About: TypeAlias = "tuple[_native.Verb, str, int | Places, int, _native.AtEndOfFile]"
 SLICE_S = 0.1
 """How long one call may wait in native code.
 
@@ -66,6 +68,30 @@ class Waiter(Protocol):
         ...
 
 
+class Places:
+    """Where in its file each piece of an operation lies.
+
+    `numbers` are the address, the bytes and the offset of one piece after the other.
+    """
+
+    def __init__(self, numbers: array[int]) -> None:
+        self._numbers = numbers
+
+    def offset_of(self, done: int) -> int:
+        """Return where in the file the first byte lies that is not among the first `done`."""
+        offset = 0
+        for nbytes, offset in zip(self._numbers[1::3], self._numbers[2::3], strict=True):
+            if done < nbytes:
+                return offset + done
+            done -= nbytes
+        return offset
+
+    def __str__(self) -> str:
+        """Show the first, and how many there are besides."""
+        offsets = self._numbers[2::3]
+        return f"{offsets[0]} and {len(offsets) - 1} more" if offsets else "none"
+
+
 class _MadeWhenSeen(Generic[_T]):
     """An attribute that a future makes, and notes as seen, when it is first looked at."""
 
@@ -88,6 +114,8 @@ class _MadeWhenSeen(Generic[_T]):
 class IOFuture(concurrent.futures.Future[_T]):
     """The result of one operation: a byte count, or the error that ended it.
 
+    A concurrent.futures.Future that can be awaited. The calls of `File` return one each.
+
     `cancel()` succeeds only while the drive has not begun; what has begun runs to its end, because
     its memory belongs to the device until then. Cancelling an `await` leaves the operation running
     and its memory held.
@@ -108,10 +136,9 @@ class IOFuture(concurrent.futures.Future[_T]):
         self,
         ticket: _native.Ticket,
         waiter: Waiter,
+        about: _About,
         memory: Memory | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
-        *,
-        about: _About,
     ) -> None:
         self._ticket = ticket
         self._waiter = waiter
@@ -129,7 +156,7 @@ class IOFuture(concurrent.futures.Future[_T]):
 
     def __repr__(self) -> str:
         """Show the file, the place, the size and the state. Waits for nothing."""
-        verb, path, offset, nbytes = self._about
+        verb, path, offset, nbytes, _ = self._about
         if self._state in _UNDER_WAY:
             state = "under way"
         elif self._state != _FINISHED:
@@ -220,6 +247,8 @@ class IOFuture(concurrent.futures.Future[_T]):
             # Another thread may have ended it before it could see who waits.
             if self._state in _UNDER_WAY:
                 yield from waiting
+        if self._state == _FINISHED and self._exception is None:  # as in result()
+            return self._result  # type: ignore[return-value]
         if self.cancelled():
             raise asyncio.CancelledError
         return self.result()

@@ -14,11 +14,9 @@ import os
 import sys
 import threading
 import weakref
-from array import array
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepnvme import _native
 from deepnvme.errors import (
@@ -30,10 +28,11 @@ from deepnvme.errors import (
     io_error,
 )
 from deepnvme.memory.buffers import Memory
-from deepnvme.queue.future import SLICE_S, IOFuture, tell_loops
+from deepnvme.queue.future import SLICE_S, IOFuture, Places, tell_loops
 
 if TYPE_CHECKING:
     import asyncio
+    from array import array
 
 __all__ = ["NO_DEADLINE_S", "Pending", "short_read_error"]
 
@@ -51,27 +50,6 @@ NO_DEADLINE_S = 1e9  # and more
 # the drive then works while the caller goes on gathering.
 _MOST_GATHERED = 64
 _LARGEST_GATHERED = 64 << 10  # bytes; the largest that native code issues in the caller's thread
-# What its error says of an operation, and its future, which holds its memory: a tuple, as it is
-# made for each.
-_Work: TypeAlias = (
-    "tuple[IOFuture[Any], _native.Verb, _native.OpenFile, int | _Places, int, _native.AtEndOfFile]"
-)
-
-
-class _Places:
-    """Where in its file each piece of an operation lies."""
-
-    def __init__(self, numbers: array[int]) -> None:
-        self._numbers = numbers
-
-    def offset_of(self, done: int) -> int:
-        """Return where in the file the first byte lies that is not among the first `done`."""
-        offset = 0
-        for nbytes, offset in zip(self._numbers[1::3], self._numbers[2::3], strict=True):
-            if done < nbytes:
-                return offset + done
-            done -= nbytes
-        return offset
 
 
 class _Listener:
@@ -97,7 +75,8 @@ class Pending:
         self._native = native
         self._backend = backend
         self._max_pending = max_pending
-        self._works: dict[int, _Work] = {}
+        # Each holds the memory of its operation. The file is held by the native operation.
+        self._futures: dict[int, IOFuture[Any]] = {}
         self._numbers = itertools.count()
         self._want_room: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._of_a_parent = False
@@ -130,16 +109,17 @@ class Pending:
             self.send()
         address, asked = (memory.address, memory.nbytes) if memory else (0, 0)
         ticket = _native.Ticket()
-        loop, listener = self._loop_here()
-        future: IOFuture[Any] = IOFuture(
-            ticket, self, memory, loop, about=(verb, file.path, offset, asked)
-        )
+        loop = listener = None
+        if self._latest is not _NO_LOOP:
+            loop, listener = self._loop_here()
+        about = verb, file.path, offset, asked, at_end
+        future: IOFuture[Any] = IOFuture(ticket, self, about, memory, loop)
         number = next(self._numbers)
         # In slices: Python runs signal handlers between calls only.
         wait_s = SLICE_S if patience_s is None else patience_s
         try:
             # First: it may have ended before the native call returns.
-            self._works[number] = (future, verb, file, offset, asked, at_end)
+            self._futures[number] = future
             while not self._native.submit(
                 number,
                 verb,
@@ -159,7 +139,7 @@ class Pending:
         except BaseException:
             # what a signal handler raises comes also after it was: the drive may be at work
             if not ticket.taken:
-                self._works.pop(number, None)
+                self._futures.pop(number, None)
             raise
         # Small operations that one turn of the loop submits reach the kernel together, in the next.
         if listener is not None and not listener.answers_soon:
@@ -177,11 +157,10 @@ class Pending:
         """
         ticket = _native.Ticket()
         address, nbytes, _ = memory
-        future: IOFuture[int] = IOFuture(
-            ticket, self, memory, about=(verb, file.path, offset, nbytes)
-        )
+        about = verb, file.path, offset, nbytes, _FAILS
+        future: IOFuture[int] = IOFuture(ticket, self, about, memory)
         number = next(self._numbers)
-        self._works[number] = (future, verb, file, offset, nbytes, _FAILS)
+        self._futures[number] = future
         self._unsent.append(
             (number, verb, file, address, nbytes, offset, _FAILS, ticket, 0, NO_DEADLINE_S)
         )
@@ -211,7 +190,7 @@ class Pending:
         for operation in group:
             self._forget_unsent(operation)
             if not operation[_TICKET].taken:
-                future = self._works.pop(operation[0])[0]
+                future = self._futures.pop(operation[0])
                 future._end(None, error)
                 tell_loops((future,))
 
@@ -219,35 +198,30 @@ class Pending:
         with suppress(ValueError):  # another thread was faster
             self._unsent.remove(operation)
 
-    def submit_many(
+    def submit_pieces(
         self,
         verb: _native.Verb,
         file: _native.OpenFile,
-        memories: Sequence[Memory],
-        offsets: Sequence[int],
+        numbers: array[int],
+        holder: Memory,
         *,
         patience_s: float | None,
         priority: int,
         deadline_s: float,
     ) -> IOFuture[int]:
-        """Submit one operation on several pieces of memory, as `submit` does."""
+        """Submit one operation on several pieces of memory, as `submit` does.
+
+        `numbers` are those of `Places`; `holder` is all memory together.
+        """
         if self._unsent:
             self.send()
-        numbers = array("Q")
-        for memory, offset in zip(memories, offsets, strict=True):
-            numbers.extend((memory.address, memory.nbytes, offset))
         ticket = _native.Ticket()
-        # What all pieces need to stay alive, as if it were one piece of memory.
-        holder = Memory(0, sum(numbers[1::3]), tuple(memory.holder for memory in memories))
-        where = f"{offsets[0] if offsets else 0} and {len(offsets) - 1} more"
-        future: IOFuture[int] = IOFuture(
-            ticket, self, holder, about=(verb, file.path, where, holder.nbytes)
-        )
+        about = verb, file.path, Places(numbers), holder.nbytes, _FAILS
+        future: IOFuture[int] = IOFuture(ticket, self, about, holder)
         number = next(self._numbers)
         wait_s = SLICE_S if patience_s is None else patience_s
-        places = _Places(numbers)
         try:
-            self._works[number] = (future, verb, file, places, holder.nbytes, _FAILS)
+            self._futures[number] = future
             while not self._native.submit_pieces(
                 number, verb, file, numbers, ticket, wait_s, priority, deadline_s
             ):
@@ -255,7 +229,7 @@ class Pending:
                     raise QueueFull(self._max_pending)
         except BaseException:
             if not ticket.taken:  # as in submit
-                self._works.pop(number, None)
+                self._futures.pop(number, None)
             raise
         return future
 
@@ -359,51 +333,49 @@ class Pending:
         """End in a forked child what the parent submitted: it would be waited for here for ever."""
         self._of_a_parent = True
         self._unsent.clear()
-        for future, verb, file, *_ in self._works.values():
-            message = f"{verb.name.lower()} of {file.path} was submitted by the parent process"
+        for future in self._futures.values():
+            verb, path, *_ = future._about
+            message = f"{verb.name.lower()} of {path} was submitted by the parent process"
             future._end_in_child(ForkedError(message))
-        self._works.clear()
+        self._futures.clear()
 
     def _complete_unheard(self, ended: list[tuple[int, int, int, int]]) -> list[int]:
         """Complete futures without callbacks; return the places of the others in the list.
 
         A signal may interrupt it anywhere. It is then called again: each step can be repeated.
         """
-        works = self._works
-        declined = []
-        awaited = []
+        futures = self._futures
+        over, declined, awaited = [], [], []
         for place, (number, ending, done, error) in enumerate(ended):
-            work = works.get(number)
-            if work is None:
+            future = futures.get(number)
+            if future is None:
                 continue
-            future = work[0]
-            error_of = None if ending == _SUCCEEDED else self._error_of(work, ending, done, error)
+            error_of = None if ending == _SUCCEEDED else self._error_of(future, ending, done, error)
             if ending == _CANCELLED or not future._end_unheard(done, error_of):
                 declined.append(place)
-            elif future._awaiting:
+                continue
+            over.append(number)
+            if future._awaiting:
                 awaited.append(future)
         if awaited:
             tell_loops(awaited)
         # Removed only now: had a signal come before, the same operations would be completed again.
-        left = set(declined)
-        for place, (number, _, _, _) in enumerate(ended):
-            if place not in left:
-                works.pop(number, None)
+        for number in over:
+            futures.pop(number, None)
         if self._want_room:
             self._tell_of_room()
         return declined
 
     def _complete(self, number: int, ending: int, done: int, error: int) -> None:
-        work = self._works.pop(number, None)
+        future = self._futures.pop(number, None)
         self._tell_of_room()
-        if work is None:
+        if future is None:
             return
-        future = work[0]
         try:
             if ending == _CANCELLED:
                 future._end_cancelled()
             else:
-                future._end(done, self._error_of(work, ending, done, error))
+                future._end(done, self._error_of(future, ending, done, error))
         finally:  # also when a callback raised
             tell_loops((future,))
 
@@ -419,19 +391,21 @@ class Pending:
             with suppress(ValueError):  # another thread was faster
                 self._want_room.remove(waiter)
 
-    def _error_of(self, work: _Work, ending: int, done: int, error: int) -> NVMeError | None:
+    def _error_of(
+        self, future: IOFuture[Any], ending: int, done: int, error: int
+    ) -> NVMeError | None:
         if ending in (_SUCCEEDED, _CANCELLED):
             return None
-        _, verb, file, place, asked, at_end = work
+        verb, path, place, asked, at_end = future._about
         offset = place if isinstance(place, int) else place.offset_of(done)
         if ending == _END_OF_FILE:
             return short_read_error(
-                at_end, path=file.path, offset=offset, asked=asked, done=done, backend=self._backend
+                at_end, path=path, offset=offset, asked=asked, done=done, backend=self._backend
             )
         return io_error(
             error,
             op=verb.name.lower(),
-            path=file.path,
+            path=path,
             offset=offset,
             asked=asked,
             done=done,

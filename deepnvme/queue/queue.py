@@ -13,7 +13,8 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from array import array
+from collections.abc import Collection, Iterable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from enum import Enum
@@ -64,7 +65,9 @@ _MODES = MappingProxyType(
 )
 
 
-_FAILS = _native.AtEndOfFile.FAILS
+# Found once: three look-ups for each operation cost as much as a call.
+_READ, _WRITE = _native.Verb.READ, _native.Verb.WRITE
+_FAILS, _STOPS = _native.AtEndOfFile.FAILS, _native.AtEndOfFile.STOPS
 _MOST_REQUESTS = 4096
 _LARGEST_FILE = (1 << 63) - 1  # bytes, as the kernel counts them
 
@@ -80,7 +83,7 @@ class Direct(Enum):
     """Whether a file's whole pages bypass the page cache."""
 
     AUTO = _native.DirectIO.AUTOMATIC  # where the file system takes it
-    NEVER = _native.DirectIO.NEVER
+    NEVER = _native.DirectIO.NEVER  # all of it goes through the page cache
     REQUIRED = _native.DirectIO.REQUIRED  # opening fails where it does not
 
 
@@ -100,7 +103,7 @@ class Priority(Enum):
 
 @dataclass(frozen=True)
 class DriveStats:
-    """What one drive did since the queue was made."""
+    """What one drive did since the queue was made: docs/nvme.md has what each field counts."""
 
     backend: str
     operations: int
@@ -398,13 +401,13 @@ class IOQueue:
         file: _native.OpenFile,
         buffer: Any,
         offset: int,
-        at_end: _native.AtEndOfFile = _native.AtEndOfFile.FAILS,
+        at_end: _native.AtEndOfFile = _FAILS,
         *,
         priority: Priority = Priority.NORMAL,
         deadline_s: float | None = None,
     ) -> IOFuture[int]:
         """Submit a read or write of the memory of `buffer`, wherever that is."""
-        writable = verb is _native.Verb.READ
+        writable = verb is _READ
         urgency, seconds = terms = _terms(priority, deadline_s)
         try:
             memory = memory_of(buffer, writable=writable)
@@ -422,7 +425,7 @@ class IOQueue:
             )
         offset = operator.index(offset)
         _check_range("offset", offset, array.nbytes)
-        if self.closed:
+        if self._closed:
             raise ClosedError("the queue is closed")
         return self._staging.submit(verb, file, array, offset, at_end)
 
@@ -432,14 +435,14 @@ class IOQueue:
         file: _native.OpenFile,
         memory: Memory | None,
         offset: int,
-        at_end: _native.AtEndOfFile = _native.AtEndOfFile.FAILS,
+        at_end: _native.AtEndOfFile = _FAILS,
         *,
         priority: int = 0,
         deadline_s: float = NO_DEADLINE_S,
     ) -> IOFuture[Any]:
         offset = operator.index(offset)
         _check_range("offset", offset, memory.nbytes if memory else 0)
-        if self.closed:
+        if self._closed:
             raise ClosedError("the queue is closed")
         return self._pending.submit(
             verb,
@@ -457,14 +460,14 @@ class IOQueue:
     ) -> IOFuture[int]:
         """Submit a read or write together with others of a batch, where that is possible."""
         try:
-            memory = memory_of(buffer, writable=verb is _native.Verb.READ)
+            memory = memory_of(buffer, writable=verb is _READ)
         except TypeError:
             return self._move(verb, file, buffer, offset)  # an array on a GPU, or the error again
         if self.when_full is WhenFull.RAISE:
             return self._submit(verb, file, memory, offset)
         offset = operator.index(offset)
         _check_range("offset", offset, memory.nbytes)
-        if self.closed:
+        if self._closed:
             raise ClosedError("the queue is closed")
         return self._pending.gather(verb, file, memory, offset)
 
@@ -479,18 +482,15 @@ class IOQueue:
         deadline_s: float | None,
     ) -> IOFuture[int]:
         """Submit one operation on several pieces of memory."""
-        places = [operator.index(offset) for offset in offsets]
-        memories = _memories_of(buffers, len(places), writable=verb is _native.Verb.READ)
-        for memory, offset in zip(memories, places, strict=True):
-            _check_range("offset", offset, memory.nbytes)
-        if self.closed:
+        numbers, holder = _pieces_of(buffers, offsets, writable=verb is _READ)
+        if self._closed:
             raise ClosedError("the queue is closed")
         urgency, seconds = _terms(priority, deadline_s)
-        return self._pending.submit_many(
+        return self._pending.submit_pieces(
             verb,
             file,
-            memories,
-            places,
+            numbers,
+            holder,
             patience_s=self._patience_s,
             priority=urgency,
             deadline_s=seconds,
@@ -498,7 +498,7 @@ class IOQueue:
 
 
 class File:
-    """An open file.
+    """An open file. `IOQueue.open` returns one.
 
     Any offset and any length works; whole pages of aligned memory are what is fast.
 
@@ -551,7 +551,7 @@ class File:
         ends in a DeadlineError.
         """
         return self._queue._move(
-            _native.Verb.READ,
+            _READ,
             self._open(),
             buffer,
             offset,
@@ -572,13 +572,12 @@ class File:
 
         Ends in the bytes read, which may be fewer.
         """
-        stops = _native.AtEndOfFile.STOPS
         return self._queue._move(
-            _native.Verb.READ,
+            _READ,
             self._open(),
             buffer,
             offset,
-            stops,
+            _STOPS,
             priority=priority,
             deadline_s=deadline_s,
         )
@@ -605,7 +604,7 @@ class File:
     ) -> IOFuture[int]:
         """Write all of `buffer` at `offset`. Ends in its size in bytes."""
         return self._queue._move(
-            _native.Verb.WRITE,
+            _WRITE,
             self._open(),
             buffer,
             offset,
@@ -629,7 +628,7 @@ class File:
         `done` counts through the buffers in their order.
         """
         return self._queue._move_many(
-            _native.Verb.READ,
+            _READ,
             self._open(),
             buffers,
             offsets,
@@ -647,7 +646,7 @@ class File:
     ) -> IOFuture[int]:
         """Write several buffers, each at its offset, as one operation: see `pread_many`."""
         return self._queue._move_many(
-            _native.Verb.WRITE,
+            _WRITE,
             self._open(),
             buffers,
             offsets,
@@ -740,18 +739,21 @@ class File:
 
 
 class Batch:
-    """Operations submitted together and waited for together; every error is collected."""
+    """Operations submitted together and waited for together; every error is collected.
+
+    `IOQueue.batch` returns one, for a `with` block.
+    """
 
     def __init__(self) -> None:
         self.futures: list[IOFuture[int]] = []
 
     def pread(self, file: File, buffer: Any, offset: int = 0) -> None:
         """As `File.pread`."""
-        self.futures.append(file._queue._gather(_native.Verb.READ, file._open(), buffer, offset))
+        self.futures.append(file._queue._gather(_READ, file._open(), buffer, offset))
 
     def pwrite(self, file: File, buffer: Any, offset: int = 0) -> None:
         """As `File.pwrite`."""
-        self.futures.append(file._queue._gather(_native.Verb.WRITE, file._open(), buffer, offset))
+        self.futures.append(file._queue._gather(_WRITE, file._open(), buffer, offset))
 
     def wait(self) -> int:
         """Wait for all; return the bytes moved in all.
@@ -816,20 +818,39 @@ def _terms(priority: Priority, deadline_s: float | None) -> tuple[int, float]:
     return chosen(Priority, priority, "priority").value, seconds
 
 
-def _memories_of(buffers: Any, count: int, *, writable: bool) -> Sequence[Memory]:
-    """Return the memory of each buffer, or `count` equal parts of that of the only one."""
+def _pieces_of(
+    buffers: Any, offsets: Iterable[int], *, writable: bool
+) -> tuple[array[int], Memory]:
+    """Return the address, the bytes and the offset of each piece in turn, and what holds them all.
+
+    The pieces are the buffers, or equal parts of the only one.
+    """
+    places = list(map(operator.index, offsets))
+    count = len(places)
     if isinstance(buffers, list | tuple):
         if len(buffers) != count:
             raise ValueError(f"expected one buffer for each of {count} offsets, got {len(buffers)}")
-        return [memory_of(buffer, writable=writable) for buffer in buffers]
-    whole = memory_of(buffers, writable=writable)
-    if count == 0 or whole.nbytes % count:
-        raise ValueError(
-            f"a buffer of {whole.nbytes} B cannot be cut into {count} equal parts, one for each "
-            "offset"
-        )
-    part = whole.nbytes // count
-    return [whole.part(number * part, part) for number in range(count)]
+        memories = [memory_of(buffer, writable=writable) for buffer in buffers]
+        addresses = [memory.address for memory in memories]
+        sizes = [memory.nbytes for memory in memories]
+        holder: object = tuple(memory.holder for memory in memories)
+    else:
+        address, nbytes, holder = memory_of(buffers, writable=writable)
+        if count == 0 or nbytes % count:
+            raise ValueError(
+                f"a buffer of {nbytes} B cannot be cut into {count} equal parts, one for each "
+                "offset"
+            )
+        part = nbytes // count
+        addresses = [address + number * part for number in range(count)]
+        sizes = [part] * count
+    for place, nbytes in zip(places, sizes, strict=True):
+        if not 0 <= place <= _LARGEST_FILE - nbytes:
+            _check_range("offset", place, nbytes)
+    numbers = array("Q", bytes(3 * 8 * count))
+    numbers[0::3], numbers[1::3] = array("Q", addresses), array("Q", sizes)
+    numbers[2::3] = array("Q", places)
+    return numbers, Memory(0, sum(sizes), holder)
 
 
 def _check_range(what: str, start: int, nbytes: int = 0) -> None:

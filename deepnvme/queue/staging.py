@@ -188,9 +188,8 @@ class Staging:
                 self._wait_for_room()
             self._prepare()
             asked = 0 if array is None else array.nbytes
-            future: IOFuture[int] = IOFuture(
-                _native.Ticket(), self, about=(verb, file.path, offset, asked)
-            )
+            about = verb, file.path, offset, asked, at_end
+            future: IOFuture[int] = IOFuture(_native.Ticket(), self, about)
             operation = _Operation(verb, file, array, offset, at_end, future, asked)
             self._pending[operation] = None
             self._waiting.append(operation)

@@ -44,6 +44,17 @@ class BufferView {
     Py_buffer view_ = {};
 };
 
+// The address and the bytes of a memoryview's memory, and another view of it, which keeps it in
+// place.
+py::tuple held(const py::handle& view, bool writable) {
+    auto own = py::reinterpret_steal<py::object>(PyMemoryView_FromObject(view.ptr()));
+    if (!own) throw py::error_already_set();
+    const Py_buffer& memory = *PyMemoryView_GET_BUFFER(own.ptr());
+    if (PyBuffer_IsContiguous(&memory, 'C') == 0 || (writable && memory.readonly != 0))
+        throw py::buffer_error("not contiguous or read-only");
+    return py::make_tuple(reinterpret_cast<std::uintptr_t>(memory.buf), memory.len, own);
+}
+
 // In a forked child the threads of a queue are gone, and a lock that one of them held stays locked:
 // the queue is left alone.
 struct UnlessForked {
@@ -272,6 +283,7 @@ void bind_memory(py::module_& module) {
              py::arg("writable"))
         .def_property_readonly("address", &BufferView::address)
         .def_property_readonly("nbytes", &BufferView::nbytes);
+    module.def("held", &held, py::arg("view"), py::arg("writable"));
     py::class_<Block, std::shared_ptr<Block>>(module, "Block", py::buffer_protocol())
         .def_property_readonly(
             "address",

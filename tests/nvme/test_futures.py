@@ -106,6 +106,20 @@ def test_memory_of_a_cancelled_operation_is_let_go(tmp_path: Path) -> None:
         until(lambda: watch() is None)
 
 
+def test_memory_of_a_released_memoryview_stays_until_its_operation_ends(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file") as (queue, file, _):
+        buffer = bytearray(b"kept")
+        view = memoryview(buffer)
+        write = file.pwrite(view, CHUNK)
+        view.release()
+        with pytest.raises(BufferError):
+            buffer.clear()
+        assert write.result(TIMEOUT_S) == 4
+        assert contents(queue, tmp_path / "file")[CHUNK : CHUNK + 4] == b"kept"
+        until(lambda: queue.stats().pending == 0)
+        buffer.clear()
+
+
 def test_cancelled_operations_count_as_ended_for_concurrent_futures_wait(tmp_path: Path) -> None:
     with held("memory", tmp_path / "file") as (_, file, first):
         futures = [first, file.pwrite(b"a"), file.pwrite(b"b")]

@@ -69,6 +69,16 @@ def test_buffers_that_do_not_fit_the_offsets_are_refused(
                 file.pread_many(bytearray(4), offsets)
 
 
+@pytest.mark.parametrize(("place", "said"), [(-1, "negative"), (1 << 63, "no file is that large")])
+def test_a_piece_that_is_in_no_file_is_refused(
+    tmp_path: Path, queue: IOQueue, place: int, said: str
+) -> None:
+    with queue.open(tmp_path / "file", "w") as file:
+        for buffers in (bytearray(8), [bytearray(4), bytearray(4)]):
+            with pytest.raises(ValueError, match=said):
+                file.pread_many(buffers, [0, place])
+
+
 # --- unaligned reads ------------------------------------------------------------------------------
 
 
