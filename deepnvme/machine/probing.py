@@ -10,6 +10,7 @@ nothing else.
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import re
 import resource
@@ -17,7 +18,6 @@ import stat
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 
@@ -481,6 +481,7 @@ def read_kernel_file(path: Path) -> str:
 
 def _refusal_kind(error: int, limits: ProcessLimits) -> RefusalKind:
     filtered = limits.seccomp_mode == _SECCOMP_FILTER
+    # With 1, a process that is exempt was refused by something else: a filter, if it has one.
     switched_off = limits.uring_disabled >= 2 or (
         limits.uring_disabled == 1 and not (limits.uring_exempt and filtered)
     )
@@ -531,22 +532,29 @@ def _space(path: Path) -> tuple[int | None, int | None]:
         space = os.statvfs(path)
     except OSError:
         return None, None
+    # f_bavail: what the file system keeps for root is not there for this process.
     return space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
 
 
 def find_liburing(roots: SystemRoots = HOST_ROOTS) -> LiburingProbe:
     """Find python-liburing without an import, which would map its library into this process."""
-    try:
-        distribution = metadata.distribution("liburing")
-    except metadata.PackageNotFoundError:
+    spec = importlib.util.find_spec("liburing")
+    if spec is None or spec.origin is None:
         return judge_liburing(None, library_present=False, cpu_flags=())
-    library = Path(str(distribution.locate_file("liburing/liburing.so")))
+    package = Path(spec.origin).parent
     flags = re.search(r"^flags\s*:(.*)$", read_kernel_file(roots.proc / "cpuinfo"), re.MULTILINE)
     return judge_liburing(
-        distribution.version,
-        library_present=library.exists(),
+        _version_beside(package),
+        library_present=(package / "liburing.so").exists(),
         cpu_flags=flags[1].split() if flags else (),
     )
+
+
+def _version_beside(package: Path) -> str | None:
+    """Return the version that the installation of a package names, None where there is none."""
+    # Not by importlib.metadata: importing that takes longer than making a queue.
+    [*installed] = package.parent.glob(f"{package.name}-*.dist-info")
+    return installed[0].stem.rpartition("-")[2] if installed else None
 
 
 def _huge_page_mode(roots: SystemRoots) -> str | None:

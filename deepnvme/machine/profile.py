@@ -204,12 +204,14 @@ def write_profile(path: Path, key: str, settings: Settings, measured: Mapping[st
     }
     path = path.resolve()  # a link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Of this process alone: two may tune two drives at a time.
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         with draft.open("w", encoding="utf-8") as file:
             json.dump({"version": PROFILE_VERSION, "drives": drives}, file, indent=2)
             file.write("\n")
             file.flush()
+            # Else a power failure may find the new name and no bytes.
             os.fsync(file.fileno())
         draft.replace(path)
     finally:

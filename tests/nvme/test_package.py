@@ -28,6 +28,16 @@ def test_the_package_runs_as_a_module(module: str) -> None:
     assert (done.stdout, done.stderr) == (f"deepnvme {deepnvme.__version__}\n", "")
 
 
+def test_making_a_queue_reads_no_metadata_of_installed_packages() -> None:
+    done = python(
+        "-c",
+        "import sys\nfrom deepnvme import IOQueue\nIOQueue('threads').close()\nIOQueue().close()\n"
+        "print('importlib.metadata' in sys.modules)",
+    )
+
+    assert done.stdout == "False\n"
+
+
 def test_off_linux_a_name_says_that_it_needs_linux() -> None:
     done = python("-c", ON_A_MAC + "deepnvme.IOQueue()")
 

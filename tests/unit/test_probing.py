@@ -9,6 +9,7 @@ import json
 import os
 import resource
 from dataclasses import asdict, replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -172,6 +173,16 @@ def test_the_cpu_is_read_from_the_kernel(tmp_path: Path) -> None:
 
     assert find_liburing(wide).fits_cpu == installed
     assert not find_liburing(narrow).fits_cpu
+
+
+def test_python_liburing_has_the_version_that_pip_installed() -> None:
+    installed = [
+        distribution.version
+        for distribution in metadata.distributions()
+        if distribution.metadata["Name"] == "liburing"
+    ]
+
+    assert find_liburing().version == (installed[0] if installed else None)
 
 
 @pytest.mark.parametrize(
