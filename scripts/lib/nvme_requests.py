@@ -12,9 +12,11 @@ import os
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from functools import cache
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,10 @@ __all__ = ["CPU_US", "OPS", "P99_US", "US", "Requests", "awaited", "beside", "in
 __all__ += ["files_of_aiofiles", "threads", "to_thread"]
 
 OPS, CPU_US, US, P99_US = "operations/s", "CPU us/operation", "us/operation", "p99 us"
-_PER_CALL = 1024  # pieces of one pread_many: enough that its ends do not count
+# Of one pread_many: enough that its beginning and its end do not count.
+_PER_CALL = 1024  # pieces
+_CALL_BYTES = 256 << 20
+_DRAWN = 1 << 16  # offsets: 256 MiB of the smallest requests
 _STREAM = 16 << 20
 
 
@@ -42,32 +47,53 @@ class Requests:
     writes: float
     seconds: float
 
-    def offsets(self) -> Iterator[int]:
-        """Return random offsets without end."""
-        draw = random.Random(7).randrange
-        return (draw(self.file_bytes // self.nbytes) * self.nbytes for _ in count())
+    def offsets(self, start: int = 0) -> Iterator[int]:
+        """Return random offsets without end, from the one with that number on.
+
+        Drawn beforehand: what Python's random numbers cost is not what is compared.
+        """
+        drawn = _drawn(self.file_bytes // self.nbytes, self.nbytes)
+        return cycle(drawn[start:] + drawn[:start])
+
+
+@cache
+def _drawn(places: int, nbytes: int) -> list[int]:
+    draw = random.Random(7).randrange
+    return [draw(places) * nbytes for _ in range(_DRAWN)]
 
 
 def many(requests: Requests) -> dict[str, float]:
-    """Measure deepnvme with many pieces as one operation, `depth` of them in the drive."""
+    """Measure deepnvme with many pieces as one operation, `depth` of them in the drive.
+
+    One operation is submitted before the last is waited for, so that the drive never rests. The
+    pieces of each use memory for `depth` of them in turn, as the rivals do: what is read into
+    memory that the CPU's cache does not hold takes longer, whoever reads it.
+    """
     import deepnvme
 
     offsets = requests.offsets()
-    pool = deepnvme.Pool(_PER_CALL * requests.nbytes)
-    buffer = pool.buffer(_PER_CALL * requests.nbytes)
-    in_write = round(_PER_CALL * requests.writes)
-    cut = in_write * requests.nbytes
+    pieces = max(4 * requests.depth, min(_PER_CALL, _CALL_BYTES // requests.nbytes))
+    in_write = round(pieces * requests.writes)
+    pool = deepnvme.Pool(max(2 << 20, 2 * requests.depth * requests.nbytes))
+    memory = [[pool.buffer(requests.nbytes) for _ in range(requests.depth)] for _ in range(2)]
+    buffers = [list(islice(cycle(half), pieces)) for half in memory]
     with _queue(requests, pool) as queue, queue.open(requests.path, "r+") as file:
 
-        def turn() -> int:
+        def submit(buffer: list[memoryview]) -> list[Any]:
+            places = list(islice(offsets, pieces))
             futures = []
             if in_write:
-                places = [next(offsets) for _ in range(in_write)]
-                futures.append(file.pwrite_many(buffer[:cut], places))
-            if in_write < _PER_CALL:
-                places = [next(offsets) for _ in range(_PER_CALL - in_write)]
-                futures.append(file.pread_many(buffer[cut:], places))
-            return sum(future.result() for future in futures) // requests.nbytes
+                futures.append(file.pwrite_many(buffer[:in_write], places[:in_write]))
+            if in_write < pieces:
+                futures.append(file.pread_many(buffer[in_write:], places[in_write:]))
+            return futures
+
+        under_way = deque([submit(buffers[0])])
+        following = cycle([buffers[1], buffers[0]])
+
+        def turn() -> int:
+            under_way.append(submit(next(following)))
+            return sum(future.result() for future in under_way.popleft()) // requests.nbytes
 
         return _timed(requests, turn)
 
@@ -145,18 +171,19 @@ def threads(requests: Requests) -> dict[str, float]:
     """Measure `depth` threads that call preadv and pwritev, past the page cache."""
     descriptor = os.open(requests.path, os.O_RDWR | os.O_DIRECT)
     views = _views(requests)
-    until = time.perf_counter() + requests.seconds
     counts = [0] * requests.depth
+    starts = range(0, _DRAWN, _DRAWN // requests.depth)
+    offsets = [requests.offsets(start) for start in starts]
+    draw = random.Random(7).random
+    turn = [os.pwritev if draw() < requests.writes else os.preadv for _ in range(1000)]
+    until = time.perf_counter() + requests.seconds
 
     def work(number: int) -> None:
-        view, draw, done = [views[number]], random.Random(number), 0
-        places = requests.file_bytes // requests.nbytes
-        while time.perf_counter() < until:
-            offset = draw.randrange(places) * requests.nbytes
-            if draw.random() < requests.writes:
-                os.pwritev(descriptor, view, offset)
-            else:
-                os.preadv(descriptor, view, offset)
+        view, done = [views[number]], 0
+        for offset, call in zip(offsets[number], cycle(turn), strict=False):
+            if time.perf_counter() >= until:
+                break
+            call(descriptor, view, offset)
             done += 1
         counts[number] = done
 
