@@ -63,7 +63,10 @@ _NAMED = 8  # files in the message of a BatchError; its `errors` have all
 
 
 class NVMeError(OSError):
-    """An operation failed. `done` is how many bytes from its start were certainly moved."""
+    """An operation failed: `op`, on `asked` bytes of `path` at `offset`, through `backend`.
+
+    `done` is how many bytes from its start were certainly moved. `errno` is the kernel's.
+    """
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class DeadlineError(NVMeError, TimeoutError):
 
 
 class BatchError(NVMeError):
-    """More than one operation of a batch failed; the fields are the first one's."""
+    """More than one operation of a batch failed: `errors` has them, the fields are the first's."""
 
     def __init__(self, errors: Sequence[NVMeError]) -> None:
         first = errors[0]
@@ -189,7 +192,7 @@ class VolumeLockedError(VolumeError):
 
 
 class VolumeFullError(VolumeError):
-    """The volume has no room for the bytes asked for."""
+    """The volume has no room for `asked` bytes: `free` are, `largest` of them in one piece."""
 
     def __init__(self, directories: Sequence[str], *, asked: int, free: int, largest: int) -> None:
         super().__init__(
@@ -206,8 +209,9 @@ class StoreError(NVMeError):
 
 
 class PoisonedError(StoreError):
-    """An fsync failed, after which the kernel may have dropped what it could not write: nothing is
-    durable any more.
+    """An fsync failed, and the kernel may have dropped what it could not write.
+
+    Nothing is durable any more: open the store again, at its last commit.
     """
 
 

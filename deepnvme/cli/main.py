@@ -34,6 +34,7 @@ class _Command(Protocol):
 
 
 _FAILED = 1
+_WRONG_USAGE = 2
 _INTERRUPTED = 130
 _PIPE_CLOSED = 141  # what a shell reports for a command that SIGPIPE ended
 _COMMANDS: tuple[_Command, ...] = (doctor, bench, tune, ls, cp, verify)
@@ -41,7 +42,12 @@ _COMMANDS: tuple[_Command, ...] = (doctor, bench, tune, ls, cp, verify)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (by default this process's) and return the exit status."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if not arguments:  # all there is, and not only that a command is missing
+        parser.print_help(sys.stderr)
+        parser.exit(_WRONG_USAGE)
+    options = parser.parse_args(arguments)
     # a path need not be text in this terminal's encoding
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -35,7 +35,7 @@ class Cuda(Enum):
 
     IN_USE = "in use"  # if this process uses CUDA already; a refusal is one warning
     REQUIRED = "required"  # initialise CUDA for it; a refusal is an error
-    NEVER = "never"
+    NEVER = "never"  # copies to and from a GPU are staged by the driver
 
 
 class Pool:

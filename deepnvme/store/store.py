@@ -67,8 +67,8 @@ class Durability(Enum):
 class Checksum(Enum):
     """Whether bytes are summed when they are put, and compared when they are got."""
 
-    CRC32C = "crc32c"
-    NONE = "none"
+    CRC32C = "crc32c"  # of every MiB
+    NONE = "none"  # what the drive returns is what you get
 
 
 class TensorStore:

@@ -27,7 +27,7 @@ from deepnvme.sizes import format_bytes
 from support.nvme_programs import output_of, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/nvme.md")
+PAGES = ("README.md", "docs/nvme.md", "distributions/deepnvme/README.md")
 NVME_PAGE = (ROOT / "docs/nvme.md").read_text()
 COMMANDS = (doctor.NAME, bench.NAME, tune.NAME, ls.NAME, cp.NAME, verify.NAME)
 WITHOUT_TORCH = """

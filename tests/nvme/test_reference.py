@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -30,9 +31,20 @@ def test_the_page_is_what_the_script_writes(reference: ModuleType) -> None:
 
 
 def test_the_page_has_every_public_name(reference: ModuleType) -> None:
-    headings = re.findall(r"^### `(\w+)`", reference.PAGE.read_text(), re.M)
+    headings = set(re.findall(r"^### `(\w+)`", reference.PAGE.read_text(), re.M))
 
-    assert sorted(headings) == sorted(deepnvme.__all__)
+    returned = {name for names in reference.RETURNED.values() for name in names}
+    assert headings == {*deepnvme.__all__} | returned
+
+
+def test_every_member_of_a_choice_says_what_it_means(reference: ModuleType) -> None:
+    assert reference.meanings_of(deepnvme.Access)["READ"].startswith("by any number of processes")
+    assert reference.meanings_of(deepnvme.Sync)["ALL"] == "times and permissions too"
+    for name in deepnvme.__all__:
+        kind = getattr(deepnvme, name)
+        if isinstance(kind, type) and issubclass(kind, enum.Enum) and kind is not deepnvme.Requests:
+            meanings = reference.meanings_of(kind)
+            assert all(meanings.get(member.name) for member in kind), name
 
 
 def test_a_public_name_without_a_subject_is_refused(

@@ -66,7 +66,10 @@ def test_the_oldest_python_is_what_the_package_requires_and_what_the_tools_check
     assert pyproject["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/nvme.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "CONTRIBUTING.md", "docs/nvme.md", "distributions/deepnvme/README.md"],
+)
 def test_every_page_names_the_same_pythons(page: str) -> None:
     ranges = re.findall(r"Python\s+(3\.\d+)\s*(?:-|to)\s*(3\.\d+)", text_of(page))
 

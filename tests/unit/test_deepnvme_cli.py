@@ -294,6 +294,15 @@ def test_wrong_usage_gives_exit_status_2(
     assert "usage: deepnvme" in capsys.readouterr().err
 
 
+def test_no_command_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+
+    told = capsys.readouterr().err
+    for command in ("doctor", "bench", "tune", "ls", "cp", "verify"):
+        assert f"    {command} " in told
+
+
 @pytest.mark.parametrize("command", ["doctor", "bench", "tune"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
