@@ -64,6 +64,7 @@ def save(
     reserved = None if capacity is None else as_bytes(capacity)
     _, leaves = flatten(state)
     needed = capacity_for(storable(leaf).nbytes for leaf in leaves.values())
+    # A link that leads nowhere counts: opening it then says what is wrong.
     if any(os.path.lexists(_path(member) / DATA) for member in members):
         settled = [_as_it_is(member) for member in members]
         least = reserved or sum(map(_capacity_of, members))
@@ -104,6 +105,7 @@ def load(
     """
     members = _members(directories)
     with TensorStore.open(members, access=Access.READ, generation=generation, queue=queue) as store:
+        # `deepnvme cp` keeps the metadata of a file as a state dict, and the tensors beside it.
         if name == STATE and len(store) and set(store.states) <= {METADATA}:
             return store.get_many(store)
         return store.get_state(name)
@@ -130,6 +132,7 @@ def new_store(
     try:
         yield store
         store.commit()
+    # Ctrl-C too: what is left would be taken for a store without a commit.
     except BaseException:
         store.discard()
         raise

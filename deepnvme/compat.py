@@ -246,7 +246,9 @@ class aio_handle:  # noqa: N801 - the name that programs use
             BatchError: several did; `errors` has them all.
         """
         with self._waiting:
+            # A copy: what other threads submit meanwhile stays for the next wait.
             operations = self._pending[:]
+            # All are waited for before any is raised: their memory is free then.
             failures = [failure for operation in operations if (failure := operation.failure())]
             del self._pending[: len(operations)]
         errors = [failure for failure in failures if isinstance(failure, NVMeError)]

@@ -174,6 +174,7 @@ def _of_store(store: TensorStore, *, to_file: bool) -> _Source:
             name.removeprefix(prefix): tensor for name, tensor in store.get_many(out, out).items()
         }
 
+    # As they lie, so that a copy reads the drives from front to back.
     in_order = sorted(
         records, key=lambda name: [(it.member, it.offset) for it in records[name].extents]
     )
@@ -316,6 +317,7 @@ def _replace(directories: Sequence[Path], beside: Sequence[Path], aside: Sequenc
             new.rename(directory)
             undo.callback(directory.rename, new)
         undo.pop_all()
+    # Before the old ones go: a power failure finds the one or the other.
     for parent in {directory.parent for directory in directories}:
         sync_directory(parent)
     for old in aside:

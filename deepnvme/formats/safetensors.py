@@ -329,6 +329,7 @@ def _target(
                 f"{kind[0]} of shape {kind[1]}"
             )
         return out[name], memory_of(out[name], writable=True)
+    # A view at the file's place in a page would not be aligned to its elements there.
     if entry.nbytes <= SMALL_BYTES or entry.offset % ITEMSIZES[entry.dtype]:
         tensor = empty(entry.dtype, entry.shape, returns)
         return tensor, memory_of(tensor, writable=True)
@@ -518,6 +519,7 @@ class SafetensorsWriter:
         self._written = 0
         total = len(start) + sum(nbytes_of(*kind) for kind in self._layout.values())
         self.nbytes = total
+        # In the same directory: only within one file system does a rename replace a file.
         self._draft = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:16]}.tmp")
         mode = _mode_of(self.path)
         with ExitStack() as ends:
@@ -541,6 +543,7 @@ class SafetensorsWriter:
         due = self.names[self._written : self._written + len(tensors)]
         if tuple(tensors) != due:
             raise ValueError(f"expected the tensors {shown(due)} next, got {shown(tuple(tensors))}")
+        # All before any is written: a call that is refused has changed nothing.
         for name, tensor in tensors.items():
             layout = tensor.code, tensor.shape
             if layout != self._layout[name]:
@@ -649,6 +652,7 @@ class _PageWriter:
         while done < memory.nbytes:
             left = memory.nbytes - done
             to_page = -self._used % PAGE
+            # Small pieces are copied whole; of large ones, what fills the page that was begun.
             if left - to_page <= SMALL_BYTES:
                 done += self._stage(memory.part(done, min(left, self._staging.nbytes - self._used)))
             elif self._used:
@@ -690,6 +694,7 @@ class _PageWriter:
         self._at += self._used
         self._used = 0
         self._staging, before = self._slots.popleft()
+        # The drive may still read the memory that is filled next.
         if before is not None:
             before.result()
 
@@ -702,6 +707,7 @@ class _PageWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # Also where the block raised: the drive reads from this memory until then.
         self._batch.drain()
         self._queue.forget_pool(self._pool)
 

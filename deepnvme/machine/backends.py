@@ -101,6 +101,7 @@ def start_on(
         except BackendUnavailableError as refusal:
             refusals.append(f"{name}: {_reason(name, refusal)}")
             continue
+        # A caller that named what is acceptable knows of the others.
         if refusals and not acceptable:
             warnings.warn(
                 f"deepnvme uses {name}: {'; '.join(refusals)}", BackendFallbackWarning, stacklevel=3
@@ -114,6 +115,7 @@ def start_on(
 def fallbacks(wanted: str, require: str | Collection[str] | None) -> tuple[str, ...]:
     """Return what such a queue may use for a drive where the kernel refuses another ring."""
     named = os.environ.get(BACKEND_VARIABLE, "") if wanted == "auto" else wanted
+    # No other ring: it would count against the same limit on locked memory.
     return () if named not in ("", "auto") or require is not None else CHAIN[2:]
 
 

@@ -116,6 +116,7 @@ def measure(
         verbs = (file.pread, file.pwrite)
         course = transfers(load.workload, load.file_bytes, load.operation_bytes)
         starts = (partial(verbs[writes], offset=offset) for writes, offset in course)
+        # First reads and writes pay for slots, registration and cold caches.
         keep_pending(starts, buffers, 0.0)
         before_s, start_s = time.process_time(), time.perf_counter()
         nbytes = keep_pending(starts, buffers, load.seconds)

@@ -81,6 +81,7 @@ class _Course:
 def _transfer(course: _Course, path: Path, buffer: memoryview, taken: list[float]) -> None:
     descriptor = _opened(path)
     try:
+        # Once in any case: a median needs a value, however short the time.
         while not taken or not course.is_over():
             writes, offset = course.next()
             start_s = time.perf_counter()

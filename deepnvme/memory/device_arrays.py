@@ -95,12 +95,14 @@ class _TorchArray:
         # not the tensor: `tensor.data = other` leaves this where it is
         self._storage = tensor.untyped_storage()
         self._offset = tensor.storage_offset() * tensor.element_size()
+        # Here, and not in begin(): the stream of the thread that submits is the one to wait for.
         self._submitted = torch.cuda.current_stream(tensor.device).record_event()
 
     def begin(self) -> None:
         torch = self._torch
         self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_event(self._submitted)
+        # Bytes, whatever the dtype: copies of parts need not begin at an element.
         view = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._bytes = view.set_(self._storage, self._offset, (self.nbytes,))
 
@@ -117,6 +119,7 @@ class _TorchArray:
         cuda = self._torch.cuda
         with cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
+            # The thread that waits for it sleeps, where it else would spin on a core.
             event: CopyEvent = self._stream.record_event(cuda.Event(blocking=True))
             return event
 
@@ -140,6 +143,7 @@ class _CupyArray:
 
     def begin(self) -> None:
         with self._device:
+            # Else copies would wait for all that the program does on the default stream.
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
             self._stream.wait_event(self._submitted)
 

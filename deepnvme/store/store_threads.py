@@ -114,6 +114,7 @@ class StoreThreads:
         queued comes after.
         """
         with self._lock:
+            # By name: an executor does not say which threads are its own.
             on_writer = threading.current_thread().name.startswith(f"{self._name}-writer")
             return {*self._writes} if on_writer else {*self._writes, *self._queued}
 
@@ -125,6 +126,7 @@ class StoreThreads:
                 with suppress(CancelledError):
                     each.exception()
             else:
+                # Its writer holds it until the write has ended.
                 with each:
                     pass
 

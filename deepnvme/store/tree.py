@@ -152,6 +152,7 @@ def _identity(leaf: Any) -> Hashable:
             and leaf.device.type != "meta"
             and leaf.data_ptr()
         ):
+            # Lazy views share memory with what they are views of, and mean other values.
             bits = (leaf.is_conj(), leaf.is_neg())
             return (
                 "tensor",
@@ -189,6 +190,7 @@ def _plain(value: Any, path: _Path) -> Any:
                 "UTF-8 cannot keep: "
                 "give it as bytes"
             ) from None
+    # By its bits: JSON has no such number, and a NaN's payload is kept.
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": struct.pack(">d", value).hex()}
     if isinstance(value, int) and not -_MAX_PLAIN <= value <= _MAX_PLAIN:

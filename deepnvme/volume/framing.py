@@ -26,6 +26,7 @@ __all__ = [
     "unframed",
 ]
 
+# One text for each number: no leading zeros, and never so many digits that int() would be slow.
 _LINE = re.compile(rb"(0|[1-9][0-9]{0,18}) ([0-9a-f]{8})\n")
 
 
@@ -61,6 +62,7 @@ def unframed(kind: str, version: int, data: bytes) -> tuple[bytes, bytes]:
     start = re.match(rb"%s ([1-9][0-9]{0,8}) " % re.escape(kind.encode()), data)
     if start is None:
         raise ValueError(f'expected it to begin with "{kind} {version} ", got {data[:32]!r}')
+    # Before anything else is believed, which may mean something else there.
     if int(start[1]) > version:
         raise NewerVersionError(
             f"it has version {int(start[1])} of the format, this deepnvme reads {version}: use a "
@@ -114,6 +116,7 @@ def shown(value: object, most: int = 160) -> str:
 
 
 def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Python keeps the last of two, other readers the first: they would see different tensors.
     found = dict(pairs)
     if len(found) < len(pairs):
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)

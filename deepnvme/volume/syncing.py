@@ -23,6 +23,7 @@ def sync_directory(folder: Path) -> None:
 
 
 def _sync(path: Path, flags: int) -> None:
+    # fsync asks for no right to write, and covers what other descriptors wrote.
     descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(descriptor)

@@ -187,6 +187,7 @@ class Volume:
                 file = MemberFile.hold(Path(spec.path), access)
                 undo.callback(file.close)
                 held.append((file.read_header(), file, spec.queue or queue or own))
+            # Extents name members by number, whatever order the caller gave.
             held.sort(key=lambda entry: entry[0].member)
             _check_together([(header, file.directory) for header, file, _ in held])
             for _, file, through in held:
@@ -350,6 +351,7 @@ class Volume:
         batch = Batch()
         with batch:
             for part in self._parts:
+                # A queue that refuses when it is full would leave a member without its sync.
                 batch.futures.append(once_there_is_room(part.member.file.sync))
 
     def grow(self, nbytes: int | str) -> None:
@@ -423,6 +425,7 @@ class Volume:
                 trimmed = tuple(part.space.trim() for part in self._parts)
             for index, part in enumerate(self._parts):
                 if trimmed[index]:
+                    # Before the bytes go: a file longer than its header says is sound.
                     part.member.write_header(
                         Header(self.uuid, index, part.space.end - PAGE, self.rates)
                     )
@@ -503,6 +506,7 @@ class Volume:
         if nbytes < _STRIPED * len(self._parts) or len(self._parts) == 1:
             return [(self._by_need(nbytes)[0], nbytes)] if nbytes else []
         shares = accumulate(part.share for part in self._parts[:-1])
+        # At pages, so that every piece but the last goes past the page cache.
         cuts = [0, *(min(nbytes, round(nbytes * share / PAGE) * PAGE) for share in shares), nbytes]
         return [
             (index, end - start) for index, (start, end) in enumerate(pairwise(cuts)) if start < end
@@ -633,6 +637,7 @@ def _made(
         for file, header in zip(files, headers, strict=True):
             file.reserve_space(PAGE + header.capacity)
             file.write_header(header)
+            # Its name last: a directory whose making was interrupted is no volume.
             file.finish_making()
         volume = Volume(files, headers, own)
         undo.pop_all()
