@@ -241,7 +241,8 @@ def beside(requests: Requests, *, same_queue: bool) -> dict[str, float]:
 def _queue(requests: Requests, pool: Any) -> IOQueue:
     import deepnvme
 
-    return deepnvme.IOQueue(pool=pool, max_requests=requests.depth)
+    inflight_bytes = max(16 << 20, requests.depth * requests.nbytes)  # the default, or all of them
+    return deepnvme.IOQueue(pool=pool, max_requests=requests.depth, inflight_bytes=inflight_bytes)
 
 
 def _views(requests: Requests) -> list[memoryview]:
