@@ -2,7 +2,8 @@
 
 A program of one system: trains a stack of linear layers in fp32 with AdamW, saves and loads it, and
 prints one JSON object of numbers. Bytes count as saved when they are on the drive: what the rivals
-leave in the page cache is synced within their time. Loads begin with cold files.
+leave in the page cache is synced within their time. Loads begin with cold files. Memory is what the
+kernel says of the process, not what the engine counts.
 Usage: system, layers, width, directory.
 """
 
@@ -25,8 +26,8 @@ import torch
 __all__ = ["STATE_BYTES", "SYSTEMS", "parameters_of"]
 
 STATE_BYTES = 12  # of a parameter: master and two moments, all fp32
-STEPS, BATCH = 6, 256
-_BUFFERS = 256 << 20
+WARM_UP, STEPS, BATCH = 2, 4, 256
+SAVES = 3  # beside training; the first one warms up
 
 
 def parameters_of(layers: int, width: int) -> int:
@@ -73,10 +74,58 @@ def _nbytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in _files(folder))
 
 
+def _written_bytes() -> int:
+    """Return what this process has written to drives since it began."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))
+
+
+def _peak_bytes() -> int:
+    """Return the most that was resident since `_begin_peak_anew`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def _begin_peak_anew() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _saved(save: Callable[[], object], folder: Path) -> dict[str, float]:
+    """Save into a folder; return the seconds, and the bytes that it holds or that were written."""
+    before = _written_bytes()
+    seconds = _timed(save)
+    return {"save": seconds, "bytes": max(_nbytes(folder), _written_bytes() - before)}
+
+
+class _Steps:
+    """Steps of a training, timed, and the memory that it takes without checkpoints."""
+
+    def __init__(self, step: Callable[[int], object]) -> None:
+        self._step = step
+        for number in range(WARM_UP):
+            step(number)
+        _begin_peak_anew()
+        self.seconds = statistics.median(_timed(partial(step, number)) for number in range(STEPS))
+        self._peak = _peak_bytes()
+
+    def added_bytes(self) -> int:
+        """Return the most that checkpoints have added to the memory of a training."""
+        return max(0, _peak_bytes() - self._peak)
+
+    def beside(self, begin: Callable[[], object], is_going_on: Callable[[], bool]) -> float:
+        """Train while a save goes on; return the seconds that it has cost, by the clock."""
+        began, count = time.perf_counter(), 0
+        begin()
+        while is_going_on():
+            self._step(count)
+            count += 1
+        return time.perf_counter() - began - count * self.seconds
+
+
 def _ours(layers: int, width: int, folder: Path, *, drives: bool) -> dict[str, float]:
     engine_module: Any = import_module("infinity_engine")
     state = STATE_BYTES * parameters_of(layers, width)
-    host = _BUFFERS + (state * 2 // 3 if drives else state * 2)
+    host = state * 5 // 6 if drives else (256 << 20) + state * 2
     settings: dict[str, Any] = {"strategy": "host_only", "budget": {"host": host}}
     if drives:
         (folder / "drive").mkdir()
@@ -90,36 +139,36 @@ def _ours(layers: int, width: int, folder: Path, *, drives: bool) -> dict[str, f
             engine.backward(_loss(engine, width, number))
             engine.step()
 
-        steps = [_timed(partial(step, number)) for number in range(STEPS)][2:]
+        steps = _Steps(step)
+        usages = engine.usage()
+        free = min(usage.limit - usage.reserved for usage in usages if usage.tier.name == "HOST")
+        held = sum(usage.held for usage in usages if usage.tier.name == "NVME")
+        if drives and not held:
+            raise RuntimeError(f"no states lie on the drive: {host} bytes of host had room for all")
         saved = folder / "saved"
-        seconds = _timed(lambda: engine.save(saved, "waited"))
-        nbytes = _nbytes(saved)
-        engine.save(saved, "beside", wait=False)
-        for number in range(STEPS):
-            step(number)
-        engine.save(saved, "after")  # waits for the one before, whose report is read first
-        stalls = []
-        for number in range(2):
-            engine.save(saved, f"beside-{number}", wait=False)
-            while engine.last_save().state.value == "writing":
-                step(number)
-            stalls.append(engine.last_save().stall_seconds)
+        numbers = _saved(lambda: engine.save(saved, "waited"), saved)
+
+        def save_beside(number: int) -> tuple[float, float]:
+            begin = partial(engine.save, saved, f"beside-{number}", wait=False)
+            cost = steps.beside(begin, lambda: engine.last_save().state.value == "writing")
+            return engine.last_save().stall_seconds, cost
+
+        stalls, costs = zip(*map(save_beside, range(SAVES)), strict=True)
         _chill(saved)
         loading = _timed(lambda: engine.load(saved, "waited"))
-        over = max(
-            usage.peak_held - usage.limit for usage in engine.usage() if usage.tier.name == "HOST"
-        )
+        added = steps.added_bytes()
     return {
-        "step": statistics.median(steps),
-        "save": seconds,
+        **numbers,
+        "step": steps.seconds,
         "load": loading,
-        "stall": statistics.median(stalls),
-        "bytes": nbytes,
-        "over": max(0, over),
+        "stall": statistics.median(stalls[1:]),
+        "cost": statistics.median(costs[1:]),
+        "memory": added,
+        "over": max(0, added - free),
     }
 
 
-def _plain(layers: int, width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, list[float]]:
+def _plain(layers: int, width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, _Steps]:
     model = _model(layers, width)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -128,7 +177,7 @@ def _plain(layers: int, width: int) -> tuple[torch.nn.Module, torch.optim.Optimi
         optimizer.step()
         optimizer.zero_grad()
 
-    return model, optimizer, [_timed(partial(step, number)) for number in range(STEPS)][2:]
+    return model, optimizer, _Steps(step)
 
 
 def _torch_save(layers: int, width: int, folder: Path) -> dict[str, float]:
@@ -144,10 +193,10 @@ def _torch_save(layers: int, width: int, folder: Path) -> dict[str, float]:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
-    seconds = _timed(save)
+    numbers = _saved(save, folder)
     _chill(folder)
-    numbers = {"step": statistics.median(steps), "save": seconds, "bytes": _nbytes(folder)}
-    return {**numbers, "load": _timed(load)}
+    loading = _timed(load)
+    return {**numbers, "step": steps.seconds, "load": loading, "memory": steps.added_bytes()}
 
 
 def _dcp(layers: int, width: int, folder: Path) -> dict[str, float]:
@@ -174,21 +223,27 @@ def _dcp(layers: int, width: int, folder: Path) -> dict[str, float]:
             optim_state_dict=target["optim"],
         )
 
-    seconds, nbytes = _timed(save), _nbytes(folder)
+    def save_beside(number: int) -> tuple[float, float]:
+        saves, stalls = [], []
+
+        def begin() -> None:  # DCP syncs the files of this save itself
+            saves.append(dcp.async_save(state(), checkpoint_id=str(folder / f"beside-{number}")))
+
+        cost = steps.beside(lambda: stalls.append(_timed(begin)), lambda: not saves[0].done())
+        saves[0].result()
+        return stalls[0], cost
+
+    numbers = _saved(save, folder)
+    stalls, costs = zip(*map(save_beside, range(SAVES)), strict=True)
     _chill(folder)
     loading = _timed(load)
-    stalls = []
-    for number in range(2):
-        began = time.perf_counter()
-        saving = dcp.async_save(state(), checkpoint_id=str(folder / f"beside-{number}"))
-        stalls.append(time.perf_counter() - began)
-        saving.result()
     return {
-        "step": statistics.median(steps),
-        "save": seconds,
+        **numbers,
+        "step": steps.seconds,
         "load": loading,
-        "stall": statistics.median(stalls),
-        "bytes": nbytes,
+        "stall": statistics.median(stalls[1:]),
+        "cost": statistics.median(costs[1:]),
+        "memory": steps.added_bytes(),
     }
 
 
@@ -214,11 +269,11 @@ def _deepspeed(layers: int, width: int, folder: Path) -> dict[str, float]:
         engine.save_checkpoint(str(folder))
         _sync(folder)
 
-    steps = [_timed(partial(step, number)) for number in range(STEPS)][2:]
-    seconds, nbytes = _timed(save), _nbytes(folder)
+    steps = _Steps(step)
+    numbers = _saved(save, folder)
     _chill(folder)
     loading = _timed(lambda: engine.load_checkpoint(str(folder)))
-    return {"step": statistics.median(steps), "save": seconds, "load": loading, "bytes": nbytes}
+    return {**numbers, "step": steps.seconds, "load": loading, "memory": steps.added_bytes()}
 
 
 def _one_rank() -> None:
