@@ -5,7 +5,7 @@ Called between steps, with nothing under way. All ranks write what they own; ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from infinity_engine.checkpoint import SavedFile, SavedTensor, Slice
 from infinity_engine.checkpoint.export import Dtype
 from infinity_engine.checkpoint.exporting import WeightDraft
 from infinity_engine.engine.checkpoints.checkpointing import CheckpointMemory, Run, RunRanks
+from infinity_engine.engine.checkpoints.sources import StateStreams, TakeSlice, UntrainedStreams
 from infinity_engine.errors import ConfigError
-from infinity_engine.update.captured import CapturedPiece, CapturedStates, bytes_of
+from infinity_engine.update.captured import CapturedStates
 
 __all__ = ["export_dtype", "export_weights"]
 
@@ -89,7 +90,7 @@ def export_weights(
 
 
 class _RunStreams:
-    """The streams of this rank; what is not trained is rank 0's. Read through `rooms`."""
+    """All streams of this rank, read through `rooms`."""
 
     def __init__(
         self,
@@ -98,52 +99,20 @@ class _RunStreams:
         tensors: Sequence[SavedTensor],
         rooms: Sequence[memoryview],
     ) -> None:
-        self._run = run
-        self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._rooms = rooms
-        self._is_first = ranks.rank == 0
+        by_name = {tensor.name: tensor for tensor in tensors}
         # Of replicas, the first one writes the states.
-        self._captured = run.states.capture() if ranks.has_states else CapturedStates.nothing()
+        captured = run.states.capture() if ranks.has_states else CapturedStates.nothing()
+        self._states = StateStreams(run, captured, by_name)
+        self._others = UntrainedStreams(
+            run, by_name, run.frozen, room=rooms[0], is_first=ranks.rank == 0
+        )
+        self._rooms = rooms
 
     def slices(self) -> list[Slice]:
         """Return what there is."""
-        found = [self._slice_of(piece) for piece in self._captured.pieces]
-        return [*found, *(self._whole(name) for name in self._others())]
+        return [*self._states.slices(), *self._others.slices()]
 
-    def hand_out(self, take: Callable[[Slice, memoryview], None]) -> None:
+    def hand_out(self, take: TakeSlice) -> None:
         """Hand out the bytes of all slices; all ranks take part."""
-
-        def take_piece(piece: CapturedPiece, values: memoryview) -> None:
-            take(self._slice_of(piece), values)
-
-        self._captured.hand_out(take_piece, self._rooms)
-        for parameter in self._run.frozen:
-            # All ranks take part in showing it; rank 0 alone writes.
-            with self._run.shown(parameter):
-                self._hand_out(parameter.name, parameter.parameter.data, take)
-        for name, buffer in self._run.model.named_buffers():
-            self._hand_out(name, buffer, take)
-
-    def _hand_out(
-        self, name: str, tensor: torch.Tensor, take: Callable[[Slice, memoryview], None]
-    ) -> None:
-        if self._is_first and tensor.numel():
-            for part in bytes_of(tensor.detach().contiguous().view(-1), self._rooms[0]):
-                take(self._whole(name), part)
-
-    def _others(self) -> Iterator[str]:
-        """Yield the names of what is not trained, where this rank writes it."""
-        tensors = [(known.name, known.parameter) for known in self._run.frozen]
-        for name, tensor in (*tensors, *self._run.model.named_buffers()):
-            if self._is_first and tensor.numel():
-                yield name
-
-    def _whole(self, name: str) -> Slice:
-        tensor = self._tensors[name]
-        return Slice(tensor.stream("value"), 0, tensor.numel)
-
-    def _slice_of(self, piece: CapturedPiece) -> Slice:
-        known = self._run.trained[piece.segment.parameter]
-        first = self._run.first_element(known.number) + piece.segment.first_element
-        stream = self._tensors[known.name].stream(piece.stream)
-        return Slice(stream, first, piece.segment.numel)
+        self._states.hand_out(take, self._rooms)
+        self._others.hand_out(take)

@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -33,7 +33,7 @@ from infinity_engine.checkpoint import (
     Slice,
 )
 from infinity_engine.checkpoint.directory import tag_of_step
-from infinity_engine.checkpoint.objects import COPIED_BYTES, RankObjects, objects_file
+from infinity_engine.checkpoint.objects import RankObjects, objects_file
 from infinity_engine.checkpoint.sharing import LEAST_BYTES, SharedFile, share_runs
 from infinity_engine.checkpoint.streams import SHARD
 from infinity_engine.checkpoint.writer import FILE_BYTES, shard_names, write_shard
@@ -43,6 +43,13 @@ from infinity_engine.engine.checkpoints.checkpointing import (
     RunRanks,
     Stateful,
     random_state,
+)
+from infinity_engine.engine.checkpoints.sources import (
+    SmallBuffers,
+    StateStreams,
+    TakeSlice,
+    UntrainedStreams,
+    whole_of,
 )
 from infinity_engine.errors import (
     CollectiveError,
@@ -55,7 +62,7 @@ from infinity_engine.kept_errors import again, kept
 from infinity_engine.lanes.meter import Wait
 from infinity_engine.parameters.parameters import ModelParameter
 from infinity_engine.telemetry import Telemetry
-from infinity_engine.update.captured import CapturedPiece, CapturedStates, bytes_of
+from infinity_engine.update.captured import CapturedStates, bytes_of
 
 __all__ = ["OnError", "SaveInFlight", "SaveReport", "SaveRequest", "SaveState", "Saves"]
 
@@ -348,7 +355,7 @@ class Saves:
         folder = directory.draft_of(tag)
         tensors = {tensor.name: tensor for tensor in run.saved_tensors()}
         objects: list[RankObjects] = []
-        small = _SmallBuffers(run.model, tensors)
+        small = SmallBuffers(run.model, tensors)
 
         def write() -> dict[str, Any]:
             objects.append(RankObjects(self._objects(request.extra)))
@@ -376,7 +383,7 @@ class Saves:
         )
         files = [_saved_file(entry) for entry in written[ranks.rank]["files"]]
         source = _BackgroundStreams(run, captured, tensors, self._frozen_in_memory())
-        source.add(objects[0], small.copies() if ranks.rank == 0 else [])
+        source.add(objects[0], small.copies() if ranks.rank == 0 else ())
         with _as_transfer(request.path):
             source.share(folder, shard_names(ranks.rank, _shards(files)), ranks.size)
         draft = _Draft(
@@ -413,13 +420,13 @@ class Saves:
         frozen = [known for known in self._run.frozen if id(known) not in in_memory]
         files: list[SavedFile] = []
         with _rooms(memory) as rooms:
-            others = _OtherStreams(
+            others = UntrainedStreams(
                 self._run,
                 tensors,
                 frozen,
-                copied=copied,
                 room=rooms[0],
                 is_first=self._ranks.rank == 0,
+                copied=copied,
             )
             files += write_shard(
                 draft, self._ranks.rank, others, queue=queue, staging_bytes=memory.small
@@ -489,7 +496,7 @@ class _Draft:
         self.memory = memory
         self.shared_nbytes = source.shared_nbytes
         self._files = files
-        self._source = source
+        self._sources = [source]  # until `write`: its views of states end with that call
         self._keep = keep
         self._rank, self._size = ranks
         self._queue = queue
@@ -504,8 +511,7 @@ class _Draft:
     def write(self) -> None:
         """Write this rank's part; tell rank 0 what it wrote."""
         draft = self.directory.draft_of(self.manifest.tag)
-        source, memory = self._source, self.memory
-        self._source = _NoStreams()  # the source's views of states end with this call
+        source, memory = self._sources.pop(), self.memory
         with source.shared_files() as shared, _rooms(memory) as rooms:
             source.use(rooms)
             # First what updates wait for. What is shared is safe from them.
@@ -713,19 +719,20 @@ class _BackgroundStreams:
         tensors: Mapping[str, SavedTensor],
         frozen: Sequence[ModelParameter],
     ) -> None:
-        self.captured = captured
+        self._states = StateStreams(run, captured, tensors)
         self._objects: RankObjects | None = None
         self._shared: list[SharedFile] = []
-        self._streams = {
-            known.number: (tensors[known.name], run.first_element(known.number))
-            for known in run.trained
-        }
         self._whole = [
-            (_whole_of(tensors[known.name]), known.home.detach().view(-1)) for known in frozen
+            (whole_of(tensors[known.name]), known.home.detach().view(-1)) for known in frozen
         ]
         self._rooms: Sequence[memoryview] = ()
 
-    def add(self, objects: RankObjects, copies: Sequence[tuple[Slice, torch.Tensor]]) -> None:
+    @property
+    def captured(self) -> CapturedStates:
+        """The states that are copied."""
+        return self._states.captured
+
+    def add(self, objects: RankObjects, copies: Iterable[tuple[Slice, torch.Tensor]]) -> None:
         """Write these too: objects, unless they were written already, and copies of buffers."""
         self._objects = None if objects.must_be_written else objects
         self._whole += copies
@@ -749,10 +756,10 @@ class _BackgroundStreams:
         if shutil.disk_usage(draft).free < room:
             return
         runs = [run for run in self.captured.runs_on_drives() if run.nbytes >= LEAST_BYTES]
-        slices = [(run, [self._slice_of(piece) for piece in run.pieces]) for run in runs]
+        slices = [(run, [self._states.slice_of(piece) for piece in run.pieces]) for run in runs]
         self._shared = share_runs(draft, names, slices, FILE_BYTES)
         if self._shared:
-            self.captured = self.captured.without(runs)
+            self._states.captured = self.captured.without(runs)
 
     @property
     def shared_nbytes(self) -> int:
@@ -774,106 +781,14 @@ class _BackgroundStreams:
 
     def slices(self) -> list[Slice]:
         """Return what is written."""
-        states = [self._slice_of(piece) for piece in self.captured.pieces]
-        return [*states, *(part for part, _ in self._whole)]
+        return [*self._states.slices(), *(part for part, _ in self._whole)]
 
-    def hand_out(self, take: Callable[[Slice, memoryview], None]) -> None:
+    def hand_out(self, take: TakeSlice) -> None:
         """Hand out the bytes of all slices."""
-
-        def take_piece(piece: CapturedPiece, values: memoryview) -> None:
-            take(self._slice_of(piece), values)
-
-        self.captured.hand_out(take_piece, self._rooms)
+        self._states.hand_out(take, self._rooms)
         for part, values in self._whole:
             for piece in bytes_of(values, self._rooms[0]):
                 take(part, piece)
-
-    def _slice_of(self, piece: CapturedPiece) -> Slice:
-        tensor, first = self._streams[piece.segment.parameter]
-        stream = tensor.stream(piece.stream)
-        return Slice(stream, first + piece.segment.first_element, piece.segment.numel)
-
-
-class _NoStreams(_BackgroundStreams):
-    """Nothing to write."""
-
-    def __init__(self) -> None:
-        self.captured = CapturedStates.nothing()
-        self._streams, self._whole, self._shared = {}, [], []
-        self._objects = None
-        self._rooms = ()
-
-
-class _SmallBuffers:
-    """Copies of the model's buffers, if all are small: a forward may change the buffers."""
-
-    def __init__(self, model: torch.nn.Module, tensors: Mapping[str, SavedTensor]) -> None:
-        buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
-        if sum(buffer.nbytes for buffer in buffers.values()) > COPIED_BYTES:
-            buffers = {}
-        self._buffers, self._tensors = buffers, tensors
-
-    @property
-    def names(self) -> Collection[str]:
-        """Return their names; none where they are not small."""
-        return self._buffers.keys()
-
-    def copies(self) -> list[tuple[Slice, torch.Tensor]]:
-        """Return their values as they are now, in host memory."""
-        return [
-            (_whole_of(self._tensors[name]), buffer.detach().to("cpu", copy=True).reshape(-1))
-            for name, buffer in self._buffers.items()
-        ]
-
-
-class _OtherStreams:
-    """What changes before the next update, or what a thread cannot read: written by rank 0."""
-
-    def __init__(
-        self,
-        run: Run,
-        tensors: Mapping[str, SavedTensor],
-        frozen: Sequence[ModelParameter],
-        *,
-        copied: Collection[str],
-        room: memoryview,
-        is_first: bool,
-    ) -> None:
-        self._run = run
-        self._tensors = tensors
-        self._frozen = [known for known in frozen if tensors[known.name].numel]
-        self._buffers = [
-            (name, buffer)
-            for name, buffer in run.model.named_buffers()
-            if buffer.numel() and name not in copied
-        ]
-        self._room = room
-        self._is_first = is_first
-
-    def slices(self) -> list[Slice]:
-        """Return what is written."""
-        names = [known.name for known in self._frozen] + [name for name, _ in self._buffers]
-        return [_whole_of(self._tensors[name]) for name in names] if self._is_first else []
-
-    def hand_out(self, take: Callable[[Slice, memoryview], None]) -> None:
-        """Hand out the bytes of all slices; all ranks take part."""
-        for known in self._frozen:
-            with self._run.shown(known):
-                self._hand_out(known.name, known.parameter.data, take)
-        for name, buffer in self._buffers:
-            self._hand_out(name, buffer, take)
-
-    def _hand_out(
-        self, name: str, tensor: torch.Tensor, take: Callable[[Slice, memoryview], None]
-    ) -> None:
-        if self._is_first:
-            for part in bytes_of(tensor.detach().contiguous().view(-1), self._room):
-                take(_whole_of(self._tensors[name]), part)
-
-
-def _whole_of(tensor: SavedTensor) -> Slice:
-    """Return all of a tensor that nothing trains."""
-    return Slice(tensor.stream("value"), 0, tensor.numel)
 
 
 def _shards(files: Sequence[SavedFile]) -> int:
