@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -147,6 +148,40 @@ def _closed_where_it_fails(resources: ExitStack, ranks: Ranks | None) -> Iterato
         raise
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reserved:
+    """The memory and drives of a plan: promised before anything moves."""
+
+    ledger: Ledger
+    swap: SwapFile | None
+    host: PinnedPool
+    device: DeviceMemory[Any]
+    passing: PinnedPool | None
+    staying: Reservation
+    """Of gradients that stay on the device."""
+    sums: Reservation
+    """Of nothing yet: sums that no plan foresees make it grow within the budget."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Placed:
+    """Parameters and states, with their values, where the plan wants them."""
+
+    records: Mapping[int, ShardRecord]
+    states: StateKeeper
+    swapped: SwappedStates
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Served:
+    """What brings parameters to modules, on one rank or on several."""
+
+    ranks: OneRank | ManyRanks
+    modules: ModuleParameters | UnwatchedModules
+    provider: Provider
+    deferral: Deferral
+
+
 def _parts(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -158,9 +193,90 @@ def _parts(
 ) -> EngineParts:
     """Reserve memory, move the parameters, and make the engine's parts."""
     accelerator, sizing, plan = planned.accelerator, planned.sizing, planned.plan
-    trained, everything = planned.trained, planned.everything
+    reserved = _reserve(config, planned, resources)
+    swap = reserved.swap
+    telemetry = _telemetry(config, accelerator)
+    meter = Meter(telemetry, accelerator, reserved.ledger)
+    lanes = _lanes(_update_threads(planned), accelerator, reserved.host, reserved.device, meter)
+    signals = HeldSignals()
+    hooks = Hooks(signals)
+    resources.callback(hooks.remove)
+    # Registered first: an interrupt after cap() still lifts the limit.
+    resources.callback(accelerator.cap, None)
+    accelerator.cap(planned.budget.device)
+    # From here on the model changes: values go to where they stay.
+    placed = _place(model, planned, resources, lanes=lanes, swap=swap, reporter=reporter)
+    states = placed.states
+    has_fp16 = any(subgroup.formats.parameter is FloatFormat.FP16 for subgroup in sizing.subgroups)
+    gradients = _gradients(
+        planned.trained,
+        sizing,
+        plan,
+        lanes=lanes,
+        swap=swap,
+        staying=reserved.staying,
+        sums=reserved.sums,
+        # Block sums are made as gradients come only where each step needs a norm.
+        sums_early=has_fp16 or config.max_grad_norm is not None,
+    )
+    early = _early_updates(
+        sizing, plan, gradients=gradients, states=states, swapped=placed.swapped, lanes=lanes
+    )
+    # Before ranks reserve all that is left for whole parameters.
+    activations = activations_of(
+        config, planned, lanes, ledger=reserved.ledger, swap=swap, resources=resources
+    )
+    served = _serve_modules(
+        model,
+        config,
+        planned,
+        resources,
+        reserved=reserved,
+        placed=placed,
+        lanes=lanes,
+        gradients=gradients,
+        early=early,
+        signals=signals,
+        hooks=hooks,
+    )
+    sharding = planned.sharding
+    return EngineParts(
+        model=model,
+        optimizer=optimizer,
+        accelerator=accelerator,
+        # The user's parameters, of which `trained` has this rank's shards.
+        trained=planned.trained if sharding is None else sharding.cut.wholes,
+        frozen=planned.frozen if sharding is None else sharding.cut.frozen_wholes,
+        plan=plan.steps,
+        replanner=planned.replanner or KeptPlan(),
+        gradients=gradients,
+        states=states,
+        early=early,
+        fetcher=served.provider,
+        modules=served.modules,
+        activations=activations,
+        ranks=served.ranks,
+        deferral=served.deferral,
+        scale=LossScale(dynamic=has_fp16),
+        autocast=asked_dtype(config.precision) if config.precision in _AUTOCAST else None,
+        accumulation_steps=config.accumulation_steps,
+        max_grad_norm=config.max_grad_norm,
+        telemetry=telemetry,
+        meter=meter,
+        drives=DriveMeter(
+            telemetry, swap, rates=_drive_rates(config, accelerator), rated=planned.rated
+        ),
+        ledger=reserved.ledger,
+        hooks=hooks,
+        queue=None if swap is None else swap.queue,
+        io_bytes=0 if swap is None else swap.io_bytes,
+    )
+
+
+def _reserve(config: EngineConfig, planned: Planned, resources: ExitStack) -> _Reserved:
+    """Promise all memory first: what does not fit is refused before anything moves."""
+    accelerator, plan = planned.accelerator, planned.plan
     ledger = Ledger(planned.budget, device_is=Tier.HOST if accelerator.unified else Tier.DEVICE)
-    # Promise all memory first: what does not fit is refused before anything moves.
     with refusing_beside(planned.built):
         swap = _swap(
             plan,
@@ -171,30 +287,40 @@ def _parts(
             sums_bytes=planned.sums_bytes,
             saves=config.activations.at is ActivationsAt.NVME,
         )
-    host, on_device = _pools(plan.demand, ledger, accelerator, resources)
+    host, device = _pools(plan.demand, ledger, accelerator, resources)
     passing = _passing(plan.demand, ledger, resources)
     staying = resources.enter_context(
         ledger.reserve(Tier.DEVICE, plan.demand.staying, holder="gradients that stay")
     )
-    # Nothing yet: sums that no plan foresees make it grow within the budget.
     sums = resources.enter_context(
         ledger.reserve(Tier.HOST, 0, holder="sums of gradients beside the plan")
     )
-    _serve((host, passing), swap)
-    # Streams, kernels and counters.
-    telemetry = _telemetry(config, accelerator)
-    meter = Meter(telemetry, accelerator, ledger)
-    lanes = _lanes(_update_threads(planned), accelerator, host, on_device, meter)
-    signals = HeldSignals()
-    hooks = Hooks(signals)
-    resources.callback(hooks.remove)
-    initial = InitialValues(everything, planned.built)
-    # Registered first: an interrupt after cap() still lifts the limit.
-    resources.callback(accelerator.cap, None)
-    accelerator.cap(planned.budget.device)
-    # From here on the model changes: values go to where they stay.
+    _register((host, passing), swap)
+    return _Reserved(
+        ledger=ledger,
+        swap=swap,
+        host=host,
+        device=device,
+        passing=passing,
+        staying=staying,
+        sums=sums,
+    )
+
+
+def _place(
+    model: torch.nn.Module,
+    planned: Planned,
+    resources: ExitStack,
+    *,
+    lanes: Lanes,
+    swap: SwapFile | None,
+    reporter: ProgressReporter,
+) -> _Placed:
+    """Move parameters and buffers to where they stay, and make the states."""
+    sizing, plan, trained = planned.sizing, planned.plan, planned.trained
+    initial = InitialValues(planned.everything, planned.built)
     records, shown = place_parameters(
-        everything,
+        planned.everything,
         sizing,
         plan,
         lanes=lanes,
@@ -203,7 +329,7 @@ def _parts(
         resources=resources,
         reporter=reporter,
     )
-    move_buffers(model, accelerator.torch_device, resources)
+    move_buffers(model, planned.accelerator.torch_device, resources)
     swapped = _swapped(plan, sizing, trained=trained, records=records, lanes=lanes, swap=swap)
     states = StateKeeper(
         plan.steps,
@@ -219,44 +345,47 @@ def _parts(
     states.begin(initial.fill, planned.rules, planned.previous, reporter)
     for parameter, values in shown:
         parameter.data = values
-    has_fp16 = any(subgroup.formats.parameter is FloatFormat.FP16 for subgroup in sizing.subgroups)
-    # The parts that a step goes through, from gradients to what modules fetch.
-    gradients = _gradients(
-        trained,
-        sizing,
-        plan,
-        lanes=lanes,
-        swap=swap,
-        staying=staying,
-        sums=sums,
-        # Block sums are made as gradients come only where each step needs a norm.
-        sums_early=has_fp16 or config.max_grad_norm is not None,
-    )
+    return _Placed(records=records, states=states, swapped=swapped)
+
+
+def _serve_modules(
+    model: torch.nn.Module,
+    config: EngineConfig,
+    planned: Planned,
+    resources: ExitStack,
+    *,
+    reserved: _Reserved,
+    placed: _Placed,
+    lanes: Lanes,
+    gradients: GradientKeeper,
+    early: EarlyUpdates | NoEarlyUpdates,
+    signals: HeldSignals,
+    hooks: Hooks,
+) -> _Served:
+    """Let modules have their parameters when they run, and updates wait for them."""
+    plan, everything, records = planned.plan, planned.everything, placed.records
     fetcher: ParameterFetcher | None = None
     # Parameters that rest on the host or on drives are fetched around modules.
     if plan.steps.parameters is not Tier.DEVICE:
         fetcher = ParameterFetcher(
-            everything, records, lanes, plan.demand.fetched, swap=swap, passing=passing
+            everything,
+            records,
+            lanes,
+            plan.demand.fetched,
+            swap=reserved.swap,
+            passing=reserved.passing,
         )
         resources.callback(fetcher.close)
     ranks: OneRank | ManyRanks = OneRank(gradients)
     modules: ModuleParameters | UnwatchedModules = UnwatchedModules(model, hooks)
     provider: Provider = NothingFetched() if fetcher is None else fetcher
-    # Before ranks reserve all that is left for whole parameters.
-    activations = activations_of(
-        config, planned, lanes, ledger=ledger, swap=swap, resources=resources
-    )
-    early = _early_updates(
-        sizing, plan, gradients=gradients, states=states, swapped=swapped, lanes=lanes
-    )
     # Several ranks have their own modules and provider, over this rank's shards.
-    sharding = planned.sharding
-    if sharding is not None:
-        ranks = sharding.whole(
+    if planned.sharding is not None:
+        ranks = planned.sharding.whole(
             model,
             hooks,
             Shards(lanes, gradients, fetcher, frozenset(records)),
-            ledger,
+            reserved.ledger,
             resources,
             small_bytes=config.storage.small_bytes,
         )
@@ -268,51 +397,23 @@ def _parts(
             fetcher,
             hooks,
         )
-        states.on_new_values(fetcher.receive)
+        placed.states.on_new_values(fetcher.receive)
         if early.enabled:
             fetcher.call_beside(early.go_on)
     deferral = Deferral.none()
-    if sharding is None or fetcher is not None:  # else replicas are gathered at the update
+    if planned.sharding is None or fetcher is not None:  # else the update gathers replicas
         deferral = _deferral(
             config,
-            sizing,
+            planned.sizing,
             plan,
             records,
             None if isinstance(provider, NothingFetched) else provider,
             resources=resources,
-            pending=lambda: PendingParameters(model, trained, gradients.has, Hooks(signals)),
+            pending=lambda: PendingParameters(
+                model, planned.trained, gradients.has, Hooks(signals)
+            ),
         )
-    return EngineParts(
-        model=model,
-        optimizer=optimizer,
-        accelerator=accelerator,
-        # The user's parameters, of which `trained` has this rank's shards.
-        trained=trained if sharding is None else sharding.cut.wholes,
-        frozen=planned.frozen if sharding is None else sharding.cut.frozen_wholes,
-        plan=plan.steps,
-        replanner=planned.replanner or KeptPlan(),
-        gradients=gradients,
-        states=states,
-        early=early,
-        fetcher=provider,
-        modules=modules,
-        activations=activations,
-        ranks=ranks,
-        deferral=deferral,
-        scale=LossScale(dynamic=has_fp16),
-        autocast=asked_dtype(config.precision) if config.precision in _AUTOCAST else None,
-        accumulation_steps=config.accumulation_steps,
-        max_grad_norm=config.max_grad_norm,
-        telemetry=telemetry,
-        meter=lanes.meter,
-        drives=DriveMeter(
-            telemetry, swap, rates=_drive_rates(config, accelerator), rated=planned.rated
-        ),
-        ledger=ledger,
-        hooks=hooks,
-        queue=None if swap is None else swap.queue,
-        io_bytes=0 if swap is None else swap.io_bytes,
-    )
+    return _Served(ranks=ranks, modules=modules, provider=provider, deferral=deferral)
 
 
 def _update_threads(planned: Planned) -> UpdateThreads:
@@ -539,7 +640,7 @@ def _pools(
     return pool, memory
 
 
-def _serve(pools: Iterable[PinnedPool | None], swap: SwapFile | None) -> None:
+def _register(pools: Iterable[PinnedPool | None], swap: SwapFile | None) -> None:
     """Register the pools with the drives, which then read and write them without copies."""
     for pool in pools:
         if pool is not None and swap is not None:
