@@ -256,7 +256,10 @@ def _reshard(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    names = None if options.names is None else options.names.read_text().split()
+    names = None
+    if options.names is not None:
+        lines = map(str.strip, options.names.read_text().splitlines())
+        names = [line for line in lines if line]
     with OpenFiles() as files:
         foreign = open_foreign(options.path, files, origin=options.origin, names=names)
         # The files are read twice then: once to check them, once to import.

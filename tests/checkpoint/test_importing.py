@@ -254,6 +254,54 @@ def test_tensors_in_strides_and_in_other_dtypes_are_read(tmp_path: Path) -> None
     assert torch.equal(stream_of(found, "embed.weight", "master"), expected)
 
 
+class Scaled(torch.nn.Module):
+    """Has a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.weight = torch.nn.Parameter(torch.randn(3))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.NAdam])
+@pytest.mark.parametrize("dcp", [False, True])
+def test_moments_of_parameters_without_dimensions_go_along(
+    tmp_path: Path, optimizer: Any, dcp: bool
+) -> None:
+    model = Scaled()
+    trainer = optimizer(model.parameters())
+    (model.weight * model.scale).sum().backward()
+    trainer.step()
+    states = {"model": model.state_dict(), "optimizer": trainer.state_dict()}
+    path = tmp_path / "saved"
+    if dcp:
+        save_dcp(states, path)
+    else:
+        torch.save(states, path)
+    found, _ = imported(path, tmp_path / "run")
+    for name, parameter in model.named_parameters():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(stream_of(found, name, moment), trainer.state[parameter][moment]), (
+                name
+            )
+    with CheckpointReader(found) as reader:
+        for tensor in reader.manifest.tensors:
+            assert (tuple(tensor.streams), tensor.steps) == (("master", *STREAMS[1:]), 1)
+
+
+def test_moments_of_scalars_alone_go_along(tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.register_parameter("scale", torch.nn.Parameter(torch.tensor(2.0)))
+    trainer = torch.optim.Adam(model.parameters())
+    trainer.param_groups[0]["params"][0].sum().backward()
+    trainer.step()
+    states = {"model": model.state_dict(), "optimizer": trainer.state_dict()}
+    torch.save(states, tmp_path / "run.pt")
+    found, left = imported(tmp_path / "run.pt", tmp_path / "run")
+    assert float(stream_of(found, "scale", "exp_avg")) == pytest.approx(0.1)
+    assert not any("exp_avg" in name for name in left)
+
+
 def test_a_file_of_weights_alone_is_imported(tmp_path: Path) -> None:
     model, _, _ = trained()
     torch.save(model.state_dict(), tmp_path / "weights.bin")

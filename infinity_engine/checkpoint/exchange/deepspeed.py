@@ -74,8 +74,6 @@ def open_deepspeed(path: Path, files: OpenFiles) -> ForeignCheckpoint:
     try:
         return reading.universal() if (folder / "zero").is_dir() else reading.sharded()
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as flaw:
-        if isinstance(flaw, DamagedCheckpoint):
-            raise
         raise DamagedCheckpoint(
             path=str(folder),
             entry="its structure",

@@ -158,14 +158,7 @@ class _TorchReading:
             aliases.setdefault(_identity(tensor), []).append(name)
         # Of all parameters together: one without a state of its own has these streams too, all
         # zeros.
-        moments = sorted(
-            {
-                key
-                for state in state_of.values()
-                for key, value in state.items()
-                if _is_moment(key, value)
-            }
-        )
+        moments = _moments(model, state_of)
         for names in aliases.values():
             # The optimizer has a tied weight under one of its names, not always the first.
             owner = next((name for name in names if name in state_of), names[0])
@@ -186,7 +179,7 @@ class _TorchReading:
             for key in moments:
                 if key in state:
                     blocks[first, key] = _whole(state[key]).blocks
-            self._note_state(first, state)
+            self._note_state(first, state, moments)
             yield SavedTensor(
                 name=first,
                 kind=Kind.TRAINED,
@@ -197,9 +190,9 @@ class _TorchReading:
                 aliases=others,
             )
 
-    def _note_state(self, name: str, state: Mapping[str, Any]) -> None:
+    def _note_state(self, name: str, state: Mapping[str, Any], moments: Sequence[str]) -> None:
         for key, value in state.items():
-            if key != "step" and not _is_moment(key, value) and value is not None:
+            if key not in ("step", *moments) and value is not None:
                 self._left.append(
                     f"{key} of the state of {name}: it is not one value for each element"
                 )
@@ -346,14 +339,28 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, SavedArray | WholeTensor)
 
 
-def _is_moment(key: object, value: object) -> bool:
-    return (
-        key != "step"
-        and _is_tensor(value)
-        and _whole(value).dtype in FLOATS
-        # A tensor without dimensions, such as `step`, is no moment.
-        and bool(_whole(value).shape)
-    )
+def _moments(
+    model: Mapping[str, WholeTensor], state_of: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Return the names of the moments: tensors with a value for each element of a parameter.
+
+    Where a parameter has no dimensions, a moment looks like a number. It is one of these where
+    parameters with dimensions have a number of that name as well, such as `mu_product` of NAdam.
+    """
+    moments: set[str] = set()
+    of_scalars: set[str] = set()
+    numbers: set[str] = set()
+    for name, state in state_of.items():
+        for key, value in state.items():
+            if key == "step" or not _is_tensor(value) or _whole(value).dtype not in FLOATS:
+                continue
+            if _whole(value).shape:
+                moments.add(key)
+            elif model[name].shape:
+                numbers.add(key)
+            else:
+                of_scalars.add(key)
+    return sorted(moments | (of_scalars - numbers))
 
 
 def _whole(value: Any) -> WholeTensor:
@@ -387,9 +394,10 @@ def _in_order(
         shapes = [
             _whole(value).shape
             for key, value in state.get(number, {}).items()
-            if _is_moment(key, value)
+            if key != "step" and _is_tensor(value) and _whole(value).dtype in FLOATS
         ]
-        if any(shape != model[name].shape for shape in shapes):
+        # One without dimensions may be a number of the whole parameter.
+        if any(shape and shape != model[name].shape for shape in shapes):
             return None
     return names
 
