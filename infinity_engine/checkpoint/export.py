@@ -132,8 +132,10 @@ def check_free(path: Path) -> None:
     """Check that a directory has no weights yet.
 
     Raises:
-        ConfigError: it has some, which are left alone.
+        ConfigError: it has some, which are left alone, or it is a file.
     """
+    if path.exists() and not path.is_dir():
+        raise ConfigError(field="path", value=str(path), expected="a directory: a file is there")
     found = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     if found or (path / _INDEX).exists():
         raise ConfigError(

@@ -7,6 +7,7 @@ nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 __all__ = ["LossScale"]
@@ -29,10 +30,22 @@ class LossScale:
         return {"value": self.value, "good_steps": self._good}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Restore what `state_dict` returned, if this model needs a scale."""
+        """Restore what `state_dict` returned, if this model needs a scale.
+
+        Raises:
+            ValueError: it is no scale that an engine has.
+        """
+        value, good = float(state["value"]), int(state["good_steps"])
+        # math.frexp returns a mantissa of 0.5 for powers of two alone.
+        if value < _LEAST or math.frexp(value)[0] != 0.5 or good < 0:
+            raise ValueError(
+                "expected a loss scale that is a power of two, 1 or more, and a number of good "
+                f"steps; got {value} and {good}"
+            )
         if self.dynamic:
-            # A model without fp16 parameters ignores the scale of one that had some.
-            self.value, self._good = float(state["value"]), int(state["good_steps"])
+            # A model without fp16 parameters ignores the scale of one that had some; what it saves
+            # counts all of its steps.
+            self.value, self._good = value, good % _GROWTH_STEPS
 
     def step_made(self) -> None:
         """Note a step in which all gradients were finite."""

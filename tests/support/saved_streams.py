@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from infinity_engine.checkpoint import (
     Slice,
     write_shard,
 )
+from infinity_engine.checkpoint.objects import RankObjects, objects_file
 
 Streams = Mapping[tuple[str, str], npt.NDArray[np.float32]]
 
@@ -88,8 +90,9 @@ def save(
     file_bytes: int = 1 << 30,
     step: int = 3,
     created: str = "2026-01-01T00:00:00+00:00",
+    objects: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Save a checkpoint as its ranks would, one after another."""
+    """Save a checkpoint as its ranks would, one after another; rank 0 has the objects."""
     directory = CheckpointDirectory(path)
     draft = directory.begin(tag)
     try:
@@ -105,6 +108,11 @@ def save(
                     file_bytes=file_bytes,
                 )
             ]
+            structures = {}
+            if objects is not None:
+                kept = RankObjects(objects)
+                structures[objects_file(0)] = kept.structure
+                files.append(kept.write(draft, 0, queue=queue, staging_bytes=1 << 20))
     except BaseException:
         directory.abandon(tag)
         raise
@@ -116,5 +124,6 @@ def save(
         tensors=tuple(parameters),
         files=tuple(files),
         run={"loss_scale": 1.0},
+        objects=structures,
     )
     return directory.commit(tag, manifest)

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from deepnvme import IOQueue
-from deepnvme.memory.arrays import code_of
+from deepnvme.memory.arrays import code_of, described, storable
 from infinity_engine.checkpoint import Kind, SavedTensor
-from infinity_engine.errors import CollectiveError
+from infinity_engine.errors import CollectiveError, ConfigError
 from infinity_engine.gradients.scaling import LossScale
 from infinity_engine.memory import Ledger
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
@@ -27,7 +27,16 @@ from infinity_engine.ranks.together import ManyRanks
 from infinity_engine.telemetry import Telemetry
 from infinity_engine.update.states import StateKeeper
 
-__all__ = ["CheckpointMemory", "Run", "RunRanks", "Stateful", "random_state"]
+__all__ = [
+    "CheckpointMemory",
+    "Run",
+    "RunRanks",
+    "Stateful",
+    "check_extra",
+    "random_state",
+    "set_random_state",
+    "try_random_state",
+]
 
 _MOST_BYTES = 32 << 20
 _BLOCK_BYTES = 1 << 20  # that a checksum of a checkpoint, or of swapped bytes, covers
@@ -42,6 +51,22 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Any) -> object:
         """Go on from such a state."""
+
+
+def check_extra(extra: Mapping[str, Stateful]) -> None:
+    """Refuse what is not further state by name.
+
+    Raises:
+        ConfigError: it is something else, or holds something without a state dict.
+    """
+    given: object = extra  # whatever the caller passed
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        expected = 'a dict of objects by name, such as {"scheduler": scheduler}'
+        raise ConfigError(field="extra", value=extra, expected=expected)
+    for name, thing in extra.items():
+        if not all(callable(getattr(thing, do, None)) for do in ("state_dict", "load_state_dict")):
+            expected = "an object with state_dict() and load_state_dict()"
+            raise ConfigError(field=f"extra[{name!r}]", value=thing, expected=expected)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +87,11 @@ class Run:
     telemetry: Telemetry
 
     def saved_tensors(self, steps_of: Callable[[int], int] = lambda _: 0) -> Iterator[SavedTensor]:
-        """Yield what the model has: its parameters in their order, then its buffers."""
+        """Yield what the model has: its parameters in their order, then its buffers.
+
+        Raises:
+            TypeError: a buffer cannot be saved.
+        """
         names: dict[int, list[str]] = {}
         # With tied names: the first names the tensor, the others are its aliases.
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -88,12 +117,14 @@ class Run:
             if name not in module._non_persistent_buffers_set
         }
         for name, buffer in self.model.named_buffers():
+            # Refuses by its name what has no bytes to save: sparse, quantized, on "meta".
+            dtype = described(name, buffer, storable).code
             yield SavedTensor(
                 name=name,
                 kind=Kind.BUFFER if name in kept else Kind.TRANSIENT,
                 shape=tuple(buffer.shape),
-                dtype=code_of(buffer),
-                streams={"value": code_of(buffer)},
+                dtype=dtype,
+                streams={"value": dtype},
             )
 
     def first_element(self, number: int) -> int:
@@ -243,3 +274,30 @@ def random_state() -> dict[str, Any]:
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (kind, keys, *rest)
     return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Set the random generators to what `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # With another number of GPUs, their generators stay as they are.
+    if "cuda" in state and len(state["cuda"]) == devices:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if "numpy" in state:
+        import numpy as np
+
+        np.random.set_state(tuple(state["numpy"]))
+
+
+def try_random_state(state: Mapping[str, Any]) -> None:
+    """Set generators that no code uses; raises whatever they raise of a state that is none."""
+    torch.Generator().set_state(state["torch"])
+    random.Random().setstate(state["python"])  # noqa: S311 - no secret
+    for of_device in state.get("cuda", ()):
+        if not isinstance(of_device, torch.Tensor) or of_device.dtype is not torch.uint8:
+            raise TypeError("the state of a GPU's generator is no tensor of bytes")
+    if "numpy" in state:
+        import numpy as np
+
+        np.random.RandomState().set_state(tuple(state["numpy"]))

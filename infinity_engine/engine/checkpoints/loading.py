@@ -5,7 +5,6 @@ What can be refused is refused before anything changes. Each rank reads the slic
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,13 +22,26 @@ from infinity_engine.engine.checkpoints.checkpointing import (
     Run,
     RunRanks,
     Stateful,
+    check_extra,
+    set_random_state,
+    try_random_state,
 )
-from infinity_engine.errors import ManifestMismatch
+from infinity_engine.errors import DamagedCheckpoint, ManifestMismatch
+from infinity_engine.gradients.scaling import LossScale
 from infinity_engine.optim import Segment
 
 __all__ = ["Loaded", "Loads"]
 
 _ALIGNED = 16  # bytes of the largest element
+# What a state dict of any structure may raise; RuntimeError is of torch's generators.
+_STRANGE = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +78,7 @@ class Loads:
         weights_only: bool,
     ) -> Loaded:
         """Bring a run back; see `Engine.load`. A refusal leaves the model as it was."""
+        check_extra(extra)
         run, ranks = self._run, self._ranks
         found = CheckpointDirectory(path).resolve(tag)
         ranks.agree("which checkpoint is loaded", {"checkpoint": str(found.resolve())})
@@ -154,6 +167,7 @@ class _Load:
         self._reader.check_slices()
         if not self._weights_only:
             self._objects = read_objects(self._reader, rank)
+            self._check_objects(objects_file(rank))
             mismatched += self._unlike_objects(extra)
         differences = [
             *mismatched,
@@ -181,6 +195,29 @@ class _Load:
         if trained and dict(saved.streams) != dict(mine.streams):
             return _Difference(mine.name, ", ".join(mine.streams), ", ".join(saved.streams))
         return None
+
+    def _check_objects(self, name: str) -> None:
+        """Try state dicts on objects of no consequence, before anything changes.
+
+        Raises:
+            DamagedCheckpoint: an engine writes no such state.
+        """
+        objects = self._objects
+        try:
+            LossScale(dynamic=True).load_state_dict(objects["loss_scale"])
+            # Loaded as they are, such groups would replace the optimizer's parameters.
+            if any("params" in group for group in objects.get("optimizer_groups", ())):
+                raise ValueError("a group of the optimizer has parameters of its own")
+            dict(objects["extra"])
+            if "random" in objects:
+                try_random_state(objects["random"])
+        # A hostile structure may be anything.
+        except _STRANGE as flaw:
+            raise DamagedCheckpoint(
+                path=str(self._reader.path),
+                entry=name,
+                flaw=f"its state dicts are not as an engine writes them: {flaw!r:.200}",
+            ) from None
 
     def _unlike_objects(self, extra: Mapping[str, Stateful]) -> Iterator[_Difference]:
         """Yield how the optimizer and `extra` differ; note what can be restored."""
@@ -252,13 +289,34 @@ class _Load:
             saved = self._wanted.get(name)
             if saved is None or not buffer.numel():
                 continue
-            with torch.no_grad():
-                if buffer.is_contiguous():
-                    self._read_weight(saved, 0, buffer.detach().view(-1))
-                else:
-                    flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
-                    self._read_weight(saved, 0, flat)
-                    buffer.copy_(flat.view(buffer.shape))
+            values = buffer.detach()
+            if values.is_contiguous() and not values.is_conj() and not values.is_neg():
+                self._read_weight(saved, 0, values.view(-1))
+            else:
+                read = torch.empty(buffer.shape, dtype=buffer.dtype)
+                self._read_weight(saved, 0, read.view(-1))
+                self._overwrite(name, values, read)
+
+    def _overwrite(self, name: str, buffer: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrite a buffer whose elements do not follow one another in memory.
+
+        Raises:
+            ManifestMismatch: one element of the buffer stands for several that differ.
+        """
+        for dimension, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
+            if size == 1 or stride:
+                continue
+            # An expanded dimension: torch refuses to write one element several times.
+            first = values.narrow(dimension, 0, 1)
+            if not _same_bits(first.expand_as(values), values):
+                raise ManifestMismatch(
+                    path=str(self._reader.path),
+                    entry=name,
+                    expected=f"the same along dimension {dimension}, as an expanded buffer is",
+                    found="other values",
+                )
+            buffer, values = buffer.narrow(dimension, 0, 1), first
+        buffer.copy_(values)
 
     def restore(self, extra: Mapping[str, Stateful], rank: int) -> None:
         """Let small state be as it was saved."""
@@ -277,7 +335,7 @@ class _Load:
         # A new rank has rank 0's objects, but random numbers of its own. An imported checkpoint
         # has none.
         if objects_file(rank) in self._reader.manifest.objects and "random" in objects:
-            _set_random_state(objects["random"])
+            set_random_state(objects["random"])
 
     def _read_weight(self, saved: SavedTensor, first: int, into: torch.Tensor) -> None:
         """Fill a flat tensor with weights, rounded if need be: masters of what was trained."""
@@ -313,14 +371,6 @@ class _Difference(NamedTuple):
         return f"{self.name}: expected {self.expected}, found {self.found}"
 
 
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # With another number of GPUs, their generators stay as they are.
-    if "cuda" in state and len(state["cuda"]) == devices:
-        torch.cuda.set_rng_state_all(state["cuda"])
-    if "numpy" in state:
-        import numpy as np
-
-        np.random.set_state(tuple(state["numpy"]))
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors have the same bytes, those of NaNs too."""
+    return torch.equal(*(values.contiguous().view(torch.uint8) for values in (one, other)))
