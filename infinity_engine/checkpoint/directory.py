@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -36,6 +37,9 @@ _UNFINISHED = re.compile(rf"\.{_TAG.pattern}\.(writing|removing)")
 # More than any tag has, so a damaged `latest` of any length costs nothing.
 _MOST_TAG_BYTES = 256
 _MOST_MANIFEST_BYTES = 256 << 20  # checksums of 32 TiB
+# How long a save waits for another one that begins or commits in the same directory: longer than
+# either takes. After that it goes on, as one that was stopped must not stop all others.
+_TURN_S, _POLL_S = 30.0, 0.01
 
 
 def tag_of_step(step: int) -> str:
@@ -53,7 +57,12 @@ class CheckpointDirectory:
     # --- looking ----------------------------------------------------------------------------------
 
     def tags(self) -> list[str]:
-        """Return the tags of all whole checkpoints, the oldest first."""
+        """Return the tags of all whole checkpoints, the oldest first.
+
+        Raises:
+            ConfigError: the path is that of a file.
+        """
+        self._check_no_file()
         try:
             found = [
                 entry
@@ -82,12 +91,16 @@ class CheckpointDirectory:
         """Return where the checkpoint of a tag is.
 
         Raises:
-            ConfigError: `tag` cannot be the tag of a checkpoint.
+            ConfigError: `tag` cannot be the tag of a checkpoint, or the path is that of a file.
             IncompleteCheckpoint: there is no such checkpoint, or none at all.
         """
+        self._check_no_file()
         found = self.latest() if tag == LATEST else _checked(tag)
         if found is None:
-            raise IncompleteCheckpoint(path=str(self.path), missing=("any checkpoint",))
+            missing = "any checkpoint"
+            if _is_whole(self.path):
+                missing += f" (it is one itself: pass {self.path.parent}, and its name as the tag)"
+            raise IncompleteCheckpoint(path=str(self.path), missing=(missing,))
         if not _is_whole(self.path / found):
             raise IncompleteCheckpoint(path=str(self.path / found), missing=(MANIFEST,))
         return self.path / found
@@ -97,8 +110,8 @@ class CheckpointDirectory:
     def free_tag(self, tag: str) -> str:
         """Return this tag, or where a checkpoint has it, this tag with a number behind it.
 
-        A run that went back to an older checkpoint comes to the same step again. So does another
-        program that is writing one at the moment.
+        A run that went back to an older checkpoint comes to the same step again. Another program
+        may be writing one at the moment.
         """
         number, free = 1, tag
         # lexists: a dangling link takes the name as well, and the rename of `commit` would fail.
@@ -111,17 +124,33 @@ class CheckpointDirectory:
         """Return a new directory for a checkpoint's files; remove first what killed runs have left.
 
         Raises:
-            ConfigError: `tag` cannot be a tag, or a checkpoint has it already.
+            ConfigError: `tag` cannot be a tag, a checkpoint has it already, or a file is where the
+                directory should be.
         """
-        target = self.path / _checked(tag)
-        if os.path.lexists(target):
+        _checked(tag)
+        self._check_no_file()
+        _make_durably(self.path)
+        with self._turn():
+            return self._begin(tag)
+
+    def begin_step(self, step: int) -> str:
+        """Begin a checkpoint as `begin` does, with a free tag for this step; return the tag."""
+        self._check_no_file()
+        _make_durably(self.path)
+        # In one turn: two programs that save the same step get two tags.
+        with self._turn():
+            tag = self.free_tag(tag_of_step(step))
+            self._begin(tag)
+        return tag
+
+    def _begin(self, tag: str) -> Path:
+        if os.path.lexists(self.path / tag):
             raise ConfigError(
                 field="tag",
                 value=tag,
                 expected=f"a tag that no checkpoint in {self.path} has: remove that one, or choose "
                 "another tag",
             )
-        _make_durably(self.path)
         # Before mkdir: a killed save of this very tag left a directory of the draft's name.
         self._sweep()
         draft = self.draft_of(tag)
@@ -156,14 +185,16 @@ class CheckpointDirectory:
         # keep the rename and lose them.
         sync_directory(draft)
         check(draft)
-        # Written before the rename, so that a full drive refuses here, and not half-way.
-        pointer = self._pointer_to(tag)
-        # The commit. A kill before it leaves a draft for the next save to remove.
-        draft.rename(target)
-        sync_directory(self.path)
-        # A kill before this leaves `latest` at the checkpoint before: a whole one as well.
-        pointer.replace(self.path / LATEST)
-        sync_directory(self.path)
+        # In one turn: another save neither replaces the new pointer nor removes it as a leftover.
+        with self._turn():
+            # Written before the rename, so that a full drive refuses here, and not half-way.
+            pointer = self._pointer_to(tag)
+            # The commit. A kill before it leaves a draft for the next save to remove.
+            draft.rename(target)
+            sync_directory(self.path)
+            # A kill before this leaves `latest` at the checkpoint before: a whole one as well.
+            pointer.replace(self.path / LATEST)
+            sync_directory(self.path)
         self._unlock(tag)
         return target
 
@@ -178,20 +209,55 @@ class CheckpointDirectory:
         The one that `latest` names stays. So do those with manifests that cannot be read, as their
         age is unknown.
         """
-        # The age of a checkpoint with a damaged manifest begins with -1.
-        tags, latest = [tag for tag in self.tags() if _age(self.path / tag)[0] >= 0], self.latest()
-        gone = [tag for tag in tags[: max(0, len(tags) - keep)] if tag != latest]
-        for tag in gone:
-            leaving = self.path / f".{tag}.removing"
-            # What a killed run left of the same tag: a rename does not replace a directory with
-            # files.
-            shutil.rmtree(leaving, ignore_errors=True)
-            # from here on it is no checkpoint, and not half of one
-            (self.path / tag).rename(leaving)
+        leaving: dict[str, Path] = {}
+        # In one turn: another save that removes old ones as well finds each of them once.
+        with self._turn():
+            # The age of a checkpoint with a damaged manifest begins with -1.
+            tags = [tag for tag in self.tags() if _age(self.path / tag)[0] >= 0]
+            latest = self.latest()
+            for tag in tags[: max(0, len(tags) - keep)]:
+                if tag == latest:
+                    continue
+                leaving[tag] = self.path / f".{tag}.removing"
+                # What a killed run left of the same tag: a rename does not replace a directory with
+                # files.
+                shutil.rmtree(leaving[tag], ignore_errors=True)
+                # from here on it is no checkpoint, and not half of one
+                (self.path / tag).rename(leaving[tag])
             sync_directory(self.path)
-            # Only after the sync: a power loss must not bring the tag back without its files.
-            shutil.rmtree(leaving, ignore_errors=True)
-        return gone
+        # Only after the sync: a power loss must not bring a tag back without its files.
+        for path in leaving.values():
+            shutil.rmtree(path, ignore_errors=True)
+        return list(leaving)
+
+    def _check_no_file(self) -> None:
+        """Refuse a path that is no directory, or leads through something else."""
+        there = next((path for path in (self.path, *self.path.parents) if path.exists()), None)
+        if there is not None and not there.is_dir():
+            raise ConfigError(
+                field="path",
+                value=str(self.path),
+                expected=f"the directory of a run's checkpoints; {there} is a file",
+            )
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Begin, commit or remove checkpoints within the body, while no other save does.
+
+        A file system without locks lets all of them do it at once.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        end = time.monotonic() + _TURN_S
+        try:
+            with contextlib.suppress(OSError):
+                while not _has_locked(descriptor) and time.monotonic() < end:
+                    time.sleep(_POLL_S)
+            yield
+        finally:
+            # Explicitly: a forked process may have the descriptor too.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
 
     def _pointer_to(self, tag: str) -> Path:
         """Write what is to become `latest`; return where it is."""
@@ -290,6 +356,15 @@ class _DraftLock:
             os.close(self._descriptor)
 
 
+def _has_locked(descriptor: int) -> bool:
+    """Lock an open directory, unless another one has it; tell whether it is locked."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _is_locked(draft: Path) -> bool:
     """Tell whether a save is still writing a draft, in this process or another one."""
     try:
@@ -319,7 +394,8 @@ def _make_durably(path: Path) -> None:
 
 
 def _checked(tag: str) -> str:
-    if not _TAG.fullmatch(tag) or tag == LATEST:
+    given: object = tag  # as the caller passed it
+    if not isinstance(given, str) or not _TAG.fullmatch(given) or given == LATEST:
         expected = (
             "1 to 128 of the characters A-Z a-z 0-9 . _ -, none of . and - first, and not 'latest'"
         )

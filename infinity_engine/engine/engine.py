@@ -312,7 +312,7 @@ class Engine:
         self._begin()
         parts = self._parts
         # Before anything changes: the error of a save in the background shows here.
-        self._saves.look()
+        self._saves.look(self.steps)
         # First what is left of the update before: its gradients are still in use.
         self._updates.resume()
         self._updates.end()

@@ -8,7 +8,10 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +155,57 @@ def test_a_draft_that_is_still_being_written_is_left_alone(tmp_path: Path) -> No
     assert len(os.listdir("/proc/self/fd")) == descriptors - 2
     other.begin("first")
     other.abandon("first")
+
+
+def together(count: int, act: Callable[[int], object]) -> None:
+    """Let so many threads act at once; raise what one of them raised."""
+    ready = threading.Barrier(count)
+
+    def acts(number: int) -> object:
+        ready.wait(60)
+        return act(number)
+
+    with ThreadPoolExecutor(count) as threads:
+        for done in [threads.submit(acts, number) for number in range(count)]:
+            done.result(60)
+
+
+@pytest.mark.parametrize("step", range(10))
+def test_saves_of_one_step_that_begin_at_once_get_different_tags(tmp_path: Path, step: int) -> None:
+    tags: list[str] = []
+    saves = [CheckpointDirectory(tmp_path) for _ in range(8)]
+    together(8, lambda number: tags.append(saves[number].begin_step(step)))
+    assert len({*tags}) == 8
+    for tag in tags:
+        assert (tmp_path / f".{tag}.writing").is_dir()
+
+
+def test_saves_that_commit_and_remove_at_once_are_all_whole(tmp_path: Path) -> None:
+    values = values_of(PARAMETERS)
+
+    def saves(number: int) -> None:
+        for step in range(6):
+            save(tmp_path, f"s{number}-{step}", PARAMETERS, values, step=step)
+            CheckpointDirectory(tmp_path).retire(3)
+
+    together(6, saves)
+    directory = CheckpointDirectory(tmp_path)
+    assert len(directory.tags()) <= 4  # the latest stays beside the three that are newest
+    named = (tmp_path / "latest").read_text().strip()
+    assert directory.latest() == named
+    for tag in directory.tags():
+        first_values(tmp_path / tag)
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
+
+
+def test_a_save_that_was_stopped_does_not_stop_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_module, "_TURN_S", 0.05)
+    stopped = CheckpointDirectory(tmp_path)
+    with stopped._turn():
+        CheckpointDirectory(tmp_path).begin("mine")
+    assert (tmp_path / ".mine.writing").is_dir()
 
 
 def test_an_abandoned_checkpoint_leaves_nothing(tmp_path: Path) -> None:

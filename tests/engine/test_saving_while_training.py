@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +16,7 @@ import pytest
 import torch
 
 import infinity_engine
-from infinity_engine.checkpoint import CheckpointDirectory
+from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
 from infinity_engine.engine.checkpoints.checkpointing import CheckpointMemory
 from infinity_engine.engine.checkpoints.saving import SaveState, _Save
 from infinity_engine.engine.engine import Engine
@@ -291,6 +294,65 @@ def test_an_engine_that_the_program_drops_still_ends_its_save(
         gc.collect()
         ending.close(None, restore=False)
     assert CheckpointDirectory(tmp_path).latest() == "mine"
+
+
+FORKS = """
+import os, sys, threading
+from pathlib import Path
+from infinity_engine.checkpoint import CheckpointDirectory
+from infinity_engine.update.captured import RunInMemory
+from support.saved_engines import one_step, small
+
+path, ending = Path(sys.argv[1]), sys.argv[2]
+_, _, engine = small()
+one_step(engine)
+stopped, go_on = threading.Event(), threading.Event()
+hand_out = RunInMemory.hand_out
+
+def stops(self, take, rooms):
+    stopped.set()
+    assert go_on.wait(60)
+    hand_out(self, take, rooms)
+
+RunInMemory.hand_out = stops
+engine.save(path, "mine", wait=False)
+assert stopped.wait(60)
+child = os.fork()
+if not child:
+    if ending == "uses":
+        for call in (lambda: engine.save(path), lambda: engine.load(path), engine.close):
+            try:
+                call()
+            except RuntimeError as error:
+                assert "was forked" in str(error)
+    elif ending == "closes":
+        engine.close()
+    del engine
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert CheckpointDirectory(path).free_tag("mine") == "mine.2"  # it is still locked
+go_on.set()
+one_step(engine)
+engine.save(path, "next")
+engine.close()
+assert CheckpointDirectory(path).tags() == ["mine", "next"]
+"""
+
+
+@pytest.mark.parametrize("ending", ["exits", "closes", "uses"])
+def test_a_process_forked_in_a_save_leaves_it_alone(tmp_path: Path, ending: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, str(tmp_path), ending],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    with CheckpointReader(CheckpointDirectory(tmp_path).resolve("mine")) as reader:
+        reader.check_slices()
+        assert list(reader.verify()) == []
 
 
 @pytest.mark.usefixtures("beside")

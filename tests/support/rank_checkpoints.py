@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -28,12 +29,14 @@ from support.small_models import Task
 __all__ = [
     "exports",
     "fails_beside_on_one_rank",
+    "fails_beside_on_rank_0",
     "fails_on_one_rank",
     "goes_on",
     "passes_on",
     "preempts",
     "resumes",
     "saves",
+    "steps_after_a_broken_save",
 ]
 
 
@@ -187,6 +190,53 @@ def fails_beside_on_one_rank(run: Run, path: Path) -> list[str]:
         steps(engine, task, 1, 1)
         told.append(engine.save(path, "whole", wait=False))
     return [*told, *sorted(entry.name for entry in path.iterdir())]
+
+
+def steps_after_a_broken_save(run: Run, path: Path) -> list[object]:
+    """Let the last rank fail to write beside training, and go on until the error shows.
+
+    Return the error and its step; the program catches it, drops the batch, and trains on.
+    """
+    task, optimizer = made(run)
+    told: list[object] = []
+    with ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        steps(engine, task, 0, 1)
+        with patch.object(RunInMemory, "hand_out", _refused if where()[0] else _as_it_is):
+            engine.save(path, "broken", wait=False)
+            while not told:
+                try:
+                    steps(engine, task, engine.steps, 1)
+                except InfinityError as error:
+                    told += [type(error).__name__, engine.steps, engine.last_save().state.value]
+        engine.zero_grad()
+        steps(engine, task, engine.steps, 2)
+        engine.save(path, "whole", wait=False)
+        steps(engine, task, engine.steps, 1)
+    return [*told, *sorted(entry.name for entry in path.iterdir())]
+
+
+def fails_beside_on_rank_0(run: Run, path: Path) -> str:
+    """Let rank 0 fail at once to write beside training, and the others write until they notice."""
+    draft = path / ".broken.writing"
+
+    def goes_on_when_it_is_gone(self: RunInMemory, *arguments: Any) -> None:
+        while draft.exists():
+            time.sleep(0.01)
+        _as_it_is(self, *arguments)
+
+    task, optimizer = made(run)
+    with ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        steps(engine, task, 0, 1)
+        does = goes_on_when_it_is_gone if where()[0] else _refused
+        with patch.object(RunInMemory, "hand_out", does):
+            engine.save(path, "broken", wait=False)
+            try:
+                engine.save(path, "next")
+            except InfinityError as error:
+                return f"{type(error).__name__}: {error}"
+    return "it was saved"
 
 
 _as_it_is = RunInMemory.hand_out

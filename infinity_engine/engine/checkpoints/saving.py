@@ -42,6 +42,7 @@ from infinity_engine.engine.checkpoints.checkpointing import (
     Run,
     RunRanks,
     Stateful,
+    check_extra,
     random_state,
 )
 from infinity_engine.engine.checkpoints.sources import (
@@ -123,6 +124,7 @@ class SaveRequest:
     """How many updates the run has made."""
 
     def __post_init__(self) -> None:
+        check_extra(self.extra)
         if self.keep is not None and self.keep < 1:
             expected = "how many checkpoints to keep, 1 or more; None: all"
             raise ConfigError(field="keep", value=self.keep, expected=expected)
@@ -210,6 +212,7 @@ class Saves:
         self._run = run
         self._ranks = RunRanks(run.whole)
         self.in_flight = SaveInFlight(run.telemetry, self._ranks)
+        self._looked_at = -1  # the step at which the ranks have asked one another
         # The walk calls this before an op changes a subgroup.
         run.states.before_changes(self.in_flight.wait_for_subgroup)
 
@@ -259,19 +262,25 @@ class Saves:
         if error is not None:
             self._show(save, error)
 
-    def look(self) -> None:
-        """Show the error of a save that has failed in the background.
+    def look(self, steps: int) -> None:
+        """Show the error of a save that has failed in the background; `steps` were made.
 
         Raises:
             TransferError: the drive is full or failed, and errors are to be raised.
+            CollectiveError: the same, on another rank.
         """
         save = self.in_flight.save
-        if save is not None and save.ended and save.error is not None:
-            self._show(save, save.error)
-        # With several ranks it is left in finish(), which all of them call.
-        if save is not None and save.ended and self._ranks.size == 1:
-            save.join()
-            self.in_flight.leave(save)
+        if save is None:
+            return
+        if self._ranks.size == 1:
+            if save.ended:
+                self.finish()
+        # A step that failed after this is made again by its rank alone: it must not ask again.
+        elif self._looked_at != steps:
+            self._looked_at = steps
+            # Together, so that all ranks raise at the same step.
+            if all(self._ranks.tell("whether the checkpoint is written", save.ended)):
+                self.finish()
 
     def _end(self, save: _Save) -> Exception | None:
         """Wait for a save on all ranks; return what failed: an error on all of them, or on none."""
@@ -320,10 +329,11 @@ class Saves:
             queue = run.queue or ends.enter_context(IOQueue())
 
             def begin() -> str:
-                tag = request.tag or directory.free_tag(tag_of_step(request.steps))
                 with _as_transfer(request.path):
-                    directory.begin(tag)
-                return tag
+                    if request.tag is None:
+                        return directory.begin_step(request.steps)
+                    directory.begin(request.tag)
+                return request.tag
 
             tag = str(ranks.on_rank_0("beginning the checkpoint", begin))
             try:
@@ -473,7 +483,7 @@ class Saves:
 
 
 class _AnotherRankError(RuntimeError):
-    """A rank has left a mark in the directory: it could not write its part."""
+    """What is in the directory shows that another rank could not write its part."""
 
 
 class _Draft:
@@ -559,6 +569,11 @@ class _Draft:
     def give_up(self, why: str) -> None:
         """Wait for no other rank."""
         self._given_up = why
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether rank 0 has removed it."""
+        return self._rank > 0 and not self.directory.draft_of(self.manifest.tag).is_dir()
 
     def abandon(self, error: Exception) -> None:
         """Remove what was written, on rank 0; on others, tell rank 0."""
@@ -695,7 +710,9 @@ class _Save:
                 self.written.set()
                 self._draft.commit()
         except Exception as error:
-            self.error = kept(error)
+            # Rank 0 removes the directory under the files of all ranks where its own part fails.
+            another = _AnotherRankError("rank 0 has given up the checkpoint")
+            self.error = kept(another if self._draft.is_gone else error)
             self._draft.abandon(error)
         finally:
             # Also after a failure: updates wait until this is called.
