@@ -170,7 +170,7 @@ def test_ranks_of_which_one_cannot_write_beside_training_all_say_so(tmp_path: Pa
 
 def test_all_ranks_show_an_error_beside_training_at_the_same_step(tmp_path: Path) -> None:
     program = rank_checkpoints.steps_after_a_broken_save
-    first, last = launched(2, program, RUNS["parameters"], tmp_path / "c", timeout_s=60)
+    first, last = launched(2, program, RUNS["parameters"], tmp_path / "c")
     assert (first[0], last[0]) == ("CollectiveError", "TransferError")
     assert first[1:] == last[1:]
     assert last[2:] == ["failed", "latest", "whole"]
@@ -178,7 +178,7 @@ def test_all_ranks_show_an_error_beside_training_at_the_same_step(tmp_path: Path
 
 def test_ranks_that_write_where_rank_0_has_given_up_say_why(tmp_path: Path) -> None:
     program = rank_checkpoints.fails_beside_on_rank_0
-    first, last = launched(2, program, RUNS["parameters"], tmp_path / "c", timeout_s=60)
+    first, last = launched(2, program, RUNS["parameters"], tmp_path / "c")
     assert first.startswith("TransferError: ")
     assert last.startswith("CollectiveError: ")
     assert "rank 0 failed: " in last
