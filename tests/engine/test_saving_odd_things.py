@@ -86,11 +86,12 @@ ODD: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("kind", ODD)
 def test_a_buffer_that_cannot_be_saved_is_named(tmp_path: Path, kind: str) -> None:
     model, engine = with_buffer(torch.ones(3))
+    linear = model.get_submodule("0")
     with engine:
-        model[0].odd = ODD[kind]()
+        linear.odd = ODD[kind]()
         with pytest.raises(TypeError, match=r"0\.odd"):
             engine.save(tmp_path)
-        model[0].odd = torch.ones(3)
+        linear.odd = torch.ones(3)
         engine.save(tmp_path)
 
 

@@ -296,6 +296,24 @@ def test_an_engine_that_the_program_drops_still_ends_its_save(
     assert CheckpointDirectory(tmp_path).latest() == "mine"
 
 
+def test_another_program_leaves_a_save_under_way_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        with slow_writer(monkeypatch) as (stopped, go_on):
+            tag = engine.save(tmp_path, wait=False)
+            assert stopped.wait(60)
+            other = CheckpointDirectory(tmp_path)
+            assert other.begin_step(1) == f"{tag}.2"  # removes what killed runs left
+            go_on.set()
+        one_step(engine)
+        engine.save(tmp_path, "next")
+        other.abandon(f"{tag}.2")
+    assert CheckpointDirectory(tmp_path).tags() == [tag, "next"]
+
+
 FORKS = """
 import gc, os, sys, threading
 from pathlib import Path

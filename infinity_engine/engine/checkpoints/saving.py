@@ -337,7 +337,7 @@ class Saves:
 
             tag = str(ranks.on_rank_0("beginning the checkpoint", begin))
             try:
-                draft, captured = self._take(request, tag, queue, memory)
+                draft, captured = self._take(request, directory, tag, queue=queue, memory=memory)
                 save = _Save(
                     draft,
                     captured,
@@ -356,12 +356,17 @@ class Saves:
     def _take(
         self,
         request: SaveRequest,
+        directory: CheckpointDirectory,
         tag: str,
+        *,
         queue: IOQueue,
         memory: CheckpointMemory,
     ) -> tuple[_Draft, CapturedStates]:
-        """Take what changes before the next update; return the draft, and the states to write."""
-        run, ranks, directory = self._run, self._ranks, CheckpointDirectory(request.path)
+        """Take what changes before the next update; return the draft, and the states to write.
+
+        The draft has `directory`, which keeps it locked, from here on.
+        """
+        run, ranks = self._run, self._ranks
         folder = directory.draft_of(tag)
         tensors = {tensor.name: tensor for tensor in run.saved_tensors()}
         objects: list[RankObjects] = []
