@@ -11,10 +11,10 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from importlib import import_module
+from typing import Protocol, cast
 
-from deepnvme.cli.report import installed_version
-from infinity_engine.cli import calibrate, checkpoint, compare, doctor, migrate, plan, simulate
+from deepnvme.version import __version__
 
 __all__ = ["main"]
 
@@ -31,15 +31,15 @@ class _Command(Protocol):
 
 
 _PIPE_CLOSED = 141  # what a shell reports for a command that SIGPIPE ended
-_COMMANDS: tuple[_Command, ...] = (doctor, calibrate, plan, compare, simulate, checkpoint, migrate)
+_COMMANDS = ("doctor", "calibrate", "plan", "compare", "simulate", "checkpoint", "migrate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (by default this process's) and return the exit status."""
     parser = argparse.ArgumentParser(prog="infinity", description="Train models that do not fit.")
-    parser.add_argument("--version", action="version", version=f"infinity {installed_version()}")
+    parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in _COMMANDS:
+    for command in _commands(sys.argv[1:] if argv is None else argv):
         subparser = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP)
         command.add_arguments(subparser)
         # Found again in the parsed options: the subcommand that was named.
@@ -58,3 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
     return status
+
+
+def _commands(argv: Sequence[str]) -> list[_Command]:
+    """Return the module of the subcommand that is named, or those of all, for help and errors.
+
+    Importing all takes longer than some answers.
+    """
+    named = [name for name in _COMMANDS if name in argv[:1]] or _COMMANDS
+    return [cast("_Command", import_module(f"infinity_engine.cli.{name}")) for name in named]

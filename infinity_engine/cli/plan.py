@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from infinity_engine.cli.plan_answer import answer, refused, show, with_options
+from infinity_engine.cli.plan_answer import Section, answer, refused, show, with_options
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
 from infinity_engine.cli.plan_machine import machine_of
 from infinity_engine.cli.plan_question import (
@@ -29,7 +31,7 @@ from infinity_engine.cli.plan_question import (
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.units import GiB
 
-__all__ = ["HELP", "NAME", "SCHEMA", "add_arguments", "run"]
+__all__ = ["HELP", "NAME", "SCHEMA", "PlanAnswer", "add_arguments", "answer_to", "run"]
 
 NAME = "plan"
 HELP = (
@@ -82,7 +84,22 @@ def run(options: argparse.Namespace) -> int:
         return 2
 
 
-def _plan(options: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanAnswer:
+    """What the command says of one question; `page` makes a page with plots of it."""
+
+    status: int
+    sections: Iterable[Section]
+    mapping: Mapping[str, object]
+    page: Callable[[], str]
+
+
+def answer_to(options: argparse.Namespace) -> PlanAnswer:
+    """Return the answer to the question that the arguments ask; prints and writes nothing.
+
+    Raises:
+        ConfigError: the question is wrong.
+    """
     from infinity_engine.advice.advising import advise
     from infinity_engine.cli.plan_page import page, refusal_page
     from infinity_engine.sim.planner import decide
@@ -98,19 +115,13 @@ def _plan(options: argparse.Namespace) -> int:
     try:
         decision = decide(training, means, **settings)
     except CapacityError as error:
-        refusal = explain_refusal(training, means, **settings)
-        refusal = with_options(refusal)
-        if options.json:
-            print(
-                json.dumps(
-                    {"schema": SCHEMA, **refusal.to_mapping(), "reason": str(error)}, indent=2
-                )
-            )
-        else:
-            show(refused(refusal))
-        if options.html is not None:
-            _write(options.html, refusal_page(refusal))
-        return 1
+        refusal = with_options(explain_refusal(training, means, **settings))
+        return PlanAnswer(
+            status=1,
+            sections=refused(refusal),
+            mapping={"schema": SCHEMA, **refusal.to_mapping(), "reason": str(error)},
+            page=partial(refusal_page, refusal),
+        )
     report = report_of(decision, rated_bytes=rated_bytes)
     advice = advise(decision, rates_are, run)
     # Where the rates come from stands first: all else follows from them.
@@ -122,14 +133,28 @@ def _plan(options: argparse.Namespace) -> int:
     elif run is not None and options.watts is None and watts is not None:
         notes += ("energy is what the GPUs alone draw at most: give --watts for the whole machine",)
     report = replace(report, notes=notes)
+    return PlanAnswer(
+        status=0,
+        sections=answer(report, training, advice, full=options.full),
+        mapping={
+            "schema": SCHEMA,
+            "fits": True,
+            **report.to_mapping(),
+            "advice": advice.to_mapping(),
+        },
+        page=partial(page, report, training),
+    )
+
+
+def _plan(options: argparse.Namespace) -> int:
+    found = answer_to(options)
     if options.html is not None:
-        _write(options.html, page(report, training))
+        _write(options.html, found.page())
     if options.json:
-        told = {**report.to_mapping(), "advice": advice.to_mapping()}
-        print(json.dumps({"schema": SCHEMA, "fits": True, **told}, indent=2))
+        print(json.dumps(found.mapping, indent=2))
     else:
-        show(answer(report, training, advice, full=options.full))
-    return 0
+        show(found.sections)
+    return found.status
 
 
 def _list() -> int:
@@ -139,8 +164,14 @@ def _list() -> int:
 
     models = [(name, f"{preset(name).numel / 1e9:,.2f} billion parameters") for name in PRESETS]
     machines = [(name, machine.title) for name, machine in MACHINES.items()]
-    gpus = [(gpu.name, f"{gpu.memory_bytes / GiB:g} GiB; {gpu.source}") for gpu in GPU_SHEETS]
-    drives = [(drive.name, drive.source) for drive in DRIVE_SHEETS]
+    unsure = {True: "", False: "; from memory, not compared yet"}
+    gpus = [
+        (gpu.name, f"{gpu.memory_bytes / GiB:g} GiB; {gpu.source}{unsure[bool(gpu.compared)]}")
+        for gpu in GPU_SHEETS
+    ]
+    drives = [
+        (drive.name, f"{drive.source}{unsure[bool(drive.compared)]}") for drive in DRIVE_SHEETS
+    ]
     sections = [("Models", models), ("Machines", machines), ("GPUs", gpus), ("Drives", drives)]
     show(sections)
     return 0

@@ -8,9 +8,8 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from deepnvme.cli.report import Rows
-
 if TYPE_CHECKING:
+    from deepnvme.cli.report import Rows
     from infinity_engine.advice.advising import Advice
     from infinity_engine.advice.course import RunForecast
     from infinity_engine.sim.report import PlanReport

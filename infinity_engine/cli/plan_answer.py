@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deepnvme.cli.report import Output, Rows
 from infinity_engine.cli.plan_advice import (
     purchase_rows,
     range_in_words,
@@ -20,6 +19,7 @@ from infinity_engine.cli.plan_machine import free
 from infinity_engine.units import GiB, format_bytes
 
 if TYPE_CHECKING:
+    from deepnvme.cli.report import Rows
     from infinity_engine.advice.advising import Advice
     from infinity_engine.placement.training import Training
     from infinity_engine.plan import Capacity
@@ -36,7 +36,7 @@ __all__ = [
     "with_options",
 ]
 
-Section = tuple[str, Rows]
+Section = tuple[str, Iterable[tuple[str, str]]]
 _LARGEST = 3  # of what a tier holds, on one line
 
 
@@ -44,6 +44,8 @@ def show(sections: Iterable[Section]) -> None:
     """Print titles with their rows."""
     from rich.table import Table
     from rich.text import Text
+
+    from deepnvme.cli.report import Output
 
     console = Output()
     for title, rows in sections:

@@ -1,14 +1,14 @@
 """GPUs, drives and PCIe generations by the names that people give them: one line each.
 
-Pure data; measures nothing. `source` names the document in which a figure is stated. Most figures
-were entered from memory and not yet compared with that document. What is assumed says so. Called by
-the command line, for machines that are described by their parts.
+Pure data; measures nothing. `source` names the document in which a figure is stated. Figures were
+entered from memory; `compared` says with what a line was compared since. What is assumed says so.
+Called by the command line, for machines that are described by their parts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
@@ -44,6 +44,11 @@ class GpuSheet:
     watts: int
     source: str
 
+    @property
+    def compared(self) -> str:
+        """What this line was compared with; empty: nothing yet."""
+        return _COMPARED.get(self.name, "")
+
 
 @dataclass(frozen=True, slots=True)
 class DriveSheet:
@@ -62,6 +67,11 @@ class DriveSheet:
     source: str
 
     @property
+    def compared(self) -> str:
+        """What this line was compared with; empty: nothing yet."""
+        return _COMPARED.get(self.name, "")
+
+    @property
     def write_bytes_per_s(self) -> float:
         """What it is planned with: what it holds for hours, as far as that is known."""
         return self.sustained_bytes_per_s or min(SUSTAINED_BYTES_PER_S, self.burst_bytes_per_s)
@@ -74,6 +84,28 @@ PCIE_BYTES_PER_S = MappingProxyType({3: 12 * GB, 4: 25 * GB, 5: 55 * GB})
 """What 16 lanes of a generation were seen to carry one way: ZeRO-Infinity's DGX-2 (3), section 4.1
 of Deep Optimizer States (4), and its JLSE node (5)."""
 
+
+_COMPARED: Mapping[str, str] = MappingProxyType(
+    {
+        "RTX 4090 24 GB": "waredb.com, thefpsreview.com: memory, compute, power",
+        "RTX 5090 32 GB": "spheron.network, Linux Format: memory, power, sparse FP16 of 838",
+        "A40 48 GB": "hmc-tech.com: compute",
+        "A100 PCIe 80 GB": "thundercompute.com, glennklockwood.com: memory, compute, power",
+        "A100 SXM 80 GB": "thundercompute.com, glennklockwood.com: memory, compute, power",
+        "A100 PCIe 40 GB": "thundercompute.com, wccftech.com: memory, compute, power",
+        "L4 24 GB": "grokipedia.com: memory, sparse FP16 of 242, power",
+        "L40 48 GB": "a seller's copy of the data sheet: memory, compute, power",
+        "L40S 48 GB": "a seller's copy of the data sheet: memory, compute, power",
+        "H100 SXM 80 GB": "glennklockwood.com: memory, compute, power",
+        "H100 PCIe 80 GB": "NVIDIA product brief PB-11133-001: memory, power",
+        "H200 SXM 141 GB": "a seller's page: memory, power",
+        "Samsung 990 PRO 2 TB": "digitec.ch, bytebuys.com: reads, writes, TBW",
+        "Samsung PM9D3a 7.68 TB": "a seller's copy of the data sheet: reads, writes, TBW",
+        "Kingston KC3000 2 TB": "TechPowerUp's review of the A440 Pro: 2.0 GB/s over a whole drive",
+        "Sabrent Rocket 4 Plus 2 TB": "TechPowerUp: 1.6 GB/s over a whole drive",
+    }
+)
+"""Which figures of a line were found to be the same elsewhere, and where."""
 
 _GA102 = "NVIDIA Ampere GA102 white paper V2 (2020)"
 _ADA = "NVIDIA Ada white paper V2 (2023)"
@@ -133,7 +165,11 @@ _DRIVES: tuple[tuple[str, float, float, float, float | None, float, str], ...] =
     ("Crucial T500 2 TB", 2, 7.4, 7.0, None, 1200, "Crucial product flyer (2023)"),
     ("Crucial T705 2 TB", 2, 14.5, 12.7, None, 1200, "Crucial product flyer (2024)"),
     ("Seagate FireCuda 530 2 TB", 2, 7.3, 6.9, None, 2550, "Seagate data sheet (2021)"),
-    ("Kingston KC3000 2 TB", 2, 7.0, 7.0, None, 1600, "Kingston data sheet (2021)"),
+    (
+        "Kingston KC3000 2 TB",
+        *(2, 7.0, 7.0, 2.0, 1600),
+        "Kingston (2021); 2.0 GB/s over the whole drive, as TechPowerUp measured it",
+    ),
     (
         "Sabrent Rocket 4 Plus 2 TB",
         *(2, 7.1, 6.6, 1.6, 1400),

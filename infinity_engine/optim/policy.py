@@ -25,7 +25,14 @@ from infinity_engine.plan.ops import (
     UploadStates,
 )
 from infinity_engine.plan.rates import Rates
-from infinity_engine.plan.step import ADAM_BYTES, BytesPerParameter, Home, StepPlan, SubgroupSpec
+from infinity_engine.plan.step import (
+    ADAM_BYTES,
+    BytesPerParameter,
+    Home,
+    PlanOutline,
+    StepPlan,
+    SubgroupSpec,
+)
 from infinity_engine.plan.tier import Tier
 
 __all__ = [
@@ -102,29 +109,40 @@ class Limits:
             ConfigError: it uses too many staging sets, or an op copies other bytes than its
                 subgroup has.
         """
-        if plan.parameters is not self.parameters:
+        self._check_weights(plan)
+        self.check_memory(plan.outline(), plan.subgroups)
+
+    def check_memory(self, outline: PlanOutline, subgroups: Sequence[SubgroupSpec]) -> None:
+        """Refuse a plan with this outline that is not within the limits.
+
+        Raises:
+            CapacityError: it takes more of the device than there is.
+            ConfigError: it is for parameters in another tier, or has too many staging sets or host
+                buffers.
+        """
+        if outline.parameters is not self.parameters:
             expected = f"{self.parameters.name}, the tier that the limits name"
             raise ConfigError(
-                field="StepPlan.parameters", value=plan.parameters.name, expected=expected
+                field="StepPlan.parameters", value=outline.parameters.name, expected=expected
             )
-        self._check_weights(plan)
-        resident = self.device_bytes(plan.params_at(Home.RESIDENT))
+        homes = outline.homes
+        resident = self.device_bytes(
+            sum(spec.numel for spec in subgroups if homes[spec.index] is Home.RESIDENT)
+        )
         change = "keep fewer subgroups resident, or give the device a larger budget"
         _check_fits(resident, self.resident_bytes, holder="resident states", change=change)
         change = "use fewer staging sets or smaller subgroups, or give the device a larger budget"
         _check_fits(
-            sum(plan.staging_bytes), self.staging_bytes, holder="staging sets", change=change
+            sum(outline.staging_bytes), self.staging_bytes, holder="staging sets", change=change
         )
-        if len(plan.staging_bytes) > self.staging_sets:
-            expected = f"{len(plan.staging_bytes)} or more: the plan uses so many"
-            raise ConfigError(
-                field="Limits.staging_sets", value=self.staging_sets, expected=expected
-            )
-        if len(plan.buffer_bytes) > self.host_buffers:
-            expected = f"{len(plan.buffer_bytes)} or more: the plan uses so many"
-            raise ConfigError(
-                field="Limits.host_buffers", value=self.host_buffers, expected=expected
-            )
+        for name, there in (
+            ("staging_sets", outline.staging_bytes),
+            ("host_buffers", outline.buffer_bytes),
+        ):
+            most: int = getattr(self, name)
+            if len(there) > most:
+                expected = f"{len(there)} or more: the plan uses so many"
+                raise ConfigError(field=f"Limits.{name}", value=most, expected=expected)
 
     def _check_weights(self, plan: StepPlan) -> None:
         subgroups = {subgroup.index: subgroup for subgroup in plan.subgroups}
@@ -158,12 +176,14 @@ class OffloadPolicy:
     The engine trains with the plans that it makes.
 
     `homes` is given where the subgroups' sizes alone decide where each is updated. It saves making
-    plans to find that out.
+    plans to find that out. With `is_drafted`, `decide` makes its plans by PlanDraft, so `homes`
+    tells what memory they take, too.
     """
 
     name: str
     decide: Decide
     homes: Homes | None = None
+    is_drafted: bool = False
 
     def __call__(self, subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
         """Return the policy's plan for these subgroups, in whatever order they are given.
@@ -193,6 +213,25 @@ class OffloadPolicy:
         limits.check(plan)
         return plan
 
+    def outline(
+        self, subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits
+    ) -> tuple[PlanOutline, Callable[[], StepPlan]]:
+        """Return what memory the policy's plan takes, and what makes the plan.
+
+        A search asks for many outlines of each plan that it makes: where the policy can say what
+        memory is taken, ops are not made for that.
+
+        Raises:
+            CapacityError, ConfigError: as for the plan.
+        """
+        if self.homes is None or not self.is_drafted:
+            plan = self(subgroups, rates, limits)
+            return plan.outline(), lambda: plan
+        ordered = _ordered(subgroups)
+        outline = PlanDraft(ordered, limits).outline(self.homes(ordered))
+        limits.check_memory(outline, ordered)
+        return outline, lambda: self(subgroups, rates, limits)
+
     def homes_of(self, subgroups: Sequence[SubgroupSpec]) -> dict[int, Home] | None:
         """Return where each subgroup will be updated; None where only a plan shows it."""
         return None if self.homes is None else dict(self.homes(_ordered(subgroups)))
@@ -216,7 +255,8 @@ def split_residents(
     The last ones, because their parameters are needed last, and residents are updated last.
     """
     # Exact: with floats, a part of a large model could miss its last subgroup by rounding.
-    left = Fraction(part) * sum(subgroup.numel for subgroup in subgroups)
+    numerator, denominator = Fraction(part).as_integer_ratio()
+    left = numerator * sum(subgroup.numel for subgroup in subgroups) // denominator
     first = len(subgroups)
     while first > 0 and subgroups[first - 1].numel <= left:
         first -= 1
@@ -328,18 +368,7 @@ class PlanDraft:
         Raises:
             CapacityError: the limits allow no staging set.
         """
-        if not self._left:
-            change = (
-                "keep more on the host, use smaller subgroups, or give the device a larger budget"
-            )
-            _check_fits(
-                self._set_bytes, self._limits.staging_bytes, holder="a staging set", change=change
-            )
-            raise ConfigError(
-                field="Limits.staging_sets",
-                value=0,
-                expected=("1 or more where subgroups visit the device"),
-            )
+        self._check_staging()
         loaded = self._load(subgroup)
         # Sets serve in turn: the one that was filled first is empty first.
         staging = self._visits % len(self._left)
@@ -358,6 +387,21 @@ class PlanDraft:
         self._left[staging] = len(self._ops) - 1
         self._visits += 1
         return *loaded, uploaded, *updates, left, *self._store(subgroup)
+
+    def _check_staging(self) -> None:
+        """Refuse a visit where the limits allow no staging set."""
+        if not self._left:
+            change = (
+                "keep more on the host, use smaller subgroups, or give the device a larger budget"
+            )
+            _check_fits(
+                self._set_bytes, self._limits.staging_bytes, holder="a staging set", change=change
+            )
+            raise ConfigError(
+                field="Limits.staging_sets",
+                value=0,
+                expected=("1 or more where subgroups visit the device"),
+            )
 
     def resident(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
         """Update a resident subgroup: its states stay on the device."""
@@ -387,12 +431,7 @@ class PlanDraft:
         """Load a subgroup's states from the drives into the next host buffer."""
         if not subgroup.on_drives:
             return ()
-        if not self._stored:
-            raise ConfigError(
-                field="Limits.host_buffers",
-                value=0,
-                expected=("1 or more where states are offloaded to NVMe"),
-            )
+        self._check_buffers()
         # Buffers serve in turn, as staging sets do.
         buffer = self._loads % len(self._stored)
         occupant = self._occupants.get(buffer)
@@ -411,6 +450,15 @@ class PlanDraft:
             )
         )
         return *made_way, loaded
+
+    def _check_buffers(self) -> None:
+        """Refuse to load states where the limits allow no host buffer."""
+        if not self._stored:
+            raise ConfigError(
+                field="Limits.host_buffers",
+                value=0,
+                expected=("1 or more where states are offloaded to NVMe"),
+            )
 
     def _loaded_at(self, subgroup: SubgroupSpec) -> tuple[int, ...]:
         return (self._in_buffer[subgroup.index][1],) if subgroup.on_drives else ()
@@ -437,14 +485,35 @@ class PlanDraft:
         Raises:
             ConfigError: a subgroup was given no op, or two.
         """
-        used = min(self._visits, len(self._left))
         return StepPlan(
             subgroups=self._subgroups,
             ops=tuple(self._ops),
-            staging_bytes=(self._set_bytes,) * used,
+            staging_bytes=self._staging_bytes(self._visits),
             parameters=self._limits.parameters,
             buffer_bytes=(self._buffer_bytes,) * len(self._stored),
         )
+
+    def outline(self, homes: Mapping[int, Home]) -> PlanOutline:
+        """Return the outline of the plan that a draft becomes which updates each subgroup there.
+
+        Raises:
+            CapacityError, ConfigError: the limits allow no staging set, or no host buffer, and the
+                plan needs one.
+        """
+        visits = sum(home is Home.VISITING for home in homes.values())
+        if visits:
+            self._check_staging()
+        if self._buffer_bytes:
+            self._check_buffers()
+        return PlanOutline(
+            homes=homes,
+            parameters=self._limits.parameters,
+            staging_bytes=self._staging_bytes(visits),
+            buffer_bytes=(self._buffer_bytes,) * len(self._stored),
+        )
+
+    def _staging_bytes(self, visits: int) -> tuple[int, ...]:
+        return (self._set_bytes,) * min(visits, len(self._left))
 
     def _add(self, op: Op) -> Op:
         self._ops.append(op)

@@ -6,7 +6,7 @@ planner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,15 +14,14 @@ from types import MappingProxyType
 
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.kept_errors import again
-from infinity_engine.optim import Subgroup
 from infinity_engine.optim.policies import DEVICE_ONLY, HOST_ONLY, policy_for
 from infinity_engine.optim.policy import HOST_BUFFERS, OffloadPolicy
 from infinity_engine.placement.buffers import BufferLayout, Resting
 from infinity_engine.placement.sizing import Demand, Sizing
 from infinity_engine.plan import Auto, NvmeStreamed, Rates, ResolvedBudget, Strategy, Tier
-from infinity_engine.plan.step import Home, StepPlan
+from infinity_engine.plan.step import Home, PlanOutline, StepPlan
 
-__all__ = ["Plan", "Wish", "place"]
+__all__ = ["Outlined", "Plan", "Wish", "outline", "place"]
 
 _MOST_TRIES = 4  # to find a plan with buffers that fit where it updates
 # Small buffers are done with before a module ends, so more of them are filled ahead, within so many
@@ -60,6 +59,23 @@ class Plan:
     """Of the subgroups of which some does."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlined:
+    """A plan as far as memory is concerned; `steps` makes its ops."""
+
+    outline: PlanOutline
+    steps: Callable[[], StepPlan]
+    demand: Demand
+    resting: Resting
+    layouts: Mapping[int, BufferLayout]
+
+    def plan(self) -> Plan:
+        """Return the plan, with its ops."""
+        return Plan(
+            steps=self.steps(), demand=self.demand, resting=self.resting, layouts=self.layouts
+        )
+
+
 def place(sizing: Sizing, wish: Wish, budget: ResolvedBudget, *, io_bytes: int) -> Plan:
     """Return the plan of the policy or the strategy, what it takes, and what rests on drives.
 
@@ -72,7 +88,16 @@ def place(sizing: Sizing, wish: Wish, budget: ResolvedBudget, *, io_bytes: int) 
         ConfigError: something is to rest on drives, and the budget has none; or the policy makes no
             sound plan.
     """
-    return _Placing(sizing, wish, budget, io_bytes).plan()
+    return outline(sizing, wish, budget, io_bytes=io_bytes).plan()
+
+
+def outline(sizing: Sizing, wish: Wish, budget: ResolvedBudget, *, io_bytes: int) -> Outlined:
+    """Return the same without its ops, which take most of the time to make.
+
+    Raises:
+        CapacityError, ConfigError: as `place` says.
+    """
+    return _Placing(sizing, wish, budget, io_bytes).outlined()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +108,8 @@ class _Placing:
     wish: Wish
     budget: ResolvedBudget
     io_bytes: int
-    # Of one search: the same layouts are asked for at every number of buffers.
-    _layouts: dict[Hashable, BufferLayout] = field(default_factory=dict, init=False, compare=False)
 
-    def plan(self) -> Plan:
+    def outlined(self) -> Outlined:
         wish, budget = self.wish, self.budget
         streams = isinstance(wish.strategy, NvmeStreamed)
         if (streams or wish.tiers == (Tier.NVME,)) and not budget.nvme:
@@ -101,7 +124,7 @@ class _Placing:
             try:
                 if on_drives or parameters is Tier.NVME:
                     return self._plan_with_drives(parameters, states=on_drives)
-                plan = self._plan(parameters)
+                plan = self._outlined(parameters)
                 self._check_host(plan.demand)
             except CapacityError as error:
                 # The first refusal is of the best choice, so it says what that would need. It is
@@ -133,14 +156,14 @@ class _Placing:
                     continue
                 yield tier, on_drives
 
-    def _plan(
+    def _outlined(
         self,
         parameters: Tier,
         *,
         resting: Resting = _NOTHING,
         layouts: Mapping[int, BufferLayout] = MappingProxyType({}),
         buffers: int = 0,
-    ) -> Plan:
+    ) -> Outlined:
         sizing, wish = self.sizing, self.wish
         # Without layouts nothing passes a buffer, whatever its number.
         limits = replace(sizing.limits(self.budget, parameters), host_buffers=buffers)
@@ -148,26 +171,31 @@ class _Placing:
             sizing.spec(subgroup, layouts.get(subgroup.index)) for subgroup in sizing.subgroups
         ]
 
-        def made(by: OffloadPolicy) -> Plan:
-            steps = by(specs, wish.rates, limits)
+        def taking(found: PlanOutline, steps: Callable[[], StepPlan]) -> Outlined:
+            return Outlined(
+                outline=found,
+                steps=steps,
+                demand=sizing.demand(found, self.budget, resting, layouts),
+                resting=resting,
+                layouts=layouts,
+            )
+
+        def made(by: OffloadPolicy) -> Outlined:
+            found, steps = by.outline(specs, wish.rates, limits)
             try:
-                demand = sizing.demand(steps, self.budget, resting, layouts)
+                return taking(found, steps)
             except CapacityError as error:
                 # policies know nothing of gradients, and stage as much as there is room
                 refused = error.with_traceback(None)
-            else:
-                return Plan(steps=steps, demand=demand, resting=resting, layouts=layouts)
             # At first with one staging set at least, then perhaps without visitors.
             for visit in (True, False):
-                left = sizing.beside_gradients(limits, steps, drives=resting.any, visit=visit)
+                left = sizing.beside_gradients(limits, found, drives=resting.any, visit=visit)
                 with suppress(CapacityError):  # not of a policy that could do with more
-                    fewer = by(specs, wish.rates, left)
+                    fewer = by.outline(specs, wish.rates, left)
                     try:
-                        demand = sizing.demand(fewer, self.budget, resting, layouts)
+                        return taking(*fewer)
                     except CapacityError as error:
                         refused = error.with_traceback(None)
-                    else:
-                        return Plan(steps=fewer, demand=demand, resting=resting, layouts=layouts)
             raise again(refused)
 
         if wish.policy is not None:
@@ -184,16 +212,12 @@ class _Placing:
 
     # --- drives -----------------------------------------------------------------------------------
 
-    def _plan_with_drives(self, parameters: Tier, *, states: bool) -> Plan:
+    def _plan_with_drives(self, parameters: Tier, *, states: bool) -> Outlined:
         """Return the plan that keeps all that has room in memory, what is needed first."""
         sizing, budget = self.sizing, self.budget
         # Of at least one byte: parameters without elements have no place on a drive.
         small = max(self.wish.small_bytes, 1)
-        values = frozenset(
-            number
-            for number, nbytes in enumerate(sizing.parameters)
-            if parameters is Tier.NVME and nbytes >= small
-        )
+        values = sizing.of_at_least(small) if parameters is Tier.NVME else frozenset[int]()
         resting = Resting(
             states=frozenset(subgroup.index for subgroup in sizing.subgroups)
             if states
@@ -211,7 +235,9 @@ class _Placing:
             choices += [(buffers, micro_batches) for buffers in range(most, 0, -1)]
         refused: CapacityError | None = None
         known_homes = self._homes()
-        homes = known_homes or {subgroup.index: Home.HOST for subgroup in sizing.subgroups}
+        homes: Mapping[int, Home] = known_homes or {
+            subgroup.index: Home.HOST for subgroup in sizing.subgroups
+        }
         # By gradients: the least of the host that any plan takes with so many buffers.
         least: dict[int, Callable[[int], int]] = {}
         if known_homes:
@@ -221,7 +247,7 @@ class _Placing:
                 )
         for buffers, gradients in choices:
             is_last = (buffers, gradients) == choices[-1]  # which says what is missing
-            # Plans that cannot fit are not made: half of a search's time goes into plans.
+            # Plans that cannot fit are not outlined: half of a search's time goes into outlines.
             if (
                 not is_last
                 and not early
@@ -235,7 +261,7 @@ class _Placing:
             try:
                 plan = self._settled(parameters, homes, resting=tried, buffers=buffers)
                 # The next choice begins where this plan updates.
-                homes = plan.steps.homes()
+                homes = plan.outline.homes
                 least[gradients] = partial(self._least_of_host, plan)
                 self._check_host(plan.demand, self.io_bytes)
             except CapacityError as error:
@@ -297,16 +323,16 @@ class _Placing:
         )
         return lambda buffers: nbytes
 
-    def _least_of_host(self, plan: Plan, buffers: int) -> int:
+    def _least_of_host(self, plan: Outlined, buffers: int) -> int:
         """Return the least of the host that a plan would take with so many buffers instead."""
-        there = plan.steps.buffer_bytes
+        there = plan.outline.buffer_bytes
         held = self.sizing.held_on_host(plan.demand) + self.io_bytes
         # All buffers of a plan have one size.
         return held - (len(there) - buffers) * there[0] if there else held
 
     def _settled(
         self, parameters: Tier, homes: Mapping[int, Home], *, resting: Resting, buffers: int
-    ) -> Plan:
+    ) -> Outlined:
         """Return the plan with buffers that fit where it updates; that decides what passes them.
 
         `homes` is where that may be: what another plan of the same wish does.
@@ -316,17 +342,17 @@ class _Placing:
         for _ in range(_MOST_TRIES):
             rests = replace(resting, states=sizing.with_states(resting.states, homes, parameters))
             layouts = {
-                subgroup.index: self._layout(subgroup, rests, homes[subgroup.index], parameters)
+                subgroup.index: sizing.layout(subgroup, rests, homes[subgroup.index], parameters)
                 for subgroup in sizing.subgroups
             }
             passing = MappingProxyType(
                 {index: layout for index, layout in layouts.items() if layout.nbytes}
                 # A subgroup without bytes in a buffer passes none.
             )
-            plan = self._plan(
+            plan = self._outlined(
                 parameters, resting=rests.of(passing.values()), layouts=passing, buffers=buffers
             )
-            found = plan.steps.homes()
+            found = plan.outline.homes
             if found == homes:
                 return plan
             homes = found
@@ -338,32 +364,13 @@ class _Placing:
             "what passes the host, and that depends on the part",
         )
 
-    def _layout(
-        self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier
-    ) -> BufferLayout:
-        """Return where a subgroup's things lie in a buffer; a search asks for them many times."""
-        rests = subgroup.index in resting.states
-        # All that the layout depends on.
-        known = (
-            subgroup.index,
-            rests,
-            resting.gradients,
-            resting.values,
-            resting.small_bytes,
-            home,
-            parameters,
-        )
-        if known not in self._layouts:
-            self._layouts[known] = self.sizing.layout(subgroup, resting, home, parameters)
-        return self._layouts[known]
-
-    def _kept(self, plan: Plan, left: int) -> list[int]:
+    def _kept(self, plan: Outlined, left: int) -> list[int]:
         """Return the subgroups with states that have room in so many bytes of the host.
 
         What is needed first, first; with early updates they are spread among those that rest on the
         drives, so that in a backward the drives have as much to do at each time as at any other.
         """
-        homes = plan.steps.homes()
+        homes = plan.outline.homes
         sizes: dict[int, int] = {}
         for subgroup in self.sizing.subgroups:
             if subgroup.index in plan.resting.states:
@@ -371,7 +378,7 @@ class _Placing:
                     self.sizing.on_host_beside_drives(
                         subgroup,
                         homes[subgroup.index],
-                        plan.steps.parameters,
+                        plan.outline.parameters,
                         plan.resting,
                         rests=rests,
                     )
@@ -392,7 +399,7 @@ class _Placing:
             kept.append(index)
         return kept + _spread({index: sizes[index] for index in early}, left)
 
-    def _with_room(self, plan: Plan) -> Plan:
+    def _with_room(self, plan: Outlined) -> Outlined:
         """Return the plan with what the host has left as room for parameters from the drives."""
         sizing = self.sizing
         # Only one memory: elsewhere they are fetched to the device, with what that has left.

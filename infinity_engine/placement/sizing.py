@@ -13,14 +13,14 @@ forwards, beside activations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
 from deepnvme.sizes import PAGE
 from infinity_engine.errors import CapacityError
-from infinity_engine.memory.layout import Layout, Request, layout
+from infinity_engine.memory.layout import Layout, Request
 from infinity_engine.optim import FloatFormat, Formats, Segment, Subgroup, cut_into_subgroups
 from infinity_engine.optim.policy import Limits
 from infinity_engine.placement.buffers import (
@@ -33,8 +33,8 @@ from infinity_engine.placement.buffers import (
     early_slot,
     gradient_slot,
 )
-from infinity_engine.plan import ResolvedBudget, Tier
-from infinity_engine.plan.step import BytesPerParameter, Home, StepPlan, SubgroupSpec
+from infinity_engine.plan import Extent, ResolvedBudget, Tier
+from infinity_engine.plan.step import BytesPerParameter, Home, PlanOutline, SubgroupSpec
 from infinity_engine.units import align_up
 
 __all__ = ["Demand", "Sizing", "cut"]
@@ -112,25 +112,56 @@ class Sizing:
                 found.setdefault(segment.parameter, []).append(subgroup.index)
         return MappingProxyType({number: tuple(indices) for number, indices in found.items()})
 
+    # What a search asks for again and again, of the same subgroups.
+
+    @cached_property
+    def _specs(self) -> dict[tuple[int, tuple[int, int, int]], SubgroupSpec]:
+        return {}
+
+    @cached_property
+    def _layouts(self) -> dict[Hashable, BufferLayout]:
+        return {}
+
+    @cached_property
+    def _bytes_on_host(self) -> dict[Hashable, int]:
+        return {}
+
+    @cached_property
+    def _layouts_of_slots(self) -> dict[Hashable, Layout]:
+        return {}
+
+    @cached_property
+    def _of_at_least(self) -> dict[int, frozenset[int]]:
+        return {}
+
+    def of_at_least(self, nbytes: int) -> frozenset[int]:
+        """Return the parameters of that many bytes or more: each time the same object."""
+        if nbytes not in self._of_at_least:
+            self._of_at_least[nbytes] = frozenset(
+                number for number, size in enumerate(self.parameters) if size >= nbytes
+            )
+        return self._of_at_least[nbytes]
+
     # --- what plans are made of -------------------------------------------------------------------
 
     def spec(self, subgroup: Subgroup, layout: BufferLayout | None) -> SubgroupSpec:
         """Return a subgroup as plans see it, where it passes a buffer laid out so, or none."""
-        spec = SubgroupSpec(
-            index=subgroup.index,
-            numel=subgroup.numel,
-            # Numbered by their first parameters, the order of which stands for that of use.
-            first_use=subgroup.index,
-            parameter_bytes=subgroup.formats.width,
-        )
-        if layout is None:
-            return spec
-        return replace(
-            spec,
-            buffer_bytes=layout.nbytes,
-            load_bytes=layout.load_bytes,
-            store_bytes=layout.store_bytes,
-        )
+        passes = (0, 0, 0)
+        if layout is not None:
+            passes = layout.nbytes, layout.load_bytes, layout.store_bytes
+        known = subgroup.index, passes
+        if known not in self._specs:
+            self._specs[known] = SubgroupSpec(
+                index=subgroup.index,
+                numel=subgroup.numel,
+                # Numbered by their first parameters, the order of which stands for that of use.
+                first_use=subgroup.index,
+                parameter_bytes=subgroup.formats.width,
+                buffer_bytes=passes[0],
+                load_bytes=passes[1],
+                store_bytes=passes[2],
+            )
+        return self._specs[known]
 
     def limits(self, budget: ResolvedBudget, parameters: Tier) -> Limits:
         """Return what a plan may take of the device where its parameters stay in that tier."""
@@ -203,6 +234,23 @@ class Sizing:
         self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier
     ) -> BufferLayout:
         """Return where the things of a subgroup lie in a host buffer, of which so much rests."""
+        # All that the layout depends on.
+        known = (
+            subgroup.index,
+            subgroup.index in resting.states,
+            resting.gradients,
+            resting.values,
+            resting.small_bytes,
+            home,
+            parameters,
+        )
+        if known not in self._layouts:
+            self._layouts[known] = self._layout(subgroup, resting, home, parameters)
+        return self._layouts[known]
+
+    def _layout(
+        self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier
+    ) -> BufferLayout:
         on_host = home is Home.HOST or self.unified
         in_place = self.in_place(subgroup, home, parameters)
         # The update writes what modules on a device of its own compute with.
@@ -228,13 +276,13 @@ class Sizing:
         return subgroup.formats.parameter is None and (self.unified or home is here)
 
     def beside_gradients(
-        self, limits: Limits, plan: StepPlan, *, drives: bool, visit: bool
+        self, limits: Limits, plan: PlanOutline, *, drives: bool, visit: bool
     ) -> Limits:
         """Return what a plan may take beside the gradients that stay where another one updates.
 
         It may stage what is left beside as many residents: with `visit`, one set at least.
         """
-        homes = plan.homes()
+        homes = plan.homes
         gradients = self.of_backward(self._staying(homes, drives=drives)) - self.activations
         resident = sum(
             self.states_bytes(subgroup, Home.RESIDENT, plan.parameters)
@@ -260,7 +308,7 @@ class Sizing:
 
     def demand(
         self,
-        plan: StepPlan,
+        plan: PlanOutline,
         budget: ResolvedBudget,
         resting: Resting,
         layouts: Mapping[int, BufferLayout],
@@ -274,7 +322,7 @@ class Sizing:
             return self._demand_with_drives(plan, budget, resting, layouts)
         # In one memory, parameters are where modules compute in any case.
         at_home = plan.parameters is not Tier.DEVICE and not self.unified
-        homes = plan.homes()
+        homes = plan.homes
         device = sum(
             self._states(subgroup, in_place=not at_home)
             + (self._copied(subgroup) if at_home else 0)
@@ -421,15 +469,25 @@ class Sizing:
         That is its states, its gradients, and what its update writes for a device that has memory
         of its own.
         """
-        nbytes = 0 if rests else align_up(self.states_bytes(subgroup, home, parameters), PAGE)
-        if home is Home.HOST or self.unified:
-            nbytes += sum(
-                self._gradient_on_host(subgroup, segment, resting, rests=rests)
-                for segment in subgroup.segments
-            )
-            copied = parameters is Tier.DEVICE and not self.unified and not rests
-            nbytes += align_up(self._copied(subgroup), PAGE) if copied else 0
-        return nbytes
+        known = (
+            subgroup.index,
+            home,
+            parameters,
+            rests,
+            bool(resting.gradients),
+            resting.small_bytes,
+        )
+        if known not in self._bytes_on_host:
+            nbytes = 0 if rests else align_up(self.states_bytes(subgroup, home, parameters), PAGE)
+            if home is Home.HOST or self.unified:
+                nbytes += sum(
+                    self._gradient_on_host(subgroup, segment, resting, rests=rests)
+                    for segment in subgroup.segments
+                )
+                copied = parameters is Tier.DEVICE and not self.unified and not rests
+                nbytes += align_up(self._copied(subgroup), PAGE) if copied else 0
+            self._bytes_on_host[known] = nbytes
+        return self._bytes_on_host[known]
 
     def all_beside_drives(
         self, homes: Mapping[int, Home], parameters: Tier, resting: Resting
@@ -455,12 +513,12 @@ class Sizing:
 
     def _demand_with_drives(
         self,
-        plan: StepPlan,
+        plan: PlanOutline,
         budget: ResolvedBudget,
         resting: Resting,
         layouts: Mapping[int, BufferLayout],
     ) -> Demand:
-        homes = plan.homes()
+        homes = plan.homes
         at_home = plan.parameters is not Tier.DEVICE
         host = self.all_beside_drives(homes, plan.parameters, resting)
         device = 0
@@ -481,7 +539,7 @@ class Sizing:
         early = [
             subgroup
             for subgroup in self.subgroups
-            if subgroup.index in layouts and layouts[subgroup.index].may_be_early
+            if resting.early and subgroup.index in layouts and layouts[subgroup.index].may_be_early
         ]
         if resting.early:
             # Early updates write to new places: the old values are needed until the step adopts
@@ -533,9 +591,20 @@ class Sizing:
         return demand
 
     def _slots(
-        self, plan: StepPlan, resting: Resting, *, largest_value: int, largest_early: int
+        self, plan: PlanOutline, resting: Resting, *, largest_value: int, largest_early: int
     ) -> Layout:
         """Return the places of buffers: an update's lie where gradients pass in a backward."""
+        known = plan.buffer_bytes, resting.gradients, resting.early, largest_value, largest_early
+        if known not in self._layouts_of_slots:
+            requests = self._requests(
+                plan, resting, largest_value=largest_value, largest_early=largest_early
+            )
+            self._layouts_of_slots[known] = _stacked(requests)
+        return self._layouts_of_slots[known]
+
+    def _requests(
+        self, plan: PlanOutline, resting: Resting, *, largest_value: int, largest_early: int
+    ) -> list[Request]:
         # Requests that live at different times share memory.
         requests = [
             Request(buffer_slot(number), nbytes, first=_UPDATE, last=_UPDATE)
@@ -568,7 +637,7 @@ class Sizing:
             scratch = min(align_up(largest_value, PAGE), _MOST_SCRATCH)
             # Before the first step, when there are no other buffers.
             requests.append(Request(SCRATCH, scratch, first=_BEFORE, last=_BEFORE))
-        return layout(requests)
+        return requests
 
     def _gradient_on_host(
         self, subgroup: Subgroup, segment: Segment, resting: Resting, *, rests: bool
@@ -591,19 +660,21 @@ class Sizing:
         return align_up(layout.states_bytes, PAGE) + _SPARE + gradients
 
     def _on_host(self, subgroup: Subgroup, home: Home, *, at_home: bool) -> int:
-        if self.unified:
-            return align_up(self._states(subgroup, in_place=True), PAGE)
-        if home is Home.RESIDENT:
+        if home is Home.RESIDENT and not self.unified:
             return 0
-        if home is Home.VISITING:
-            return align_up(self._states(subgroup, in_place=False), PAGE)
-        # Its gradient, the sum of several, and what the update writes for a device.
-        gradient = sum(
-            self._gradient_on_host(subgroup, segment, _NOTHING, rests=False)
-            for segment in subgroup.segments
-        )
-        copied = 0 if at_home else align_up(self._copied(subgroup), PAGE)
-        return align_up(self._states(subgroup, in_place=at_home), PAGE) + gradient + copied
+        known = subgroup.index, home, at_home
+        if known not in self._bytes_on_host:
+            in_place = self.unified or (at_home and home is Home.HOST)
+            nbytes = align_up(self._states(subgroup, in_place=in_place), PAGE)
+            if home is Home.HOST and not self.unified:
+                # Its gradient, the sum of several, and what the update writes for a device.
+                nbytes += sum(
+                    self._gradient_on_host(subgroup, segment, _NOTHING, rests=False)
+                    for segment in subgroup.segments
+                )
+                nbytes += 0 if at_home else align_up(self._copied(subgroup), PAGE)
+            self._bytes_on_host[known] = nbytes
+        return self._bytes_on_host[known]
 
     def _copied(self, subgroup: Subgroup) -> int:
         """Return what an update writes for modules elsewhere; fp32 parameters are masters."""
@@ -621,6 +692,25 @@ class Sizing:
         return 2 * max(
             (self.wire(subgroup) * subgroup.numel for subgroup in self.subgroups), default=0
         )
+
+
+def _stacked(requests: Iterable[Request]) -> Layout:
+    """Return places for requests that live at one of a few times each: those of a time lie one
+    behind another, from the bottom on.
+    """
+    places: dict[str, Extent] = {}
+    tops: dict[int, int] = {}
+    live: dict[int, int] = {}
+    for request in requests:
+        top = tops.get(request.first, 0) if request.nbytes else 0
+        places[request.name] = Extent(top, request.nbytes)
+        tops[request.first] = max(tops.get(request.first, 0), align_up(top + request.nbytes, PAGE))
+        live[request.first] = live.get(request.first, 0) + request.nbytes
+    return Layout(
+        places=places,
+        nbytes=max(tops.values(), default=0),
+        peak_bytes=max(live.values(), default=0),
+    )
 
 
 def cut(

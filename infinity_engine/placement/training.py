@@ -8,6 +8,7 @@ line and the engine, read by the planner.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim import FloatFormat, Formats
@@ -16,6 +17,9 @@ from infinity_engine.placement.sizing import Sizing, cut
 from infinity_engine.plan import BlockRates, ComputeRate, Lane, Rates, ResolvedBudget
 
 __all__ = ["Means", "Training"]
+
+# Trainings that differ in their batches or their sequences are cut alike.
+_cut = lru_cache(maxsize=8)(cut)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,14 +173,14 @@ class Means:
         ordered = training.ordered()
         # An equal part for each rank, rounded up.
         numels = [-(-parameter.numel // self.ranks) for parameter in ordered]
-        trained = [
+        trained = tuple(
             (numel, training.formats_of(parameter))
             for numel, parameter in zip(numels, ordered, strict=True)
             if parameter.trained
-        ]
+        )
         width = training.width
         return Sizing(
-            subgroups=cut(
+            subgroups=_cut(
                 trained,
                 subgroup_numel,
                 small_bytes=training.small_bytes if self.budget.nvme else None,

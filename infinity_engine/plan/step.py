@@ -30,7 +30,7 @@ from infinity_engine.plan.ops import (
 from infinity_engine.plan.tier import Tier
 from infinity_engine.plan.timing import OpTime
 
-__all__ = ["ADAM_BYTES", "BytesPerParameter", "Home", "StepPlan", "SubgroupSpec"]
+__all__ = ["ADAM_BYTES", "BytesPerParameter", "Home", "PlanOutline", "StepPlan", "SubgroupSpec"]
 
 # What a subgroup must have been through just before each op. None: nothing, or LoadStates where
 # some of it rests on the drives. StoreStates comes last.
@@ -67,6 +67,9 @@ class Home(Enum):
     HOST = "host"  # Updated by the CPU; states stay on the host.
     VISITING = "visiting"  # Updated by the device; states stay on the host.
     RESIDENT = "resident"  # Updated by the device; states stay there.
+
+    # By identity, as each member is one object: Enum's own hash runs in Python at each look-up.
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +139,19 @@ class SubgroupSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOutline:
+    """What of a plan decides the memory that it takes: all but its ops.
+
+    `homes` says where each subgroup is updated, by its index. The rest is as in StepPlan.
+    """
+
+    homes: Mapping[int, Home]
+    parameters: Tier
+    staging_bytes: tuple[int, ...]
+    buffer_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     """The ops of one update phase; an op's number is its place among them.
 
@@ -174,6 +190,15 @@ class StepPlan:
             elif type(op) is UpdateOnDevice:
                 found[op.subgroup] = Home.RESIDENT if op.staging is None else Home.VISITING
         return found
+
+    def outline(self) -> PlanOutline:
+        """Return the plan without its ops."""
+        return PlanOutline(
+            homes=self.homes(),
+            parameters=self.parameters,
+            staging_bytes=self.staging_bytes,
+            buffer_bytes=self.buffer_bytes,
+        )
 
     def arrivals(self) -> dict[int, int]:
         """Return the op after which a subgroup's new parameters are where the plan leaves them."""

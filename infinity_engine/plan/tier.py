@@ -19,3 +19,6 @@ class Tier(Enum):
     HOST = "host"
     # Files on the drives: the largest, the slowest, and the one that wears out by writing.
     NVME = "nvme"
+
+    # By identity, as each member is one object: Enum's own hash runs in Python at each look-up.
+    __hash__ = object.__hash__

@@ -24,7 +24,7 @@ HOST_UPDATE_BYTES = 32
 16-bit copy.
 """
 VISIT_BYTES = 24
-"""Host memory that is read and written per parameter whose states visit the device."""
+"""Host memory that is read and written per parameter, where states visit the device."""
 _NS_PER_S = 10**9
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import TypeVar
 
 from deepnvme.sizes import PAGE
 from infinity_engine.errors import CapacityError
-from infinity_engine.placement.placing import Plan, Wish, place
-from infinity_engine.placement.sizing import Sizing
+from infinity_engine.placement.placing import Outlined, Plan, Wish, outline
+from infinity_engine.placement.sizing import Demand, Sizing
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import ResolvedBudget, Strategy, Tier
-from infinity_engine.sim.timeline import StepTimeline, time_quickest_step
+from infinity_engine.sim.timeline import StepTimeline, time_quickest_step, time_step
 
 __all__ = ["Candidate", "Choice", "Evaluator"]
 
@@ -67,14 +68,19 @@ class Evaluator:
     strategy: Strategy | None = field(default=None, kw_only=True)
     parameters: Tier | None = field(default=None, kw_only=True)
     subgroup_numel: int | None = field(default=None, kw_only=True)
-    _sizings: dict[int, Sizing] = field(default_factory=dict, init=False, repr=False, compare=False)
+    sizings: dict[tuple[int, bool], Sizing] = field(
+        default_factory=dict, kw_only=True, repr=False, compare=False
+    )
+    """What `sizing` has returned, by the size of subgroups and whether there are drives; shared
+    with all that are made of this one for the same training."""
 
     def with_budget(self: _Maker, budget: ResolvedBudget) -> _Maker:
         """Return the same with other memory."""
-        other = replace(self, means=replace(self.means, budget=budget))
-        if bool(budget.nvme) == bool(self.means.budget.nvme):  # else subgroups are cut otherwise
-            other._sizings.update(self._sizings)
-        return other
+        return replace(self, means=replace(self.means, budget=budget))
+
+    def with_training(self: _Maker, training: Training) -> _Maker:
+        """Return the same for another training."""
+        return replace(self, training=training, sizings={})
 
     @cached_property
     def trained_numel(self) -> int:
@@ -83,15 +89,18 @@ class Evaluator:
             -(-each.numel // self.means.ranks) for each in self.training.ordered() if each.trained
         )
 
-    def candidate(self, choice: Choice) -> Candidate:
+    def candidate(self, choice: Choice, *, below_ns: float = inf) -> Candidate:
         """Return what becomes of one choice.
+
+        Where its step takes `below_ns` or more both ways, only one way may have been simulated:
+        with the update apart from the next forward.
 
         Raises:
             CapacityError: it does not fit.
             ConfigError: the choice cannot be carried out, or a rate is missing.
         """
         sizing, plan, budget = self.placed(choice)
-        timeline, overlap = time_quickest_step(plan, sizing, self.training, self.means)
+        timeline, overlap = self._timed(plan, sizing, below_ns)
         beside = sizing.of_backward(plan.demand.staying) + self.making(sizing)
         return Candidate(
             choice=choice,
@@ -102,6 +111,20 @@ class Evaluator:
             timeline=timeline,
             overlap=overlap,
         )
+
+    def _timed(self, plan: Plan, sizing: Sizing, below_ns: float) -> tuple[StepTimeline, bool]:
+        """Return the step, and whether its update goes on beside the next forward."""
+        training = self.training
+        is_open = training.overlap is None and self.means.compute_rate(training) is not None
+        if not is_open or below_ns == inf:
+            return time_quickest_step(plan, sizing, training, self.means)
+        apart = time_step(plan, sizing, replace(training, overlap=False), self.means)
+        # Beside one another, update and forward save no more than the shorter of the two takes.
+        saved_ns = min((phase.ns for phase in apart.phases[:2]), default=0)
+        if apart.ns - saved_ns >= below_ns:
+            return apart, False
+        beside = time_step(plan, sizing, replace(training, overlap=True), self.means)
+        return (apart, False) if apart.ns < beside.ns else (beside, True)
 
     def check_all(self) -> None:
         """Refuse at once what all tiers together cannot hold: masters, states, parameters and
@@ -129,12 +152,23 @@ class Evaluator:
         """Return what one rank has to hold, with states in subgroups of up to so many
         parameters.
         """
-        if subgroup_numel not in self._sizings:
-            self._sizings[subgroup_numel] = self.means.sizing(self.training, subgroup_numel)
-        return self._sizings[subgroup_numel]
+        # With drives, parameters that are too small for these are cut apart from the others.
+        known = subgroup_numel, bool(self.means.budget.nvme)
+        if known not in self.sizings:
+            self.sizings[known] = self.means.sizing(self.training, subgroup_numel)
+        return self.sizings[known]
 
     def placed(self, choice: Choice) -> tuple[Sizing, Plan, ResolvedBudget]:
         """Return the plan, and the budget that it was made with.
+
+        Raises:
+            CapacityError: it does not fit.
+        """
+        sizing, outlined, budget = self.outlined(choice)
+        return sizing, outlined.plan(), budget
+
+    def outlined(self, choice: Choice) -> tuple[Sizing, Outlined, ResolvedBudget]:
+        """Return the same of a plan without its ops, which is all that it takes to know if it fits.
 
         Raises:
             CapacityError: it does not fit.
@@ -148,9 +182,9 @@ class Evaluator:
             rates=self.means.rates.both_at_once(),
         )
         budget = self.left(sizing)
-        plan = place(sizing, wish, budget, io_bytes=self.means.io_bytes)
-        _check(plan, sizing, budget)
-        return sizing, plan, budget
+        outlined = outline(sizing, wish, budget, io_bytes=self.means.io_bytes)
+        _check(outlined.demand, sizing, budget)
+        return sizing, outlined, budget
 
     def left(self, sizing: Sizing) -> ResolvedBudget:
         """Return one rank's budget without what PyTorch holds in the making.
@@ -178,21 +212,21 @@ class Evaluator:
         return sizing.width * largest + self.gathered(sizing)
 
     def gathered(self, sizing: Sizing) -> int:
-        """Return what modules take whose parameters are gathered of all ranks: one that computes,
-        and the next.
+        """Return the bytes of modules gathered from all ranks: the one that computes, and the
+        next.
         """
         return _GATHERED * sizing.deepest if self.means.ranks > 1 else 0
 
 
-def _check(plan: Plan, sizing: Sizing, budget: ResolvedBudget) -> None:
+def _check(demand: Demand, sizing: Sizing, budget: ResolvedBudget) -> None:
     """Refuse what the host or the drives cannot hold."""
     change = "raise the budget's host, or let more rest on drives"
-    held = sizing.held_on_host(plan.demand)
+    held = sizing.held_on_host(demand)
     if held > budget.host:
         raise _short(Tier.HOST, held, budget.host, change)
     drives = sum(max(limit - _HEADER_BYTES, 0) for limit in budget.nvme.values())
-    if plan.demand.nvme > drives:
-        raise _short(Tier.NVME, plan.demand.nvme, drives, "raise the budget's nvme, or its host")
+    if demand.nvme > drives:
+        raise _short(Tier.NVME, demand.nvme, drives, "raise the budget's nvme, or its host")
 
 
 def _short(tier: Tier, asked: int, free: int, change: str) -> CapacityError:

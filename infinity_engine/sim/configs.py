@@ -161,7 +161,7 @@ _Model = tuple[list[ModuleShape], Activations, int | None]
 
 
 def _linear(name: str, out: int, into: int, *, bias: bool, attention: int = 0) -> ModuleShape:
-    """Return a linear module, with the attention whose result it takes."""
+    """Return a linear module; `attention` is the width of the attention that feeds it, else 0."""
     parameters = [ParameterShape(f"{name}.weight", out * into)]
     if bias:
         parameters.append(ParameterShape(f"{name}.bias", out))

@@ -23,6 +23,7 @@ __all__ = ["StepEstimate"]
 
 _STAGING_SETS = 3
 _PASSING = 4  # of the largest parameters that pass the host at once
+_LEAST_BUFFERS = 2  # for states on drives where gradients stay in memory; else 1 is enough
 _SOME_RATE = 1.0  # bytes of each nanosecond, for what was not measured
 
 
@@ -33,6 +34,16 @@ class _Spill(NamedTuple):
     states: float = 0.0
     gradients: float = 0.0
     buffers: int = HOST_BUFFERS
+
+
+class _OnHost(NamedTuple):
+    """What parts take of the host, where all of it stays there; `buffer` is for what spills."""
+
+    states: float
+    gradients: float
+    copies: float
+    fixed: float
+    buffer: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +104,14 @@ class StepEstimate:
         self._budget = budget
         self._tier = tier
         self._drives = drives
+        self._drives_there = sum(budget.nvme.values())
         self._micro_batches = training.accumulation_steps
         self._numel = sizing.numel
         largest = sizing.largest
         self._largest = largest.numel
         self._at_home = tier is not Tier.DEVICE
         self._parameters = sum(sizing.parameters)
+        self._largest_passing = sum(sorted(sizing.parameters)[-_PASSING:])
         gradient = sum(sizing.all_gradients.values()) / self._numel
         has_copies = sizing.formats.parameter is not None and not sizing.unified
         width = sizing.width if has_copies else 0
@@ -118,26 +131,48 @@ class StepEstimate:
 
     def ns(self, parts: Parts) -> float:
         """Return about how many nanoseconds a step takes; inf where the parts do not fit."""
-        fetched = self._device_left(parts)
+        held, needed = self._on_device(parts)
+        fetched = self._budget.device - held
         spill = self._spill(parts)
-        if fetched < 0 or not spill.fits or self._rests(spill) > self._drives_there:
+        if fetched < needed or not spill.fits or self._rests(spill) > self._drives_there:
             return inf
         return self._ns(parts, fetched, spill)
 
-    @property
-    def _drives_there(self) -> float:
-        return sum(self._budget.nvme.values())
+    def least(self, tier: Tier, parts: Parts) -> float:
+        """Return about how many bytes of a tier these parts need; inf: another one is too small."""
+        device = sum(self._on_device(parts))
+        if tier is not Tier.DEVICE and device > self._budget.device:
+            return inf
+        if tier is Tier.NVME:
+            spill = self._spill(parts)
+            return self._rests(spill) if spill.fits else inf
+        host = self._least_host(parts)
+        if tier is Tier.HOST:
+            return host
+        return device if host <= self._budget.host else inf
+
+    def roominess(self, parts: Parts) -> float:
+        """Return how many times what the parts need is there, of the tier that has least of it.
+
+        Below 1 they do not fit.
+        """
+        device, host = sum(self._on_device(parts)), self._least_host(parts)
+        of_device = self._budget.device / device if device else inf
+        return min(of_device, self._budget.host / max(host, 1))
 
     def _rests(self, spill: _Spill) -> float:
-        values = self._parameters if self._tier is Tier.NVME else 0
-        return spill.states + spill.gradients * self._micro_batches + values
+        return spill.states + spill.gradients * self._micro_batches + self._values_on_drives
+
+    @property
+    def _values_on_drives(self) -> int:
+        return self._parameters if self._tier is Tier.NVME else 0
 
     # --- memory -----------------------------------------------------------------------------------
 
-    def _device_left(self, parts: Parts) -> float:
-        """Return the device bytes left for fetched parameters; negative where it is too small."""
+    def _on_device(self, parts: Parts) -> tuple[float, float]:
+        """Return the device bytes that are held, and those needed for modules and staging."""
         if self._means.unified:
-            return 0.0
+            return 0.0, 0.0
         sizing, at = self._sizing, self._bytes
         gradients = (
             (4 if sizing.sums else at.gradient) * (parts.resident + parts.visiting) * self._numel
@@ -145,12 +180,12 @@ class StepEstimate:
         staying = (
             sizing.activations + gradients if sizing.sums else max(sizing.activations, gradients)
         )
-        left = self._budget.device - at.resident * parts.resident * self._numel
-        left -= sizing.on_their_way + staying + (0 if self._at_home else self._parameters)
+        held = at.resident * parts.resident * self._numel
+        held += sizing.on_their_way + staying + (0 if self._at_home else self._parameters)
         needed = max(
             sizing.deepest if self._at_home else 0, self._set_bytes if parts.visiting > 0 else 0
         )
-        return -1.0 if left < needed else left
+        return held, needed
 
     @property
     def _set_bytes(self) -> float:
@@ -161,30 +196,80 @@ class StepEstimate:
     def _sets(self, left: float) -> int:
         return max(min(int(left // self._set_bytes), _STAGING_SETS), 1)
 
-    def _spill(self, parts: Parts) -> _Spill:
-        """Return what the host has no room for."""
+    def _on_host(self, parts: Parts) -> _OnHost:
         sizing, at, numel = self._sizing, self._bytes, self._numel
         on_host = max(1 - parts.resident - parts.visiting, 0) * numel
-        states = at.host * on_host + at.visiting * parts.visiting * numel
         gradients = at.kept * (numel if sizing.unified else on_host)
-        left = self._budget.host - self._host_for_modules(gradients)
-        copies = at.copied * on_host
-        if not self._drives and (sizing.unified or self._tier is not Tier.NVME):
-            return _Spill(states + copies + (0 if sizing.unified else gradients) <= left)
-        left -= self._means.io_bytes
+        fixed: float = self._host_for_modules(gradients)
+        if self._uses_drives:
+            fixed += self._means.io_bytes
         if self._tier is Tier.NVME and not sizing.unified:
-            left -= sum(sorted(sizing.parameters)[-_PASSING:])
+            fixed += self._largest_passing
         passing = sizing.width if self._tier is Tier.NVME else at.copied
         widest = max(at.host if on_host else 0, at.visiting if parts.visiting > 0 else 0)
-        one = self._largest * (widest + passing)
-        for buffers in range(HOST_BUFFERS, 1, -1):
-            room = left - gradients - buffers * one
+        return _OnHost(
+            states=at.host * on_host + at.visiting * parts.visiting * numel,
+            gradients=gradients,
+            copies=at.copied * on_host,
+            fixed=fixed,
+            buffer=self._largest * (widest + passing),
+        )
+
+    @property
+    def _uses_drives(self) -> bool:
+        return self._drives or (self._tier is Tier.NVME and not self._sizing.unified)
+
+    def _least_host(self, parts: Parts) -> float:
+        """Return the least of the host with which these parts fit; inf: drives are too small."""
+        there = self._on_host(parts)
+        states, gradients, copies = there.states, there.gradients, there.copies
+        if not self._uses_drives:
+            return there.fixed + states + copies + (0 if self._sizing.unified else gradients)
+        left = self._drives_there - self._values_on_drives
+        if left < 0:
+            return inf
+        in_memory = there.fixed + gradients + _LEAST_BUFFERS * there.buffer
+        if not self._drives:
+            return in_memory + states
+        kept = max(states - left, 0)
+        if kept:
+            in_memory += kept * (states + copies) / states
+        rests = states + gradients * self._wire_part * self._micro_batches
+        here = 1 - min(left / rests, 1) if rests else 0
+        on_drives = there.fixed + there.buffer + self._gradients_in_a_buffer
+        return min(in_memory, on_drives + here * (states + gradients + copies))
+
+    def _spill(self, parts: Parts) -> _Spill:
+        """Return what the host has no room for."""
+        there = self._on_host(parts)
+        states, gradients, copies = there.states, there.gradients, there.copies
+        left = self._budget.host - there.fixed
+        if not self._uses_drives:
+            return _Spill(states + copies + (0 if self._sizing.unified else gradients) <= left)
+        for buffers in range(HOST_BUFFERS, _LEAST_BUFFERS - 1, -1):
+            room = left - gradients - buffers * there.buffer
             if room >= 0 and self._drives:
                 kept = min(room * states / (states + copies), states) if states else 0.0
                 return _Spill(True, states=states - kept, buffers=buffers)
             if room >= states:
                 return _Spill(True, buffers=buffers)
-        return self._with_gradients_on_drives(left, one, states, gradients, copies)
+        # Gradients on the drives as well.
+        for buffers in range(HOST_BUFFERS if self._drives else 0, 0, -1):
+            room = left - buffers * (there.buffer + self._gradients_in_a_buffer)
+            if room >= 0:
+                away = 1 - min(room / max(states + gradients + copies, 1), 1.0)
+                wire = gradients * self._wire_part
+                return _Spill(True, states=states * away, gradients=wire * away, buffers=buffers)
+        return _Spill(False)
+
+    @property
+    def _gradients_in_a_buffer(self) -> float:
+        return self._largest * self._bytes.gradient * self._micro_batches
+
+    @property
+    def _wire_part(self) -> float:
+        """The part of a kept gradient, with its sum, that is the gradient as it came."""
+        return self._bytes.gradient / self._bytes.kept
 
     def _host_for_modules(self, gradients: float) -> float:
         """Return what parameters take of the host, and in one memory what a backward does."""
@@ -198,18 +283,6 @@ class StepEstimate:
             return held + sizing.activations
         both = sizing.activations + gradients
         return held + (both if sizing.sums else max(sizing.activations, gradients))
-
-    def _with_gradients_on_drives(
-        self, left: float, one: float, states: float, gradients: float, copies: float
-    ) -> _Spill:
-        one += self._largest * self._bytes.gradient * self._micro_batches
-        for buffers in range(HOST_BUFFERS if self._drives else 0, 0, -1):
-            room = left - buffers * one
-            if room >= 0:
-                away = 1 - min(room / max(states + gradients + copies, 1), 1.0)
-                wire = gradients * self._bytes.gradient / self._bytes.kept
-                return _Spill(True, states=states * away, gradients=wire * away, buffers=buffers)
-        return _Spill(False)
 
     # --- time -------------------------------------------------------------------------------------
 

@@ -125,8 +125,8 @@ class MachineModel:
 
     `gpu_gpu_bytes_per_s` is one GPU's, `network_bytes_per_s` one node's, one way.
 
-    `sources` says of each number, by its dotted name, where it is from and whose it is: one rank's
-    or one node's.
+    `sources` says of each number, by its dotted name, where it is from, and if it is of one rank
+    or of one node.
     """
 
     name: str
@@ -284,7 +284,7 @@ H100_UTILISATION = (
     "Megatron-LM's README: 41% model FLOP utilisation on H100 for its smallest models, of 989.4 "
     "TFLOP/s; one GPU's"
 )
-_H100_CLASS = "as measured on JLSE, whose CPUs have as much DRAM bandwidth; the node's"
+_H100_CLASS = "as measured on JLSE: its CPUs have as much DRAM bandwidth; the node's"
 
 H100_PEAK_FLOPS_PER_S = 989.4 * _TERA
 H100_ACHIEVED_FLOPS_PER_S = 0.41 * H100_PEAK_FLOPS_PER_S

@@ -1,4 +1,4 @@
-"""The planner: of all strategies that fit, the one whose simulated step ends first.
+"""The planner: of all strategies that fit, the one with the shortest simulated step.
 
 Pure. Each candidate is placed as the engine would place it, by the same policies and the same
 bytes, and its StepPlan is simulated; nothing is taken from a formula alone. What does not fit is
@@ -81,6 +81,10 @@ class Planner(Evaluator):
         """Tell the same by estimates alone, which are off by a hundredth or two."""
         return Search(self).seems_to_fit()
 
+    def least(self, tier: Tier) -> float:
+        """Return by estimates about how many bytes of a tier are enough; inf: no amount is."""
+        return Search(self).least(tier)
+
     def look(self) -> Candidate | None:
         """Return the best of a short search; None: it finds nothing that fits."""
         return Search(self).look()
@@ -92,19 +96,15 @@ class Planner(Evaluator):
         return Search(self).least_estimate_ns(subgroup_numel)
 
     def with_means(self, means: Means) -> Planner:
-        """Return the same with other rates and other memory."""
-        other = self.with_budget(means.budget)
-        # sizes of subgroups depend on neither, so they are worked out once
-        found = replace(other, means=means)
-        found._sizings.update(other._sizings)
-        return found
+        """Return the same with other rates and other memory, for as many ranks."""
+        return replace(self, means=means)
 
     def _least_ns(self, best: Candidate) -> float | None:
         """Return what no plan can update in less, with as much resident and as much on the drives
         as this one.
 
         Each lane at its rate while nothing else disturbs it, and host memory as fast as needs be:
-        plans are not timed by it, but by updates whose measured rates have it in them.
+        plans are not timed by it, but by updates: their measured rates have it in them.
         """
         steps = best.plan.steps
         numel = sum(each.numel for each in steps.subgroups)

@@ -23,8 +23,8 @@ _WORDS = MappingProxyType({"device": "the device", "host": "the host", "nvme": "
 _PLENTY = 1 << 60
 _SOME_DRIVE = "NVMe"
 _SOME_RATE = 1e9
-_CLOSE = 1.005  # times the least amount that fits: near enough
-_FURTHER = (1.005, 1.01, 1.02, 1.04, 1.08, 1.16, 1.32)  # times an estimate that was too small
+_CLOSE = 1.01  # times the least amount that fits: near enough
+_FURTHER = (1.0, 1.01, 1.02, 1.04, 1.08, 1.16, 1.32)  # times an estimate that may be too small
 _SHORTEST, _TOKENS = 128, 128  # of a sequence, and the steps in which it gets shorter
 _CHECKPOINT = "checkpoint activations (--checkpointing)"
 
@@ -97,7 +97,7 @@ def explain_refusal(
     there = _there(planner)
     remedies = [*_left_open(planner), *_larger(planner), *_other(planner)]
     if not training.checkpointing and training.model.activations is not None:
-        checkpointed = replace(planner, training=replace(training, checkpointing=True))
+        checkpointed = planner.with_training(replace(training, checkpointing=True))
         if not checkpointed.fits():
             remedies += _larger(checkpointed, before=f"{_CHECKPOINT} and ")
     return Refusal(
@@ -192,30 +192,27 @@ def _smallest(planner: Planner, there: Needs, name: str) -> Needs | None:
     def raised(nbytes: float) -> Needs:
         return replace(there, **{name: int(nbytes)})
 
-    def seems(nbytes: float) -> bool:
-        return _with(planner, raised(nbytes)).seems_to_fit()
-
     def fits(nbytes: float) -> bool:
         return _with(planner, raised(nbytes)).fits()
 
-    low, high = float(getattr(there, name)), _most(planner)
+    low, most = float(getattr(there, name)), _most(planner)
     if planner.strategy is not None:  # which estimates know nothing of
-        return raised(_bisected(fits, low, high)[1]) if fits(high) else None
-    if not seems(high):
+        return raised(_bisected(fits, low, most)[1]) if fits(most) else None
+    about = _with(planner, raised(_PLENTY)).least(Tier(name))
+    if about > most:
         return None
-    low, about = _bisected(seems, low, high)
-    if fits(about):
-        lower = about / _FURTHER[1]
-        if lower > getattr(there, name) and fits(lower):
-            _, about = _bisected(fits, max(lower / 1.1, getattr(there, name)), lower)
-        return raised(about)
-    low = about
+    enough = about = max(about, low)
     for times in _FURTHER:
-        if fits(times * about):
-            _, enough = _bisected(fits, low, times * about)
-            return raised(enough)
-        low = times * about
-    return None
+        enough = times * about
+        if fits(enough):
+            break
+        low = enough
+    else:
+        return None
+    close = enough / _CLOSE
+    if low < close and fits(close):
+        return raised(_bisected(fits, max(low, enough / 1.1), close)[1])
+    return raised(enough)
 
 
 def _bisected(enough: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:
@@ -266,7 +263,7 @@ def _other(planner: Planner) -> Iterator[Remedy]:
     nothing, training = Needs(0, 0, 0), planner.training
     for words, changed in _changes(planner):
         before, after = training.activation_bytes(), changed.activation_bytes()
-        if replace(planner, training=changed).fits():
+        if planner.with_training(changed).fits():
             saved = f", which saves {format_bytes(before - after)} of activations"
             yield Remedy(words + (saved if after < before else ""), nothing)
 
@@ -301,7 +298,7 @@ def _longest(planner: Planner) -> int:
 
     def fits(count: int) -> bool:
         shorter = replace(training, sequence=count * _TOKENS)
-        return replace(planner, training=shorter).fits()
+        return planner.with_training(shorter).fits()
 
     low, high = _SHORTEST // _TOKENS, -(-training.sequence // _TOKENS)
     if not fits(low):

@@ -488,7 +488,7 @@ def _notes(decision: Decision) -> Iterable[str]:
         timed = "" if means.wire_bytes_per_s else "; gathers between devices are not timed"
         yield (
             f"{means.ranks} ranks divide the host, the drives and their rates, parameters, states "
-            f"and gradients, whose sums are in fp32, among them{timed}"
+            f"and gradients among them, and keep sums of gradients in fp32{timed}"
         )
     if means.ranks > 1 and not means.unified:
         yield (

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from math import inf, isinf
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim import NORM_BLOCK
@@ -23,7 +23,6 @@ from infinity_engine.plan import (
     HostOnly,
     Interleaved,
     NvmeStreamed,
-    ResolvedBudget,
     StaticSplit,
     Strategy,
     Tier,
@@ -47,8 +46,7 @@ _COARSE = 1.08  # times the best estimate: subgroups that large are good enough 
 _APART = 0.05  # of all: parts nearer than that are alike
 _HOPEFUL = 1.1  # times the best step: what is estimated to take longer is not simulated
 _LOOKS = 2  # simulated plans of a short search
-_SLACK = (1.005, 1.01, 1.02)  # times the memory: estimates of it are off by that much
-_ROOMY = 0.985  # times the memory: what seems to fit in that fits in all of it
+_SHORT = 1 / 1.02  # of the memory: with as little, a form is placed, as estimates are off by that
 _NEAREST = 3  # forms that are placed though they seem not to fit
 _NEAR = 1.12  # times the best: what is slower is not gone on from
 _FIRST_STEPS = (1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of all, to parts nearby
@@ -79,7 +77,9 @@ class _Form:
     @property
     def is_plain(self) -> bool:
         """Whether all is updated in one place."""
-        return self.strategy in {DeviceOnly(), HostOnly(), NvmeStreamed()}
+        resident = _rounded(self.parts.resident)
+        ends = {0.0} if self.family.drives else {0.0, 1.0}
+        return not _rounded(self.parts.visiting) and resident in ends
 
     @property
     def strategy(self) -> Strategy:
@@ -110,6 +110,17 @@ class _Ranked(NamedTuple):
     inside: _Form
 
 
+class _RoomOfForm(NamedTuple):
+    """How many times what a form needs is there; `inside` is for where it does not fit."""
+
+    roominess: float
+    form: _Form
+    inside: _Form
+
+
+_Entry = TypeVar("_Entry", _Ranked, _RoomOfForm)
+
+
 class Search:
     """What has been tried for one planner: candidates by choice, None where they do not fit."""
 
@@ -124,7 +135,7 @@ class Search:
             tuple[_Family, int, int, int], Choice
         ] = {}  # as many subgroups everywhere
         self._rooms: dict[tuple[_Family, int], MemoryEdges | None] = {}
-        self._estimates: dict[tuple[_Family, int, float], StepEstimate | None] = {}
+        self._estimates: dict[tuple[_Family, int], StepEstimate | None] = {}
         self._work = 0
         self._least_ns = inf
         self._times: dict[
@@ -179,8 +190,24 @@ class Search:
 
     def seems_to_fit(self) -> bool:
         """Tell the same by estimates alone, which are off by a hundredth or two."""
-        entries = self._entries(self._numels(_COUNTS)[-1:])
-        return any(not isinf(entry.estimate_ns) for entry in entries)
+        return any(entry.roominess >= 1 for entry in self._rooms_of_forms())
+
+    def least(self, tier: Tier) -> float:
+        """Return about how many bytes of a tier are enough; inf where no amount is.
+
+        Of the device, those of one; of the host and the drives, those of the machine.
+        """
+        planner, ranks = self._planner, 1 if tier is Tier.DEVICE else self._means.ranks
+        [numel] = self._numels(_COUNTS)[-1:]
+        computes_here = tier is (Tier.HOST if self._means.unified else Tier.DEVICE)
+        making = planner.making(planner.sizing(numel)) if computes_here else 0
+        found = (
+            estimate.least(tier, form.parts)
+            for family in self._families()
+            if (estimate := self._estimate_of(family, numel)) is not None
+            for form, _ in self._all_forms(family, numel)
+        )
+        return ranks * (min(found, default=inf) + making)
 
     # --- what there is ----------------------------------------------------------------------------
 
@@ -234,31 +261,30 @@ class Search:
                 )
         return self._rooms[family, numel]
 
-    def _estimate_ns(self, form: _Form, numel: int, *, times: float = 1.0) -> float:
-        """Return a form's estimate; inf where it does not fit in so many times the memory."""
-        known = form.family, numel, times
-        if known not in self._estimates:
-            self._estimates[known] = self._estimate(form.family, numel, times)
-        estimate = self._estimates[known]
+    def _estimate_ns(self, form: _Form, numel: int) -> float:
+        """Return a form's estimate; inf where it does not fit."""
+        estimate = self._estimate_of(form.family, numel)
         if estimate is None:
             return inf
         return estimate.ns(form.parts) if self._given is None else 0.0
 
-    def _estimate(self, family: _Family, numel: int, times: float) -> StepEstimate | None:
-        planner = self._planner
-        sizing = planner.sizing(numel)
-        try:
-            left = planner.left(sizing)
-        except CapacityError:
-            return None
-        larger = ResolvedBudget(
-            device=int(left.device * times),
-            host=int(left.host * times),
-            nvme={name: int(limit * times) for name, limit in left.nvme.items()},
-        )
-        return StepEstimate(
-            sizing, planner.training, self._means, larger, tier=family.tier, drives=family.drives
-        )
+    def _estimate_of(self, family: _Family, numel: int) -> StepEstimate | None:
+        """Return the estimates of a family; None where activations alone take all memory."""
+        known = family, numel
+        if known not in self._estimates:
+            self._estimates[known] = None
+            planner = self._planner
+            sizing = planner.sizing(numel)
+            with suppress(CapacityError):
+                self._estimates[known] = StepEstimate(
+                    sizing,
+                    planner.training,
+                    self._means,
+                    planner.left(sizing),
+                    tier=family.tier,
+                    drives=family.drives,
+                )
+        return self._estimates[known]
 
     def _split(self) -> Parts:
         """Return the split with which neither device nor host waits, where all has room."""
@@ -323,34 +349,36 @@ class Search:
         return False
 
     def _in_doubt(self) -> Iterator[tuple[_Form, int]]:
-        """Yield what fits by its estimate, best first, then what would with 2% more memory.
+        """Yield what seems to fit, the roomiest first, then what would with 2% more memory.
 
         With the smallest subgroups, which need least of it.
         """
-        numels = self._numels(_COUNTS)[-1:]
-        entries = list(self._entries(numels))
-        best = _best_of_each_kind(entries)
-        roomy = [entry for entry in best if self._shortfall(entry, (_ROOMY,)) < inf]
-        for entry in dict.fromkeys([*roomy, *best]):
-            yield from dict.fromkeys([(entry.form, entry.numel), (entry.inside, entry.numel)])
-        refused = [entry for entry in entries if isinf(entry.estimate_ns)]
-        short = [(self._shortfall(entry), at) for at, entry in enumerate(refused)]
-        for times, at in sorted(short)[:_NEAREST]:
-            if times < inf:
-                yield refused[at].inside, refused[at].numel
-        if not entries or isinf(min(entry.estimate_ns for entry in entries)):
-            yield self._frugal, numels[-1]
+        rooms = sorted(self._rooms_of_forms(), key=lambda entry: -entry.roominess)
+        fitting = [entry for entry in rooms if entry.roominess >= 1]
+        short = [entry for entry in rooms if _SHORT <= entry.roominess < 1]
+        [numel] = self._numels(_COUNTS)[-1:]
+        few = sorted(_few_of_each_kind(fitting), key=lambda entry: -entry.roominess)
+        for entry in few:
+            yield from dict.fromkeys([(entry.form, numel), (entry.inside, numel)])
+        for entry in short[:_NEAREST]:
+            yield entry.inside, numel
+        if not fitting:
+            yield self._frugal, numel
 
-    def _shortfall(self, entry: _Ranked, tried: tuple[float, ...] = _SLACK) -> float:
-        """Return in how many times the memory an entry seems to fit; inf: in none of these."""
-        for times in tried:
-            if not isinf(self._estimate_ns(entry.form, entry.numel, times=times)):
-                return times
-        return inf
+    def _rooms_of_forms(self) -> Iterator[_RoomOfForm]:
+        """Yield every form with the smallest subgroups, and how roomy the memory is for it."""
+        [numel] = self._numels(_COUNTS)[-1:]
+        for family in self._families():
+            estimate = self._estimate_of(family, numel)
+            for form, inside in self._all_forms(family, numel):
+                there = 0.0
+                if estimate is not None:  # which knows nothing of a strategy that is asked for
+                    there = estimate.roominess(form.parts) if self._given is None else 1.0
+                yield _RoomOfForm(there, form, inside)
 
     def _is_placed(self, form: _Form, numel: int) -> bool:
         try:
-            self._planner.placed(self._choice(form, numel))
+            self._planner.outlined(self._choice(form, numel))
         except (CapacityError, ConfigError):
             return False
         return True
@@ -476,7 +504,7 @@ class Search:
             self._forms[choice] = form, choice.subgroup_numel
             self._work += self._planner.trained_numel // choice.subgroup_numel + 20
             with suppress(CapacityError):
-                candidate = self._planner.candidate(choice)
+                candidate = self._planner.candidate(choice, below_ns=self._least_ns)
                 self._known[choice] = candidate
                 self._least_ns = min(self._least_ns, candidate.timeline.ns)
                 estimate_ns = self._estimate_ns(form, choice.subgroup_numel)
@@ -491,7 +519,7 @@ class Search:
 
 
 def _coarsest_near_the_best(entries: list[_Ranked]) -> int:
-    """Return the largest size of subgroups whose best estimate is near the best of all."""
+    """Return the largest subgroups with a best estimate near the best of all."""
     least: dict[int, float] = {}
     for entry in entries:
         least[entry.numel] = min(entry.estimate_ns, least.get(entry.numel, inf))
@@ -501,20 +529,24 @@ def _coarsest_near_the_best(entries: list[_Ranked]) -> int:
 
 def _best_of_each_kind(entries: Iterable[_Ranked]) -> list[_Ranked]:
     """Return the few best estimates of each kind and size, the fastest first."""
-    kept: list[_Ranked] = []
-    counts: dict[tuple[_Kind, int], int] = {}
-    for entry in sorted(entries, key=lambda entry: entry.estimate_ns):
-        kind = entry.form.kind, entry.numel
-        alike = (
-            it.form.parts.distance(entry.form.parts) < _APART and not entry.form.is_plain
-            for it in kept
-            if (it.form.kind, it.numel) == kind
-        )
-        is_one_more = entry.form.is_plain or counts.get(kind, 0) < _EACH_KIND
-        if is_one_more and not isinf(entry.estimate_ns) and not any(alike):
-            counts[kind] = counts.get(kind, 0) + 1
-            kept.append(entry)
-    return kept
+    fitting = (entry for entry in entries if not isinf(entry.estimate_ns))
+    by_size = groupby(
+        sorted(fitting, key=lambda entry: (entry.numel, entry.estimate_ns)),
+        key=lambda entry: entry.numel,
+    )
+    kept = [entry for _, alike in by_size for entry in _few_of_each_kind(alike)]
+    return sorted(kept, key=lambda entry: entry.estimate_ns)
+
+
+def _few_of_each_kind(entries: Iterable[_Entry]) -> list[_Entry]:
+    """Return the first few entries of each kind, no two of them much alike."""
+    kept: dict[_Kind, list[_Entry]] = {}
+    for entry in entries:
+        form, others = entry.form, kept.setdefault(entry.form.kind, [])
+        alike = any(other.form.parts.distance(form.parts) < _APART for other in others)
+        if (len(others) < _EACH_KIND and not alike) or form.is_plain:
+            others.append(entry)
+    return [entry for entries in kept.values() for entry in entries]
 
 
 def _rounded(part: float) -> float:

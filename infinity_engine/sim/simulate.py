@@ -93,7 +93,7 @@ def simulate(plan: StepPlan, rates: Rates, *, free: Collection[Lane] = ()) -> Si
     """Return when each op of `plan` runs at these rates; what goes over `free` lanes takes no time.
 
     Raises:
-        ConfigError: the plan uses a lane whose rate is not known.
+        ConfigError: the plan uses a lane of unknown rate.
     """
     clocks = LaneClocks(rates, free=free)
     for op in plan.ops:

@@ -75,6 +75,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="1 to 1,024 nodes, 10 B to 100 T parameters: what binds",
     )
+    what.add_argument(
+        "--plans",
+        action="store_true",
+        help="plan published trainings: the planned step over the measured one",
+    )
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--figure", metavar="N", help="one figure of the paper, such as 7 or 2a")
     part.add_argument("--table", metavar="N", help="one table of the paper")
@@ -101,6 +106,8 @@ def _run(options: argparse.Namespace) -> int:
     for is not there.
     """
     try:
+        if options.plans:
+            return _plans(options)
         return _scale(options) if options.scale else _paper(options)
     except ConfigError as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
@@ -110,6 +117,32 @@ def _run(options: argparse.Namespace) -> int:
     except OSError as error:
         print(f"{_PROGRAM}: cannot write: {error}", file=sys.stderr)
         return 1
+
+
+# --- plans ---------------------------------------------------------------------------------------
+
+
+def _plans(options: argparse.Namespace) -> int:
+    from papers.planned import RUNS, planned, rows
+
+    for name in ("figure", "table", "machine", "html", "svg"):
+        if getattr(options, name) is not None:
+            raise ConfigError(
+                field=f"--{name}", value=getattr(options, name), expected="no --plans"
+            )
+    found = [planned(run) for run in RUNS]
+    if options.json:
+        plans = [one.to_mapping() for one in found]
+        report = {"schema": SCHEMA, "version": installed_version(), "plans": plans}
+        print(json.dumps(report, indent=2))
+        return 0
+    console = Output()
+    head, *lines = rows(found)
+    table = Table(*head, box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for line in lines:
+        table.add_row(*map(Text, line))
+    console.print(table)
+    return 0
 
 
 # --- papers ---------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def drive_bytes_per_s(machine: MachineModel, ranks: int) -> tuple[float, float]:
     """Return what one of so many ranks of a node reads and writes, over its own link at most.
 
     Raises:
-        ConfigError: this machine has no drives whose rates are known.
+        ConfigError: no rates of drives are known for this machine.
     """
     drives = machine.drives
     if drives is None or drives.read_bytes_per_s is None or drives.write_bytes_per_s is None:

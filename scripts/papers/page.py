@@ -26,8 +26,8 @@ pre { overflow-x: auto }
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A heading, a table whose first row is its head, words below it, and charts; `text` is kept as
-    it is spaced.
+    """A heading, a table with its head as the first row, words below it, and charts; `text` is kept
+    as it is spaced.
     """
 
     title: str

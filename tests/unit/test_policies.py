@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -39,6 +39,7 @@ from infinity_engine.plan import (
     DeviceOnly,
     DownloadParameters,
     DownloadStates,
+    DriveRates,
     Home,
     HostOnly,
     Interleaved,
@@ -230,6 +231,46 @@ def test_where_a_policy_says_beforehand_that_updates_will_be_its_plans_have_them
     chance.shuffle(subgroups)
 
     assert policy.homes_of(subgroups) == policy(subgroups, rates, PLENTY).homes()
+
+
+@given(
+    st.one_of(
+        st.sampled_from([policy for policy in BUILT_IN.values() if policy.homes is not None]),
+        st.builds(static_split, PART),
+        st.builds(interleaved, SHARE, resident=PART),
+    ),
+    SIZES,
+    RATES,
+    LIMITS,
+    st.sampled_from(list(Tier)),
+    st.integers(0, 3),
+)
+def test_the_outline_of_a_plan_is_that_of_its_ops(
+    policy: OffloadPolicy,
+    sizes: list[int],
+    rates: Rates,
+    limits: Limits,
+    parameters: Tier,
+    buffers: int,
+) -> None:
+    limits = replace(limits, parameters=parameters, host_buffers=buffers)
+    drive = DriveRates(read_bytes_per_s=1e9, write_bytes_per_s=1e9)
+    rates = replace(rates, nvme={"a": drive})
+    subgroups = [
+        replace(spec, buffer_bytes=64, load_bytes=32, store_bytes=32) if spec.index % 2 else spec
+        for spec in specs(sizes)
+    ]
+
+    def refused_or(make: Callable[[], object]) -> object:
+        try:
+            return make()
+        except CapacityError as error:
+            return str(error)
+        except ConfigError as error:
+            return type(error)
+
+    outline = refused_or(lambda: policy.outline(subgroups, rates, limits)[0])
+    assert outline == refused_or(lambda: policy(subgroups, rates, limits).outline())
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def interleaved(
             found[subgroup.index] = Home.VISITING if visits else Home.HOST
         return found
 
-    return OffloadPolicy(name, decide, None if share is None else homes)
+    return OffloadPolicy(name, decide, None if share is None else homes, is_drafted=True)
 
 
 def two_ended(*, resident: float = 0.0, name: str = "two_ended") -> OffloadPolicy:

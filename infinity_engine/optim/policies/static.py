@@ -31,7 +31,7 @@ def static_split(ratio: float, *, name: str = "static_split") -> OffloadPolicy:
         found = {subgroup.index: Home.HOST for subgroup in others}
         return found | {subgroup.index: Home.RESIDENT for subgroup in residents}
 
-    return OffloadPolicy(name, decide, homes)
+    return OffloadPolicy(name, decide, homes, is_drafted=True)
 
 
 # Shares of all and of nothing, under names of their own.

@@ -1,0 +1,159 @@
+"""The page that plans in a browser: it answers as the command line does, without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_page.ask import ask
+
+from infinity_engine.cli.main import main
+from infinity_engine.cli.plan_answer import show
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = "--model llama-3.2-1b --gpu 4090"
+QUESTIONS = (
+    f"{SMALL} --ram 64GiB",
+    f"{SMALL} --ram 16GiB",
+    f"{SMALL} --ram 8GiB --drive '990 pro'",
+    f"{SMALL} --ram 4GiB",
+    f"{SMALL} --ram 64GiB --accumulation 8",
+    f"{SMALL} --ram 64GiB --optimizer lion --full",
+    f"{SMALL} --ram 64GiB --precision fp32",
+    f"{SMALL} --ram 64GiB --lora 16",
+    f"{SMALL} --ram 64GiB --no-checkpointing --batch 2",
+    f"{SMALL} --ram 64GiB --sequence 131072",
+    f"{SMALL} --ram 64GiB --tokens 10M --watts 600 --price-kwh 0.3",
+    f"{SMALL} --ram 32GiB --nvme 1TB --tbw 600TB --strategy nvme_streamed",
+    f"{SMALL} --ram 64GiB --gpus 4",
+    f"{SMALL} --ram 64GiB --overlap off --parameters host",
+    "--model qwen2.5-0.5b --gpus 0 --ram 16GiB",
+    "--model llama-3-8b --gpu 4090 --ram 64GiB --nvme 2TB",
+    "--model llama-3-8b --gpu 4090 --ram 64GiB",
+    "--model mixtral-8x7b --machine h200_node",
+    "--model no-such-model --gpu 4090 --ram 64GiB",
+    "--gpu 4090 --no-such-option",
+)
+
+
+def as_command(question: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Return the exit status of the command, and what it prints."""
+    capsys.readouterr()
+    try:
+        status = main(["plan", *shlex.split(question)])
+    except SystemExit as error:
+        status = int(error.code or 0)
+    return status, capsys.readouterr().out
+
+
+def printed(answer: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Return an answer of the page as the command would print it."""
+    capsys.readouterr()
+    show([(title, [tuple(row) for row in rows]) for title, rows in answer["sections"]])
+    return answer["status"], capsys.readouterr().out
+
+
+@pytest.mark.parametrize("question", [QUESTIONS[0], QUESTIONS[3], QUESTIONS[18], QUESTIONS[19]])
+def test_what_the_page_runs_answers_as_the_command_does(
+    question: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = json.loads(ask(question))
+
+    assert printed(answer, capsys) == as_command(question, capsys)
+    assert bool(answer["wrong"]) == (answer["status"] == 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_page_answers_twenty_questions_without_network_as_the_command_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for tool in ("chromium", "chromedriver", "npm"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs {tool}, to run the page in a browser")
+    page = tmp_path / "index.html"
+    subprocess.run(
+        [sys.executable, ROOT / "scripts" / "plan_page", "--output", page],
+        check=True,
+        env={**os.environ, "INFINITY_THIS_PYTHON": "1"},
+    )
+
+    with browser(tmp_path) as session:
+        session.call("/url", {"url": page.as_uri()})
+        wrong = [
+            question
+            for question in QUESTIONS
+            if printed(session.ask(question), capsys) != as_command(question, capsys)
+        ]
+
+    assert wrong == []
+
+
+class Session:
+    """A page in a headless browser, driven over WebDriver."""
+
+    def __init__(self, base: str) -> None:
+        self._base = base
+
+    def call(self, path: str, body: dict[str, Any]) -> Any:
+        request = urllib.request.Request(
+            self._base + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=900) as response:
+            return json.load(response)["value"]
+
+    def ask(self, question: str) -> dict[str, Any]:
+        script = "const [question, done] = arguments; window.ask(question).then(done, (error) => "
+        script += "done({status: -1, sections: [], wrong: String(error)}));"
+        answer: dict[str, Any] = self.call("/execute/async", {"script": script, "args": [question]})
+        return answer
+
+
+@contextmanager
+def browser(folder: Path) -> Iterator[Session]:
+    """Yield a browser that reaches no network: every name is unknown to it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    driver = subprocess.Popen(
+        ["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    options = {
+        "args": [
+            "--headless=new",
+            "--no-sandbox",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            f"--user-data-dir={folder / 'profile'}",
+        ]
+    }
+    try:
+        base = f"http://127.0.0.1:{port}"
+        for _ in range(300):
+            with suppress(OSError), urllib.request.urlopen(f"{base}/status", timeout=5):
+                break
+            time.sleep(0.1)
+        made = Session(f"{base}/session").call(
+            "", {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options}}}
+        )
+        session = Session(f"{base}/session/{made['sessionId']}")
+        session.call("/timeouts", {"script": 900_000})
+        yield session
+        with suppress(OSError):
+            urllib.request.urlopen(
+                urllib.request.Request(f"{session._base}", method="DELETE"), timeout=30
+            )
+    finally:
+        driver.terminate()
+        driver.wait(30)
