@@ -47,6 +47,7 @@ _APART = 0.05  # of all: parts nearer than that are alike
 _HOPEFUL = 1.1  # times the best step: what is estimated to take longer is not simulated
 _LOOKS = 2  # simulated plans of a short search
 _SHORT = 1 / 1.02  # of the memory: with as little, a form is placed, as estimates are off by that
+_IN_DOUBT = 4  # forms of each kind that are placed to tell if anything fits
 _NEAREST = 3  # forms that are placed though they seem not to fit
 _NEAR = 1.12  # times the best: what is slower is not gone on from
 _FIRST_STEPS = (1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of all, to parts nearby
@@ -357,7 +358,11 @@ class Search:
         fitting = [entry for entry in rooms if entry.roominess >= 1]
         short = [entry for entry in rooms if _SHORT <= entry.roominess < 1]
         [numel] = self._numels(_COUNTS)[-1:]
-        few = sorted(_few_of_each_kind(fitting), key=lambda entry: -entry.roominess)
+        # Also those much alike: at an edge, whole subgroups decide which of them fits.
+        few = sorted(
+            _few_of_each_kind(fitting, most=_IN_DOUBT, apart=0.0),
+            key=lambda entry: -entry.roominess,
+        )
         for entry in few:
             yield from dict.fromkeys([(entry.form, numel), (entry.inside, numel)])
         for entry in short[:_NEAREST]:
@@ -538,13 +543,15 @@ def _best_of_each_kind(entries: Iterable[_Ranked]) -> list[_Ranked]:
     return sorted(kept, key=lambda entry: entry.estimate_ns)
 
 
-def _few_of_each_kind(entries: Iterable[_Entry]) -> list[_Entry]:
-    """Return the first few entries of each kind, no two of them much alike."""
+def _few_of_each_kind(
+    entries: Iterable[_Entry], *, most: int = _EACH_KIND, apart: float = _APART
+) -> list[_Entry]:
+    """Return the first few entries of each kind, no two of them nearer to one another."""
     kept: dict[_Kind, list[_Entry]] = {}
     for entry in entries:
         form, others = entry.form, kept.setdefault(entry.form.kind, [])
-        alike = any(other.form.parts.distance(form.parts) < _APART for other in others)
-        if (len(others) < _EACH_KIND and not alike) or form.is_plain:
+        alike = any(other.form.parts.distance(form.parts) < apart for other in others)
+        if (len(others) < most and not alike) or form.is_plain:
             others.append(entry)
     return [entry for entries in kept.values() for entry in entries]
 
