@@ -11,15 +11,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.optim import FloatFormat, Formats
+from infinity_engine.optim import FloatFormat, Formats, Subgroup
 from infinity_engine.placement.models import ModelShape, ParameterShape
 from infinity_engine.placement.sizing import Sizing, cut
 from infinity_engine.plan import BlockRates, ComputeRate, Lane, Rates, ResolvedBudget
 
 __all__ = ["Means", "Training"]
-
-# Trainings that differ in their batches or their sequences are cut alike.
-_cut = lru_cache(maxsize=8)(cut)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,9 +178,7 @@ class Means:
         width = training.width
         return Sizing(
             subgroups=_cut(
-                trained,
-                subgroup_numel,
-                small_bytes=training.small_bytes if self.budget.nvme else None,
+                trained, subgroup_numel, training.small_bytes if self.budget.nvme else None
             ),
             state_names=training.state_names,
             parameters=tuple(
@@ -201,3 +196,11 @@ class Means:
             and all(formats.parameter is None for _, formats in trained),
             activations=training.activation_bytes() if self.for_all else 0,
         )
+
+
+@lru_cache(maxsize=8)
+def _cut(
+    parameters: tuple[tuple[int, Formats], ...], subgroup_numel: int, small_bytes: int | None
+) -> tuple[Subgroup, ...]:
+    """Return what `cut` does: trainings that differ in batch or sequence alone are cut alike."""
+    return cut(parameters, subgroup_numel, small_bytes=small_bytes)
