@@ -61,6 +61,7 @@ from infinity_engine.residence import FetchingStats
 from infinity_engine.schedule import Executor
 from infinity_engine.signals import HeldEnd
 from infinity_engine.telemetry import Timeline
+from infinity_engine.tiling.weights import TiledValues
 from infinity_engine.update.states import StepInputs
 from infinity_engine.update.updating import Updates
 
@@ -597,7 +598,9 @@ class Engine:
             CapacityError: the machine, or its memory group, has too little memory for the copies.
         """
         trained = {id(known.of_model) for known in self._parts.trained}
-        return self._copies_of(lambda value: id(value) in trained)
+        return self._copies_of(
+            lambda value: any(id(tensor) in trained for tensor in _tensors_of(value))
+        )
 
     def _copies_of(self, is_wanted: Callable[[Any], bool]) -> dict[str, Any]:
         """Return copies of those entries of the model's state dict."""
@@ -610,7 +613,12 @@ class Engine:
             found = self.model.state_dict(keep_vars=True)
         listed = {name: value for name, value in found.items() if is_wanted(value)}
         # Tied parameters take memory once.
-        tensors = {id(value): value for value in listed.values() if isinstance(value, torch.Tensor)}
+        tensors = {
+            id(tensor): tensor
+            for value in listed.values()
+            for tensor in _tensors_of(value)
+            if isinstance(tensor, torch.Tensor)
+        }
         self._check_room_for_copies(
             sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
             "copy parameter by parameter under engine.gathered(parameter) and write each to a file",
@@ -619,7 +627,10 @@ class Engine:
         def copy_of(name: str, value: Any) -> Any:
             # Copying takes long: Ctrl-C acts between two.
             self._safe_point()
-            known = self._known.get(id(names.get(name)))
+            if isinstance(value, TiledValues):
+                return value.joined(lambda tile: copy_of(name, tile))
+            # A tile of a parameter has no name in the state dict.
+            known = self._known.get(id(names.get(name, value)))
             # Cut over ranks, it is gathered: all ranks come here in the same order.
             cut = not self._parts.ranks.is_alone and known is not None and known.numel > 0
             if known is not None and (known.on_drives or cut):
@@ -628,11 +639,16 @@ class Engine:
             # cpu() returns a tensor of the CPU itself, so clone() makes the copy.
             return tensor.detach().cpu().clone() if isinstance(tensor, torch.Tensor) else tensor
 
-        copies: dict[int, Any] = {}
+        # By what it is made of: tied weights that are tiled have the same tiles.
+        copies: dict[tuple[int, ...], Any] = {}
         for name, value in listed.items():
-            if id(value) not in copies:
-                copies[id(value)] = copy_of(name, value)
-        return {name: copies[id(value)] for name, value in listed.items()}
+            made_of = tuple(id(tensor) for tensor in _tensors_of(value))
+            if made_of not in copies:
+                copies[made_of] = copy_of(name, value)
+        return {
+            name: copies[tuple(id(tensor) for tensor in _tensors_of(value))]
+            for name, value in listed.items()
+        }
 
     @_held
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -1121,6 +1137,11 @@ class Engine:
 def close_at_its_end(engine: Engine, resources: ExitStack) -> None:
     """Close `resources` when the engine is closed, or when the caller drops it."""
     engine._ending.follow(engine, resources)
+
+
+def _tensors_of(value: Any) -> tuple[Any, ...]:
+    """Return what a value of a state dict is made of: its tiles, or itself."""
+    return value.tiles if isinstance(value, TiledValues) else (value,)
 
 
 def _described(parameter: object) -> str:

@@ -1,0 +1,27 @@
+"""Large operators in tiles: linear layers, embeddings and blocks over the sequence.
+
+Each tile is a module, so an engine fetches and releases its parameters one tile at a time.
+"""
+
+from infinity_engine.tiling.cuts import TileCut, cut_evenly, cut_into
+from infinity_engine.tiling.embedding import TiledEmbedding
+from infinity_engine.tiling.linear import TiledLinear
+from infinity_engine.tiling.replacing import Tiled, plan_tiles, tile, tile_sequence
+from infinity_engine.tiling.sequence import SequenceTiles
+from infinity_engine.tiling.weights import TiledValues, TiledWeight, WeightTile
+
+__all__ = [
+    "SequenceTiles",
+    "TileCut",
+    "Tiled",
+    "TiledEmbedding",
+    "TiledLinear",
+    "TiledValues",
+    "TiledWeight",
+    "WeightTile",
+    "cut_evenly",
+    "cut_into",
+    "plan_tiles",
+    "tile",
+    "tile_sequence",
+]
