@@ -152,6 +152,21 @@ class Hooks:
         """
         self._handles.append(module.register_forward_pre_hook(hook))
 
+    def around_call(
+        self,
+        module: torch.nn.Module,
+        before: Callable[[torch.nn.Module, Any, Any], Any],
+        after: Callable[[torch.nn.Module, Any, Any], Any],
+    ) -> None:
+        """Let `before` replace the arguments of a module's calls, and `after` their output.
+
+        `before` gets the module, positional arguments and keywords, and returns both, or None to
+        leave them. `after` gets the module, positional arguments and the output. Signals are not
+        delayed.
+        """
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after))
+
     def on_registration(
         self,
         parameter: Callable[[torch.nn.Module, str, object], None],

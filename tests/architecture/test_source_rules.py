@@ -32,7 +32,7 @@ ROWS = (
     {"update"},
     {"building"},
     {"ranks"},
-    {"gradients"},
+    {"gradients", "losses"},
     {"parameters", "reporting"},
     {"activation"},
     {"advice"},
@@ -76,6 +76,7 @@ ENGINE_ROOMS = {
     "gradients",
     "parameters",
     "lanes",
+    "losses",
 }
 TORCH_AT_TOP = {
     *ENGINE_ROOMS,
