@@ -54,6 +54,13 @@ def test_the_program_of_the_page_on_hugging_face_runs_as_the_page_says(tmp_path:
     run_page("huggingface", tmp_path, *(f"ignore:`{name}` is dep:FutureWarning" for name in names))
 
 
+def test_the_program_of_the_page_on_activations_runs_as_the_page_says(tmp_path: Path) -> None:
+    if find_spec("transformers") is None:
+        pytest.skip("the page is about transformers as well, which is not installed")
+
+    run_page("activations", tmp_path)
+
+
 def run_page(name: str, folder: Path, *allowed: str) -> None:
     """Run the program of a page, where warnings but those `allowed` are errors, and compare what it
     prints.
