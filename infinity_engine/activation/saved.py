@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Activations", "KeptActivations", "changed_since"]
+__all__ = ["KeptActivations", "SavedTensors", "changed_since"]
 
 
-class Activations(Protocol):
+class SavedTensors(Protocol):
     """Keeps saved tensors until their backward."""
 
     offloads: bool

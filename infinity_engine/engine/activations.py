@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from infinity_engine.activation import ActivationOffload, Activations, KeptActivations
+from infinity_engine.activation import ActivationOffload, KeptActivations, SavedTensors
 from infinity_engine.activation.offloading import ActivationLimits, DriveRoom
 from infinity_engine.config import ActivationsAt, EngineConfig
 from infinity_engine.lanes.lanes import Lanes
@@ -28,7 +28,7 @@ def activations_of(
     ledger: Ledger,
     swap: SwapFile | None,
     resources: ExitStack,
-) -> Activations:
+) -> SavedTensors:
     """Return what keeps saved tensors; on drives, in `swap`.
 
     Raises:

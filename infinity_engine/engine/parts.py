@@ -9,7 +9,7 @@ import torch
 
 from deepnvme import IOQueue
 from infinity_engine.accel import Accelerator
-from infinity_engine.activation import Activations
+from infinity_engine.activation import SavedTensors
 from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.gradients.scaling import LossScale
 from infinity_engine.lanes.meter import Meter
@@ -45,7 +45,7 @@ class EngineParts:
     states: StateKeeper
     fetcher: Provider
     modules: ModuleParameters | UnwatchedModules
-    activations: Activations
+    activations: SavedTensors
     ranks: OneRank | ManyRanks
     deferral: Deferral
     early: EarlyUpdates | NoEarlyUpdates

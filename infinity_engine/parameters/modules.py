@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from infinity_engine.activation import Activations, KeptActivations
+from infinity_engine.activation import KeptActivations, SavedTensors
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.parameters.graphs import GraphParts, custom_functions, tensors_kept_by
 from infinity_engine.parameters.hooks import Hooks
@@ -297,7 +297,7 @@ class ModuleParameters:
         self._leaves = _Leaves()
         self._called: set[int] = set()  # ids of the modules that have hooks around their calls
         self._graph_parts = GraphParts()
-        self._activations: Activations = KeptActivations()
+        self._activations: SavedTensors = KeptActivations()
         self._closed = False
         # Each module once: named_modules() lists a shared one by its first name.
         for name, module in model.named_modules():
@@ -321,7 +321,7 @@ class ModuleParameters:
                     hooks.on_call(module, self._before, self._after)
                     self._called.add(id(module))
 
-    def keep_saved_in(self, activations: Activations) -> None:
+    def keep_saved_in(self, activations: SavedTensors) -> None:
         """Let these keep what autograd saves, but for parameters."""
         self._activations = activations
 
@@ -591,9 +591,9 @@ class UnwatchedModules:
     def __init__(self, model: torch.nn.Module, hooks: Hooks) -> None:
         self._model = weakref.ref(model)
         self._hooks = hooks
-        self._activations: Activations = KeptActivations()
+        self._activations: SavedTensors = KeptActivations()
 
-    def keep_saved_in(self, activations: Activations) -> None:
+    def keep_saved_in(self, activations: SavedTensors) -> None:
         """Let these keep what autograd saves, but for parameters."""
         self._activations = activations
 

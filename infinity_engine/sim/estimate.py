@@ -36,7 +36,7 @@ class _Spill(NamedTuple):
     buffers: int = HOST_BUFFERS
 
 
-class _OnHost(NamedTuple):
+class _HostPart(NamedTuple):
     """What parts take of the host, where all of it stays there; `buffer` is for what spills."""
 
     states: float
@@ -196,7 +196,7 @@ class StepEstimate:
     def _sets(self, left: float) -> int:
         return max(min(int(left // self._set_bytes), _STAGING_SETS), 1)
 
-    def _on_host(self, parts: Parts) -> _OnHost:
+    def _on_host(self, parts: Parts) -> _HostPart:
         sizing, at, numel = self._sizing, self._bytes, self._numel
         on_host = max(1 - parts.resident - parts.visiting, 0) * numel
         gradients = at.kept * (numel if sizing.unified else on_host)
@@ -207,7 +207,7 @@ class StepEstimate:
             fixed += self._largest_passing
         passing = sizing.width if self._tier is Tier.NVME else at.copied
         widest = max(at.host if on_host else 0, at.visiting if parts.visiting > 0 else 0)
-        return _OnHost(
+        return _HostPart(
             states=at.host * on_host + at.visiting * parts.visiting * numel,
             gradients=gradients,
             copies=at.copied * on_host,
