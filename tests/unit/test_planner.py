@@ -371,7 +371,7 @@ def test_no_reference_updates_faster_than_the_plan_and_the_bound_is_5_percent_aw
     for policy in references:
         try:
             plan = policy(specs, rates, limits)
-            sizing.demand(plan, best.budget, Resting(), {})
+            sizing.demand(plan.outline(), best.budget, Resting(), {})
         except CapacityError:
             continue
         assert best.timeline.update_ns <= simulate(plan, rates).end_ns * 1.0001, policy.name
