@@ -93,7 +93,8 @@ def many(requests: Requests) -> dict[str, float]:
 
         def turn() -> int:
             under_way.append(submit(next(following)))
-            return sum(future.result() for future in under_way.popleft()) // requests.nbytes
+            moved: int = sum(future.result() for future in under_way.popleft())
+            return moved // requests.nbytes
 
         return _timed(requests, turn)
 
