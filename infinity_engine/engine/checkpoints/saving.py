@@ -781,7 +781,7 @@ class _BackgroundStreams:
         slices = [(run, [self._states.slice_of(piece) for piece in run.pieces]) for run in runs]
         self._shared = share_runs(draft, names, slices, FILE_BYTES)
         if self._shared:
-            self._states.captured = self.captured.without(runs)
+            self._states.leave_out(runs)
 
     @property
     def shared_nbytes(self) -> int:

@@ -14,7 +14,7 @@ from infinity_engine.checkpoint import SavedTensor, Slice
 from infinity_engine.checkpoint.objects import COPIED_BYTES
 from infinity_engine.engine.checkpoints.checkpointing import Run
 from infinity_engine.parameters.parameters import ModelParameter
-from infinity_engine.update.captured import CapturedPiece, CapturedStates, bytes_of
+from infinity_engine.update.captured import CapturedPiece, CapturedStates, RunOnDrives, bytes_of
 
 __all__ = ["SmallBuffers", "StateStreams", "TakeSlice", "UntrainedStreams", "flat", "whole_of"]
 
@@ -33,6 +33,10 @@ class StateStreams:
             known.number: (tensors[known.name], run.first_element(known.number))
             for known in run.trained
         }
+
+    def leave_out(self, runs: Sequence[RunOnDrives]) -> None:
+        """Hand out all but these."""
+        self.captured = self.captured.without(runs)
 
     def slices(self) -> list[Slice]:
         """Return what is written."""
