@@ -624,31 +624,32 @@ class Engine:
             "copy parameter by parameter under engine.gathered(parameter) and write each to a file",
         )
 
-        def copy_of(name: str, value: Any) -> Any:
-            # Copying takes long: Ctrl-C acts between two.
-            self._safe_point()
-            if isinstance(value, TiledValues):
-                return value.joined(lambda tile: copy_of(name, tile))
-            # A tile of a parameter has no name in the state dict.
-            known = self._known.get(id(names.get(name, value)))
-            # Cut over ranks, it is gathered: all ranks come here in the same order.
-            cut = not self._parts.ranks.is_alone and known is not None and known.numel > 0
-            if known is not None and (known.on_drives or cut):
-                return self._parts.fetcher.copy_of(known.number).view(known.parameter.shape)
-            tensor = value if known is None else known.values.view(known.parameter.shape)
-            # cpu() returns a tensor of the CPU itself, so clone() makes the copy.
-            return tensor.detach().cpu().clone() if isinstance(tensor, torch.Tensor) else tensor
-
         # By what it is made of: tied weights that are tiled have the same tiles.
         copies: dict[tuple[int, ...], Any] = {}
         for name, value in listed.items():
             made_of = tuple(id(tensor) for tensor in _tensors_of(value))
             if made_of not in copies:
-                copies[made_of] = copy_of(name, value)
+                copies[made_of] = self._copy_of(value, names.get(name, value))
         return {
             name: copies[tuple(id(tensor) for tensor in _tensors_of(value))]
             for name, value in listed.items()
         }
+
+    def _copy_of(self, value: Any, parameter: Any) -> Any:
+        """Return a copy of an entry of the state dict, which is of this parameter, if of any."""
+        # Copying takes long: Ctrl-C acts between two.
+        self._safe_point()
+        if isinstance(value, TiledValues):
+            # A tile of a parameter has no name in the state dict.
+            return value.joined(lambda tile: self._copy_of(tile, tile))
+        known = self._known.get(id(parameter))
+        # Cut over ranks, it is gathered: all ranks come here in the same order.
+        cut = not self._parts.ranks.is_alone and known is not None and known.numel > 0
+        if known is not None and (known.on_drives or cut):
+            return self._parts.fetcher.copy_of(known.number).view(known.parameter.shape)
+        tensor = value if known is None else known.values.view(known.parameter.shape)
+        # cpu() returns a tensor of the CPU itself, so clone() makes the copy.
+        return tensor.detach().cpu().clone() if isinstance(tensor, torch.Tensor) else tensor
 
     @_held
     def optimizer_state_dict(self) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def test_a_file_that_cannot_be_written_is_told(
 def test_a_paper_or_scale_has_to_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([])
-    assert "one of the arguments --paper --scale is required" in capsys.readouterr().err
+    assert "one of the arguments --paper --scale --plans is required" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", [("--paper", "dos"), ("--scale",)], ids=" ".join)

@@ -270,7 +270,10 @@ def test_the_outline_of_a_plan_is_that_of_its_ops(
             return type(error)
 
     outline = refused_or(lambda: policy.outline(subgroups, rates, limits)[0])
-    assert outline == refused_or(lambda: policy(subgroups, rates, limits).outline())
+    made = refused_or(lambda: policy(subgroups, rates, limits).outline())
+    # What cannot be at all, as without host buffers, may be refused for the device's memory first.
+    refused = made is ConfigError and isinstance(outline, str)
+    assert refused or outline == made
 
 
 @pytest.mark.parametrize(
