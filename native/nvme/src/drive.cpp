@@ -124,6 +124,7 @@ void Drive::submit(std::span<Operation> operations, Issue when) {
     for (Active& active : fresh) {
         active.operation = std::move(operations[number++]);
         active.submitted = now;
+        active.expected_length = active.operation.file->expected_length();
         all_small = all_small && is_inline(active.operation);
     }
     {
@@ -899,8 +900,11 @@ void Drive::end_if_finished(Active& active) {
         return;  // more chunks to come
     Outcome outcome{operation.id, active.ending, std::min(active.certain, active.issued),
                     active.error};
+    // Neither what was written behind it meanwhile nor what was cut off makes a read too short.
+    const std::uint64_t expected =
+        std::min(active.expected_length, operation.file->expected_length());
     if (outcome.ending == Ending::end_of_file && operation.at_end_of_file == AtEndOfFile::stops &&
-        operation.offset + outcome.done >= operation.file->expected_length()) {
+        operation.offset + outcome.done >= expected) {
         outcome.ending = Ending::succeeded;
     }
     end(active, std::move(outcome));

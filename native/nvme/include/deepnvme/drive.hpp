@@ -116,6 +116,7 @@ class Drive {
     struct Active {
         Operation operation;
         Clock::time_point submitted;
+        std::uint64_t expected_length = 0;  // of the file, then
         std::uint64_t sequence = 0;
         std::uint64_t issued = 0;                   // bytes for which chunks were made
         std::size_t piece = 0;                      // the one that the next chunk is of
