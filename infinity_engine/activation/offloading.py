@@ -17,7 +17,7 @@ import torch
 from deepnvme.sizes import PAGE
 from infinity_engine.accel import Event
 from infinity_engine.activation.saved import KeptActivations, changed_since
-from infinity_engine.errors import CapacityError, TransferError
+from infinity_engine.errors import CapacityError, InfinityError
 from infinity_engine.kept_errors import again, kept
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Cargo, Wait
@@ -187,7 +187,7 @@ class ActivationOffload:
         self._evicting_bytes = 0
         self._next = 0
         self._gone: deque[_Content] = deque()  # once for each saved view that has gone
-        self._failed: TransferError | None = None
+        self._failed: InfinityError | None = None
         # What a first step expects: everything up to this number has its place in the trace.
         self._expected = -1
         # Autograd's threads of several devices, or the caller's own.
@@ -358,7 +358,7 @@ class ActivationOffload:
                 try:
                     self._end_eviction(content)
                 # Not here: an update that was made must not look as if it had failed.
-                except TransferError as error:
+                except InfinityError as error:
                     self._failed = self._failed or kept(error)
         self._memory.release_ended()
 
@@ -444,7 +444,8 @@ class ActivationOffload:
         """Note the end of a move.
 
         Raises:
-            TransferError: it failed. The content is still here.
+            CapacityError: there was no room. The content is still in memory.
+            TransferError: the I/O failed. The content is still in memory.
         """
         del self._evicting[content.number]
         self._evicting_bytes -= content.record.nbytes

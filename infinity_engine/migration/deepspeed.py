@@ -406,7 +406,7 @@ class _Translation:
     def _optimizer_name(self) -> str | None:
         name = str(self._at("optimizer.type")).lower()
         if name == "adam":
-            # DeepSpeed's Adam is AdamW unless it is told otherwise.
+            # DeepSpeed's Adam is AdamW unless `adam_w_mode` is false.
             return "adam" if self._at("optimizer.params.adam_w_mode") is False else "adamw"
         return _OPTIMIZERS.get(name)
 

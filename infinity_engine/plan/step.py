@@ -140,7 +140,7 @@ class SubgroupSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOutline:
-    """What of a plan decides the memory that it takes: all but its ops.
+    """The part of a plan that decides how much memory it takes: all but its ops.
 
     `homes` says where each subgroup is updated, by its index. The rest is as in StepPlan.
     """

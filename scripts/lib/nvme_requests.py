@@ -67,7 +67,7 @@ def many(requests: Requests) -> dict[str, float]:
 
     One operation is submitted before the last is waited for, so that the drive never rests. The
     pieces of each use memory for `depth` of them in turn, as the rivals do: what is read into
-    memory that the CPU's cache does not hold takes longer, whoever reads it.
+    memory that the CPU's cache does not hold takes longer for every system.
     """
     import deepnvme
 

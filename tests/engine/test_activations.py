@@ -61,6 +61,21 @@ def offloading(
         yield engine, task
 
 
+def engine_of(
+    model: torch.nn.Module, drive: Path, *, nvme: str = "64MiB", **settings: Any
+) -> Engine:
+    """Return an engine with everything in memory, but what `settings` say of activations."""
+    return infinity_engine.initialize(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        accelerator="cpu",
+        budget={"host": "64MiB", "nvme": {str(drive): nvme}},
+        strategy="host_only",
+        calibration="off",
+        **settings,
+    )
+
+
 def same_as_kept(use: Use, case: Case, drive: Path, on: Any = None) -> None:
     with opened(case, on, drive) as (engine, task):
         expected = use(engine, task)
@@ -153,15 +168,7 @@ def test_a_gradient_is_differentiated_again(tmp_path: Path) -> None:
     def trained(**settings: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = Doubled()
-        with infinity_engine.initialize(
-            model,
-            torch.optim.AdamW(model.parameters()),
-            accelerator="cpu",
-            budget={"host": "64MiB", "nvme": {str(tmp_path): "64MiB"}},
-            strategy="host_only",
-            calibration="off",
-            **settings,
-        ) as engine:
+        with engine_of(model, tmp_path, **settings) as engine:
             for seed in range(3):
                 x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
                 engine.backward(engine(x))
@@ -198,15 +205,7 @@ def blocks(
 ) -> Iterator[tuple[Engine, Blocks]]:
     torch.manual_seed(0)
     model = Blocks(recompute)
-    with infinity_engine.initialize(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        accelerator="cpu",
-        budget={"host": "64MiB", "nvme": {str(drive): "64MiB"}},
-        strategy="host_only",
-        calibration="off",
-        **settings,
-    ) as engine:
+    with engine_of(model, drive, **settings) as engine:
         yield engine, model
 
 
@@ -262,14 +261,8 @@ def test_one_memory_is_kept_once_whatever_views_of_it_are_saved(tmp_path: Path) 
 
     torch.manual_seed(0)
     model = Views()
-    with infinity_engine.initialize(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        accelerator="cpu",
-        budget={"host": "64MiB", "nvme": {str(tmp_path): "64MiB"}},
-        strategy="host_only",
-        calibration="off",
-        activations={"at": "nvme", "resident_bytes": "8MiB", "small_bytes": 1024},
+    with engine_of(
+        model, tmp_path, activations={"at": "nvme", "resident_bytes": "8MiB", "small_bytes": 1024}
     ) as engine:
         loss = engine(batch(0))
         sizes = [content.record.nbytes for content in offload_of(engine)._contents.values()]
@@ -306,14 +299,8 @@ def test_a_change_in_place_after_saving_is_an_error_as_in_torch(tmp_path: Path) 
 
     torch.manual_seed(0)
     model = Spoils()
-    with infinity_engine.initialize(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        accelerator="cpu",
-        budget={"host": "64MiB", "nvme": {str(tmp_path): "64MiB"}},
-        strategy="host_only",
-        calibration="off",
-        activations={"at": "nvme", "resident_bytes": "8MiB", "small_bytes": 0},
+    with engine_of(
+        model, tmp_path, activations={"at": "nvme", "resident_bytes": "8MiB", "small_bytes": 0}
     ) as engine:
         loss = engine(batch(0))
         with pytest.raises(RuntimeError, match="modified by an in-place operation"):
@@ -507,15 +494,7 @@ def test_a_read_that_failed_can_be_asked_for_again(
 def test_drives_that_are_too_small_refuse_by_name(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Blocks()
-    with infinity_engine.initialize(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        accelerator="cpu",
-        budget={"host": "64MiB", "nvme": {str(tmp_path): "256KiB"}},
-        strategy="host_only",
-        calibration="off",
-        activations=ON_DRIVES,
-    ) as engine:
+    with engine_of(model, tmp_path, nvme="256KiB", activations=ON_DRIVES) as engine:
         with pytest.raises(CapacityError, match="activation") as refused:
             engine(batch(0))
         assert str(tmp_path) in str(refused.value)

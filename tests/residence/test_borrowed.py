@@ -13,7 +13,7 @@ from infinity_engine.plan import ResolvedBudget, Tier
 
 
 class Later:
-    """Ends when it is told to."""
+    """An event that passes when the test calls `end`."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
