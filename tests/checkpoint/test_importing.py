@@ -94,6 +94,13 @@ def test_zero_checkpoints_keep_their_bits(tmp_path: Path, stage: int, ranks: int
         assert expected in named
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stages_that_python_pickled_by_name_are_read(tmp_path: Path, stage: int) -> None:
+    saved = Saved.random()
+    path = save_zero(tmp_path / "ds", saved, stage=stage, ranks=2, by_name=True)
+    assert_is(imported(path, tmp_path / "run")[0], saved)
+
+
 def test_parameters_that_were_aligned_keep_their_bits(tmp_path: Path) -> None:
     saved = Saved.random()
     path = save_zero(tmp_path / "ds", saved, stage=2, ranks=2, alignment=(8, 3))

@@ -48,8 +48,11 @@ class Saved:
 
 
 @contextmanager
-def deepspeed_classes() -> Iterator[Any]:
-    """Have the classes that DeepSpeed pickles, under its names, for the time of the body."""
+def deepspeed_classes(*, by_name: bool = False) -> Iterator[Any]:
+    """Have the classes that DeepSpeed pickles, under its names, for the time of the body.
+
+    Python pickles the members of enumerations by their values; 3.11.0 to 3.11.3 did `by_name`.
+    """
     stage = types.ModuleType("deepspeed.runtime.zero.config")
     scaler = types.ModuleType("deepspeed.runtime.fp16.loss_scaler")
 
@@ -57,6 +60,9 @@ def deepspeed_classes() -> Iterator[Any]:
         optimizer_states = 1
         gradients = 2
         weights = 3
+
+        def __reduce_ex__(self, _protocol: object) -> Any:
+            return (getattr, (type(self), self.name)) if by_name else (type(self), (self.value,))
 
     class DynamicLossScaler:
         pass
@@ -79,13 +85,19 @@ def deepspeed_classes() -> Iterator[Any]:
 
 
 def save_zero(
-    path: Path, saved: Saved, *, stage: int, ranks: int, alignment: Sequence[int] = (0, 0)
+    path: Path,
+    saved: Saved,
+    *,
+    stage: int,
+    ranks: int,
+    alignment: Sequence[int] = (0, 0),
+    by_name: bool = False,
 ) -> Path:
     """Write a checkpoint of ZeRO-1, 2 or 3; return the directory that has its `latest`."""
     folder = path / TAG
     folder.mkdir(parents=True)
     (path / "latest").write_text(TAG)
-    with deepspeed_classes() as classes:
+    with deepspeed_classes(by_name=by_name) as classes:
         scaler = classes.scaler()
         scaler.__dict__ |= {
             "cur_scale": 4096.0,

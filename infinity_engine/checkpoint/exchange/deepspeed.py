@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from deepnvme.volume.framing import shown
@@ -38,6 +39,10 @@ _OPTIMIZER = re.compile(
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 # Files of pipeline stages and of experts.
 _ELSEWHERE = re.compile(r"(?:layer_|expp_rank_|expert_).*\.pt")
+# DeepSpeed's names of the stages of ZeRO.
+_STAGES = MappingProxyType(
+    {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+)
 _MOST_TAG_BYTES = 256
 _GROWTH_STEPS = 2000  # after which the engine doubles its loss scale
 
@@ -130,7 +135,7 @@ class _DeepSpeedReading:
         # Ordered by rank: the pieces below follow one another in this order.
         parts = [self._content(name) for name in ranks.values()]
         states = [part["optimizer_state_dict"] for part in parts]
-        stage = int(_plain(states[0]["zero_stage"]))
+        stage = _stage(states[0]["zero_stage"])
         models = [self._content(name) for name in self._rank_files(_MODEL).values()]
         # ZeRO-3 has one model file for each rank, with that rank's fragments of frozen parameters.
         self._check_ranks(list(ranks), states, models if stage == 3 else models[:1])
@@ -517,9 +522,13 @@ class _DeepSpeedReading:
         self._found.left.append(what)
 
 
-def _plain(value: object) -> Any:
-    """Return the value of an enumeration's member."""
-    return value.arguments[0] if isinstance(value, Built) and value.arguments else value
+def _stage(value: object) -> int:
+    """Return the number of a stage: of an enumeration, by its value or, from Python 3.11.0 to
+    3.11.3, by its name.
+    """
+    if isinstance(value, Built) and value.arguments:
+        value = value.arguments[-1]
+    return _STAGES[value] if isinstance(value, str) else int(value)  # type: ignore[call-overload]
 
 
 def _optimizer(saved: Any) -> Mapping[str, Any]:
