@@ -19,7 +19,7 @@ from deepnvme import (
     Priority,
     ShortReadError,
 )
-from support.nvme_held import held
+from support.nvme_held import held, until
 from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, assert_same, contents, pattern
 
 # --- several pieces as one operation --------------------------------------------------------------
@@ -124,10 +124,11 @@ def names_as_they_end(futures: dict[str, IOFuture[int]]) -> list[str]:
     order: list[str] = []
     for name, future in futures.items():
         future.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
+    # Nothing waits for a future: a waiting thread takes what has ended, and hands back what has a
+    # callback, while the queue's own thread may be at the callback of what ended next.
+    until(lambda: len(order) == len(futures))
     for future in futures.values():
         future.result(TIMEOUT_S)
-    while len(order) < len(futures):
-        threading.Event().wait(0.001)
     return order
 
 
