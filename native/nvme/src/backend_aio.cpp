@@ -145,7 +145,7 @@ class AioBackend final : public Backend {
     }
 
     // Hands over what was pushed, in order, as far as the kernel has room.
-    void submit() {
+    void submit() override {
         std::size_t first = 0;
         while (first < pushed_.size()) {
             const long count = ::syscall(SYS_io_submit, context_, pushed_.size() - first,
