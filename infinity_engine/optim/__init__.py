@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from infinity_engine.optim.formats import FloatFormat, Formats, Master, Moments, Values
 from infinity_engine.optim.from_torch import rules_of
-from infinity_engine.optim.host import HostKernels
+from infinity_engine.optim.host import HostKernels, SummedMemory, Sums
 from infinity_engine.optim.rules import SGD, Adagrad, Adam, AdamW, Lion, Rule
 from infinity_engine.optim.statistics import GradientNorm, GradientSums, gradient_factor
 from infinity_engine.optim.subgroup import (
@@ -40,6 +40,8 @@ __all__ = [
     "Segment",
     "Subgroup",
     "SubgroupState",
+    "SummedMemory",
+    "Sums",
     "Update",
     "UpdateThreads",
     "Values",

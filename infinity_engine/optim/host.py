@@ -7,6 +7,9 @@ the GIL. The memory that the records name must stay where it is until the call r
 from __future__ import annotations
 
 import os
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +20,25 @@ from infinity_engine.optim.formats import FloatFormat, Values
 from infinity_engine.optim.subgroup import Update
 from infinity_engine.optim.threads import UpdateThreads
 
-__all__ = ["HostKernels"]
+__all__ = ["HostKernels", "SummedMemory", "Sums"]
+
+
+class SummedMemory(NamedTuple):
+    """Memory that an update sums while the caches have it: a crc32c for each `block_bytes`."""
+
+    address: int
+    nbytes: int
+    block_bytes: int
+    with_before: bool
+    """Whether the update reads it, and sums also what it found."""
+
+
+class Sums(NamedTuple):
+    """The checksums of one memory, by block."""
+
+    before: array[int]
+    """Of what the update found; empty unless asked for."""
+    after: array[int]
 
 
 class HostKernels:
@@ -37,6 +58,17 @@ class HostKernels:
     def update(self, update: Update) -> None:
         """Carry out an update; the caller then sets the state's steps."""
         _native.update(update.records, self.threads.native, self.home)
+
+    def update_and_sum(self, update: Update, memories: Sequence[SummedMemory]) -> list[Sums]:
+        """Carry out an update, and return the checksums of each of these memories.
+
+        They do not overlap. Each stream of the update lies in one of them whole, or in none.
+        """
+        made = _native.update_and_sum(
+            update.records, self.threads.native, self.home, sorted(memories)
+        )
+        sums = dict(zip(sorted(memories), made, strict=True))
+        return [Sums(*(array("I", part) for part in sums[memory])) for memory in memories]
 
     def block_sums(self, gradient: Values) -> npt.NDArray[np.float64]:
         """Return the sum of squares of each block of a gradient."""

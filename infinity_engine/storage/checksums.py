@@ -48,15 +48,25 @@ class BlockSums:
                 f"of whole blocks of {self._block} B. Cut where a block begins"
             )
 
-    def put(self, start: int, memory: Memory) -> None:
-        """Note what was written from `start` on."""
-        sums = self._of(memory)
+    @property
+    def block_bytes(self) -> int:
+        """How many bytes a sum is of; the last one may be of fewer."""
+        return self._block
+
+    def of(self, memory: Memory) -> array[int]:
+        """Return the sums of bytes that begin where a block does."""
+        return array("I", checksums_of(memory, self._block))
+
+    def put(self, start: int, sums: array[int]) -> None:
+        """Note the sums of what was written from `start` on."""
         first = start // self._block
         self._sums[first : first + len(sums)] = sums
 
-    def damage(self, start: int, memory: Memory) -> BlockDamage | None:
-        """Return the first block of what was read from `start` on that differs from the written."""
-        sums = self._of(memory)
+    def damage(self, start: int, nbytes: int, sums: array[int]) -> BlockDamage | None:
+        """Return the first block that differs from what was written.
+
+        `sums` are of the `nbytes` that were read from `start` on.
+        """
         first = start // self._block
         written = self._sums[first : first + len(sums)]
         # Arrays are compared at once; only damage is looked for one by one.
@@ -68,9 +78,4 @@ class BlockSums:
             if pair[0] != pair[1]
         )
         begins = at * self._block
-        return BlockDamage(
-            start + begins, min(self._block, memory.nbytes - begins), written[at], sums[at]
-        )
-
-    def _of(self, memory: Memory) -> array[int]:
-        return array("I", checksums_of(memory, self._block))
+        return BlockDamage(start + begins, min(self._block, nbytes - begins), written[at], sums[at])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ from deepnvme.memory.checksum import CHECKSUM_BYTES
 from deepnvme.sizes import PAGE
 from deepnvme.volume.extents import Extent, slices
 from infinity_engine.errors import CapacityError, ConfigError, DamageError
+from infinity_engine.kept_errors import again
 from infinity_engine.memory.ledger import Ledger, Reservation
 from infinity_engine.plan import Tier
 from infinity_engine.storage.checksums import BlockSums
@@ -48,6 +50,11 @@ class Place:
     def nbytes(self) -> int:
         """How many bytes there are."""
         return sum(extent.nbytes for extent in self.extents)
+
+    @property
+    def block_bytes(self) -> int:
+        """How many bytes each checksum is of; 0 without checksums."""
+        return 0 if self.sums is None else self.sums.block_bytes
 
     def part(self, start: int, nbytes: int) -> Place:
         """Return where part of it lies; a part begins on a page, and with checksums on a block."""
@@ -245,14 +252,16 @@ class SwapFile:
         self._volume.release(place.extents)
         self._holders.pop(place, None)
 
-    def read(self, place: Place, into: memoryview | Memory, *, what: str = "") -> IOHop:
+    def read(
+        self, place: Place, into: memoryview | Memory, *, what: str = "", compared: bool = True
+    ) -> IOHop:
         """Begin to read all of `place`; an error names the data by `what`.
 
         With checksums, the first wait for it compares, which must be before any code changes what
-        was read.
+        was read. Where it is not to be `compared`, the caller does so by `compare`.
         """
         futures = self._volume.pread(place.extents, into)
-        if place.sums is None:
+        if place.sums is None or not compared:
             return IOHop(futures, what)
         return IOHop(
             futures,
@@ -260,12 +269,37 @@ class SwapFile:
             partial(self._damage, place, place.sums, memory_of(into, writable=True), what),
         )
 
-    def write(self, place: Place, source: memoryview | Memory, *, what: str = "") -> IOHop:
-        """Begin to write all of `place`; an error names the data by `what`."""
+    def compare(
+        self, place: Place, memory: memoryview, *, what: str = "", sums: array[int] | None = None
+    ) -> None:
+        """Compare what was read of `place` with what was written, by its `sums` if they are known.
+
+        Raises:
+            DamageError: it differs.
+        """
+        if place.sums is None:
+            return
+        damage = self._damage(place, place.sums, memory_of(memory, writable=True), what, sums)
+        if damage is not None:
+            raise again(damage)
+
+    def write(
+        self,
+        place: Place,
+        source: memoryview | Memory,
+        *,
+        what: str = "",
+        sums: array[int] | None = None,
+    ) -> IOHop:
+        """Begin to write all of `place`; an error names the data by `what`.
+
+        `sums` are the source's checksums where they are known already.
+        """
         futures = self._volume.pwrite(place.extents, source)
         if place.sums is not None:
             # Beside the write that is under way already: both only read the memory.
-            place.sums.put(place.start, memory_of(source, writable=False))
+            memory = memory_of(source, writable=False)
+            place.sums.put(place.start, place.sums.of(memory) if sums is None else sums)
         return IOHop(futures, what)
 
     def share(
@@ -308,10 +342,16 @@ class SwapFile:
         self.close()
 
     def _damage(
-        self, place: Place, sums: BlockSums, memory: Memory, what: str
+        self,
+        place: Place,
+        written: BlockSums,
+        memory: Memory,
+        what: str,
+        sums: array[int] | None = None,
     ) -> DamageError | None:
         """Return the error for what was read into this memory; None where it is as written."""
-        damage = sums.damage(place.start, memory)
+        found = written.of(memory) if sums is None else sums
+        damage = written.damage(place.start, memory.nbytes, found)
         if damage is None:
             return None
         # The block may lie on several drives: the error names the first and lists the others.

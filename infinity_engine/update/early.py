@@ -248,7 +248,13 @@ class EarlyUpdates:
                 return
             early.note_arrival()
         if early.complete:
-            self._update(subgroup, early)
+            # Damage is found while it updates. The step loads it again, and raises if it is still
+            # there.
+            with suppress(TransferError):
+                self._update(subgroup, early)
+            if early.steps is None:
+                self._abandon(subgroup)
+                return
         if early.steps is not None and early.storing is None:
             self._store(subgroup, early)
         if early.storing is not None and early.storing.done():

@@ -27,6 +27,7 @@ from infinity_engine.optim import (
     Segment,
     Subgroup,
     SubgroupState,
+    Update,
     Values,
     update_records,
 )
@@ -613,7 +614,9 @@ class StateKeeper:
         # After an interrupted step, only what it has left undone is done.
         if self._was_done(held):
             return None
-        if isinstance(op, UpdateOnHost):
+        if not isinstance(op, UpdateOnHost):
+            self._swapped.compare(op.subgroup)
+        else:
             self._update(
                 op,
                 held,
@@ -752,14 +755,35 @@ class StateKeeper:
             parameters=targets,
             gradient_factor=inputs.gradient_factor,
         )
-        on_device = isinstance(op, UpdateOnDevice)
-        kernels = self._lanes.device_kernels if on_device else self._lanes.kernels
-        self._lanes.meter.updates(op, partial(kernels.update, update))
+        self._lanes.meter.updates(op, self._updating(op, held, update))
         # In place: for a visitor, `_visits` has this very list.
         state.steps[:] = update.steps
         if self._swapped.any:
             nbytes = self._nbytes(held.subgroup, held.home)
             self._lanes.meter.needs(Cargo.STATES, nbytes, found=held.lease is not None)
+
+    def _updating(self, op: UpdateOp, held: _SubgroupStates, update: Update) -> Callable[[], None]:
+        """Return what carries out an update."""
+        if isinstance(op, UpdateOnDevice):
+            return partial(self._lanes.device_kernels.update, update)
+        kernels, index = self._lanes.kernels, held.subgroup.index
+        if self._buffered(held) is None:
+            return partial(kernels.update, update)
+        # What is changed in place elsewhere could not be taken back.
+        if not self._changes_its_buffer_alone(held):
+            self._swapped.compare(index)
+        return partial(self._swapped.update, index, partial(kernels.update_and_sum, update))
+
+    def _changes_its_buffer_alone(self, held: _SubgroupStates) -> bool:
+        """Tell whether an update of a buffered subgroup changes nothing that modules see."""
+        buffered, formats = self._buffered(held), held.subgroup.formats
+        assert buffered is not None, "it is in a buffer"
+        if held.lease is not None:
+            return False
+        is_apart = formats.parameter is None and not self._in_place(held.subgroup, held.home)
+        if is_apart or self._copies_of(held) is not None:
+            return True
+        return len(buffered.layout.values) == len(held.subgroup.segments)
 
     def _gradients_of(self, held: _SubgroupStates, inputs: StepInputs) -> list[Values | None]:
         """Return the gradients of all segments in the memory where their update runs."""

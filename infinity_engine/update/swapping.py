@@ -6,18 +6,20 @@ updates nor their order. A subgroup that was updated in a buffer stays there unt
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from deepnvme.memory.buffers import memory_of
 from infinity_engine.errors import TransferError
 from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Cargo
 from infinity_engine.memory import Lease
-from infinity_engine.optim import NORM_BLOCK, Subgroup
+from infinity_engine.optim import NORM_BLOCK, Subgroup, SummedMemory, Sums
 from infinity_engine.placement.buffers import BufferLayout, buffer_slot, early_slot
 from infinity_engine.plan.ops import Lane, LoadStates, StoreStates
 from infinity_engine.storage import Hop, IOEvent, Place, SwapFile
@@ -40,16 +42,28 @@ class BufferedSubgroup:
     """The numbers of its segments that are updated: the others have no gradient."""
     storing: IOEvent | None = None
     moving: list[Hop] = field(default_factory=list)
+    uncompared: list[_Piece] = field(default_factory=list)
+    """What was read, and not yet compared with what was written."""
+    sums: dict[tuple[int, int], array[int]] = field(default_factory=dict)
+    """The checksums after the update, by the memory's address and the bytes of a block."""
 
-    def start(self, move: Callable[..., Hop], pieces: Iterable[_Piece]) -> list[Hop]:
-        """Begin to read or write each piece: the place on the drives, its memory, its name.
-
-        Each is noted before the next begins: an interrupt between two leaves one in flight that
-        `wait_for_io` has to know.
-        """
+    # Each is noted before the next begins: an interrupt between two leaves one in flight that
+    # `wait_for_io` has to know.
+    def read(self, swap: SwapFile, pieces: Iterable[_Piece], *, compared: bool = True) -> list[Hop]:
+        """Begin to read each piece; unless they are `compared` here, `uncompared` has them."""
         begun = len(self.moving)
         for place, memory, what in pieces:
-            self.moving.append(move(place, memory, what=what))
+            if not compared:
+                self.uncompared.append((place, memory, what))
+            self.moving.append(swap.read(place, memory, what=what, compared=compared))
+        return self.moving[begun:]
+
+    def write(self, swap: SwapFile, pieces: Iterable[_Piece]) -> list[Hop]:
+        """Begin to write each piece, with the checksums that its update has made."""
+        begun = len(self.moving)
+        for place, memory, what in pieces:
+            sums = self.sums.get((_address(memory), place.block_bytes))
+            self.moving.append(swap.write(place, memory, what=what, sums=sums))
         return self.moving[begun:]
 
     def wait_for_io(self) -> None:
@@ -240,7 +254,8 @@ class SwappedStates:
         self, op: LoadStates, buffered: BufferedSubgroup, gradients: GradientKeeper
     ) -> IOEvent:
         pieces = self._pieces_of(op.subgroup, buffered, values=buffered.layout.in_place)
-        hops = buffered.start(self._swap.read, pieces)
+        # The update compares, while the caches have what it reads; see `update`.
+        hops = buffered.read(self._swap, pieces, compared=False)
         self._count(Lane.NVME_READ, Cargo.STATES, buffered.layout.states_bytes, op)
         if buffered.layout.in_place:
             self._count(
@@ -266,15 +281,53 @@ class SwappedStates:
         self._count(Lane.NVME_READ, Cargo.GRADIENTS, moved, op)
         return IOEvent(hops)
 
+    def compare(self, index: int) -> None:
+        """Compare what was read of a subgroup with what was written, before it is used.
+
+        Raises:
+            DamageError: it differs.
+        """
+        buffered = self._buffered.get(index)
+        while buffered is not None and buffered.uncompared:
+            place, memory, what = buffered.uncompared[-1]
+            self._swap.compare(place, memory, what=what)
+            buffered.uncompared.pop()
+
+    def update(
+        self, index: int, carry_out: Callable[[Sequence[SummedMemory]], Sequence[Sums]]
+    ) -> None:
+        """Call what updates a subgroup in its buffer with the memory that it is to sum meanwhile.
+
+        Raises:
+            DamageError: what it has read differs from what was written. The buffer's content is
+                undefined; what is on the drives is as it was.
+        """
+        buffered = self._buffered[index]
+        uncompared = {_address(memory) for _, memory, _ in buffered.uncompared}
+        pieces = [piece for piece in self._pieces_of(index, buffered) if piece[0].block_bytes]
+        memories = [
+            SummedMemory(
+                address := _address(memory),
+                len(memory),
+                place.block_bytes,
+                with_before=address in uncompared,
+            )
+            for place, memory, _ in pieces
+        ]
+        for piece, memory, sums in zip(pieces, memories, carry_out(memories), strict=True):
+            if memory.with_before:
+                place, read, what = piece
+                self._swap.compare(place, read, what=what, sums=sums.before)
+            buffered.sums[memory.address, memory.block_bytes] = sums.after
+        buffered.uncompared.clear()
+
     def store(self, op: StoreStates) -> IOEvent | None:
         """Begin to write an updated subgroup to the drives."""
         buffered = self._buffered.get(op.subgroup)
         # Without gradients nothing was updated.
         if buffered is None or not buffered.wanted:
             return None
-        buffered.store(
-            IOEvent(buffered.start(self._swap.write, self._pieces_of(op.subgroup, buffered)))
-        )
+        buffered.store(IOEvent(buffered.write(self._swap, self._pieces_of(op.subgroup, buffered))))
         self._count(Lane.NVME_WRITE, Cargo.STATES, buffered.layout.states_bytes, op)
         self._count(
             Lane.NVME_WRITE,
@@ -324,7 +377,7 @@ class SwappedStates:
         buffered = self._buffered[index]
         places = self._places
         pieces = self._pieces_of(index, buffered, places.new_states, places.new_values)
-        hops = buffered.start(self._swap.write, pieces)
+        hops = buffered.write(self._swap, pieces)
         op = StoreStates(subgroup=index, nbytes=buffered.layout.store_bytes, buffer=buffer)
         self._count(Lane.NVME_WRITE, Cargo.STATES, buffered.layout.states_bytes, op)
         self._count(
@@ -360,7 +413,7 @@ class SwappedStates:
         # A borrowed buffer has no owner but this call until it returns.
         try:
             pieces = self._pieces_of(index, buffered, values=buffered.layout.in_place)
-            IOEvent(buffered.start(self._swap.read, pieces)).wait()
+            IOEvent(buffered.read(self._swap, pieces)).wait()
         except BaseException:
             buffered.buffer.close()
             raise
@@ -379,7 +432,7 @@ class SwappedStates:
         The buffer returns to the pool when they are written.
         """
         pieces = self._pieces_of(index, buffered, values=False)
-        writing = IOEvent(buffered.start(self._swap.write, pieces))
+        writing = IOEvent(buffered.write(self._swap, pieces))
         # The pool keeps the buffer until the write has ended.
         buffered.buffer.until(writing)
         buffered.buffer.close()
@@ -387,7 +440,7 @@ class SwappedStates:
 
     def write_back(self, index: int, buffered: BufferedSubgroup) -> IOEvent:
         """Begin to write a borrowed subgroup's states, and its values that are on the drives."""
-        return IOEvent(buffered.start(self._swap.write, self._pieces_of(index, buffered)))
+        return IOEvent(buffered.write(self._swap, self._pieces_of(index, buffered)))
 
     def states_place(self, index: int) -> Place | None:
         """Return where the states of a subgroup are on the drives; None if they are in memory."""
@@ -468,3 +521,7 @@ class SwappedStates:
             f" and {len(names) - 3} others" if len(names) > 3 else ""
         )
         return f"subgroup {index} ({listed})"
+
+
+def _address(memory: memoryview) -> int:
+    return memory_of(memory, writable=True).address

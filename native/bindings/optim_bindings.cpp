@@ -70,6 +70,30 @@ py::bytearray doubles(u64 count, const Fill& fill) {
     return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(double)};
 }
 
+// Address, bytes, bytes of a block, and whether the sums from before the update are wanted.
+using SummedMemory = std::tuple<u64, u64, u64, bool>;
+
+py::bytes bytes_of(const std::vector<u32>& sums) {
+    return {reinterpret_cast<const char*>(sums.data()), sums.size() * sizeof(u32)};
+}
+
+// Returns, for each memory in the order given, its sums before and after as the bytes of arrays.
+py::list update_and_sum(const py::buffer& records, ThreadPool& pool, const std::string& home,
+                        const std::vector<SummedMemory>& memories) {
+    const std::vector<Segment> segments = segments_in(records);
+    std::vector<Summed> summed;
+    for (const auto& [address, nbytes, block, with_before] : memories)
+        summed.push_back({address, nbytes, block, with_before, {}, {}});
+    {
+        const py::gil_scoped_release released;
+        update(segments, summed, pool, kernels_of(home));
+    }
+    py::list sums;
+    for (const Summed& one : summed)
+        sums.append(py::make_tuple(bytes_of(one.before), bytes_of(one.after)));
+    return sums;
+}
+
 }  // namespace
 
 void bind_optim(py::module_& module) {
@@ -96,6 +120,8 @@ void bind_optim(py::module_& module) {
             update(copied, pool, kernels_of(home));
         },
         py::arg("segments"), py::arg("pool"), py::arg("home"));
+    module.def("update_and_sum", &update_and_sum, py::arg("segments"), py::arg("pool"),
+               py::arg("home"), py::arg("memories"));
     module.def(
         "sweep",
         [](const py::buffer& segments, ThreadPool& pool, const std::string& home) {

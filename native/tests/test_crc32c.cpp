@@ -120,6 +120,16 @@ TEST(a_piece_split_anywhere_sums_to_the_whole) {
     });
 }
 
+TEST(crcs_of_two_neighbours_join_to_the_whole) {
+    const Bytes data = random_bytes(2 * longest);
+    const std::uint32_t whole = bitwise(0, data);
+    for (std::size_t cut = 0; cut <= data.size(); ++cut) {
+        const std::uint32_t first = crc32c(0, data.data(), cut);
+        const std::uint32_t second = crc32c(0, data.data() + cut, data.size() - cut);
+        CHECK_EQ(crc32c_joined(first, second, data.size() - cut), whole);
+    }
+}
+
 TEST(no_bytes_change_no_crc) {
     on_every_kernel([](const Crc32cKernel& kernel) {
         CHECK_EQ(kernel.sum(0x12345678, nullptr, 0), 0x12345678U);

@@ -106,7 +106,7 @@ def test_states_can_be_seen_and_masters_changed_between_backward_and_step(
 def test_a_change_whose_master_could_not_be_written_is_not_lost_unseen(
     accelerator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(_: SwapFile, _place: Place, _data: object, *, what: str) -> Hop:
+    def failing(_: SwapFile, _place: Place, _data: object, *, what: str, **_more: Any) -> Hop:
         raise TransferError(errno=errno.EIO, path="drive", offset=0, asked=1, done=0, what=what)
 
     with opened(replace(CASE, host=LITTLE[accelerator]), device(accelerator), tmp_path) as (
@@ -162,9 +162,11 @@ def test_no_step_is_made_of_gradients_of_which_one_is_lost_until_they_are_droppe
 ) -> None:
     write = SwapFile.write
 
-    def lose_one(swap: SwapFile, place: Place, source: memoryview, *, what: str = "") -> Hop:
+    def lose_one(
+        swap: SwapFile, place: Place, source: memoryview, *, what: str = "", **more: Any
+    ) -> Hop:
         if not what.startswith("gradient of"):
-            return write(swap, place, source, what=what)
+            return write(swap, place, source, what=what, **more)
         monkeypatch.setattr(SwapFile, "write", write)
         return Lost()
 

@@ -240,8 +240,10 @@ class BadRead:
         self._drive = drive
         self._read = SwapFile.read
 
-        def read(swap: SwapFile, place: Place, into: memoryview, *, what: str = "") -> IOHop:
-            return self._read_badly_once(swap, place, into, what)
+        def read(
+            swap: SwapFile, place: Place, into: memoryview, *, what: str = "", compared: bool = True
+        ) -> IOHop:
+            return self._read_badly_once(swap, place, into, what, compared)
 
         monkeypatch.setattr(SwapFile, "read", read)
 
@@ -250,13 +252,15 @@ class BadRead:
         [path] = unnamed_files(self._drive)
         return path
 
-    def _read_badly_once(self, swap: SwapFile, place: Place, into: memoryview, what: str) -> IOHop:
+    def _read_badly_once(
+        self, swap: SwapFile, place: Place, into: memoryview, what: str, compared: bool
+    ) -> IOHop:
         if self.what or not what.startswith(self._begins_with):
-            return self._read(swap, place, into, what=what)
+            return self._read(swap, place, into, what=what, compared=compared)
         last = place.extents[-1]
         self.what, self.offset = what, last.offset + last.nbytes - 1
         flip(self.path, self.offset)
-        hop = self._read(swap, place, into, what=what)
+        hop = self._read(swap, place, into, what=what, compared=compared)
         while not hop.done():
             pass
         flip(self.path, self.offset)
@@ -312,6 +316,56 @@ def test_a_bit_that_a_drive_returns_flipped_is_told_and_training_goes_on_to_the_
         assert damage.expected != damage.found
     assert [
         name for name, each in bits.items() if not torch.equal(undisturbed().bits[name], each)
+    ] == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("parameters", ["device", "nvme"])
+def test_an_update_from_a_flipped_bit_changes_nothing_that_is_not_made_again(
+    precision: str, parameters: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    case = replace(
+        CASE, precision=precision, parameters=parameters, checksum="crc32c", host=17_000_000
+    )
+    in_memory = replace(case, parameters="auto", strategy=Case().strategy)
+    told: list[BaseException] = []
+    with opened(case, None, tmp_path) as (engine, task):
+        one_step(engine, task, 0, told)
+        BadRead("states", tmp_path, monkeypatch)
+        for seed in range(1, case.steps):
+            one_step(engine, task, seed, told)
+        bits = bits_of(engine)
+
+    assert [type(cause_of(error)) for error in told] == [DamageError]
+    undisturbed_bits = trained(in_memory, None, None).bits
+    assert [
+        name for name, values in bits.items() if not torch.equal(undisturbed_bits[name], values)
+    ] == []
+
+
+def test_an_early_update_from_a_flipped_bit_is_left_to_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    case = replace(CASE, clip=None, early=True, checksum="crc32c", host=17_500_000)
+    told: list[BaseException] = []
+    with opened(case, None, tmp_path) as (engine, task):
+        one_step(engine, task, 0, told)
+        bad = BadRead("states", tmp_path, monkeypatch)
+        for seed in range(1, case.steps):
+            one_step(engine, task, seed, told)
+        bits = bits_of(engine)
+
+    assert bad.what.startswith("states of subgroup")
+    assert told == []
+    undisturbed_bits = trained(
+        replace(case, host="256MiB", parameters="auto", strategy=Case().strategy, early=False),
+        None,
+        None,
+    ).bits
+    assert [
+        name for name, values in bits.items() if not torch.equal(undisturbed_bits[name], values)
     ] == []
 
 

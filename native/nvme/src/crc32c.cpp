@@ -79,6 +79,11 @@ std::uint32_t crc32c(std::uint32_t crc, const std::byte* data, std::size_t nbyte
     return chosen().sum(crc, data, nbytes);
 }
 
+std::uint32_t crc32c_joined(std::uint32_t first, std::uint32_t second,
+                            std::uint64_t nbytes) noexcept {
+    return polynomial::product(first, polynomial::shift_by(nbytes)) ^ second;
+}
+
 std::uint32_t crc32c_copy(std::uint32_t crc, std::byte* destination, const std::byte* source,
                           std::size_t nbytes) noexcept {
     return chosen().copy(crc, destination, source, nbytes);

@@ -16,6 +16,9 @@ namespace {
 constexpr u64 smallest_chunk = 16384, largest_chunk = 65536, chunks_per_thread = 4;
 constexpr u64 block = norm_block;
 constexpr u64 blocks_at_once = 4;
+// Elements that are summed, updated and summed again before the next: their streams fit the second
+// cache of any core.
+constexpr u64 summed_at_once = 8192;
 
 struct Named {
     std::string_view name;
@@ -109,6 +112,18 @@ void check(const Gradient& gradient, std::span<double> sums) {
     }
 }
 
+void check(std::span<const Summed> summed) {
+    u64 free = 0;
+    for (const Summed& one : summed) {
+        if (one.block == 0 || one.block % 4 != 0 || one.address % 4 != 0 || one.address < free) {
+            throw std::invalid_argument(
+                "memory that is summed is sorted by address, does not overlap, and begins, as its "
+                "blocks do, at a multiple of 4 bytes");
+        }
+        free = one.address + one.nbytes;
+    }
+}
+
 // Calls sum(begin, end) for every block, on the pool, and keeps what it returns.
 template <class Sum>
 void for_blocks(u64 numel, std::span<double> sums, ThreadPool& pool, const Sum& sum) {
@@ -148,6 +163,32 @@ void update(std::span<const Segment> segments, ThreadPool& pool, const Kernels& 
         const Chunk& one = chunks[number];
         kernels.update[one.segment->rule](*one.segment, one.begin, one.end);
     });
+}
+
+void update(std::span<const Segment> segments, std::span<Summed> summed, ThreadPool& pool,
+            const Kernels& kernels) {
+    for (std::size_t i = 0; i < segments.size(); ++i) check(segments[i], i);
+    check(summed);
+    const std::vector<Chunk> chunks = cut(segments, pool.size());
+    // All memory is allocated here: what the pool's threads do must not throw.
+    std::vector<Piece> pieces;
+    std::vector<std::size_t> ends;
+    for (const Chunk& one : chunks) {
+        add_pieces(pieces, summed, *one.segment, one.begin, one.end);
+        ends.push_back(pieces.size());
+    }
+    pool.run(chunks.size(), [&](u64 number) {
+        const Chunk& one = chunks[number];
+        const std::span<Piece> own(pieces.begin() + (number == 0 ? 0 : ends[number - 1]),
+                                   pieces.begin() + ends[number]);
+        for (u64 begin = one.begin; begin < one.end; begin += summed_at_once) {
+            const u64 end = std::min(begin + summed_at_once, one.end);
+            for (Piece& piece : own) piece.sum_before(begin, end);
+            kernels.update[one.segment->rule](*one.segment, begin, end);
+            for (Piece& piece : own) piece.sum_after(begin, end);
+        }
+    });
+    join(summed, pieces);
 }
 
 void block_sums(const Gradient& gradient, std::span<double> sums, ThreadPool& pool,

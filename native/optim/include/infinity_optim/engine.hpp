@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "infinity_optim/shared/layout.hpp"
+#include "infinity_optim/summing.hpp"
 #include "infinity_optim/thread_pool.hpp"
 
 namespace infinity_optim {
@@ -35,6 +36,11 @@ struct Gradient {
 // Updates every segment. Throws std::invalid_argument, before anything is changed, for a segment
 // that cannot be right.
 void update(std::span<const Segment> segments, ThreadPool& pool, const Kernels& kernels);
+
+// Updates every segment and sums this memory, which is sorted by address and does not overlap,
+// before and after it. Streams of the segments lie in it whole or not at all.
+void update(std::span<const Segment> segments, std::span<Summed> summed, ThreadPool& pool,
+            const Kernels& kernels);
 
 // Writes the sum of squares of each of the gradient's blocks; `sums` has block_count(numel) places.
 void block_sums(const Gradient& gradient, std::span<double> sums, ThreadPool& pool,
