@@ -8,7 +8,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from infinity_engine.activation import ActivationOffload, KeptActivations, SavedTensors
-from infinity_engine.activation.offloading import ActivationLimits, DriveRoom
+from infinity_engine.activation.drive_room import DriveRoom
+from infinity_engine.activation.moving import ActivationLimits
 from infinity_engine.config import ActivationsAt, EngineConfig
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.memory import BorrowedMemory, Ledger, PinnedPool

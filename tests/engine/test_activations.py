@@ -232,12 +232,12 @@ def test_what_is_here_or_on_its_way_stays_within_the_limit(tmp_path: Path) -> No
     with blocks(
         tmp_path, activations={"at": "nvme", "resident_bytes": limit, "small_bytes": 0}
     ) as (engine, model):
-        offload = offload_of(engine)
+        moves = offload_of(engine)._moves
 
         def look(*_: object) -> None:
             nonlocal most
-            here = offload._limits.resident - offload._limits.in_flight - offload._resident.free
-            most = max(most, here + offload._evicting_bytes)
+            here = moves.resident.limit - moves.resident.free
+            most = max(most, here + moves._evicting_bytes)
 
         for block in model.blocks:
             block.register_forward_hook(look)
@@ -265,7 +265,7 @@ def test_one_memory_is_kept_once_whatever_views_of_it_are_saved(tmp_path: Path) 
         model, tmp_path, activations={"at": "nvme", "resident_bytes": "8MiB", "small_bytes": 1024}
     ) as engine:
         loss = engine(batch(0))
-        sizes = [content.record.nbytes for content in offload_of(engine)._contents.values()]
+        sizes = [memory.record.nbytes for memory in offload_of(engine)._memories.by_number.values()]
         assert sizes.count(64 * 64 * 4) == 2  # the input, and y
         engine.backward(loss)
 
@@ -282,7 +282,7 @@ def test_a_graph_that_is_dropped_gives_its_places_back(tmp_path: Path) -> None:
         engine.backward(engine(batch(0)))
         engine.step()
         assert swap.free_bytes - free == swap.capacity - capacity
-        assert not offload_of(engine)._contents
+        assert not offload_of(engine)._memories.by_number
 
 
 def test_a_change_in_place_after_saving_is_an_error_as_in_torch(tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_failed_moves_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             engine.zero_grad()
         engine.backward(engine(batch(0)))
         engine.step()
-        assert offload_of(engine)._mover._transfers == []
+        assert offload_of(engine)._moves._mover._transfers == []
 
 
 def test_a_write_that_fails_late_does_not_fail_the_step(

@@ -1,0 +1,166 @@
+"""`SavedMemories`: the memory that graphs have saved tensors in, each memory once.
+
+Counts the saved tensors of each and tells when the last one has gone. Decides nothing and moves
+nothing: `ActivationOffload` and `ActivationMoves` do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from infinity_engine.activation.saved import changed_since
+from infinity_engine.memory import BorrowedMemory, Lease
+from infinity_engine.residence import ShardRecord
+from infinity_engine.schedule import Use
+from infinity_engine.storage import Transfer
+
+__all__ = ["SavedMemories", "SavedMemory", "SavedView"]
+
+
+@dataclass(eq=False, slots=True)
+class SavedMemory:
+    """One memory that autograd has saved, and how many saved tensors lie in it."""
+
+    number: int
+    use: Use
+    record: ShardRecord
+    address: int  # of the memory that was saved
+    # A tensor in it, and its version when it was saved; None once the memory is a copy of ours.
+    original: tuple[torch.Tensor, int] | None
+    transfer: Transfer | None = None
+    views: int = 0
+    changed: RuntimeError | None = None
+
+    def drop_original(self) -> None:
+        """Let the original go: the record has a copy of it elsewhere."""
+        # The last look at its version: a change from here on is not in the copy, which is right.
+        self.note_change()
+        self.original = None
+
+    def note_change(self) -> None:
+        """Remember an in-place change of what was saved."""
+        if self.original is not None and self.original[0]._version != self.original[1]:
+            tensor, version = self.original
+            self.changed = changed_since(tensor.shape, version, tensor._version)
+
+    def add_view(self) -> None:
+        """Count one more saved tensor in this memory."""
+        self.views += 1
+
+    def drop_view(self) -> None:
+        """Count one less."""
+        self.views -= 1
+
+    def begin_move(self, transfer: Transfer) -> None:
+        """Note the move that has begun."""
+        self.transfer = transfer
+
+    def end_move(self) -> Transfer:
+        """Note that its move has ended; return that."""
+        assert self.transfer is not None, "it is in a move"
+        transfer, self.transfer = self.transfer, None
+        return transfer
+
+
+class SavedView:
+    """What autograd holds in place of a tensor: a view of a saved memory."""
+
+    __slots__ = ("_dtype", "_gone", "_offset", "_size", "_stride", "memory")
+
+    def __init__(self, memory: SavedMemory, tensor: torch.Tensor, gone: deque[SavedMemory]) -> None:
+        self.memory = memory
+        self._dtype = tensor.dtype
+        self._size = tuple(tensor.shape)
+        self._stride = tensor.stride()
+        self._offset = int(tensor.storage_offset())
+        self._gone = gone
+
+    # Runs wherever a graph goes, also within a call of the offload: it only appends.
+    def __del__(self) -> None:
+        self._gone.append(self.memory)
+
+    def tensor(self, lease: Lease) -> torch.Tensor:
+        """Return the tensor that was saved, in the memory of `lease`."""
+        flat = lease.flat()
+        # The memory of a view may have bytes beyond the last whole element.
+        typed = flat[: flat.numel() - flat.numel() % self._dtype.itemsize].view(self._dtype)
+        return typed.as_strided(
+            self._size, self._stride, int(typed.storage_offset()) + self._offset
+        )
+
+
+class SavedMemories:
+    """Every memory that has saved tensors; `by_number` is for others to read."""
+
+    def __init__(self, borrowed: BorrowedMemory) -> None:
+        self.by_number: dict[int, SavedMemory] = {}
+        self._borrowed = borrowed
+        # Of those that are still the original, so that a tensor saved again is recognized.
+        self._by_address: dict[int, SavedMemory] = {}
+        self._next = 0
+        self._gone: deque[SavedMemory] = deque()  # once for each saved view that has gone
+
+    def find(self, tensor: torch.Tensor) -> SavedMemory | None:
+        """Return the memory of a tensor, where it was saved at the same version and is here."""
+        memory = self._by_address.get(tensor.untyped_storage().data_ptr())
+        if memory is None or memory.original is None or memory.original[1] != tensor._version:
+            return None
+        return memory
+
+    def add(self, tensor: torch.Tensor) -> SavedMemory:
+        """Number the memory of a tensor that was not saved yet."""
+        number, self._next = self._next, self._next + 1
+        name = f"activation {number}"
+        storage = tensor.untyped_storage()
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        memory = SavedMemory(
+            number,
+            Use(name, (number,)),
+            ShardRecord(name, self._borrowed.borrow(flat, holder=name)),
+            storage.data_ptr(),
+            # Detached: the tensor itself would hold its graph, and the graph holds what is saved.
+            (tensor.detach(), tensor._version),
+        )
+        self.by_number[number] = self._by_address[memory.address] = memory
+        return memory
+
+    def view(self, memory: SavedMemory, tensor: torch.Tensor) -> SavedView:
+        """Return what autograd saves in place of a tensor that lies in `memory`."""
+        memory.add_view()
+        return SavedView(memory, tensor, self._gone)
+
+    def drop_unused(self) -> Iterator[SavedMemory]:
+        """Yield every memory whose last saved tensor has gone; it is not among these any more."""
+        while self._gone:
+            memory = self._gone.popleft()
+            memory.drop_view()
+            if not memory.views and memory.number in self.by_number:
+                del self.by_number[memory.number]
+                self.forget_address(memory)
+                yield memory
+
+    def forget_address(self, memory: SavedMemory) -> None:
+        """Share the memory with no tensor that is saved from here on."""
+        if self._by_address.get(memory.address) is memory:
+            del self._by_address[memory.address]
+
+    def uses_down_from(self, number: int) -> list[Use]:
+        """Return the uses of what was saved up to `number`, the last first."""
+        return [
+            self.by_number[saved].use
+            for saved in sorted(self.by_number, reverse=True)
+            if saved <= number
+        ]
+
+    def number_anew(self) -> None:
+        """Begin the numbers of the next step at 0, as those of the step before."""
+        self._next = 0
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self.by_number.clear()
+        self._by_address.clear()

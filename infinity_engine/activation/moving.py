@@ -1,0 +1,288 @@
+"""`ActivationMoves`: carries saved memory away and back, and keeps its `ResidentSet` in step.
+
+Decides nothing: `ActivationOffload` says what leaves and what comes. How bytes move is the Mover's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deepnvme.sizes import PAGE
+from infinity_engine.accel import Event
+from infinity_engine.activation.drive_room import DriveRoom
+from infinity_engine.activation.memories import SavedMemories, SavedMemory
+from infinity_engine.errors import CapacityError, InfinityError
+from infinity_engine.kept_errors import again, kept
+from infinity_engine.lanes.lanes import Lanes
+from infinity_engine.lanes.meter import Cargo, Wait
+from infinity_engine.memory import BorrowedMemory, Lease
+from infinity_engine.plan import Tier
+from infinity_engine.plan.ops import Lane
+from infinity_engine.residence import Mover, Residency, ResidentSet
+from infinity_engine.storage import Transfer
+from infinity_engine.units import align_up
+
+__all__ = ["ActivationLimits", "ActivationMoves"]
+
+_MOST_MOVES = 64  # at one time: each saved tensor looks at all of them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationLimits:
+    """Bytes of saved memory that stay where modules compute, those of them that may be in flight,
+    and how many a memory needs at least to be moved.
+    """
+
+    resident: int
+    in_flight: int
+    small: int
+
+
+class ActivationMoves:
+    """Moves saved memory between `here`, where modules compute, and `home`, HOST or NVME.
+
+    `room` is where it lies on drives. What leaves is resident no more from the begin of its move,
+    and waits in the line of evictions until that has ended.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        mover: Mover,
+        memories: SavedMemories,
+        borrowed: BorrowedMemory,
+        limits: ActivationLimits,
+        *,
+        home: Tier,
+        here: Tier,
+        room: DriveRoom | None,
+    ) -> None:
+        self._lanes = lanes
+        self._mover = mover
+        self._memories = memories
+        self._borrowed = borrowed
+        self._most_evicting = limits.in_flight
+        self._home = home
+        self._here = here
+        self._room = room
+        self._sizes = _Sizes()
+        self.resident: ResidentSet[SavedMemory] = ResidentSet(
+            self._sizes, limits.resident - limits.in_flight
+        )
+        self._evicting: dict[int, SavedMemory] = {}  # by number, the oldest first
+        self._evicting_bytes = 0
+        self._failed: InfinityError | None = None
+
+    # --- what is here -----------------------------------------------------------------------------
+
+    def admit(self, memory: SavedMemory) -> None:
+        """Count memory that was just saved."""
+        self._sizes[memory.number] = memory.record.nbytes
+        self.resident.admit(memory.number, memory)
+
+    def lease(self, memory: SavedMemory) -> Lease:
+        """Return where it lies here, once it is."""
+        lease = memory.record.where(self._here)
+        assert isinstance(lease, Lease), "what was provided is here"
+        return lease
+
+    def forget(self, memory: SavedMemory) -> None:
+        """Give memory back that no graph holds any more."""
+        # What is being evicted is forgotten when that has ended.
+        if self.is_evicting(memory.number):
+            return
+        if memory.number in self.resident:
+            if memory.transfer is not None:
+                memory.transfer.wait()  # it was fetched ahead, and the graph went without it
+                memory.end_move().take_error()
+            self.resident.remove(memory.number)
+        self._release(memory)
+
+    def _release(self, memory: SavedMemory) -> None:
+        del self._sizes[memory.number]
+        self._mover.forget(memory.record)
+
+    def close(self) -> None:
+        """Forget all that is saved, once it moves no more."""
+        self._mover.drain()
+        for memory in [*self._memories.by_number.values(), *self._evicting.values()]:
+            self._mover.forget(memory.record)
+        self._memories.clear()
+        self._evicting.clear()
+        self._borrowed.close()
+
+    # --- what leaves ------------------------------------------------------------------------------
+
+    @property
+    def evicting(self) -> bool:
+        """Whether something is on its way out."""
+        return bool(self._evicting)
+
+    def is_evicting(self, number: int) -> bool:
+        """Tell whether this memory is on its way out."""
+        return number in self._evicting
+
+    def evict(self, memory: SavedMemory) -> None:
+        """Begin to evict memory, behind what is on its way."""
+        nbytes = memory.record.nbytes
+        if memory.transfer is not None:
+            self._wait_for(memory)  # it was fetched ahead, and something else is needed sooner
+            if memory.transfer.error is not None:
+                memory.end_move().take_error()
+                self.resident.remove(memory.number)
+                return
+        self._wait_for_evictions(max(self._most_evicting - nbytes, 0))
+        transfer = self._begin_eviction(memory)
+        if isinstance(transfer.error, CapacityError):
+            transfer.take_error()
+            # The pool that it passes is in pieces: whole again when nothing is on its way.
+            self._wait_for_evictions(0)
+            transfer = self._begin_eviction(memory)
+        # From here on its bytes are those of now. A change that no version tells, such as by numpy,
+        # makes the memory another one for what is saved later.
+        self._memories.forget_address(memory)
+        memory.begin_move(transfer)
+        self.resident.remove(memory.number)
+        self._evicting[memory.number] = memory
+        self._evicting_bytes += nbytes
+        if transfer.done():
+            self._end_eviction(memory)
+
+    def _begin_eviction(self, memory: SavedMemory) -> Transfer:
+        record = memory.record
+        if self._room is not None and not record.is_current(Tier.NVME):
+            # Those that are still on their way to the host have no place on the drives yet.
+            before = sum(
+                align_up(other.record.nbytes, PAGE)
+                for other in self._evicting.values()
+                if other.record.residency not in {Residency.STORING, Residency.NVME}
+            )
+            self._room.make(before + record.nbytes, what=record.name)
+        transfer = self._mover.move(record, self._home, after=self._computed())
+        self._count(Lane.NVME_WRITE if self._home is Tier.NVME else Lane.D2H, memory, transfer)
+        return transfer
+
+    def _wait_for_evictions(self, most: int) -> None:
+        """Wait until at most so many bytes are on their way, in not too many moves."""
+        while self._evicting and (
+            self._evicting_bytes > most or len(self._evicting) >= _MOST_MOVES
+        ):
+            oldest = next(iter(self._evicting.values()))
+            assert oldest.transfer is not None, "what is evicted is in a move"
+            with self._lanes.meter.waits(Wait.ACTIVATIONS):
+                oldest.transfer.wait()
+            self._end_eviction(oldest)
+
+    def _end_eviction(self, memory: SavedMemory) -> None:
+        """Note the end of a move.
+
+        Raises:
+            CapacityError: there was no room. The memory is still here.
+            TransferError: the I/O failed. The memory is still here.
+        """
+        del self._evicting[memory.number]
+        self._evicting_bytes -= memory.record.nbytes
+        error = memory.end_move().take_error()
+        if not memory.views:
+            self._release(memory)
+            return
+        if error is None:
+            memory.drop_original()
+            return
+        if memory.record.home() is self._here:
+            self.resident.admit(memory.number, memory)
+        raise again(error)
+
+    def note_ended(self) -> None:
+        """Note which evictions have ended; `raise_failure` says which one failed."""
+        self._mover.poll()
+        for memory in list(self._evicting.values()):
+            if memory.transfer is not None and memory.transfer.done():
+                try:
+                    self._end_eviction(memory)
+                # Not here: an update that was made must not look as if it had failed.
+                except InfinityError as error:
+                    self._failed = self._failed or kept(error)
+        self._borrowed.release_ended()
+
+    def raise_failure(self) -> None:
+        """Raise why something could not be evicted, once."""
+        error, self._failed = self._failed, None
+        if error is not None:
+            raise again(error)
+
+    # --- what comes back --------------------------------------------------------------------------
+
+    def fetch(self, memory: SavedMemory) -> None:
+        """Begin to fetch memory that has left."""
+        lease = self._borrowed.borrow(
+            _new_bytes(memory.record.nbytes, self._lanes.accelerator.torch_device),
+            holder=memory.record.name,
+        )
+        transfer = self._mover.move(memory.record, self._here, into=lease, after=self._computed())
+        memory.begin_move(transfer)
+        self.resident.admit(memory.number, memory)
+        self._count(Lane.NVME_READ if self._home is Tier.NVME else Lane.H2D, memory, transfer)
+
+    def finish_eviction(self, memory: SavedMemory) -> None:
+        """Wait until memory that is on its way out has left: it can be fetched then."""
+        if self.is_evicting(memory.number):
+            self._wait_for(memory)
+            self._end_eviction(memory)
+
+    def finish_fetch(self, memory: SavedMemory) -> None:
+        """Wait until memory that is on its way back is here.
+
+        Raises:
+            TransferError: it could not be read. It can be fetched again.
+        """
+        if memory.transfer is None:
+            return
+        self._wait_for(memory)
+        transfer = memory.end_move()
+        if transfer.error is not None:
+            self.resident.remove(memory.number)
+        transfer.result()
+
+    def _wait_for(self, memory: SavedMemory) -> None:
+        assert memory.transfer is not None, "it is in a move"
+        if not memory.transfer.poll():
+            with self._lanes.meter.waits(Wait.ACTIVATIONS):
+                memory.transfer.wait()
+
+    # --- the device -------------------------------------------------------------------------------
+
+    def _computed(self) -> Sequence[Event]:
+        """Return what a copy waits for: kernels that make what is read, or used what is written."""
+        if self._here is Tier.HOST:
+            return ()
+        return (self._lanes.accelerator.record(self._lanes.compute),)
+
+    def _count(self, lane: Lane, memory: SavedMemory, transfer: Transfer) -> None:
+        self._lanes.meter.copies(
+            lane,
+            Cargo.ACTIVATIONS,
+            memory.record.nbytes,
+            transfer.event,
+            name="activation",
+            number=memory.number,
+        )
+
+
+class _Sizes(dict[int, int]):
+    """The bytes of each memory; 0 of one that there is not, which a trace may predict."""
+
+    def __missing__(self, number: int) -> int:
+        return 0
+
+
+def _new_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return uninitialized memory; on the CPU it begins on a page, so that drives write to it."""
+    if device.type != "cpu":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+    begin = -memory.data_ptr() % PAGE
+    return memory[begin : begin + nbytes]
