@@ -286,6 +286,11 @@ class Telemetry:
         with self._lock:
             self._running("noted").notes.update(values)
 
+    @property
+    def in_step(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._open is not None
+
     def begin_step(self, index: int) -> None:
         """Begin step `index`: new spans, growth and peaks belong to it until end_step."""
         with self._lock:

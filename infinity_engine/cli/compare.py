@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from infinity_engine.cli.plan_advice import seconds_in_words
+from infinity_engine.cli.plan_answer import seconds_in_words
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
 from infinity_engine.cli.plan_machine import machine_of
 from infinity_engine.cli.plan_question import (

@@ -1,26 +1,22 @@
 """The answer of `infinity plan` as tables: what fits and how, or what is missing and what would do.
 
-Prints what the report says and works out nothing. Called by plan.py.
+Prints what the report and the advice say, and works out nothing. Called by plan.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from infinity_engine.cli.plan_advice import (
-    purchase_rows,
-    range_in_words,
-    run_rows,
-    seconds_in_words,
-)
 from infinity_engine.cli.plan_machine import free
 from infinity_engine.units import GiB, format_bytes
 
 if TYPE_CHECKING:
     from deepnvme.cli.report import Rows
     from infinity_engine.advice.advising import Advice
+    from infinity_engine.advice.course import RunForecast
     from infinity_engine.placement.training import Training
     from infinity_engine.plan import Capacity
     from infinity_engine.sim.remedies import Refusal, Remedy
@@ -30,6 +26,7 @@ __all__ = [
     "Section",
     "answer",
     "refused",
+    "seconds_in_words",
     "setting_in_words",
     "show",
     "step_in_words",
@@ -38,6 +35,13 @@ __all__ = [
 
 Section = tuple[str, Iterable[tuple[str, str]]]
 _LARGEST = 3  # of what a tier holds, on one line
+_MOST_PURCHASES = 3  # that are shown
+_WORTH_SHOWING = 0.02  # of a step
+_TB = 1e12
+_S_PER_DAY = 86_400
+_SOURCES = MappingProxyType(
+    {"measured": "measured rates", "given": "given rates", "published": "published rates"}
+)
 
 
 def show(sections: Iterable[Section]) -> None:
@@ -65,7 +69,7 @@ def answer(
     report: PlanReport, training: Training, advice: Advice, *, full: bool = False
 ) -> Iterator[Section]:
     """Yield what a plan that fits says: what fits on one screen, or every figure."""
-    title = f"{report.model} fits: {step_in_words(report)}{range_in_words(report, advice)}"
+    title = f"{report.model} fits: {step_in_words(report)}{_range_in_words(report, advice)}"
     yield title, _summary(report, training)
     yield "Settings", [(name, setting_in_words(value)) for name, value in report.settings.items()]
     if full:
@@ -77,8 +81,8 @@ def answer(
         yield "Wear", _wear(report)
     if advice.run is not None:
         rated = None if report.wear is None else report.wear.rated_bytes
-        yield "The run", run_rows(advice.run, rated_bytes=rated)
-    yield "Next purchase", purchase_rows(report, advice)
+        yield "The run", _run(advice.run, rated_bytes=rated)
+    yield "Next purchase", _purchases(report, advice)
     if report.notes:
         yield "Notes", [("", note) for note in report.notes]
 
@@ -145,6 +149,10 @@ def _memory(report: PlanReport) -> Rows:
 def _phases(report: PlanReport) -> Rows:
     for phase in report.phases:
         yield phase.name, f"{seconds_in_words(phase.seconds)}, bound by {phase.binding}"
+    yield from _between_ranks(report)
+
+
+def _between_ranks(report: PlanReport) -> Rows:
     if report.gathering_s:
         gathering = seconds_in_words(report.gathering_s)
         yield "between ranks", f"gathers and reductions take {gathering}, hidden or not"
@@ -206,12 +214,7 @@ def _times(report: PlanReport) -> Rows:
         yield "of which the update", f"{seconds_in_words(report.update_s)} ({used})"
     if report.micro_batches > 1:
         yield "", f"forward and backward again for {report.micro_batches - 1} more micro-batches"
-    if report.gathering_s:
-        gathering = seconds_in_words(report.gathering_s)
-        yield (
-            "between ranks",
-            f"gathers and reductions take {gathering}, hidden or not",
-        )
+    yield from _between_ranks(report)
     if report.least_update_s is not None:
         yield (
             "least update",
@@ -239,6 +242,68 @@ def _wear(report: PlanReport) -> Rows:
         # Below two years, days say more.
         life = f"{wear.years:,.1f} years" if wear.years >= 2 else f"{days:,.0f} days"
         yield "drives' life", f"{life} of steps, at {wear.rated_bytes / 1e12:,.0f} TB rated"
+
+
+def _range_in_words(report: PlanReport, advice: Advice) -> str:
+    """Return between which seconds a step is expected, and by which rates; nothing where a step
+    is not known.
+    """
+    if report.tokens_per_s is None:
+        return ""
+    least, most = map(seconds_in_words, advice.step_range)
+    return f" ({least} to {most} with {_SOURCES[advice.source.value]})"
+
+
+def _purchases(report: PlanReport, advice: Advice) -> Rows:
+    """Yield the purchases that save something, those that do not, and what a little more is
+    worth.
+    """
+    now = seconds_in_words(report.step_s)
+    step = "without computing" if report.tokens_per_s is None else "a step"
+    written = 0.0 if report.wear is None else report.wear.written_per_day
+    gains = [purchase for purchase in advice.purchases if purchase.saved >= _WORTH_SHOWING]
+    for purchase in gains[:_MOST_PURCHASES]:
+        change = f"{now} -> {seconds_in_words(purchase.step_s)} {step}"
+        if written:
+            day = f"{written / _TB:,.1f} -> {purchase.written_per_day / _TB:,.1f}"
+            change += f", {day} TB written a day"
+        yield purchase.what, change
+    idle = [purchase.what for purchase in advice.purchases if purchase.saved < _WORTH_SHOWING]
+    if idle:
+        yield "no gain", "; ".join(idle)
+    if advice.worths:
+        yield (
+            "worth",
+            "; ".join(f"1 {it.unit} more: {seconds_in_words(it.seconds)}" for it in advice.worths),
+        )
+
+
+def _run(run: RunForecast, *, rated_bytes: int | None) -> Rows:
+    """Yield what a run takes, and what it would take with more micro-batches in a step."""
+    yield f"{run.tokens:,} tokens", f"{run.steps:,} steps, {_takes(run, rated_bytes)}"
+    more = run.accumulated
+    if more is not None:
+        yield (
+            f"--accumulation {more.accumulation}",
+            f"{more.steps:,} steps, {_takes(more, rated_bytes)}",
+        )
+
+
+def _takes(run: RunForecast, rated_bytes: int | None) -> str:
+    parts = [_time_in_words(run.seconds)]
+    if run.written:
+        share = "" if rated_bytes is None else f" ({run.written / rated_bytes:.1%} of the TBW)"
+        parts.append(f"{run.written / _TB:,.1f} TB written{share}")
+    if run.kwh is not None:
+        parts.append(f"{run.kwh:,.1f} kWh")
+    if run.cost is not None:
+        parts.append(f"cost {run.cost:,.2f}")
+    return ", ".join(parts)
+
+
+def _time_in_words(seconds: float) -> str:
+    days = seconds / _S_PER_DAY
+    return f"{days:,.1f} days" if days >= 1 else f"{seconds / 3600:,.1f} hours"
 
 
 def refused(refusal: Refusal) -> Iterator[Section]:
@@ -302,6 +367,13 @@ def _to_give(needed: int, left: Callable[[Capacity], int]) -> str:
     while (lacking := needed - left(free(gib * GiB, gib * GiB, gib * GiB))) > 0:
         gib += -(-lacking // GiB)
     return f"{gib}GiB"
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Return seconds, or milliseconds where that is less than one."""
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def step_in_words(report: PlanReport) -> str:

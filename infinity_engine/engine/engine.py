@@ -135,7 +135,6 @@ class Engine:
         )
         # By id: comparing tensors would compare their elements.
         self._known = {id(known.parameter): known for known in (*parts.trained, *parts.frozen)}
-        self._recording = False
         self._window = GradientWindow(parts)
         for known in self._known.values():
             # From here on check_untouched() compares with these.
@@ -358,7 +357,6 @@ class Engine:
         parts.drives.count()
         parts.telemetry.note(planned_again=self._updates.why_planned_again())
         parts.meter.end_step(result, in_time=fetching.in_time, late=fetching.late)
-        self._recording = False
         # After the meter: its counters are those of the step that has ended.
         self._updates.look_for_a_plan(parts.telemetry.counters)
         # A skipped step has updated nothing, and no scheduler sees it.
@@ -1106,9 +1104,8 @@ class Engine:
             # Refuses where gradients of earlier micro-batches would go unnoticed.
             self._window.check_may_drop()
             self.zero_grad()
-        if not self._recording:
+        if not self._parts.telemetry.in_step:
             self._parts.telemetry.begin_step(self.steps)
-            self._recording = True
 
     def _check_whole(self, *, deferred_too: bool = True) -> None:
         """Refuse to go on after half a step; `deferred_too`: finish a deferred update first."""

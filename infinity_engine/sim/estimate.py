@@ -104,12 +104,10 @@ class StepEstimate:
         self._budget = budget
         self._tier = tier
         self._drives = drives
-        self._drives_there = sum(budget.nvme.values())
         self._micro_batches = training.accumulation_steps
         self._numel = sizing.numel
         largest = sizing.largest
         self._largest = largest.numel
-        self._at_home = tier is not Tier.DEVICE
         self._parameters = sum(sizing.parameters)
         self._largest_passing = sum(sorted(sizing.parameters)[-_PASSING:])
         gradient = sum(sizing.all_gradients.values()) / self._numel
@@ -119,8 +117,8 @@ class StepEstimate:
             host=sizing.states_bytes(largest, Home.HOST, tier) / largest.numel,
             visiting=sizing.states_bytes(largest, Home.VISITING, tier) / largest.numel,
             resident=sizing.states_bytes(largest, Home.RESIDENT, tier) / largest.numel
-            + (width if self._at_home else 0),
-            copied=0 if self._at_home else width,
+            + (width if tier is not Tier.DEVICE else 0),
+            copied=width if tier is Tier.DEVICE else 0,
             gradient=gradient,
             kept=4 + gradient if sizing.sums else gradient,
         )
@@ -162,6 +160,15 @@ class StepEstimate:
 
     def _rests(self, spill: _Spill) -> float:
         return spill.states + spill.gradients * self._micro_batches + self._values_on_drives
+
+    @property
+    def _at_home(self) -> bool:
+        """Whether parameters reside elsewhere, and come to the device for their modules."""
+        return self._tier is not Tier.DEVICE
+
+    @property
+    def _drives_there(self) -> int:
+        return sum(self._budget.nvme.values())
 
     @property
     def _values_on_drives(self) -> int:

@@ -248,6 +248,16 @@ def test_a_step_ends_when_its_body_raises() -> None:
     assert step.end_ns is not None
 
 
+def test_it_tells_whether_a_step_is_running() -> None:
+    telemetry = recorder()
+    before = telemetry.in_step
+    telemetry.begin_step(0)
+    within = telemetry.in_step
+    telemetry.end_step()
+
+    assert (before, within, telemetry.in_step) == (False, True, False)
+
+
 def test_a_step_cannot_begin_within_another() -> None:
     telemetry = recorder()
     telemetry.begin_step(3)
