@@ -1,8 +1,8 @@
 """The settings of the engine: every one of them with its meaning, its check and its only default.
 
 Frozen data, checked when made, read from and written to JSON-like mappings; the documentation's
-tables come from here. Knows no tensor and starts nothing. Used by engine/ and cli/ only: the rooms
-below get plain arguments.
+tables come from here. Knows no tensor and starts nothing. Only rooms that read settings import it;
+all others get plain arguments.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
-"""The result of a call of `Engine.step`. Pure data."""
+"""The result of a call of `Engine.step`, and the rule of the loss scale. Pure data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Outcome", "StepResult"]
+__all__ = ["GROWTH_STEPS", "Outcome", "StepResult"]
+
+GROWTH_STEPS = 2000
+"""Steps in a row with finite gradients that double the loss scale; torch.amp.GradScaler has the
+same."""
 
 
 class Outcome(Enum):

@@ -29,6 +29,7 @@ from deepnvme.queue.queue import IOQueue
 from deepnvme.sizes import format_bytes
 
 __all__ = [
+    "OPERATION_BYTES",
     "PIECE_BYTES",
     "UnusableError",
     "data_file",
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 PIECE_BYTES = 64 * MIB  # files are a whole number of these
-_OPERATION_BYTES = 16 * MIB
+OPERATION_BYTES = 16 * MIB
 
 _Advance = Callable[[str], None]
 
@@ -122,8 +123,8 @@ def data_file(
 
 
 def _write(path: Path, nbytes: int, backend: str, advance: _Advance, end: float) -> int:
-    pool = Pool(_OPERATION_BYTES)
-    block = pool.buffer(_OPERATION_BYTES)
+    pool = Pool(OPERATION_BYTES)
+    block = pool.buffer(OPERATION_BYTES)
     fill(block)
     usual = Settings()
     with (
@@ -140,7 +141,7 @@ def _write(path: Path, nbytes: int, backend: str, advance: _Advance, end: float)
         while written < nbytes and (written == 0 or time.perf_counter() < end):
             advance(f"writing a file of {format_bytes(nbytes)}")
             with queue.batch() as batch:
-                for offset in range(written, written + PIECE_BYTES, _OPERATION_BYTES):
+                for offset in range(written, written + PIECE_BYTES, OPERATION_BYTES):
                     batch.pwrite(file, block, offset)
             written += PIECE_BYTES
         file.truncate(written)

@@ -23,6 +23,7 @@ from deepnvme.cli.arguments import seconds_argument
 from deepnvme.cli.doctor import settings_text
 from deepnvme.cli.report import Output
 from deepnvme.cli.scratch import (
+    OPERATION_BYTES,
     PIECE_BYTES,
     data_file,
     progress_bar,
@@ -75,7 +76,6 @@ CHUNKS = (MIB // 4, MIB // 2, MIB, 2 * MIB, 4 * MIB)
 INFLIGHT = (4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB)
 
 _FILE_BYTES = GIB
-_OPERATION_BYTES = 16 * MIB
 _WORKLOADS = (Workload.READ, Workload.OVERWRITE)
 _ROUNDS = 3
 # Of the time: for writing the file, for the sizes, for the memory; and of that, in measurements and
@@ -163,7 +163,7 @@ def _measure(
 ) -> tuple[dict[Settings, Rates], dict[UserMemory, Rates]]:
     """Return the rates of each pair of sizes and, at the best, of each way for ordinary memory."""
     grid = [Settings(chunk, inflight) for inflight in INFLIGHT for chunk in CHUNKS]
-    pool = Pool(_OPERATION_BYTES * pending_for(_OPERATION_BYTES, max(INFLIGHT)))
+    pool = Pool(OPERATION_BYTES * pending_for(OPERATION_BYTES, max(INFLIGHT)))
     memory, ordinary = pool.buffer(pool.capacity), small_pages(pool.capacity)
     fill(memory)
     fill(ordinary)
@@ -190,11 +190,11 @@ def _measure(
                     path=path,
                     file_bytes=file_bytes,
                     workload=workload,
-                    operation_bytes=_OPERATION_BYTES,
+                    operation_bytes=OPERATION_BYTES,
                     seconds=most_s * _MEASURING_SHARE / (_ROUNDS * len(points)),
                 )
                 buffers = cut(
-                    memory, _OPERATION_BYTES, pending_for(_OPERATION_BYTES, settings.inflight_bytes)
+                    memory, OPERATION_BYTES, pending_for(OPERATION_BYTES, settings.inflight_bytes)
                 )
                 return measure(load, buffers, settings, backend=backend, pool=pool).bytes_per_s
 

@@ -47,6 +47,7 @@ from deepnvme.memory.pool import Pool
 from deepnvme.queue.future import IOFuture
 from deepnvme.queue.pipeline import (
     RUN_BYTES,
+    STAGED_RUNS,
     Piece,
     Pipeline,
     Staged,
@@ -86,9 +87,8 @@ _OURS_ALONE = frozenset({"C128"})  # codes that the format does not have
 
 _NEW_MODE = 0o666  # less the umask
 _FIRST_READ_BYTES = 64 << 10  # which most headers fit into
-_STAGED_RUNS = 4
 
-STAGING_BYTES = _STAGED_RUNS * RUN_BYTES
+STAGING_BYTES = STAGED_RUNS * RUN_BYTES
 """The memory that small tensors pass on their way to a file, where the caller asks for no other."""
 
 
@@ -278,7 +278,7 @@ class SafetensorsFile:
         if not stretches:
             return
         room = max(stretch.nbytes for stretch in stretches)
-        staged = Staged((self._queue,), runs=min(_STAGED_RUNS, len(stretches)), run_bytes=room)
+        staged = Staged((self._queue,), runs=min(STAGED_RUNS, len(stretches)), run_bytes=room)
         ends.callback(staged.close)
         for stretch in stretches:
             staging = staged.take(pipeline)
@@ -635,11 +635,11 @@ class _PageWriter:
         self._file = file
         self._queue = queue
         self._sums = sums
-        room = max(PAGE, min(staging_bytes // _STAGED_RUNS // PAGE * PAGE, whole_pages(total)))
-        self._pool = Pool(_STAGED_RUNS * room)
+        room = max(PAGE, min(staging_bytes // STAGED_RUNS // PAGE * PAGE, whole_pages(total)))
+        self._pool = Pool(STAGED_RUNS * room)
         queue.use_pool(self._pool)
         self._slots: deque[tuple[Memory, IOFuture[int] | None]] = deque(
-            (memory_of(self._pool.buffer(room), writable=True), None) for _ in range(_STAGED_RUNS)
+            (memory_of(self._pool.buffer(room), writable=True), None) for _ in range(STAGED_RUNS)
         )
         self._batch = Batch()
         self._staging, _ = self._slots.popleft()

@@ -23,8 +23,10 @@ from deepnvme.queue.queue import Batch, IOQueue
 from deepnvme.sizes import PAGE, whole_pages
 
 __all__ = [
+    "GAP_BYTES",
     "MOST_BYTES",
     "RUN_BYTES",
+    "STAGED_RUNS",
     "Piece",
     "Pipeline",
     "Staged",
@@ -41,8 +43,12 @@ RUN_BYTES = 8 << 20
 MOST_BYTES = 64 << 20
 """From so many under way for each drive on, no more are begun."""
 
-_GAP_BYTES = 128 << 10  # reading over so much is cheaper than another operation
-_STAGED_RUNS = 4
+GAP_BYTES = 128 << 10
+"""A gap between two reads that is cheaper to read over than to skip with another operation."""
+
+STAGED_RUNS = 4
+"""How many such operations have staging memory at one time."""
+
 # how long a queue that refuses to wait is left alone before it is asked again
 _UNTIL_ROOM_S = 0.001
 
@@ -160,7 +166,7 @@ class Staged:
     """
 
     def __init__(
-        self, queues: Collection[IOQueue], *, runs: int = _STAGED_RUNS, run_bytes: int = RUN_BYTES
+        self, queues: Collection[IOQueue], *, runs: int = STAGED_RUNS, run_bytes: int = RUN_BYTES
     ) -> None:
         self._queues = queues
         self.run_bytes = run_bytes
@@ -280,7 +286,7 @@ def together(pieces: Iterable[Piece[_T]]) -> Iterator[Stretch[_T]]:
         until = piece.offset + piece.nbytes
         close = (
             piece.file == file
-            and piece.offset - end <= _GAP_BYTES
+            and piece.offset - end <= GAP_BYTES
             and whole_pages(until) - start <= RUN_BYTES
         )
         if group and not close:

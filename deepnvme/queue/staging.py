@@ -27,6 +27,7 @@ from deepnvme.memory.device_arrays import CopyEvent, DeviceArray
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.future import IOFuture
 from deepnvme.queue.pending import Pending, short_read_error
+from deepnvme.sizes import PAGE
 
 if TYPE_CHECKING:
     import asyncio
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["STAGING_BYTES", "Staging"]
 
 STAGING_BYTES = 32 << 20  # two pieces of what a drive is kept busy with (decision 0003)
-_PAGE = 4096  # where a piece begins in its file, so that all but an operation's ends goes directly
 
 
 @dataclass(eq=False)
@@ -115,7 +115,8 @@ class _PieceMemory:
 
     def _extent(self, operation: _Operation) -> tuple[int, int]:
         """Return how far into a page the next piece begins, and the piece's bytes."""
-        lead = (operation.offset + operation.issued) % _PAGE
+        # A piece begins on a page of its file, so that all but an operation's ends goes directly.
+        lead = (operation.offset + operation.issued) % PAGE
         # Half of the pool: while the drive has one piece, the device has another.
         return lead, min(operation.asked - operation.issued, self._nbytes // 2 - lead)
 

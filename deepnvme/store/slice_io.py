@@ -15,7 +15,7 @@ from functools import partial
 from deepnvme.memory.buffers import Memory
 from deepnvme.memory.checksum import CHECKSUM_BYTES, checksums_of
 from deepnvme.memory.copying import gather, scatter
-from deepnvme.queue.pipeline import RUN_BYTES, Pipeline, Staged
+from deepnvme.queue.pipeline import GAP_BYTES, RUN_BYTES, Pipeline, Staged
 from deepnvme.queue.queue import Batch
 from deepnvme.sizes import PAGE
 from deepnvme.store.manifest import Record
@@ -24,8 +24,6 @@ from deepnvme.volume.extents import Extent, slices
 from deepnvme.volume.volume import Volume
 
 __all__ = ["SliceIO", "Window", "whole_windows", "windows"]
-
-_GAP_BYTES = 128 << 10  # reading over so much is cheaper than another operation
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def windows(runs: Iterable[tuple[int, int]], nbytes: int, unit: int) -> Iterator
     for offset, length, source in _cut(runs):
         # A gap ends a window only where no unit has bytes of both sides: the end is rounded up.
         other_cell = bool(group) and offset // RUN_BYTES != group[0][0] // RUN_BYTES
-        if other_cell or (offset - end > _GAP_BYTES and offset // unit >= -(-end // unit)):
+        if other_cell or (offset - end > GAP_BYTES and offset // unit >= -(-end // unit)):
             yield from _window(group, nbytes, unit)
             group = []
         group.append((offset, length, source))

@@ -23,10 +23,10 @@ from infinity_engine.memory import BorrowedMemory
 from infinity_engine.plan import Tier
 from infinity_engine.residence import Mover
 from infinity_engine.schedule import NEVER
+from infinity_engine.schedule.prefetch import LOOK_AHEAD
 
 __all__ = ["ActivationOffload"]
 
-_LOOK_AHEAD = 32  # uses
 _SMALLEST_PART = 4  # a view of less than a fourth of its memory stays: the rest is not autograd's
 _SLACK = 8  # part of the room that is made at once, as each time looks at all that is here
 
@@ -172,7 +172,7 @@ class ActivationOffload:
     def _prefetch(self) -> None:
         """Begin to fetch what is needed next, as far as there is room."""
         resident = self._moves.resident
-        upcoming = resident.upcoming(_LOOK_AHEAD)
+        upcoming = resident.upcoming(LOOK_AHEAD)
         if all(use.parameters[0] in resident for _, use in upcoming):
             return
         chosen = resident.choose(upcoming)

@@ -27,6 +27,7 @@ from infinity_engine.storage import transfer_error
 __all__ = ["FILE_BYTES", "shard_names", "write_shard"]
 
 FILE_BYTES = 4 << 30
+"""A file that has reached this length gets no further tensor."""
 """A file ends with the slice that fills it up to here."""
 
 

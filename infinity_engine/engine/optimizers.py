@@ -19,6 +19,8 @@ from infinity_engine.plan.mappings import known_mapping
 
 __all__ = ["LionOptimizer", "optimizer_of"]
 
+_LION = Lion()  # its defaults are those of the rule
+
 
 class LionOptimizer(torch.optim.Optimizer):
     """Steps by the sign of an interpolated momentum (Chen et al., 2023), with weight decay."""
@@ -27,8 +29,8 @@ class LionOptimizer(torch.optim.Optimizer):
         self,
         params: Any,
         *,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
+        lr: float = _LION.lr,
+        betas: tuple[float, float] = _LION.betas,
         weight_decay: float = 0.0,
         maximize: bool = False,
     ) -> None:

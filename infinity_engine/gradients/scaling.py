@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from infinity_engine.outcome import GROWTH_STEPS
+
 __all__ = ["LossScale"]
 
-_GROWTH_STEPS = 2000  # as torch.amp.GradScaler: growth_interval
 _FIRST = 2.0**16  # as torch.amp.GradScaler: init_scale
 _LEAST = 1.0
 
@@ -45,12 +46,12 @@ class LossScale:
         if self.dynamic:
             # A model without fp16 parameters ignores the scale of one that had some; what it saves
             # counts all of its steps.
-            self.value, self._good = value, good % _GROWTH_STEPS
+            self.value, self._good = value, good % GROWTH_STEPS
 
     def step_made(self) -> None:
         """Note a step in which all gradients were finite."""
         self._good += 1
-        if self.dynamic and self._good == _GROWTH_STEPS:
+        if self.dynamic and self._good == GROWTH_STEPS:
             self.value *= 2
             self._good = 0
 

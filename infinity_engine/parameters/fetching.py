@@ -28,11 +28,10 @@ from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import Lane
 from infinity_engine.residence import Mover, ResidentSet, ShardRecord, Source
 from infinity_engine.schedule import Use
+from infinity_engine.schedule.prefetch import LOOK_AHEAD
 from infinity_engine.storage import Place, SwapFile, Transfer
 
 __all__ = ["ParameterFetcher"]
-
-_LOOK_AHEAD = 32  # uses
 
 
 def _nothing() -> None:
@@ -287,7 +286,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
     def _prefetch_upcoming(self) -> None:
         # Pieces that were written meanwhile can be read now.
         self._pieces.read_all()
-        upcoming = self.resident.upcoming(_LOOK_AHEAD)
+        upcoming = self.resident.upcoming(LOOK_AHEAD)
         if not upcoming:
             return
         unmade = self._pieces.unmade({number for _, use in upcoming for number in use.parameters})

@@ -37,10 +37,12 @@ from infinity_engine.plan import Extent, ResolvedBudget, Tier
 from infinity_engine.plan.step import BytesPerParameter, Home, PlanOutline, SubgroupSpec
 from infinity_engine.units import align_up
 
-__all__ = ["Demand", "Sizing", "cut"]
+__all__ = ["PASSING", "Demand", "Sizing", "cut"]
+
+PASSING = 4
+"""How many of the largest parameters pass the host at once."""
 
 _BEFORE, _BACKWARD, _UPDATE = range(3)  # when buffers live
-_PASSING = 4  # of the largest parameters, so many pass the host at once
 # Values come to the drives in pieces of so many bytes before the first step.
 _MOST_SCRATCH = 8 << 20
 _NOTHING = Resting()
@@ -575,7 +577,7 @@ class Sizing:
             fetched = max(min(room, every), min(self.deepest, every))
             if not self.unified and passing:
                 # What passes the host to the device: the largest of them at once.
-                window = sum(sorted(align_up(nbytes, PAGE) for nbytes in passing)[-_PASSING:])
+                window = sum(sorted(align_up(nbytes, PAGE) for nbytes in passing)[-PASSING:])
         staged = sum(plan.staging_bytes)
         device += max(staged, fetched) if at_home else staged + (0 if self.unified else staying)
         demand = Demand(

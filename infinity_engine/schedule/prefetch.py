@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 from infinity_engine.schedule.trace import Use
 
-__all__ = ["Fetches", "choose_fetches", "farthest_first"]
+__all__ = ["LOOK_AHEAD", "Fetches", "choose_fetches", "farthest_first"]
+
+LOOK_AHEAD = 32
+"""Uses among which the engine looks for what to fetch; the planner simulates the same."""
 
 
 @dataclass(frozen=True, slots=True)

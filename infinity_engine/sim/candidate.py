@@ -19,12 +19,12 @@ from infinity_engine.placement.sizing import Demand, Sizing
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import ResolvedBudget, Strategy, Tier
 from infinity_engine.sim.timeline import StepTimeline, time_quickest_step, time_step
+from infinity_engine.sim.walking import GATHERED
 
 __all__ = ["Candidate", "Choice", "Evaluator"]
 
 _FP32 = 4
 _HEADER_BYTES = 3 * PAGE  # of each drive, for the swap file's own and for whole pages
-_GATHERED = 2  # modules at once
 _Maker = TypeVar("_Maker", bound="Evaluator")
 
 
@@ -215,7 +215,7 @@ class Evaluator:
         """Return the bytes of modules gathered from all ranks: the one that computes, and the
         next.
         """
-        return _GATHERED * sizing.deepest if self.means.ranks > 1 else 0
+        return GATHERED * sizing.deepest if self.means.ranks > 1 else 0
 
 
 def _check(demand: Demand, sizing: Sizing, budget: ResolvedBudget) -> None:

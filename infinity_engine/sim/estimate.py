@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim.policy import HOST_BUFFERS
-from infinity_engine.placement.sizing import Sizing
+from infinity_engine.placement.sizing import PASSING, Sizing
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Lane, LaneClocks, ResolvedBudget, Tier
 from infinity_engine.plan.step import Home
@@ -22,7 +22,6 @@ from infinity_engine.sim.room import Parts
 __all__ = ["StepEstimate"]
 
 _STAGING_SETS = 3
-_PASSING = 4  # of the largest parameters that pass the host at once
 _LEAST_BUFFERS = 2  # for states on drives where gradients stay in memory; else 1 is enough
 _SOME_RATE = 1.0  # bytes of each nanosecond, for what was not measured
 
@@ -109,7 +108,7 @@ class StepEstimate:
         largest = sizing.largest
         self._largest = largest.numel
         self._parameters = sum(sizing.parameters)
-        self._largest_passing = sum(sorted(sizing.parameters)[-_PASSING:])
+        self._largest_passing = sum(sorted(sizing.parameters)[-PASSING:])
         gradient = sum(sizing.all_gradients.values()) / self._numel
         has_copies = sizing.formats.parameter is not None and not sizing.unified
         width = sizing.width if has_copies else 0

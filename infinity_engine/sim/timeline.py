@@ -19,6 +19,7 @@ from infinity_engine.plan import Lane, LaneClocks, OpTime, Rates, Tier
 from infinity_engine.plan.ops import CopyOp, Op, UpdateOp
 from infinity_engine.plan.step import Home
 from infinity_engine.schedule.executor import Walk
+from infinity_engine.schedule.prefetch import LOOK_AHEAD
 from infinity_engine.sim.walking import ComputeTime, FetchingRoom, RankWire, TimedCarrier
 from infinity_engine.telemetry import NullTelemetry
 
@@ -32,7 +33,6 @@ __all__ = [
 
 _NS_PER_S = 10**9
 _ROUNDS = 8  # to find how much of their time updates and moves disturb one another
-_LOOK_AHEAD = 32  # modules among which the engine's fetcher looks for what to fetch
 
 
 class Span(NamedTuple):
@@ -368,7 +368,7 @@ class _TimedStep:
         has been updated.
         """
         left = self._room.free
-        for number in range(start, min(start + _LOOK_AHEAD, len(self._modules))):
+        for number in range(start, min(start + LOOK_AHEAD, len(self._modules))):
             needs = self._modules[number]
             if not needs.fetched or number in self._room:
                 continue

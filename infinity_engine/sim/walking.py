@@ -16,10 +16,11 @@ from infinity_engine.plan import Lane, LaneClocks, OpTime
 from infinity_engine.plan.compute import ComputeRate
 from infinity_engine.plan.ops import Op
 
-__all__ = ["ComputeTime", "FetchingRoom", "RankWire", "TimedCarrier", "TimedEvent"]
+__all__ = ["GATHERED", "ComputeTime", "FetchingRoom", "RankWire", "TimedCarrier", "TimedEvent"]
 
 _NS_PER_S = 10**9
-_GATHERED = 2  # modules whose parameters are whole at once: one computes, the next is gathered
+GATHERED = 2
+"""Modules whose parameters are whole at once: one computes, the next one is gathered."""
 
 
 class TimedEvent:
@@ -98,7 +99,7 @@ class RankWire:
         self._others = ranks - 1
         self._bytes_per_s = bytes_per_s if ranks > 1 else None
         self._free_ns = 0
-        self._used_ns: deque[int] = deque(maxlen=_GATHERED)  # the ends of the last modules
+        self._used_ns: deque[int] = deque(maxlen=GATHERED)  # the ends of the last modules
 
     def note_use(self, end_ns: int) -> None:
         """Note when a module was done with its parameters."""
@@ -110,7 +111,7 @@ class RankWire:
         """
         if self._bytes_per_s is None or not nbytes:
             return after_ns
-        freed_ns = self._used_ns[0] if len(self._used_ns) == _GATHERED else 0
+        freed_ns = self._used_ns[0] if len(self._used_ns) == GATHERED else 0
         return max(self.exchange(nbytes, freed_ns), after_ns)
 
     def exchange(self, nbytes: int, after_ns: int) -> int:

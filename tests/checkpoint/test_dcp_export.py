@@ -94,7 +94,7 @@ def test_what_was_exported_is_imported_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dcp_export, "_PART_BYTES", 600)  # parts in every dimension
-    monkeypatch.setattr(dcp_export, "_FILE_BYTES", 30_000)
+    monkeypatch.setattr(dcp_export, "FILE_BYTES", 30_000)
     shapes = {"a": (13, 70), "b": (3, 2, 200), "c": (), "d": (1, 1, 900), "q" * 113: (5,)}
     parameters = parameters_of(shapes)
     values = values_of(parameters)

@@ -26,14 +26,13 @@ from infinity_engine.checkpoint.manifest import Kind, SavedTensor
 from infinity_engine.checkpoint.objects import objects_file, read_objects
 from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.checkpoint.rounding import converted
+from infinity_engine.checkpoint.writer import FILE_BYTES
 from infinity_engine.errors import ConfigError
 
 __all__ = ["export_dcp"]
 
 # So much of a stream is in memory at once.
 _PART_BYTES = 16 << 20
-# A file that has reached this length gets no further part.
-_FILE_BYTES = 4 << 30
 # Modules of torch that the pickles name. Nothing here imports them.
 _CLASSES = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
@@ -204,7 +203,7 @@ class _Writer:
             (self._path / name).unlink(missing_ok=True)
 
     def _place(self, offsets: tuple[int, ...] | None, sizes: tuple[int, ...], data: bytes) -> _Part:
-        if not self._names or self._file.tell() >= _FILE_BYTES:
+        if not self._names or self._file.tell() >= FILE_BYTES:
             self._end_file()
             # The names that rank 0 of DCP gives its files.
             self._names.append(f"__0_{len(self._names)}.distcp")

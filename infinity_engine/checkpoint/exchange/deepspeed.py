@@ -28,6 +28,7 @@ from infinity_engine.checkpoint.exchange.torch_files import OpenFiles, SavedArra
 from infinity_engine.checkpoint.manifest import Kind, SavedTensor
 from infinity_engine.checkpoint.rounding import FLOATS
 from infinity_engine.errors import DamagedCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint
+from infinity_engine.outcome import GROWTH_STEPS
 
 __all__ = ["is_deepspeed", "open_deepspeed"]
 
@@ -44,7 +45,6 @@ _STAGES = MappingProxyType(
     {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
 )
 _MOST_TAG_BYTES = 256
-_GROWTH_STEPS = 2000  # after which the engine doubles its loss scale
 
 # What DeepSpeed itself puts into a model's file. The rest comes from the caller's client_state.
 _KNOWN = frozenset(
@@ -443,11 +443,11 @@ class _DeepSpeedReading:
             - 1
         )
         window = scaler.get("scale_window")
-        if window != _GROWTH_STEPS:
+        if window != GROWTH_STEPS:
             self._leave(
-                f"the loss scale's window of {window} steps: the engine's is {_GROWTH_STEPS}"
+                f"the loss scale's window of {window} steps: the engine's is {GROWTH_STEPS}"
             )
-        return {"value": power, "good_steps": int(max(0, good)) % _GROWTH_STEPS}
+        return {"value": power, "good_steps": int(max(0, good)) % GROWTH_STEPS}
 
     # --- files ------------------------------------------------------------------------------------
 
