@@ -162,10 +162,10 @@ def run(options: argparse.Namespace) -> int:
 def medians(measurements: Sequence[Measured]) -> Figures:
     """Return the median of each number."""
     return Figures(
-        gb_per_s=statistics.median(one.bytes_per_s / 1e9 for one in measurements),
-        cpu_s_per_gib=statistics.median(one.cpu_s_per_gib for one in measurements),
-        p50_ms=statistics.median(one.p50_us / 1e3 for one in measurements),
-        p99_ms=statistics.median(one.p99_us / 1e3 for one in measurements),
+        gb_per_s=statistics.median(measurement.bytes_per_s / 1e9 for measurement in measurements),
+        cpu_s_per_gib=statistics.median(measurement.cpu_s_per_gib for measurement in measurements),
+        p50_ms=statistics.median(measurement.p50_us / 1e3 for measurement in measurements),
+        p99_ms=statistics.median(measurement.p99_us / 1e3 for measurement in measurements),
     )
 
 

@@ -176,7 +176,8 @@ def _of_store(store: TensorStore, *, to_file: bool) -> _Source:
 
     # As they lie, so that a copy reads the drives from front to back.
     in_order = sorted(
-        records, key=lambda name: [(it.member, it.offset) for it in records[name].extents]
+        records,
+        key=lambda name: [(extent.member, extent.offset) for extent in records[name].extents],
     )
     kinds = {
         name.removeprefix(prefix): (records[name].dtype, records[name].shape) for name in in_order

@@ -66,7 +66,10 @@ def run(options: argparse.Namespace) -> int:
         }
         print(json.dumps(report, indent=2))
     else:
-        sections = [(f"Drive under {it.path}", _drive_rows(it, profile)) for it in directories]
+        sections = [
+            (f"Drive under {directory.path}", _drive_rows(directory, profile))
+            for directory in directories
+        ]
         show(
             [*sections, ("I/O", system_rows(system))],
             findings,

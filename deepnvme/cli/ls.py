@@ -88,7 +88,8 @@ def _of_store(place: Place, generation: int | None) -> tuple[dict[str, Any], lis
             "free_bytes": store.volume.free_bytes,
         }
     return about, [
-        _Row(name, it.dtype, it.shape, it.nbytes) for name, it in sorted(records.items())
+        _Row(name, record.dtype, record.shape, record.nbytes)
+        for name, record in sorted(records.items())
     ]
 
 
@@ -96,7 +97,8 @@ def _of_file(place: Place) -> tuple[dict[str, Any], list[_Row]]:
     header = safetensors_header(place.paths[0])
     about = {"kind": "safetensors", "path": header.path, "metadata": dict(header.metadata)}
     return about, [
-        _Row(name, it.dtype, it.shape, it.nbytes) for name, it in sorted(header.tensors.items())
+        _Row(name, tensor.dtype, tensor.shape, tensor.nbytes)
+        for name, tensor in sorted(header.tensors.items())
     ]
 
 

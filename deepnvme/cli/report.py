@@ -144,7 +144,8 @@ def _verdict(findings: Sequence[Finding], cannot: str, can: str) -> Text:
     weak = [finding for finding in findings if finding.severity is Severity.WEAK]
     if blockers:
         return Text(
-            f"{cannot} {', '.join(dict.fromkeys(it.subject for it in blockers))}", style="bold red"
+            f"{cannot} {', '.join(dict.fromkeys(blocker.subject for blocker in blockers))}",
+            style="bold red",
         )
     points = {0: "with no weak point", 1: "with 1 weak point"}.get(
         len(weak), f"with {len(weak)} weak points"
@@ -175,8 +176,8 @@ def _liburing(liburing: LiburingProbe) -> str:
 
 def _memlock(memlock: Memlock) -> str:
     soft, hard = (
-        "unlimited" if n is None else format_bytes(n)
-        for n in (memlock.soft_bytes, memlock.hard_bytes)
+        "unlimited" if limit is None else format_bytes(limit)
+        for limit in (memlock.soft_bytes, memlock.hard_bytes)
     )
     both = soft if soft == hard else f"{soft}, can be raised to {hard}"
     return f"{both}; not enforced, as this process has CAP_IPC_LOCK" if memlock.exempt else both

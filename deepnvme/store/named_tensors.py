@@ -109,14 +109,14 @@ class NamedTensors:
         # Whatever becomes of `tensors` meanwhile: they are described while the drives are busy.
         # Except for what may run the caller's code, which may want from this store what waits for
         # the staging memory that is taken by then.
-        given = {check_name(each): tensor for each, tensor in tensors.items()}
+        given = {check_name(name): tensor for name, tensor in tensors.items()}
         foreign = {
-            each: tensor for each, tensor in given.items() if type(tensor).__module__ not in _KNOWN
+            name: tensor for name, tensor in given.items() if type(tensor).__module__ not in _KNOWN
         }
-        first = {each: described(each, tensor, description) for each, tensor in foreign.items()}
+        first = {name: described(name, tensor, description) for name, tensor in foreign.items()}
         records = self.io.write(
-            first.get(each) or described(each, tensor, description)
-            for each, tensor in given.items()
+            first.get(name) or described(name, tensor, description)
+            for name, tensor in given.items()
         )
         with self.lock:
             try:

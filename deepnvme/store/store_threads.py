@@ -121,13 +121,13 @@ class StoreThreads:
     @staticmethod
     def wait_for(writes: Iterable[Future[Any] | threading.Lock]) -> None:
         """Wait until these have ended, however."""
-        for each in writes:
-            if isinstance(each, Future):
+        for write in writes:
+            if isinstance(write, Future):
                 with suppress(CancelledError):
-                    each.exception()
+                    write.exception()
             else:
                 # Its writer holds it until the write has ended.
-                with each:
+                with write:
                     pass
 
     @property

@@ -52,7 +52,7 @@ def measure_blocks(
     figures: dict[str, dict[BlockShape, BlockFigures]] = {name: {} for name in DTYPES}
     for (name, shape), samples in found.items():
         # A rate for each way, forward first.
-        ways = (Figure.of([each[way] for each in samples], Unit.FLOPS) for way in range(2))
+        ways = (Figure.of([sample[way] for sample in samples], Unit.FLOPS) for way in range(2))
         figures[name][shape] = BlockFigures(**dict(zip(("forward", "backward"), ways, strict=True)))
     return figures
 
@@ -103,9 +103,9 @@ class _Block:
         norms = ((width,), (width,)) * 2
         # Queries, keys and values in one; out; up; down: rows and columns in widths.
         layers = [
-            each
+            shape
             for rows, columns in ((3, 1), (1, 1), (4, 1), (1, 4))
-            for each in ((rows * width, columns * width), (rows * width,))
+            for shape in ((rows * width, columns * width), (rows * width,))
         ]
         self._sizes = (*norms, *layers)
         self._numel = _numel(shape)

@@ -101,8 +101,8 @@ class CalibrationCache:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CalibrationWarning)
             drives = all(
-                self.drive(measured.machine, each.drive) == each
-                for each in measured.drives.values()
+                self.drive(measured.machine, found.drive) == found
+                for found in measured.drives.values()
             )
             return drives and self.machine(measured.machine) == measured.with_drives({})
 

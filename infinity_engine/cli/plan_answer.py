@@ -142,7 +142,9 @@ def _memory(report: PlanReport) -> Rows:
                 (holding for holding in report.holdings if holding.tier is tier),
                 key=lambda holding: -holding.nbytes,
             )[:_LARGEST]
-            parts = ", ".join(f"{it.what} {format_bytes(it.nbytes)}" for it in largest)
+            parts = ", ".join(
+                f"{holding.what} {format_bytes(holding.nbytes)}" for holding in largest
+            )
             yield tier.value, f"{format_bytes(held)} of {format_bytes(limit)}: {parts}"
 
 
@@ -180,10 +182,10 @@ def setting_in_words(value: object) -> str:
     """Return a setting as one line."""
     if isinstance(value, Mapping):
         inner = ", ".join(
-            f"{key}={setting_in_words(it)}"
-            for key, it in value.items()
+            f"{key}={setting_in_words(inside)}"
+            for key, inside in value.items()
             # The name stands before the brackets; None is what is left to its default.
-            if key != "name" and it is not None
+            if key != "name" and inside is not None
         )
         return (
             f"{value.get('name', '')}({inner})"
@@ -274,7 +276,9 @@ def _purchases(report: PlanReport, advice: Advice) -> Rows:
     if advice.worths:
         yield (
             "worth",
-            "; ".join(f"1 {it.unit} more: {seconds_in_words(it.seconds)}" for it in advice.worths),
+            "; ".join(
+                f"1 {worth.unit} more: {seconds_in_words(worth.seconds)}" for worth in advice.worths
+            ),
         )
 
 

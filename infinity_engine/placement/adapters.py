@@ -41,8 +41,10 @@ def freeze(model: ModelShape, pattern: str) -> ModelShape:
             replace(
                 module,
                 parameters=tuple(
-                    replace(it, trained=it.trained and not names.search(it.name))
-                    for it in module.parameters
+                    replace(
+                        parameter, trained=parameter.trained and not names.search(parameter.name)
+                    )
+                    for parameter in module.parameters
                 ),
             )
             for module in model.modules

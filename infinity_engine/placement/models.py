@@ -62,7 +62,9 @@ class ModuleShape:
         Frozen parameters have no gradients, so a module of nothing else has half of the work.
         Attention has both halves: its inputs are two.
         """
-        frozen = bool(self.parameters) and not any(each.trained for each in self.parameters)
+        frozen = bool(self.parameters) and not any(
+            parameter.trained for parameter in self.parameters
+        )
         products = self.flops_per_token * (1 if frozen else 2)
         return products + 2 * 4 * sequence * self.attention_width
 

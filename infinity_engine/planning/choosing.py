@@ -103,16 +103,16 @@ def choose_together(
     every = ranks.tell("which plan each would choose", told)
     if asked is None or None in every:
         return None
-    choices = [each for number, each in enumerate(every) if each not in every[:number]]
-    plans = [asked.placed(each, sizing, room, io_bytes) for each in choices]
+    choices = [choice for number, choice in enumerate(every) if choice not in every[:number]]
+    plans = [asked.placed(choice, sizing, room, io_bytes) for choice in choices]
     times = ranks.tell(
         "what these plans take",
         [None if plan is None else asked.ns(plan, sizing) for plan in plans],
     )
     slowest = {
-        number: max(each)
-        for number, each in enumerate(zip(*times, strict=True))
-        if None not in each
+        number: max(by_rank)
+        for number, by_rank in enumerate(zip(*times, strict=True))
+        if None not in by_rank
     }
     return plans[min(slowest, key=lambda number: slowest[number])] if slowest else None
 
@@ -228,6 +228,6 @@ def _least(ranks: Ranks, room: ResolvedBudget) -> ResolvedBudget:
     """Return the room with no more of each tier than every rank has."""
     mine = sum(room.nvme.values())
     said = ranks.tell("what there is for plans", [room.device, room.host, mine])
-    device, host, drives = (min(each) for each in zip(*said, strict=True))
+    device, host, drives = (min(by_rank) for by_rank in zip(*said, strict=True))
     nvme = {name: limit * drives // mine for name, limit in room.nvme.items()} if drives else {}
     return replace(room, device=device, host=host, nvme=nvme)

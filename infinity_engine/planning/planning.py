@@ -399,8 +399,8 @@ def _held_by(built: BuiltModel) -> tuple[int, dict[str, int]]:
     drives.
     """
     used = built.ledger.usage()
-    on_host = sum(each.held for each in used if each.tier is Tier.HOST)
-    return on_host, {each.directory: each.held for each in used if each.directory is not None}
+    on_host = sum(usage.held for usage in used if usage.tier is Tier.HOST)
+    return on_host, {usage.directory: usage.held for usage in used if usage.directory is not None}
 
 
 def _spec(built: BuiltModel | None, parameter: torch.nn.Parameter) -> ShardSpec | None:

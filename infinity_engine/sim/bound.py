@@ -72,9 +72,9 @@ class UpdateBound:
         well.
         """
         meetings = (
-            (one.at_zero - other.at_zero) / (other.slope - one.slope)
-            for one, other in itertools.combinations(self.lines, 2)
-            if one.slope != other.slope
+            (line.at_zero - other.at_zero) / (other.slope - line.slope)
+            for line, other in itertools.combinations(self.lines, 2)
+            if line.slope != other.slope
         )
         most = 1 - self.resident
         shares = {Fraction(0), most, *(share for share in meetings if 0 <= share <= most)}

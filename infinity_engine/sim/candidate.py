@@ -86,7 +86,9 @@ class Evaluator:
     def trained_numel(self) -> int:
         """How many parameters one rank trains."""
         return sum(
-            -(-each.numel // self.means.ranks) for each in self.training.ordered() if each.trained
+            -(-parameter.numel // self.means.ranks)
+            for parameter in self.training.ordered()
+            if parameter.trained
         )
 
     def candidate(self, choice: Choice, *, below_ns: float = inf) -> Candidate:
@@ -208,7 +210,10 @@ class Evaluator:
         """
         if not self.means.for_all:
             return 0
-        largest = max((each.numel for each in self.training.ordered() if each.trained), default=0)
+        largest = max(
+            (parameter.numel for parameter in self.training.ordered() if parameter.trained),
+            default=0,
+        )
         return sizing.width * largest + self.gathered(sizing)
 
     def gathered(self, sizing: Sizing) -> int:

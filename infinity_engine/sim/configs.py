@@ -141,7 +141,7 @@ class _Fields:
         value = self._given.get(name)
         if value is None:
             return frozenset()
-        if not isinstance(value, list) or not all(type(each) is int for each in value):
+        if not isinstance(value, list) or not all(type(element) is int for element in value):
             raise ConfigError(
                 field=f"config.{name}", value=value, expected="a list of whole numbers"
             )
@@ -269,8 +269,8 @@ def _qwen3(config: _Fields) -> _Model:
 def _gemma3(config: _Fields) -> _Model:
     bias = config.flag("attention_bias", default=False)
     norms = tuple(
-        f"{each}_layernorm"
-        for each in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        f"{place}_layernorm"
+        for place in ("input", "post_attention", "pre_feedforward", "post_feedforward")
     )
     return _gated(
         config, _Gated(qkv_bias=bias, out_bias=bias, norm_of="each head", norms=norms, tied=True)

@@ -63,8 +63,8 @@ class Planner(Evaluator):
         ranked = sorted(Search(self).run(), key=_place)
         best = ranked[0]
         kinds = {_kind(best.choice): best}
-        for each in ranked:
-            kinds.setdefault(_kind(each.choice), each)
+        for candidate in ranked:
+            kinds.setdefault(_kind(candidate.choice), candidate)
         return Decision(
             training=self.training,
             means=self.means,
@@ -107,7 +107,7 @@ class Planner(Evaluator):
         plans are not timed by it, but by updates: their measured rates have it in them.
         """
         steps = best.plan.steps
-        numel = sum(each.numel for each in steps.subgroups)
+        numel = sum(subgroup.numel for subgroup in steps.subgroups)
         states = 4 * (1 + len(best.sizing.state_names))
         rates = replace(self.means.undisturbed(), dram_bytes_per_s=None)
         busy = simulate(steps, rates, free=self.means.free_lanes()).busy_ns

@@ -125,9 +125,9 @@ class PlanReport:
         for.
         """
         return sum(
-            each.nbytes
-            for each in self.holdings
-            if each.tier is tier and (of_pytorch is None or each.of_pytorch is of_pytorch)
+            holding.nbytes
+            for holding in self.holdings
+            if holding.tier is tier and (of_pytorch is None or holding.of_pytorch is of_pytorch)
         )
 
     def to_mapping(self) -> dict[str, object]:
@@ -148,9 +148,13 @@ class PlanReport:
                     "limit_bytes": self.limits.get(tier, 0),
                     "held_bytes": self.held(tier),
                     "holdings": [
-                        {"what": each.what, "bytes": each.nbytes, "of_pytorch": each.of_pytorch}
-                        for each in self.holdings
-                        if each.tier is tier
+                        {
+                            "what": holding.what,
+                            "bytes": holding.nbytes,
+                            "of_pytorch": holding.of_pytorch,
+                        }
+                        for holding in self.holdings
+                        if holding.tier is tier
                     ],
                 }
                 for tier in Tier
@@ -162,12 +166,12 @@ class PlanReport:
             "micro_batches": self.micro_batches,
             "phases": [
                 {
-                    "name": each.name,
-                    "seconds": each.seconds,
-                    "binding": each.binding,
-                    "utilisation": dict(each.utilisation),
+                    "name": phase.name,
+                    "seconds": phase.seconds,
+                    "binding": phase.binding,
+                    "utilisation": dict(phase.utilisation),
                 }
-                for each in self.phases
+                for phase in self.phases
             ],
             "update_s": self.update_s,
             "update_utilisation": {
@@ -184,11 +188,11 @@ class PlanReport:
             },
             "alternatives": [
                 {
-                    "strategy": each.strategy,
-                    "parameters": each.parameters.value,
-                    "step_s": each.step_s,
+                    "strategy": alternative.strategy,
+                    "parameters": alternative.parameters.value,
+                    "step_s": alternative.step_s,
                 }
-                for each in self.alternatives
+                for alternative in self.alternatives
             ],
             "notes": list(self.notes),
             "plan": self.steps.to_mapping(),
@@ -201,7 +205,7 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
     """
     best, training, means = decision.best, decision.training, decision.means
     steps, demand = best.plan.steps, best.plan.demand
-    numel = sum(each.numel for each in steps.subgroups)
+    numel = sum(subgroup.numel for subgroup in steps.subgroups)
     homes = [*steps.homes().values()]
     tokens = training.tokens * training.accumulation_steps * means.ranks
     budget = means.of_one_rank()
@@ -249,8 +253,8 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
         host_bytes_per_parameter=_on_host(best, means) / numel,
         wear=_wear(best, means, rated_bytes),
         alternatives=tuple(
-            Alternative(each.choice.strategy.to_plain(), each.choice.parameters, each.step_s)
-            for each in decision.others
+            Alternative(other.choice.strategy.to_plain(), other.choice.parameters, other.step_s)
+            for other in decision.others
         ),
         notes=tuple(_notes(decision)),
     )
@@ -400,8 +404,8 @@ class _Holdings:
     def rows(self) -> dict[tuple[Tier, str], int]:
         plan, sizing = self._plan, self._sizing
         homes = plan.steps.homes()
-        for each in sizing.subgroups:
-            self._states(each.index, each.numel, homes[each.index])
+        for subgroup in sizing.subgroups:
+            self._states(subgroup.index, subgroup.numel, homes[subgroup.index])
         self._gradients(homes)
         self._parameters()
         staged, fetched = sum(plan.steps.staging_bytes), plan.demand.fetched
@@ -443,13 +447,13 @@ class _Holdings:
     def _gradients(self, homes: Mapping[int, Home]) -> None:
         plan, sizing = self._plan, self._sizing
         drives = bool(plan.resting.states or plan.resting.values)
-        for each in sizing.subgroups:
-            if homes[each.index] is not Home.HOST and not sizing.unified:
+        for subgroup in sizing.subgroups:
+            if homes[subgroup.index] is not Home.HOST and not sizing.unified:
                 continue
-            layout = plan.layouts.get(each.index)
+            layout = plan.layouts.get(subgroup.index)
             away = {} if layout is None else layout.gradients
-            for number, segment in enumerate(each.segments):
-                nbytes = sizing.wire(each) * segment.numel
+            for number, segment in enumerate(subgroup.segments):
+                nbytes = sizing.wire(subgroup) * segment.numel
                 if number in away:
                     self._add(Tier.NVME, "gradients", nbytes * plan.resting.gradients)
                 elif drives or not sizing.unified:
@@ -457,9 +461,9 @@ class _Holdings:
                     if sizing.sums:
                         self._add(Tier.HOST, "sums of gradients", _SUMMED * segment.numel)
             goes_up = plan.steps.parameters is Tier.DEVICE and not sizing.unified
-            kept = each.index not in plan.resting.states
-            if goes_up and kept and each.formats.parameter is not None:
-                self._add(Tier.HOST, "new parameters", each.formats.width * each.numel)
+            kept = subgroup.index not in plan.resting.states
+            if goes_up and kept and subgroup.formats.parameter is not None:
+                self._add(Tier.HOST, "new parameters", subgroup.formats.width * subgroup.numel)
 
     def _parameters(self) -> None:
         plan, sizing = self._plan, self._sizing

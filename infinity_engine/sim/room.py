@@ -184,15 +184,15 @@ class MemoryEdges:
         hard = [edge for edge in self.edges if edge.hard]
         if resident_gives:
             most = min(
-                (each.most - each.visiting * parts.visiting) / each.resident
-                for each in hard
-                if each.resident > 0
+                (edge.most - edge.visiting * parts.visiting) / edge.resident
+                for edge in hard
+                if edge.resident > 0
             )
             return replace(parts, resident=max(min(parts.resident, most), 0.0))
         most = min(
-            (each.most - each.resident * parts.resident) / each.visiting
-            for each in hard
-            if each.visiting > 0
+            (edge.most - edge.resident * parts.resident) / edge.visiting
+            for edge in hard
+            if edge.visiting > 0
         )
         return replace(parts, visiting=max(min(parts.visiting, most), 0.0))
 
@@ -206,10 +206,10 @@ class MemoryEdges:
         if not self.may_visit:
             return found
         ends: list[list[Parts]] = [[] for _ in self.edges]
-        for (number, one), (other_number, other) in itertools.combinations(
+        for (number, edge), (other_number, other) in itertools.combinations(
             enumerate(self.edges), 2
         ):
-            parts = one.meets(other)
+            parts = edge.meets(other)
             if parts is not None and self.holds(parts):
                 found.setdefault(f"{number} and {other_number}", parts)
                 ends[number].append(parts)

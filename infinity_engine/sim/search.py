@@ -425,7 +425,10 @@ class Search:
                 candidate = self._try(there, numel) if hopeful and room.holds(there.parts) else None
                 if candidate is not None and candidate.timeline.ns < _WORTH_IT * here.timeline.ns:
                     form, here = there, candidate
-                    onwards = [way, *(it for it in _WAYS if it not in (way, (-way[0], -way[1])))]
+                    onwards = [
+                        way,
+                        *(other for other in _WAYS if other not in (way, (-way[0], -way[1]))),
+                    ]
 
     def _other_sizes(self, entries: list[_Ranked]) -> None:
         """Try other sizes: smaller subgroups have smaller buffers, larger ones fewer starts."""

@@ -63,10 +63,12 @@ def check_extra(extra: Mapping[str, Stateful]) -> None:
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         expected = 'a dict of objects by name, such as {"scheduler": scheduler}'
         raise ConfigError(field="extra", value=extra, expected=expected)
-    for name, thing in extra.items():
-        if not all(callable(getattr(thing, do, None)) for do in ("state_dict", "load_state_dict")):
+    for name, stateful in extra.items():
+        if not all(
+            callable(getattr(stateful, do, None)) for do in ("state_dict", "load_state_dict")
+        ):
             expected = "an object with state_dict() and load_state_dict()"
-            raise ConfigError(field=f"extra[{name!r}]", value=thing, expected=expected)
+            raise ConfigError(field=f"extra[{name!r}]", value=stateful, expected=expected)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

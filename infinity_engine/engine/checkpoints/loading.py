@@ -323,9 +323,9 @@ class _Load:
         if self._weights_only:
             return
         objects = self._objects
-        for name, thing in extra.items():
+        for name, stateful in extra.items():
             if name in objects["extra"]:
-                thing.load_state_dict(objects["extra"][name])
+                stateful.load_state_dict(objects["extra"][name])
         if "optimizer_groups" in self._restores:
             groups = zip(self._run.optimizer.param_groups, objects["optimizer_groups"], strict=True)
             # `saved` has no "params": each group keeps its parameters.

@@ -394,7 +394,10 @@ class Saves:
             tensors=tuple(run.saved_tensors(self._steps_of())),
             files=(),
             run=self._facts(),
-            objects={objects_file(rank): said["objects"] for rank, said in enumerate(written)},
+            objects={
+                objects_file(rank): written_by_rank["objects"]
+                for rank, written_by_rank in enumerate(written)
+            },
         )
         files = [_saved_file(entry) for entry in written[ranks.rank]["files"]]
         source = _BackgroundStreams(run, captured, tensors, self._frozen_in_memory())
@@ -483,7 +486,7 @@ class Saves:
             "loss_scale": self._run.scale.state_dict(),
             "optimizer_groups": groups,
             "random": random_state(),
-            "extra": {name: thing.state_dict() for name, thing in extra.items()},
+            "extra": {name: stateful.state_dict() for name, stateful in extra.items()},
         }
 
 
