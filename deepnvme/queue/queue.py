@@ -416,60 +416,59 @@ class IOQueue:
             if array is None:
                 raise
         else:
-            return self._submit(
-                verb, file, memory, offset, at_end, priority=urgency, deadline_s=seconds
+            return self._pending.submit(
+                verb,
+                file,
+                memory,
+                self._checked(offset, memory.nbytes),
+                at_end,
+                patience_s=self._patience_s,
+                priority=urgency,
+                deadline_s=seconds,
             )
         if terms != _USUAL_TERMS:
             raise TypeError(
                 "priority and deadline_s are for memory of the host, not for arrays on a GPU"
             )
-        offset = operator.index(offset)
-        _check_range("offset", offset, array.nbytes)
-        if self._closed:
-            raise ClosedError("the queue is closed")
+        offset = self._checked(offset, array.nbytes)
         return self._staging.submit(verb, file, array, offset, at_end)
 
-    def _submit(
-        self,
-        verb: _native.Verb,
-        file: _native.OpenFile,
-        memory: Memory | None,
-        offset: int,
-        at_end: _native.AtEndOfFile = _FAILS,
-        *,
-        priority: int = 0,
-        deadline_s: float = NO_DEADLINE_S,
-    ) -> IOFuture[Any]:
+    def _checked(self, offset: int, nbytes: int) -> int:
+        """Return the offset of an operation on `nbytes` of an open queue, as a number."""
         offset = operator.index(offset)
-        _check_range("offset", offset, memory.nbytes if memory else 0)
+        _check_range("offset", offset, nbytes)
         if self._closed:
             raise ClosedError("the queue is closed")
+        return offset
+
+    def _sync(self, verb: _native.Verb, file: _native.OpenFile) -> IOFuture[int]:
+        """Submit a sync, behind all writes that were asked for before."""
+        self._pending.send()  # the writes of a batch come before it
+        if self._staging.pending:  # writes that the drive has not heard of yet
+            return self._staging.submit(verb, file, None, 0)
         return self._pending.submit(
             verb,
             file,
-            memory,
-            offset,
-            at_end,
+            None,
+            self._checked(0, 0),
+            _FAILS,
             patience_s=self._patience_s,
-            priority=priority,
-            deadline_s=deadline_s,
+            priority=0,
+            deadline_s=NO_DEADLINE_S,
         )
 
     def _gather(
         self, verb: _native.Verb, file: _native.OpenFile, buffer: Any, offset: int
     ) -> IOFuture[int]:
         """Submit a read or write together with others of a batch, where that is possible."""
+        # Gathered, it could not raise: it would be sent when this call has returned.
+        if self.when_full is WhenFull.RAISE:
+            return self._move(verb, file, buffer, offset)
         try:
             memory = memory_of(buffer, writable=verb is _READ)
         except TypeError:
             return self._move(verb, file, buffer, offset)  # an array on a GPU, or the error again
-        if self.when_full is WhenFull.RAISE:
-            return self._submit(verb, file, memory, offset)
-        offset = operator.index(offset)
-        _check_range("offset", offset, memory.nbytes)
-        if self._closed:
-            raise ClosedError("the queue is closed")
-        return self._pending.gather(verb, file, memory, offset)
+        return self._pending.gather(verb, file, memory, self._checked(offset, memory.nbytes))
 
     def _move_many(
         self,
@@ -657,10 +656,7 @@ class File:
     def sync(self, what: Sync = Sync.DATA) -> IOFuture[int]:
         """Make every write to this file that was submitted before durable. Ends in 0."""
         verb = chosen(Sync, what, "sync").value
-        self._queue._pending.send()  # the writes of a batch come before it
-        if self._queue._staging.pending:  # writes that the drive has not heard of yet
-            return self._queue._staging.submit(verb, self._open(), None, 0)
-        return self._queue._submit(verb, self._open(), None, 0)
+        return self._queue._sync(verb, self._open())
 
     def preallocate(self, nbytes: int | str) -> None:
         """Reserve the first `nbytes` of the file on the drive, where that is not full."""
