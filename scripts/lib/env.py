@@ -146,6 +146,22 @@ def child_env(venv: Path = VENV) -> dict[str, str]:
     return environ
 
 
+def rival_environ(python: Path) -> dict[str, str]:
+    """Return the environment for a rival's Python, whose modules are compiled below `build/`.
+
+    A build that was killed has left a lock, for which torch waits without end: it is removed. One
+    bench runs in a checkout at a time.
+    """
+    extensions = BUILD / "torch_extensions"
+    for lock in extensions.glob("*/lock"):
+        lock.unlink(missing_ok=True)
+    return {
+        **child_env(python.parents[1]),
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": str(extensions),
+    }
+
+
 def run_logged(what: str, command: Sequence[str | Path], **overrides: str) -> None:
     """Run `command`, saying `what` it does; its output goes to a log, whose end is shown if it
     fails.

@@ -129,7 +129,5 @@ class Place:
                 raise bench.UnavailableError(
                     f"{RIVAL} cannot be installed: {str(problem).splitlines()[0]}"
                 ) from None
-            extensions = str(env.BUILD / "torch_extensions")
-            own = _tuned(env.child_env(python.parents[1]), job.threads)
-            environ = {**own, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
+            environ = _tuned(env.rival_environ(python), job.threads)
         return python, environ

@@ -411,3 +411,19 @@ def test_ctrl_c_ends_an_installation_without_a_traceback_and_the_next_run_repair
     assert (waiting.returncode, errors) == (130, "\nInterrupted.\n")
     assert not (checkout.root / ".venv").exists()
     assert checkout.steps("RUN") == [*INSTALL, BUILD]
+
+
+def test_a_rival_does_not_wait_for_the_lock_of_a_build_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env, "BUILD", tmp_path)
+    built = tmp_path / "torch_extensions" / "cpu_adam"
+    built.mkdir(parents=True)
+    for name in ("lock", "cpu_adam.so"):
+        (built / name).touch()
+
+    environ = env.rival_environ(tmp_path / "venv" / "bin" / "python")
+
+    assert [path.name for path in built.iterdir()] == ["cpu_adam.so"]
+    assert environ["TORCH_EXTENSIONS_DIR"] == str(built.parent)
+    assert environ["VIRTUAL_ENV"] == str(tmp_path / "venv")
