@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <memory>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -76,6 +77,20 @@ TEST(a_forked_child_is_told_that_it_has_no_threads) {
             status = 0;
         }
         _exit(status);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+TEST(a_forked_child_destroys_a_pool_with_sleeping_threads) {
+    auto pool = std::make_unique<ThreadPool>(anywhere(2));
+    pool->run(1, [](std::uint64_t) {});  // from here on, both threads sleep until the next task
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(60);
+        pool.reset();
+        _exit(0);
     }
     int status = 0;
     waitpid(child, &status, 0);

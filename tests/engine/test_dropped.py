@@ -301,6 +301,47 @@ def test_a_forked_process_drops_nothing_of_its_parent(
     engines[0].close()
 
 
+FORKED = """
+import os, signal, sys, torch
+from multiprocessing import get_context
+import infinity_engine
+
+place, ending = sys.argv[1:]
+model = torch.nn.Linear(64, 64)
+drives = {"strategy": "nvme_streamed", "parameters": "nvme", "storage": {"small_bytes": 64}}
+engine = infinity_engine.initialize(model, "adamw", accelerator="cpu", calibration="off",
+    subgroup_numel=4096, **(drives if place else {"strategy": "host_only"}),
+    budget={"host": "24MiB", **({"nvme": {place: "16MiB"}} if place else {})})
+engine.backward(engine(torch.ones(1, 64)).sum())
+engine.step()
+if ending == "multiprocessing":
+    child = get_context("fork").Process(target=sys.exit)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0, child.exitcode
+else:
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # it must not wait for threads that it does not have
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+engine.backward(engine(torch.ones(1, 64)).sum())
+engine.step()
+engine.close()
+print(engine.steps)
+"""
+
+
+@pytest.mark.parametrize("ending", ["sys.exit", "multiprocessing"])
+@pytest.mark.parametrize("place", ["host", "drives"])
+def test_a_forked_process_ends_as_python_does(tmp_path: Path, place: str, ending: str) -> None:
+    drive = str(tmp_path) if place == "drives" else ""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, drive, ending]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "2\n", "")
+
+
 PROGRAM = """
 import sys, torch, infinity_engine
 model = torch.nn.Linear(64, 64)

@@ -315,7 +315,7 @@ def test_another_program_leaves_a_save_under_way_alone(
 
 
 FORKS = """
-import gc, os, sys, threading
+import gc, os, signal, sys, threading
 from pathlib import Path
 from infinity_engine.checkpoint import CheckpointDirectory
 from infinity_engine.update.captured import RunInMemory
@@ -337,6 +337,12 @@ engine.save(path, "mine", wait=False)
 assert stopped.wait(600)
 child = os.fork()
 if not child:
+    signal.alarm(120)  # it must not wait for what the parent's threads would do
+    if ending == "exits":
+        sys.exit(0)
+    if ending == "exits a block":
+        with engine:
+            sys.exit(0)
     if ending == "uses":
         for call in (lambda: engine.save(path), lambda: engine.load(path), engine.close):
             try:
@@ -358,7 +364,7 @@ assert CheckpointDirectory(path).tags() == ["mine", "next"]
 """
 
 
-@pytest.mark.parametrize("ending", ["leaves", "closes", "uses"])
+@pytest.mark.parametrize("ending", ["leaves", "closes", "uses", "exits", "exits a block"])
 def test_a_process_forked_in_a_save_leaves_it_alone(tmp_path: Path, ending: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORKS, str(tmp_path), ending],

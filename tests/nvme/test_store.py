@@ -2012,6 +2012,32 @@ def test_a_forked_child_is_refused_every_call_at_once_and_harms_nothing_by_endin
     assert (output_of(done), done.stderr) == ("0\n['x', 'y'] 3\n", "")
 
 
+FORKED_IN_A_PUT = """
+import os, signal, sys
+from deepnvme import FaultPlan, IOQueue, Requests
+from deepnvme.store.store import TensorStore
+
+slow = FaultPlan().delay(delay_us=500_000, every=1, requests=Requests.WRITES)
+with IOQueue(faults=slow) as queue, TensorStore.create([sys.argv[1]], 8 << 20, queue=queue) as store:
+    puts = [store.put_async(str(number), bytes(1 << 20)) for number in range(3)]
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)  # it must not wait for what the parent's threads would do
+        sys.exit(0)  # which leaves both blocks
+    print(os.waitpid(pid, 0)[1], flush=True)
+    for put in puts:
+        put.result(60)
+    store.commit()
+    print(sorted(store))
+"""
+
+
+def test_a_child_forked_in_a_put_ends_as_python_does(tmp_path: Path) -> None:
+    ignoring = ["-W", "ignore::DeprecationWarning"]
+    done = run_program(FORKED_IN_A_PUT, tmp_path / "store", folder=tmp_path, python=ignoring)
+    assert (output_of(done), done.stderr) == ("0\n['0', '1', '2']\n", "")
+
+
 # --- callbacks ------------------------------------------------------------------------------------
 
 

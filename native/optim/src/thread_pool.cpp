@@ -60,14 +60,14 @@ ThreadPool::ThreadPool(std::span<const int> cores) : owner_(getpid()) {
         close();
         throw;
     }
-    std::unique_lock lock(mutex_);
-    ended_.wait(lock, [this] { return started_ == threads_.size(); });
-    if (refused_ == 0) return;
-    const int core = cores[refused_ - 1];
+    std::unique_lock lock(meeting_->mutex);
+    meeting_->ended.wait(lock, [this] { return meeting_->started == threads_.size(); });
+    if (meeting_->refused == 0) return;
+    const int core = cores[meeting_->refused - 1];
     lock.unlock();
     close();
     throw std::system_error(
-        refusal_, std::generic_category(),
+        meeting_->refusal, std::generic_category(),
         "core " + std::to_string(core) +
             " cannot be used: it does not exist, or this process may not run on it");
 }
@@ -78,15 +78,18 @@ ThreadPool::~ThreadPool() {
     } else {
         for (std::thread& thread : threads_)
             thread.detach();  // a forked child has the objects, not the threads
+        // Never freed here: glibc does not destroy a condition variable before its waiters have
+        // left, and those that the parent's threads wait on would be waited for here for ever.
+        (void)meeting_.release();
     }
 }
 
 void ThreadPool::close() {
     {
-        const std::lock_guard lock(mutex_);
-        closing_ = true;
+        const std::lock_guard lock(meeting_->mutex);
+        meeting_->closing = true;
     }
-    begun_.notify_all();
+    meeting_->begun.notify_all();
     for (std::thread& thread : threads_) thread.join();
     threads_.clear();
 }
@@ -98,31 +101,31 @@ void ThreadPool::run(std::uint64_t count, const std::function<void(std::uint64_t
             "child");
     }
     if (count == 0) return;
-    const std::lock_guard one_caller(callers_);
+    const std::lock_guard one_caller(meeting_->callers);
     Task task{work, count};
-    std::unique_lock lock(mutex_);
-    task_ = &task;
-    ++number_;
-    busy_ = threads_.size();
-    begun_.notify_all();
-    ended_.wait(lock, [this] { return busy_ == 0; });
-    task_ = nullptr;
+    std::unique_lock lock(meeting_->mutex);
+    meeting_->task = &task;
+    ++meeting_->number;
+    meeting_->busy = threads_.size();
+    meeting_->begun.notify_all();
+    meeting_->ended.wait(lock, [this] { return meeting_->busy == 0; });
+    meeting_->task = nullptr;
 }
 
 void ThreadPool::serve(int core, std::size_t place) {
     const int refusal = pin(core);
-    std::unique_lock lock(mutex_);
-    if (refusal != 0 && refused_ == 0) {
-        refused_ = place + 1;
-        refusal_ = refusal;
+    std::unique_lock lock(meeting_->mutex);
+    if (refusal != 0 && meeting_->refused == 0) {
+        meeting_->refused = place + 1;
+        meeting_->refusal = refusal;
     }
-    ++started_;
-    ended_.notify_all();
+    ++meeting_->started;
+    meeting_->ended.notify_all();
     for (std::uint64_t seen = 0;;) {
-        begun_.wait(lock, [&] { return closing_ || number_ != seen; });
-        if (closing_) return;
-        seen = number_;
-        Task& task = *task_;
+        meeting_->begun.wait(lock, [&] { return meeting_->closing || meeting_->number != seen; });
+        if (meeting_->closing) return;
+        seen = meeting_->number;
+        Task& task = *meeting_->task;
         lock.unlock();
         {
             const DefaultFloatEnvironment environment;
@@ -131,7 +134,7 @@ void ThreadPool::serve(int core, std::size_t place) {
                 task.work(i);
         }
         lock.lock();
-        if (--busy_ == 0) ended_.notify_all();
+        if (--meeting_->busy == 0) meeting_->ended.notify_all();
     }
 }
 

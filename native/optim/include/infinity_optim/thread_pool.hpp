@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <span>
 #include <thread>
@@ -21,7 +22,7 @@ class ThreadPool {
     // std::invalid_argument for no cores and std::system_error, naming the core, where the system
     // refuses one.
     explicit ThreadPool(std::span<const int> cores);
-    ~ThreadPool();
+    ~ThreadPool();  // in a forked child as well, which has no threads: waits for none
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
@@ -36,18 +37,22 @@ class ThreadPool {
     struct Task;
     void serve(int core, std::size_t place);
 
-    std::mutex callers_;  // held by the caller whose task runs
+    // What the threads wait for, and with it all that they share with callers.
+    struct Meeting {
+        std::mutex callers;  // held by the caller whose task runs
 
-    std::mutex mutex_;  // of all below
-    std::condition_variable begun_;
-    std::condition_variable ended_;
-    Task* task_ = nullptr;
-    std::uint64_t number_ = 0;  // of the task; a thread works on each number once
-    std::size_t busy_ = 0;      // threads that have not ended it
-    std::size_t started_ = 0;   // threads whose pinning is decided
-    std::size_t refused_ = 0;   // 1 + place of the first that the system refused a core
-    int refusal_ = 0;           // its errno
-    bool closing_ = false;
+        std::mutex mutex;  // of all below
+        std::condition_variable begun;
+        std::condition_variable ended;
+        Task* task = nullptr;
+        std::uint64_t number = 0;  // of the task; a thread works on each number once
+        std::size_t busy = 0;      // threads that have not ended it
+        std::size_t started = 0;   // threads whose pinning is decided
+        std::size_t refused = 0;   // 1 + place of the first that the system refused a core
+        int refusal = 0;           // its errno
+        bool closing = false;
+    };
+    std::unique_ptr<Meeting> meeting_ = std::make_unique<Meeting>();
 
     pid_t owner_;
     std::vector<std::thread> threads_;
