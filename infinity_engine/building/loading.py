@@ -17,9 +17,6 @@ from pathlib import Path
 
 import torch
 
-from deepnvme import Returns, SafetensorsError, safetensors_header
-from deepnvme.formats.safetensors import SafetensorsEntry
-from deepnvme.memory.arrays import empty
 from deepnvme.memory.buffers import memory_of
 from deepnvme.memory.checksum import crc32c
 from deepnvme.queue.queue import File
@@ -27,6 +24,7 @@ from infinity_engine.building.building import opened
 from infinity_engine.building.built import BuiltModel
 from infinity_engine.building.built_parameter import absent
 from infinity_engine.building.sharded_parameters import ShardedParameters
+from infinity_engine.building.sources import Source, found_in, listed
 from infinity_engine.errors import ConfigError, TransferError
 from infinity_engine.partition import Partitioner, Shard, ShardSpec
 from infinity_engine.plan import ResolvedBudget, Tier
@@ -37,27 +35,11 @@ from infinity_engine.storage import IOHop, Place, SwapFile
 
 __all__ = ["load"]
 
-_INDEX = ".safetensors.index.json"
 _PIECE_BYTES = 4 << 20
 _SLOTS = 4  # half of them are read into while the others are written
 _SLOTS_BYTES = 2 * _SLOTS * _PIECE_BYTES
-_SHOWN = 8  # names
 _SAMPLE_BYTES = 4096  # in the middle of a tensor, which all ranks read
 _MOST_SAMPLES = 4096  # tensors, evenly among all where there are more
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Where the values of a tensor are."""
-
-    path: Path
-    name: str
-    entry: SafetensorsEntry
-
-    @property
-    def dtype(self) -> torch.dtype:
-        found: torch.dtype = empty(self.entry.dtype, (0,), Returns.TORCH).dtype
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +48,7 @@ class _Target:
 
     tensor: torch.Tensor
     names: tuple[str, ...]
-    source: _Source
+    source: Source
     spec: ShardSpec | None = None
     rank: int = 0
 
@@ -104,7 +86,7 @@ def load(
     ranks: Ranks | None,
 ) -> BuiltModel:
     """Fill `model`; with several `ranks`, with this one's slices. See `load_into` for errors."""
-    targets = _targets(model, _found(Path(directory)), str(directory))
+    targets = _targets(model, found_in(Path(directory)), str(directory))
     if ranks is not None:
         # Before the cut: the ranks cut what they agree on.
         _agree(ranks, targets)
@@ -169,7 +151,7 @@ def load(
 # --- what belongs to what -------------------------------------------------------------------------
 
 
-def _targets(model: torch.nn.Module, found: Mapping[str, _Source], where: str) -> list[_Target]:
+def _targets(model: torch.nn.Module, found: Mapping[str, Source], where: str) -> list[_Target]:
     """Return each of the model's tensors once.
 
     Raises:
@@ -193,7 +175,7 @@ def _targets(model: torch.nn.Module, found: Mapping[str, _Source], where: str) -
     unexpected = [name for name in found if name not in named]
     if missing or unexpected:
         differences = [
-            f"{len(those)} {what}: {_listed(those)}"
+            f"{len(those)} {what}: {listed(those)}"
             for what, those in (
                 ("missing", missing),
                 ("that the model does not have", unexpected),
@@ -228,11 +210,6 @@ def _targets(model: torch.nn.Module, found: Mapping[str, _Source], where: str) -
     return targets
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
 def _check_devices(model: torch.nn.Module, persistent: Mapping[int, object]) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
@@ -255,57 +232,8 @@ def _check_devices(model: torch.nn.Module, persistent: Mapping[int, object]) -> 
             "model under init_context"
         )
         raise ConfigError(
-            field=f"buffer {_listed(empty)}", value="on the meta device", expected=expected
+            field=f"buffer {listed(empty)}", value="on the meta device", expected=expected
         )
-
-
-def _found(directory: Path) -> dict[str, _Source]:
-    """Return the tensors in the files, by name.
-
-    Raises:
-        ConfigError: there are none, a file is not valid, or two files have the same name.
-    """
-    found: dict[str, _Source] = {}
-    for path in _files(directory):
-        try:
-            header = safetensors_header(path)
-        except (SafetensorsError, OSError) as error:
-            raise ConfigError(
-                field="file", value=str(path), expected=f"a safetensors file ({error})"
-            ) from error
-        for name, entry in header.tensors.items():
-            if name in found:
-                expected = (
-                    f"each tensor in one file: both {found[name].path.name} and {path.name} have "
-                    "this one, and no index says which counts"
-                )
-                raise ConfigError(field=f"files in {directory}", value=name, expected=expected)
-            found[name] = _Source(path, name, entry)
-    return found
-
-
-def _files(directory: Path) -> list[Path]:
-    # One index says which files belong together; others in the directory are not read.
-    indices = sorted(directory.glob(f"*{_INDEX}"))
-    if len(indices) == 1:
-        try:
-            return sorted(
-                {
-                    directory / name
-                    for name in json.loads(indices[0].read_text())["weight_map"].values()
-                }
-            )
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            expected = f"an index with a weight_map from names to files ({error!r})"
-            raise ConfigError(field="index", value=str(indices[0]), expected=expected) from error
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(
-            field="directory of the values",
-            value=str(directory),
-            expected="one with .safetensors files",
-        )
-    return files
 
 
 # --- several ranks --------------------------------------------------------------------------------
@@ -342,7 +270,7 @@ def _agree(ranks: Ranks, targets: Sequence[_Target]) -> None:
     )
 
 
-def _samples(sources: Sequence[_Source]) -> dict[str, str]:
+def _samples(sources: Sequence[Source]) -> dict[str, str]:
     """Return checksums of a few bytes of each tensor: each rank reads only its slices of the rest.
 
     Raises:
@@ -350,7 +278,7 @@ def _samples(sources: Sequence[_Source]) -> dict[str, str]:
     """
     # Rounded up, so that the samples are never more than the most.
     every = -(-len(sources) // _MOST_SAMPLES)
-    by_file: dict[Path, list[_Source]] = {}
+    by_file: dict[Path, list[Source]] = {}
     for source in sources[::every]:
         if source.entry.nbytes:
             by_file.setdefault(source.path, []).append(source)
@@ -366,7 +294,7 @@ def _samples(sources: Sequence[_Source]) -> dict[str, str]:
     return found
 
 
-def _sample(descriptor: int, source: _Source) -> bytes:
+def _sample(descriptor: int, source: Source) -> bytes:
     """Return the bytes in the middle of a tensor."""
     nbytes = min(source.entry.nbytes, _SAMPLE_BYTES)
     offset = source.entry.offset + (source.entry.nbytes - nbytes) // 2
