@@ -5,7 +5,14 @@ names. Importing costs little and never imports torch; `initialize` does, and sa
 where it is missing.
 """
 
-from infinity_engine.engine import Outcome, StepResult, init_context, initialize, load_into
+from infinity_engine.engine import (
+    Outcome,
+    StepResult,
+    init_context,
+    initialize,
+    load_into,
+    load_pretrained,
+)
 from infinity_engine.errors import (
     CapacityError,
     CheckpointError,
@@ -32,4 +39,5 @@ __all__ = [
     "init_context",
     "initialize",
     "load_into",
+    "load_pretrained",
 ]

@@ -175,6 +175,19 @@ class BuiltModel:
         """Whether its files are gone."""
         return self._closed
 
+    @property
+    def count(self) -> int:
+        """How many parameters it has."""
+        return self._records.count
+
+    def make_room(self, nbytes: int) -> None:
+        """Evict parameters until the context's cache has room for `nbytes` beside them.
+
+        Raises:
+            CapacityError: not even the whole host budget has.
+        """
+        self._records.make_room(nbytes)
+
     def guard(self, modules: Iterable[torch.nn.Module]) -> None:
         """Make these modules refuse to run, and refuse state_dict() and load_state_dict()."""
         guard = _Unready(self)

@@ -148,6 +148,11 @@ class BuiltParameters:
         record = self._records.get(id(parameter))
         return record is not None and record.parameter is parameter
 
+    @property
+    def count(self) -> int:
+        """How many parameters there are, those included that have just died."""
+        return len(self._records)
+
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters that are alive."""
         self._bury()
@@ -177,7 +182,7 @@ class BuiltParameters:
                 for parameter in parameters
                 if parameter is not replaced and self.is_absent(parameter)
             ]
-            self._make_room(sum(nbytes_of(parameter) for parameter in missing))
+            self.make_room(sum(nbytes_of(parameter) for parameter in missing))
             for parameter in missing:
                 self._fill(self._of(parameter), parameter)
                 self._note(parameter)
@@ -206,6 +211,45 @@ class BuiltParameters:
     def evict_all(self) -> None:
         """Evict all values, unless another tensor shows them: the model is built."""
         self.evict(self.parameters())
+
+    def make_room(self, nbytes: int) -> None:
+        """Make room for `nbytes` in the cache, as far as parameters can be evicted.
+
+        Raises:
+            CapacityError: not even the whole host budget has room for them.
+        """
+        self._shrink(self._cache - nbytes)
+        # Only after many new ones: a look over all parameters each time would take quadratic time.
+        if self._host.held > self._cache - nbytes and self._new >= _MANY:
+            self._prune()
+            self._shrink(self._cache - nbytes)
+        # Beyond the whole budget, all that is idle has to go.
+        if self._host.held + nbytes > self._host.nbytes:
+            self._prune()
+            self.evict(
+                [
+                    parameter
+                    for number in self._here
+                    if (parameter := self._idle(number)) is not None
+                ]
+            )
+        # Nothing more can leave: these are in use, pinned or shown by views.
+        if self._host.held + nbytes > self._host.nbytes:
+            raise CapacityError(
+                tier=Tier.HOST.name,
+                asked=nbytes,
+                free=self._host.nbytes - self._host.held,
+                limit=self._host.nbytes,
+                holders=tuple(
+                    (self._records[number].name, self._records[number].held)
+                    for number in self._here
+                ),
+                change=(
+                    "raise the budget's host, or let init_context's body use less at once. The "
+                    "parameters that one call uses stay in memory together, and so does one with "
+                    "a view elsewhere, such as `weight.data` in a variable"
+                ),
+            )
 
     def shrink(self, room: int = 0) -> None:
         """Shrink the host's reservation to values that could not be evicted, and `room` bytes."""
@@ -365,7 +409,7 @@ class BuiltParameters:
         # The whole storage: a parameter that is a view keeps all of it.
         nbytes = parameter.untyped_storage().nbytes()
         if nbytes > record.held:
-            self._make_room(nbytes - record.held)
+            self.make_room(nbytes - record.held)
             self._host.hold(nbytes - record.held)
         else:
             self._host.release(record.held - nbytes)
@@ -420,45 +464,6 @@ class BuiltParameters:
         self._swap.read(part, memory_of(into, writable=True), what=record.name).wait()
 
     # --- room -------------------------------------------------------------------------------------
-
-    def _make_room(self, nbytes: int) -> None:
-        """Make room for `nbytes` in the cache, as far as parameters can be evicted.
-
-        Raises:
-            CapacityError: not even the whole host budget has room for them.
-        """
-        self._shrink(self._cache - nbytes)
-        # Only after many new ones: a look over all parameters each time would take quadratic time.
-        if self._host.held > self._cache - nbytes and self._new >= _MANY:
-            self._prune()
-            self._shrink(self._cache - nbytes)
-        # Beyond the whole budget, all that is idle has to go.
-        if self._host.held + nbytes > self._host.nbytes:
-            self._prune()
-            self.evict(
-                [
-                    parameter
-                    for number in self._here
-                    if (parameter := self._idle(number)) is not None
-                ]
-            )
-        # Nothing more can leave: these are in use, pinned or shown by views.
-        if self._host.held + nbytes > self._host.nbytes:
-            raise CapacityError(
-                tier=Tier.HOST.name,
-                asked=nbytes,
-                free=self._host.nbytes - self._host.held,
-                limit=self._host.nbytes,
-                holders=tuple(
-                    (self._records[number].name, self._records[number].held)
-                    for number in self._here
-                ),
-                change=(
-                    "raise the budget's host, or let init_context's body use less at once. The "
-                    "parameters that one call uses stay in memory together, and so does one with "
-                    "a view elsewhere, such as `weight.data` in a variable"
-                ),
-            )
 
     def _shrink(self, nbytes: int) -> None:
         """Evict what was used longest ago until `nbytes` are held, as far as it can be evicted."""

@@ -120,7 +120,7 @@ class ShardedParameters(BuiltParameters):
             needed = sum(nbytes_of(parameter) for parameter in away) + beside
             # Marked first, on all ranks alike; making room then depends on this rank's memory.
             self._mark_oldest_away(self._cache - needed)
-            self._make_room(needed)
+            self.make_room(needed)
             for parameter in away:
                 beside = self._beside(self._of(parameter), parameter)
                 taken = nbytes_of(parameter) + beside

@@ -4,7 +4,7 @@ Imports torch only when something here is used, not when imported.
 """
 
 from infinity_engine.engine.api import initialize
-from infinity_engine.engine.init_context import init_context, load_into
+from infinity_engine.engine.init_context import init_context, load_into, load_pretrained
 from infinity_engine.errors import (
     CapacityError,
     CheckpointError,
@@ -32,4 +32,5 @@ __all__ = [
     "init_context",
     "initialize",
     "load_into",
+    "load_pretrained",
 ]

@@ -1,4 +1,4 @@
-"""`init_context` and `load_into`: the doors to models that are larger than the host's memory.
+"""`init_context`, `load_into`, `load_pretrained`: doors to models larger than the host's memory.
 
 Import torch, native code and the rest of the engine when they are used, and not before.
 """
@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infinity_engine.config import EngineConfig, RanksConfig
 from infinity_engine.errors import ConfigError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from infinity_engine.building.built import BuiltModel
     from infinity_engine.progress import Progress
 
-__all__ = ["init_context", "load_into"]
+__all__ = ["init_context", "load_into", "load_pretrained"]
 
 
 @contextmanager
@@ -107,6 +107,45 @@ def load_into(
 
     with together(chosen, partial(_resolved, budget)) as (others, mine):
         return load(model, directory, mine, ProgressReporter(progress), others)
+
+
+def load_pretrained(
+    directory: str | os.PathLike[str],
+    budget: Budget | Mapping[str, object],
+    *,
+    dtype: torch.dtype | str = "auto",
+    model_class: type | None = None,
+    cache: int | str | None = None,
+    ranks: RanksConfig | Mapping[str, object] | None = None,
+    progress: Callable[[Progress], object] | None = None,
+) -> Any:
+    """Return a model of Transformers from its directory, its parameters on the budget's drives.
+
+    Its tensors are those of Transformers' `from_pretrained(directory, dtype=dtype)`: tied weights
+    are tied, buffers made, and parameters that a model keeps in fp32 are. "auto" is the dtype that
+    the configuration names, else that of the files. `model_class` is a class such as
+    transformers.AutoModelForCausalLM; without it, the configuration names the class. Files are
+    safetensors, in shards or whole. The network is never asked.
+
+    The model is in eval() mode and has no values until `initialize` takes it. `budget`, `cache`,
+    `ranks` and `progress` are those of `init_context`. A parameter that is converted on the way
+    needs room for both of its forms at once.
+
+    Raises:
+        MissingDependencyError: torch or Transformers is missing or older than this needs.
+        ConfigError: the directory is not there, or has no such model; shards or tensors are missing
+            or do not fit; the architecture is unknown. Or the budget names no directory that can
+            be used.
+        CapacityError: the drives or the host cannot hold what they would have to.
+        CollectiveError: the ranks do not load the same, or one of them has failed.
+        TransferError: a file or a drive failed.
+    """
+    require_torch("infinity_engine.load_pretrained")
+    from infinity_engine.building.pretrained import Pretrained
+
+    found = Pretrained(directory, dtype, model_class)
+    with init_context(budget=budget, cache=cache, ranks=ranks, progress=progress) as built:
+        return found.fill(built)
 
 
 def _ranks(given: RanksConfig | Mapping[str, object] | None) -> RanksConfig:

@@ -73,6 +73,7 @@ PUBLIC = {
         "init_context",
         "initialize",
         "load_into",
+        "load_pretrained",
     },
     "deepnvme": {
         "Access",

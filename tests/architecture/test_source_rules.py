@@ -112,7 +112,11 @@ ONLY = (
     (r"(.*\.)?register_\w*hook\w*", ("infinity_engine/parameters/hooks.py",)),
     (r"(.*\.)?saved_tensors_hooks", ("infinity_engine/parameters/hooks.py",)),
     (r"mmap\.mmap|(.*\.)?(madvise|cudaHostRegister|cuMemHostRegister|O_DIRECT)", ("deepnvme/",)),
-    (r"(transformers|accelerate|lightning|peft)(\..*)?", ("infinity_engine/integrations/",)),
+    (
+        r"(transformers|accelerate|lightning|peft)(\..*)?",
+        # The second is load_pretrained's, decision 0050.
+        ("infinity_engine/integrations/", "infinity_engine/building/pretrained.py"),
+    ),
     (r"print", ("infinity_engine/cli/", "deepnvme/cli.py", "deepnvme/cli/")),
 )
 
