@@ -9,26 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from infinity_engine.cli.plan_answer import refused, setting_in_words, step_in_words
 from infinity_engine.plan import Lane, Tier
+from infinity_engine.reporting.page import COLOURS, binned, document, strip_rectangles, table
 from infinity_engine.units import format_bytes
 
 if TYPE_CHECKING:
     from infinity_engine.placement.training import Training
     from infinity_engine.sim.remedies import Refusal
     from infinity_engine.sim.report import Holding, PlanReport
-    from infinity_engine.sim.timeline import Span
 
 __all__ = ["page", "refusal_page"]
 
 _WIDTH, _LEFT, _RIGHT = 1000, 110, 370  # pixels: of a picture, and of the labels at its sides
 _CHART, _ROW = 220, 26  # pixels: the height of a chart, and of a lane's strip
-_BINS = 260  # equal parts of the step's time in a strip
-_COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#7b4fa3", "#b8860b", "#2a9d8f", "#d1495b", "#777777")
 _LANES = MappingProxyType(
     {
         Lane.DEVICE: "device",
@@ -38,13 +35,6 @@ _LANES = MappingProxyType(
         Lane.NVME_READ: "drives read",
         Lane.NVME_WRITE: "drives write",
     }
-)
-_STYLE = (
-    "body{font:15px/1.45 system-ui,sans-serif;max-width:1060px;margin:2em auto;padding:0 "
-    "1em;color:#222}"
-    "table{border-collapse:collapse}td,th{padding:.15em 1em .15em "
-    "0;text-align:left;vertical-align:top}"
-    "h2{margin-top:1.6em}svg{max-width:100%;height:auto}"
 )
 
 
@@ -62,19 +52,19 @@ def page(report: PlanReport, training: Training) -> str:
         f"<h1>{escape(report.model)}: {escape(step_in_words(report))}</h1>",
         f"<p>{report.parameters:,} parameters; {escape('; '.join(parts))}.</p>",
         "<h2>Phases</h2>",
-        _table(("phase", "seconds", "bound by"), _phases(report)),
+        table(("phase", "seconds", "bound by"), _phases(report)),
         "<h2>Memory over the step</h2>",
         *(_memory(report, tier) for tier in Tier if report.held(tier) and report.limits[tier]),
         "<h2>What is busy when</h2>",
         _links(report),
         "<h2>Settings</h2>",
-        _table(
+        table(
             ("setting", "value"),
             [(name, setting_in_words(value)) for name, value in report.settings.items()],
         ),
         *(f"<p>{escape(note)}.</p>" for note in report.notes),
     ]
-    return _document(f"Plan for {report.model}", body)
+    return document(f"Plan for {report.model}", body)
 
 
 def refusal_page(refusal: Refusal) -> str:
@@ -84,28 +74,13 @@ def refusal_page(refusal: Refusal) -> str:
     for title, rows in refused(refusal):
         if not body[-1].startswith("<h1>"):
             body.append(f"<h2>{escape(title)}</h2>")
-        body.append(_table(("", ""), [(label, str(value)) for label, value in rows]))
-    return _document(f"{refusal.model} does not fit", body)
-
-
-def _document(title: str, body: Sequence[str]) -> str:
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    lines = "\n".join(body)
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{lines}\n</body></html>\n'
-    )
+        body.append(table(("", ""), [(label, str(value)) for label, value in rows]))
+    return document(f"{refusal.model} does not fit", body)
 
 
 def _phases(report: PlanReport) -> Iterator[Sequence[str]]:
     for phase in report.phases:
         yield phase.name, f"{phase.seconds:,.3g}", phase.binding
-
-
-def _table(titles: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    return "<table>" + line(titles, "th") + "".join(line(row, "td") for row in rows) + "</table>"
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -156,7 +131,7 @@ def _memory(report: PlanReport, tier: Tier) -> str:
             *((x(at), y(value)) for at, value in reversed([*zip(times, below, strict=True)])),
         ]
         path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = COLOURS[number % len(COLOURS)]
         drawn.append(f'<polygon points="{path}" fill="{colour}" fill-opacity="0.8"/>')
         place = _WIDTH - _RIGHT + 14, 30 + 17 * number
         drawn.append(
@@ -237,20 +212,18 @@ def _links(report: PlanReport) -> str:
     for number, lane in enumerate(lanes):
         top = 10 + _ROW * number
         drawn.append(_text(_LEFT - 6, top + 15, _LANES[lane], anchor="end"))
-        used = _binned([span for span in timeline.spans if span.lane is lane], end_ns)
-        for at, part in enumerate(used):
-            # Less than one of 255 shades is not drawn.
-            if part > 0.004:
-                place = (
-                    f'x="{_LEFT + width * at / _BINS:.1f}" y="{top}" '
-                    # Overlaps its neighbour, so that no seam shows.
-                    f'width="{width / _BINS + 0.3:.2f}"'
-                )
-                drawn.append(
-                    f'<rect {place} height="{_ROW - 6}" fill="{_COLOURS[number]}" '
-                    f'fill-opacity="{part:.2f}"/>'
-                )
-        busy = sum(used) / _BINS
+        used = binned(
+            [(span.start_ns, span.end_ns) for span in timeline.spans if span.lane is lane], end_ns
+        )
+        drawn += strip_rectangles(
+            used,
+            f'fill="{COLOURS[number]}"',
+            left=_LEFT,
+            top=top,
+            width=width,
+            height=_ROW - 6,
+        )
+        busy = sum(used) / len(used)
         moved = timeline.moved.get(lane)
         told = f"{busy:.0%}" + (f", {format_bytes(moved)}" if moved else "")
         drawn.append(_text(_WIDTH - _RIGHT + 14, top + 15, told))
@@ -261,25 +234,6 @@ def _links(report: PlanReport) -> str:
     bottom = 12 + _ROW * len(lanes)
     drawn += _marks(report, x, bottom)
     return _svg(bottom + 30, drawn, "what is busy over the step")
-
-
-def _binned(spans: Sequence[Span], end_ns: int) -> list[float]:
-    """Return the part of each of so many equal times in which these spans lie."""
-    # In integers, so that the edges of neighbours are the same.
-    edges = [end_ns * number // _BINS for number in range(_BINS + 1)]
-    used = [0] * _BINS
-    for span in spans:
-        # What ends with the step ends in the last part.
-        first = min(span.start_ns * _BINS // end_ns, _BINS - 1)
-        last = min(span.end_ns * _BINS // end_ns, _BINS - 1)
-        for number in range(first, last + 1):
-            used[number] += max(
-                min(span.end_ns, edges[number + 1]) - max(span.start_ns, edges[number]), 0
-            )
-    return [
-        min(ns / max(end - start, 1), 1.0)
-        for ns, (start, end) in zip(used, pairwise(edges), strict=True)
-    ]
 
 
 def _svg(height: float, parts: Sequence[str], label: str) -> str:
