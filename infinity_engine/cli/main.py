@@ -10,8 +10,9 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from types import MappingProxyType
 from typing import Protocol, cast
 
 from deepnvme.version import __version__
@@ -31,7 +32,20 @@ class _Command(Protocol):
 
 
 _PIPE_CLOSED = 141  # what a shell reports for a command that SIGPIPE ended
-_COMMANDS = ("doctor", "calibrate", "plan", "compare", "simulate", "checkpoint", "migrate")
+# Each by its name, with its module.
+_COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "doctor": "doctor",
+        "calibrate": "calibrate",
+        "plan": "plan",
+        "compare": "compare",
+        "simulate": "simulate",
+        "train": "runs.train",
+        "report": "runs.report",
+        "checkpoint": "checkpoint",
+        "migrate": "migrate",
+    }
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,4 +80,5 @@ def _commands(argv: Sequence[str]) -> list[_Command]:
     Importing all takes longer than some answers.
     """
     named = [name for name in _COMMANDS if name in argv[:1]] or _COMMANDS
-    return [cast("_Command", import_module(f"infinity_engine.cli.{name}")) for name in named]
+    modules = [import_module(f"infinity_engine.cli.{_COMMANDS[name]}") for name in named]
+    return [cast("_Command", module) for module in modules]

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 __all__ = [
     "COLOURS",
-    "Series",
+    "ChartLine",
     "StripRow",
     "binned",
     "details",
@@ -32,7 +32,6 @@ _WIDTH, _HEIGHT = 1000, 200  # of a chart's own coordinates, which the page stre
 _STRIP = 20  # pixels: the height of one row of strips
 _MOST_POINTS = 500  # of a line: more cannot be told apart
 _BINS = 260  # equal parts of the time in a strip
-_LEAST_PART = 0.004  # less than one of 255 shades is not drawn
 
 
 def _colours(values: Sequence[str]) -> str:
@@ -109,7 +108,7 @@ def details(summary: str, body: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Series:
+class ChartLine:
     """Values over steps, in order; `text` stands in the legend."""
 
     text: str
@@ -131,7 +130,7 @@ def thinned(
 
 def line_chart(
     title: str,
-    series: Sequence[Series],
+    series: Sequence[ChartLine],
     *,
     written: Callable[[float], str],
     limit: float | None = None,
@@ -225,14 +224,17 @@ def strip_rectangles(
     used: Sequence[float], paint: str, *, left: float, top: float, width: float, height: float
 ) -> Iterator[str]:
     """Yield SVG: the darker, the larger the part of time that was used; `paint` is an attribute."""
-    for at, part in enumerate(used):
-        if part > _LEAST_PART:
+    at = 0
+    # Neighbours of one shade are one rectangle: no seam shows, and the page is small.
+    for shade, run in groupby(round(part, 2) for part in used):
+        parts = len(list(run))
+        if shade:
             yield (
                 f'<rect x="{left + width * at / len(used):.1f}" y="{top:g}" '
-                # Overlaps its neighbour, so that no seam shows.
-                f'width="{width / len(used) + 0.3:.2f}" height="{height:g}" {paint} '
-                f'fill-opacity="{part:.2f}"/>'
+                f'width="{width * parts / len(used):.2f}" height="{height:g}" {paint} '
+                f'fill-opacity="{shade:.2f}"/>'
             )
+        at += parts
 
 
 def strips(rows: Sequence[StripRow], *, end: str) -> str:

@@ -127,6 +127,38 @@ class StepReport:
     drives: Mapping[str, DriveUse]
     peaks: tuple[Peak, ...]
 
+    def to_mapping(self) -> dict[str, object]:
+        """Return the figures as mappings of numbers and text, ready for JSON."""
+        return {
+            "device": self.device,
+            "outcome": self.outcome.value,
+            "micro_batches": self.micro_batches,
+            "loss_scale": self.loss_scale,
+            "gradient_norm": self.gradient_norm,
+            "seconds": self.seconds,
+            "phases": dict(self.phases),
+            "waits": {wait.value: seconds for wait, seconds in self.waits.items() if seconds},
+            "links": {
+                lane.value: {
+                    "bytes": {cargo.value: nbytes for cargo, nbytes in use.nbytes.items()},
+                    "bytes_per_s": use.bytes_per_s,
+                    "over": use.over.value,
+                }
+                for lane, use in self.links.items()
+            },
+            "updates": {
+                lane.value: {"params": use.params, "seconds": use.seconds}
+                for lane, use in self.updates.items()
+            },
+            "planned_again": self.planned_again,
+            "parameters_in_time": self.parameters_in_time,
+            "parameters_late": self.parameters_late,
+            "drives": {directory: _drive_mapping(use) for directory, use in self.drives.items()},
+            "peaks": {
+                peak.name: {"bytes": peak.nbytes, "limit": peak.limit} for peak in self.peaks
+            },
+        }
+
     def __str__(self) -> str:
         """Return a table of two columns: names and figures."""
         norm = "" if self.gradient_norm is None else f", gradient norm {self.gradient_norm:.4g}"
@@ -287,6 +319,16 @@ def _drive(use: DriveUse) -> str:
         else f"; {use.calibrated_share:.0%} of its calibrated bandwidth"
     )
     return f"{format_bytes(use.read_bytes)} read, {format_bytes(use.written_bytes)} written{share}"
+
+
+def _drive_mapping(use: DriveUse) -> dict[str, object]:
+    return {
+        "read": use.read_bytes,
+        "written": use.written_bytes,
+        "written_in_all": use.written_in_all,
+        "calibrated_share": use.calibrated_share,
+        "rated_bytes": None if use.endurance is None else use.endurance.rated_bytes,
+    }
 
 
 def _wear(use: DriveUse) -> str:

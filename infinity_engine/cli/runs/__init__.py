@@ -1,0 +1,3 @@
+"""The subcommands of runs: `infinity train` and `infinity report`."""
+
+__all__: list[str] = []

@@ -1,0 +1,153 @@
+"""The plan of a training before it begins: what `infinity plan` says of this machine and budget.
+
+Asks the planner and decides nothing. What it answers with are the settings that let the engine make
+this very plan. Needs no torch. Called by train.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from infinity_engine.advice.doubt import RateSource
+from infinity_engine.cli.plan_answer import Section, answer, refused
+from infinity_engine.cli.plan_machine import AskedMachine, machine_of
+from infinity_engine.cli.plan_question import model_of, settings_of, training_of
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.plan import Budget, Capacity
+from infinity_engine.units import parse_bytes
+
+if TYPE_CHECKING:
+    from infinity_engine.placement.models import ModelShape
+    from infinity_engine.placement.training import Means, Training
+    from infinity_engine.training.settings import TrainingSettings
+
+__all__ = ["PlannedTraining", "plan_first"]
+
+_DTYPES = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedTraining:
+    """The planner's answer; `fits` is None where it does not know the model."""
+
+    fits: bool | None
+    sections: Iterable[Section]
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Of the engine, which then makes this plan."""
+    prediction: Mapping[str, object] | None = None
+
+
+def plan_first(
+    settings: TrainingSettings, engine: Mapping[str, Any], *, uses_gpu: bool
+) -> PlannedTraining:
+    """Return what the planner says of a training with these settings of the engine.
+
+    Raises:
+        ConfigError: a setting cannot be right.
+    """
+    asked = _question(settings, engine, uses_gpu=uses_gpu)
+    try:
+        model = model_of(asked)
+    except ConfigError as error:
+        # The engine knows it as soon as it is loaded, and refuses then what does not fit.
+        words = f"None before the model is loaded, as the planner does not know it: {error}"
+        return PlannedTraining(fits=None, sections=[("Plan", [("", words)])])
+    precision = _precision(str(engine.get("precision", "model")), model)
+    training = training_of(asked, model, precision)
+    machine = machine_of(asked, precision)
+    try:
+        means = _within(machine.means, Budget.from_mapping(engine.get("budget") or {}))
+    except CapacityError as error:
+        return PlannedTraining(fits=False, sections=[("The budget", [("", str(error))])])
+    return _planned(asked, training, means, machine)
+
+
+def _planned(
+    asked: argparse.Namespace, training: Training, means: Means, machine: AskedMachine
+) -> PlannedTraining:
+    from infinity_engine.advice.advising import advise
+    from infinity_engine.sim.planner import decide
+    from infinity_engine.sim.remedies import explain_refusal
+    from infinity_engine.sim.report import report_of
+    from infinity_engine.training.prediction import prediction_of
+
+    limits = settings_of(asked)
+    try:
+        decision = decide(training, means, **limits)
+    except CapacityError:
+        refusal = explain_refusal(training, means, **limits)
+        return PlannedTraining(fits=False, sections=refused(refusal))
+    report = report_of(decision, rated_bytes=machine.rated_bytes)
+    report = replace(report, notes=(*machine.notes, *report.notes))
+    # What is measured lets the engine say how much of it a step reaches.
+    measured = machine.source is RateSource.MEASURED
+    return PlannedTraining(
+        fits=True,
+        sections=[
+            section
+            for section in answer(report, training, advise(decision, machine.source, None))
+            if section[0] != "Next purchase"
+        ],
+        settings={
+            **({"rates": means.rates.to_mapping()} if measured else {}),
+            **report.settings,
+        },
+        prediction=prediction_of(report, means.rates, machine.source.value),
+    )
+
+
+def _question(
+    settings: TrainingSettings, engine: Mapping[str, Any], *, uses_gpu: bool
+) -> argparse.Namespace:
+    """Return the arguments of `infinity plan` for this training on this machine."""
+    budget = engine.get("budget") or {}
+    drives = budget.get("nvme") or {}
+    endurance = (engine.get("storage") or {}).get("endurance")
+    nothing = dict.fromkeys(
+        ("machine", "gpu", "drive", "pcie", "gpu_mem", "ram", "nvme", "rates", "tflops", "freeze")
+    )
+    strategy = engine.get("strategy", "auto")
+    return argparse.Namespace(
+        **nothing,
+        model=str(settings.model / "config.json"),
+        lora=settings.lora,
+        batch=settings.batch,
+        sequence=settings.sequence,
+        accumulation=settings.accumulation_steps,
+        optimizer=settings.optimizer,
+        checkpointing=settings.checkpointing,
+        strategy=strategy if isinstance(strategy, str) else json.dumps(strategy),
+        parameters=engine.get("parameters", "auto"),
+        overlap="off" if engine.get("overlap") == "off" else "auto",
+        subgroup=engine.get("subgroup_numel"),
+        here=list(drives),
+        gpus=None if uses_gpu else 0,
+        # The planner's rating is that of all drives together.
+        tbw=None
+        if endurance is None or not drives
+        else f"{len(drives) * parse_bytes(endurance)} B",
+    )
+
+
+def _precision(given: str, model: ModelShape) -> str:
+    """Return what parameters compute in; a directory that states no dtype is loaded as fp32."""
+    return _DTYPES.get(model.dtype or "", "fp32") if given == "model" else given
+
+
+def _within(means: Means, budget: Budget) -> Means:
+    """Return the means that this budget leaves of the machine's."""
+    free, unified = means.budget, means.unified
+    resolved = budget.resolve(
+        Capacity(
+            # On the CPU, device and host are one memory.
+            device=free.host if unified else free.device,
+            host=free.host,
+            nvme={name: nbytes for name, nbytes in free.nvme.items() if name in budget.nvme},
+        )
+    )
+    return replace(means, budget=replace(resolved, device=0) if unified else resolved)

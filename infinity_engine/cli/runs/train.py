@@ -1,0 +1,400 @@
+"""`infinity train`: fine-tune a local model on text or JSON lines; the plan is shown first.
+
+Reads the arguments, asks the planner, and prints what a training tells. Exit status: 0 it has
+finished, 1 it does not fit or has failed, 2 the question is wrong, 75 it was told to stop and can
+be resumed, 130 it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinity_engine.cli.plan_answer import show
+from infinity_engine.cli.plan_question import size_of
+from infinity_engine.config import EngineConfig
+from infinity_engine.errors import ConfigError, InfinityError
+from infinity_engine.machine.packages import require_torch
+from infinity_engine.migration import read_json
+from infinity_engine.training.listening import TrainedStep, TrainingListener
+from infinity_engine.training.records import RunDirectory
+from infinity_engine.training.settings import OPTIMIZERS, Decay, Framing, TrainingSettings
+from infinity_engine.units import format_bytes, format_rate
+
+if TYPE_CHECKING:
+    from infinity_engine.progress import Progress
+
+__all__ = ["HELP", "NAME", "add_arguments", "run"]
+
+NAME = "train"
+HELP = "Fine-tune a local model of Transformers on text or JSON lines, within budgets."
+_TOKENS = 2048
+_INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
+_LINE_EVERY_S = 10.0  # where the output is no terminal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `infinity train`."""
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL_DIR", help="a local directory of Transformers"
+    )
+    parser.add_argument(
+        "data",
+        type=Path,
+        nargs="+",
+        metavar="DATA",
+        help='files: text, or JSON lines (.jsonl) with "text", or with "prompt" and "completion"',
+    )
+    parser.add_argument(
+        "--run",
+        type=Path,
+        default=Path("run"),
+        metavar="DIR",
+        dest="run_directory",
+        help="where records, checkpoints, weights and the report go (default: run)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show the plan, and end")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run that is in --run, if there is one; else begin it",
+    )
+    _add_training(parser)
+    _add_engine(parser)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("training")
+    what.add_argument(
+        "--sequence",
+        type=int,
+        metavar="TOKENS",
+        help=f"tokens in a sequence (default: {_TOKENS}, or the model's maximum)",
+    )
+    what.add_argument(
+        "--framing",
+        choices=[framing.value for framing in Framing],
+        default=Framing.AUTO.value,
+        help="pack: documents follow one another without gaps; pad: each begins a sequence; auto: "
+        "pad where there are prompts, else pack (default: auto)",
+    )
+    what.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="sequences in a micro-batch (default: 1)"
+    )
+    what.add_argument(
+        "--accumulation-steps",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-batches of a step (default: 1)",
+    )
+    what.add_argument(
+        "--epochs", type=float, default=1.0, metavar="N", help="rounds of the data (default: 1)"
+    )
+    what.add_argument("--steps", type=int, metavar="N", help="steps, in place of --epochs")
+    what.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="the optimizer (default: adamw)"
+    )
+    what.add_argument(
+        "--lr", type=float, metavar="N", help="the learning rate (default: 2e-5; --lora: 2e-4)"
+    )
+    what.add_argument(
+        "--warmup",
+        type=float,
+        default=0.03,
+        metavar="N",
+        help="steps in which the rate rises, or a part of all steps below 1 (default: 0.03)",
+    )
+    what.add_argument(
+        "--decay",
+        choices=[decay.value for decay in Decay],
+        default=Decay.COSINE.value,
+        help="how the rate goes down after that (default: cosine)",
+    )
+    what.add_argument(
+        "--weight-decay", type=float, default=0.0, metavar="N", help="of matrices (default: 0)"
+    )
+    what.add_argument(
+        "--max-grad-norm",
+        type=float,
+        default=1.0,
+        metavar="N",
+        help="the norm that gradients are clipped to; 0: they are not clipped (default: 1)",
+    )
+    what.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the data's order, adapters and dropout"
+    )
+    what.add_argument(
+        "--lora", type=int, metavar="R", help="train adapters of this rank alone (needs peft)"
+    )
+    what.add_argument(
+        "--checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="recompute the activations of blocks in the backward (default: yes)",
+    )
+    what.add_argument(
+        "--chunk-loss", action="store_true", help="compute the loss without whole logits"
+    )
+    what.add_argument(
+        "--save-every",
+        default="30min",
+        metavar="N",
+        help='steps, or a time such as "30min", between checkpoints (default: 30min)',
+    )
+    what.add_argument(
+        "--keep", type=int, default=2, metavar="N", help="checkpoints that are kept (default: 2)"
+    )
+    what.add_argument(
+        "--export-dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights at the end (default: what modules compute in)",
+    )
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    how = parser.add_argument_group("the engine, by the names of its settings (quickstart.md)")
+    how.add_argument("--device", metavar="SIZE", help='budget of the GPU, such as "20GiB"')
+    how.add_argument("--host", metavar="SIZE", help='budget of host memory, such as "16GiB"')
+    how.add_argument(
+        "--nvme",
+        action="append",
+        default=[],
+        metavar="DIR[=SIZE]",
+        help="a directory on a drive and its budget; again for one more",
+    )
+    how.add_argument("--tbw", metavar="SIZE", help='rated endurance of each drive, such as "600TB"')
+    how.add_argument(
+        "--strategy", default="auto", help="a strategy by name or in JSON (default: the planner's)"
+    )
+    how.add_argument(
+        "--parameters",
+        choices=("auto", "device", "host", "nvme"),
+        default="auto",
+        help="where parameters stay (default: the planner's choice)",
+    )
+    how.add_argument(
+        "--precision",
+        choices=("model", "bf16", "fp16", "fp32", "bf16_autocast", "fp16_autocast"),
+        default="model",
+        help="what parameters compute in (default: model, the dtype that they have)",
+    )
+    how.add_argument(
+        "--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="(default: auto)"
+    )
+    how.add_argument(
+        "--config", type=Path, metavar="FILE", help="further settings of the engine, in JSON"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan, train, and print where weights and report are."""
+    try:
+        return _run(options)
+    except ConfigError as error:
+        print(f"infinity train: error: {_in_words(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        resume = f"go on with --resume --run {options.run_directory}"
+        print(f"\ninfinity train: interrupted; {resume}", file=sys.stderr)
+        return _INTERRUPTED
+    except (InfinityError, FloatingPointError, OSError, RuntimeError) as error:
+        print(f"infinity train: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
+    require_torch("infinity train")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        expected = "1: this command trains in one process. docs/ranks.md says how to use several"
+        raise ConfigError(field="WORLD_SIZE", value=os.environ["WORLD_SIZE"], expected=expected)
+    settings, engine = _settings(options), _engine(options)
+    EngineConfig.from_mapping(engine)  # refuses before anything is read
+    planned = _planned(settings, engine)
+    if planned.fits is False:
+        return 1
+    if options.dry_run:
+        return 0
+    from infinity_engine.integrations.language_models import quiet
+    from infinity_engine.training.training import train
+
+    quiet()
+    weights = train(
+        settings,
+        {**engine, **planned.settings},
+        listener=_Printer(),
+        prediction=planned.prediction,
+    )
+    print(f"weights  {weights}")
+    print(f"report   {RunDirectory(settings.run).report}")
+    return 0
+
+
+def _planned(settings: TrainingSettings, engine: dict[str, Any]) -> Any:
+    import torch
+
+    from infinity_engine.cli.runs.plan_first import plan_first
+
+    wanted = engine.get("accelerator", "auto")
+    uses_gpu = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+    planned = plan_first(settings, engine, uses_gpu=uses_gpu)
+    show(planned.sections)
+    return planned
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def _settings(options: argparse.Namespace) -> TrainingSettings:
+    _check_directory(options.model)
+    chosen = {
+        name: getattr(options, name)
+        for name in (
+            *("model", "batch", "accumulation_steps", "epochs", "steps", "optimizer", "warmup"),
+            *("weight_decay", "seed", "lora", "checkpointing", "chunk_loss", "keep", "resume"),
+            "export_dtype",
+        )
+    }
+    every = options.save_every
+    # Adapters are trained at rates that would destroy whole weights.
+    usual = {} if options.lora is None else {"lr": 2e-4}
+    return TrainingSettings(
+        **chosen,
+        **({"lr": options.lr} if options.lr is not None else usual),
+        data=tuple(options.data),
+        run=options.run_directory,
+        sequence=_sequence(options),
+        framing=Framing(options.framing),
+        decay=Decay(options.decay),
+        save_every=int(every) if every.isdecimal() else every,
+    )
+
+
+def _check_directory(model: Path) -> None:
+    if not (model / "config.json").is_file():
+        expected = "a local directory of Transformers, with a config.json"
+        raise ConfigError(field="MODEL_DIR", value=str(model), expected=expected)
+
+
+def _sequence(options: argparse.Namespace) -> int:
+    """Return the tokens of a sequence: what was given, or what the model has positions for."""
+    if options.sequence is not None:
+        return int(options.sequence)
+    config = read_json(options.model / "config.json")
+    known = [config.get(name) for name in ("max_position_embeddings", "n_positions")]
+    return min(_TOKENS, *(most for most in known if isinstance(most, int) and most > 0), _TOKENS)
+
+
+def _engine(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of the engine: those of the file, and the options in their place."""
+    given: dict[str, Any] = {} if options.config is None else dict(read_json(options.config))
+    budget = dict(given.get("budget") or {})
+    for name in ("device", "host"):
+        if getattr(options, name) is not None:
+            budget[name] = size_of(getattr(options, name), f"--{name}")
+    for entry in options.nvme:
+        directory, _, size = entry.partition("=")
+        drives = budget.setdefault("nvme", {})
+        drives[directory] = size_of(size, "--nvme") if size else None
+    if budget:
+        given["budget"] = budget
+    if options.tbw is not None:
+        endurance = size_of(options.tbw, "--tbw")
+        given["storage"] = {**(given.get("storage") or {}), "endurance": endurance}
+    if options.strategy != "auto":
+        given["strategy"] = _strategy(options.strategy)
+    for name in ("parameters", "precision", "accelerator"):
+        # An option that was not given leaves what the file says.
+        if getattr(options, name) not in {"auto", "model"}:
+            given[name] = getattr(options, name)
+    given.setdefault("max_grad_norm", options.max_grad_norm or None)
+    return given
+
+
+def _strategy(given: str) -> object:
+    if not given.lstrip().startswith("{"):
+        return given
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as error:
+        expected = f'a name, or JSON such as {{"name": "static_split", "ratio": 0.5}} ({error})'
+        raise ConfigError(field="--strategy", value=given, expected=expected) from error
+
+
+def _in_words(error: ConfigError) -> str:
+    """Return an error with the names of options, where it has those of settings."""
+    named = {"model": "MODEL_DIR", "data": "DATA", "run": "--run", "every": "--save-every"}
+    if error.field in TrainingSettings.__dataclass_fields__ or error.field in named:
+        option = named.get(error.field, "--" + error.field.replace("_", "-"))
+        error = ConfigError(field=option, value=error.value, expected=error.expected)
+    return str(error)
+
+
+# --- what is printed ------------------------------------------------------------------------------
+
+
+class _Printer(TrainingListener):
+    """Prints a training: on one line of a terminal that changes, or in lines now and then."""
+
+    def __init__(self) -> None:
+        self._in_place = sys.stdout.isatty()
+        self._printed_s = 0.0
+        self._is_open = False  # a line that changes stands there
+
+    def on_note(self, text: str) -> None:
+        """Print it on a line of its own."""
+        self._line(text, stays=True)
+
+    def on_progress(self, progress: Progress) -> None:
+        """Print how far loading has come, on a terminal."""
+        if self._in_place:
+            self._line(str(progress), stays=False)
+
+    def on_step(self, step: TrainedStep) -> None:
+        """Print a step, or leave it out where the last line was printed just now."""
+        is_edge = step.number in {1, step.steps}
+        now = time.monotonic()
+        if self._in_place or is_edge or now - self._printed_s >= _LINE_EVERY_S:
+            self._printed_s = now
+            self._line(_in_one_line(step), stays=not self._in_place or step.number == step.steps)
+
+    def _line(self, text: str, *, stays: bool) -> None:
+        if self._in_place:
+            # A longer line would break, and the next one could not take its place.
+            width = shutil.get_terminal_size().columns
+            print("\r\x1b[2K" + (text if stays else text[: width - 1]), end="")
+        else:
+            print(text, end="")
+        if stays:
+            print()
+        sys.stdout.flush()
+
+
+def _in_one_line(step: TrainedStep) -> str:
+    report = step.report
+    parts = [
+        f"step {step.number:,}/{step.steps:,}",
+        f"loss {step.loss:.4f}",
+        f"{step.tokens_per_s:,.0f} tokens/s",
+        f"{step.seconds:.2f} s",
+    ]
+    parts += [
+        f"{peak.name if len(peak.name) < 20 else '...' + peak.name[-16:]} "
+        f"{format_bytes(peak.nbytes)} of {format_bytes(peak.limit)}"
+        for peak in report.peaks
+        if peak.nbytes
+    ]
+    parts += [
+        f"{lane.value} {format_rate(use.bytes_per_s)}"
+        for lane, use in report.links.items()
+        if use.bytes_per_s is not None
+    ]
+    if report.outcome.value != "updated":
+        parts.append(report.outcome.value)
+    return "  ".join(parts)

@@ -1,0 +1,86 @@
+"""Reads documents from files of text or JSON lines, and names the place of each that is wrong.
+
+Knows no tokens. Reads a piece at a time, so that a file may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from infinity_engine.errors import ConfigError
+
+__all__ = ["Document", "read_documents"]
+
+_LINES = frozenset({".jsonl", ".ndjson", ".json"})
+_PIECE = 1 << 20  # characters of a text file that are read at once, to the end of a line
+_SHOWN = 80  # characters of a wrong line
+_EXAMPLE = 'a JSON object such as {"text": "..."} or {"prompt": "...", "completion": "..."}'
+
+
+class Document(NamedTuple):
+    """A document, or a piece of a long one; what is in `prompt` is read and not trained on."""
+
+    text: str
+    prompt: str | None = None
+    begins: bool = True
+    ends: bool = True
+
+
+def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
+    """Yield the documents of the files in order: each line of JSON lines, each other file whole.
+
+    Raises:
+        ConfigError: a file cannot be read, or a line is not what is expected; names its number.
+    """
+    for path in paths:
+        try:
+            with path.open(encoding="utf-8", newline="\n") as file:
+                yield from _of_lines(path, file) if path.suffix in _LINES else _of_text(file)
+        except OSError as error:
+            expected = f"a file of text or JSON lines ({error.strerror})"
+            raise ConfigError(field="data", value=str(path), expected=expected) from error
+        except UnicodeDecodeError as error:
+            expected = f"a file in UTF-8 ({error.reason} at byte {error.start} of what was read)"
+            raise ConfigError(field="data", value=str(path), expected=expected) from error
+
+
+def _of_lines(path: Path, lines: Iterator[str]) -> Iterator[Document]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield _document(line, f"{path}, line {number}")
+
+
+def _document(line: str, place: str) -> Document:
+    try:
+        given = json.loads(line)
+    # RecursionError: JSON may nest deeper than Python reads.
+    except (ValueError, RecursionError) as error:
+        value = line.strip()[:_SHOWN]
+        expected = f"{_EXAMPLE}; this line is not JSON ({error})"
+        raise ConfigError(field=place, value=value, expected=expected) from error
+    if isinstance(given, dict):
+        if isinstance(given.get("text"), str):
+            return Document(given["text"])
+        if isinstance(given.get("prompt"), str) and isinstance(given.get("completion"), str):
+            return Document(given["completion"], given["prompt"])
+    found = (
+        f"keys {', '.join(map(str, given))}" if isinstance(given, dict) else type(given).__name__
+    )
+    raise ConfigError(field=place, value=found[:_SHOWN], expected=_EXAMPLE)
+
+
+def _of_text(lines: Iterator[str]) -> Iterator[Document]:
+    """Yield a text file as one document, in pieces that end with a line."""
+    piece: list[str] = []
+    length, is_first = 0, True
+    for line in lines:
+        if length >= _PIECE:
+            yield Document("".join(piece), begins=is_first, ends=False)
+            piece, length, is_first = [], 0, False
+        piece.append(line)
+        length += len(line)
+    if piece:
+        yield Document("".join(piece), begins=is_first)
