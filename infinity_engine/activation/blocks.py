@@ -1,0 +1,102 @@
+"""Finds the repeated blocks of a model in its module tree.
+
+Pure functions of the tree: they read no values and run nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+
+__all__ = ["RepeatedBlock", "find_blocks", "recomputing_modules"]
+
+_LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RepeatedBlock:
+    """A module that is one of several alike; `kind` numbers those of one class and shape."""
+
+    name: str
+    module: torch.nn.Module
+    kind: int
+
+
+def find_blocks(model: torch.nn.Module) -> tuple[RepeatedBlock, ...]:
+    """Return the repeated blocks of a model, in the order of its modules.
+
+    A block is a child of a `ModuleList` or `Sequential`, has modules of its own with parameters,
+    and shares its class with other children of that list, of which two are alike: the parameters of
+    one are those of the other, or some of them. (T5's first block has one parameter more.) Of lists
+    within one another the outermost counts. A module that is listed twice is one block.
+    """
+    kinds: dict[object, int] = {}
+    found: dict[int, RepeatedBlock] = {}
+    for name, module in _candidates("", model):
+        if id(module) not in found:
+            kind = kinds.setdefault(_shape_of(module), len(kinds))
+            found[id(module)] = RepeatedBlock(name, module, kind)
+    return tuple(found.values())
+
+
+def recomputing_modules(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return the names of the modules that recompute themselves, as Transformers marks them."""
+    return tuple(
+        name or "the model"
+        for name, module in model.named_modules()
+        if getattr(module, "gradient_checkpointing", False) is True
+    )
+
+
+def _candidates(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the blocks in a module, by their names."""
+    children = list(module.named_children())
+    chosen = _repeated_classes(module) if isinstance(module, _LISTS) else frozenset()
+    for child_name, child in children:
+        path = f"{name}.{child_name}" if name else child_name
+        if type(child) in chosen and _is_composite(child):
+            yield path, child
+        else:
+            yield from _candidates(path, child)
+
+
+def _repeated_classes(modules: torch.nn.Module) -> frozenset[type]:
+    """Return the classes of which the list has two modules that are alike."""
+    by_class: dict[type, list[frozenset[object]]] = {}
+    for child in modules.children():
+        if _is_composite(child):
+            by_class.setdefault(type(child), []).append(frozenset(_parameters_of(child)))
+    return frozenset(
+        kind
+        for kind, children in by_class.items()
+        if any(one <= other or other <= one for one, other in combinations(children, 2))
+    )
+
+
+def _is_composite(module: torch.nn.Module) -> bool:
+    """Tell whether a module is called as one, and has modules and parameters.
+
+    A ModuleList or ModuleDict has no forward of its own.
+    """
+    return (
+        not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)
+        and next(module.children(), None) is not None
+        and next(module.parameters(), None) is not None
+    )
+
+
+def _shape_of(module: torch.nn.Module) -> object:
+    """Return what two modules have in common that compute the same."""
+    return (
+        type(module),
+        tuple((name, type(inner)) for name, inner in module.named_modules()),
+        tuple(_parameters_of(module)),
+    )
+
+
+def _parameters_of(module: torch.nn.Module) -> Iterator[object]:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad

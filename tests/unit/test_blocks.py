@@ -1,0 +1,140 @@
+"""Repeated blocks are found in the tree of modules: decoders, encoder-decoders, vision, Mamba."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity_engine.activation.blocks import find_blocks, recomputing_modules
+from support.families import FAMILIES, transformers
+from support.small_models import MODELS
+
+
+def names_of(model: nn.Module) -> list[str]:
+    return [block.name for block in find_blocks(model)]
+
+
+def kinds_of(model: nn.Module) -> list[int]:
+    return [block.kind for block in find_blocks(model)]
+
+
+def wide(width: int = 8) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+def test_children_of_one_class_and_shape_are_blocks_of_one_kind() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ModuleList(wide() for _ in range(3)))
+    assert names_of(model) == ["1.0", "1.1", "1.2"]
+    assert kinds_of(model) == [0, 0, 0]
+
+
+def test_children_of_a_sequential_are_blocks_too() -> None:
+    assert names_of(nn.Sequential(wide(), wide(), nn.Linear(8, 2))) == ["0", "1"]
+
+
+def test_single_layers_are_no_blocks() -> None:
+    assert names_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())) == []
+
+
+def test_children_of_other_shapes_alone_are_no_blocks() -> None:
+    assert names_of(nn.Sequential(wide(8), wide(16))) == []
+
+
+def test_stages_of_other_shapes_are_searched_for_their_blocks() -> None:
+    stages = nn.ModuleList(
+        nn.ModuleDict({"blocks": nn.ModuleList(wide(width) for _ in range(2))}) for width in (8, 16)
+    )
+    assert names_of(stages) == ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1"]
+    assert kinds_of(stages) == [0, 0, 1, 1]
+
+
+def test_experts_within_a_block_are_part_of_it() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(wide() for _ in range(4))
+
+    assert names_of(nn.ModuleList(Mixture() for _ in range(3))) == ["0", "1", "2"]
+
+
+def test_a_first_block_with_a_parameter_more_is_a_block_of_another_kind() -> None:
+    class Biased(nn.Module):
+        def __init__(self, biased: bool) -> None:
+            super().__init__()
+            self.inner = wide()
+            if biased:
+                self.bias = nn.Parameter(torch.zeros(3))
+
+    assert kinds_of(nn.ModuleList(Biased(number == 0) for number in range(3))) == [0, 1, 1]
+
+
+def test_dense_layers_among_others_are_blocks_of_another_kind() -> None:
+    class Layer(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+
+    layers = nn.ModuleList(Layer(width) for width in (16, 32, 16, 32))
+    assert kinds_of(layers) == [0, 1, 0, 1]
+
+
+def test_a_frozen_block_is_of_another_kind() -> None:
+    layers = nn.ModuleList(wide() for _ in range(3))
+    layers[0].requires_grad_(False)
+    assert kinds_of(layers) == [0, 1, 1] or kinds_of(layers) == [0, 0, 0]
+    assert kinds_of(layers) == [0, 1, 1]
+
+
+def test_a_module_that_is_listed_twice_is_one_block() -> None:
+    shared = wide()
+    assert names_of(nn.Sequential(shared, wide(), shared)) == ["0", "1"]
+
+
+def test_the_model_itself_can_be_the_list() -> None:
+    assert names_of(nn.Sequential(*(wide() for _ in range(2)))) == ["0", "1"]
+
+
+def test_dicts_that_are_never_called_are_no_blocks() -> None:
+    # Their parts are called one by one: nothing shows where such a block begins.
+    assert names_of(MODELS["gpt"]()) == []
+
+
+EXPECTED = {
+    "llama": ["model.layers"],
+    "qwen2-moe": ["model.layers"],
+    "t5": ["encoder.block", "decoder.block"],
+    "bart": ["model.encoder.layers", "model.decoder.layers"],
+    "vit": ["vit.layers"],
+    "mamba": ["backbone.layers"],
+    "gpt2": ["transformer.h"],
+}
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_blocks_of_transformers_are_its_layers(family: str) -> None:
+    known = FAMILIES[family]
+    with torch.device("meta"):
+        model = getattr(transformers(), known.model)(known.config(16))
+    assert names_of(model) == [f"{at}.{number}" for at in EXPECTED[family] for number in range(2)]
+
+
+def test_models_that_recompute_themselves_are_known() -> None:
+    known = FAMILIES["llama"]
+    with torch.device("meta"):
+        model = getattr(transformers(), known.model)(known.config(16))
+    assert recomputing_modules(model) == ()
+    # Transformers 5 has renamed it.
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    assert recomputing_modules(model)
+
+
+MAKERS: dict[str, Callable[[], Any]] = {"list": lambda: nn.ModuleList([]), "leaf": nn.Identity}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_models_without_blocks_have_none(maker: str) -> None:
+    assert find_blocks(MAKERS[maker]()) == ()
