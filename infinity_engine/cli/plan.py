@@ -164,17 +164,24 @@ def _list() -> int:
 
     models = [(name, f"{preset(name).numel / 1e9:,.2f} billion parameters") for name in PRESETS]
     machines = [(name, machine.title) for name, machine in MACHINES.items()]
-    unsure = {True: "", False: "; from memory, not compared yet"}
     gpus = [
-        (gpu.name, f"{gpu.memory_bytes / GiB:g} GiB; {gpu.source}{unsure[bool(gpu.compared)]}")
+        (gpu.name, f"{gpu.memory_bytes / GiB:g} GiB; {gpu.source}{_from_memory(gpu.compared)}")
         for gpu in GPU_SHEETS
     ]
     drives = [
-        (drive.name, f"{drive.source}{unsure[bool(drive.compared)]}") for drive in DRIVE_SHEETS
+        (drive.name, f"{drive.source}{_from_memory(drive.compared)}") for drive in DRIVE_SHEETS
     ]
     sections = [("Models", models), ("Machines", machines), ("GPUs", gpus), ("Drives", drives)]
     show(sections)
     return 0
+
+
+def _from_memory(compared: str) -> str:
+    """Return which figures of a part were compared with no page, as an end of its line."""
+    if not compared:
+        return "; from memory, not compared yet"
+    _, some, missing = compared.partition("; no page at hand has ")
+    return f"; from memory: {missing}" if some else ""
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,7 +1,8 @@
 """GPUs, drives and PCIe generations by the names that people give them: one line each.
 
 Pure data; measures nothing. `source` names the document in which a figure is stated. Figures were
-entered from memory; `compared` says with what a line was compared since. What is assumed says so.
+entered from memory; `compared` says with what a line was compared since, and which of its figures
+were found nowhere. What is assumed says so.
 Called by the command line, for machines that are described by their parts.
 """
 
@@ -46,7 +47,9 @@ class GpuSheet:
 
     @property
     def compared(self) -> str:
-        """What this line was compared with; empty: nothing yet."""
+        """What this line was compared with, and which figures no page at hand has; empty:
+        nothing yet.
+        """
         return _COMPARED.get(self.name, "")
 
 
@@ -68,7 +71,9 @@ class DriveSheet:
 
     @property
     def compared(self) -> str:
-        """What this line was compared with; empty: nothing yet."""
+        """What this line was compared with, and which figures no page at hand has; empty:
+        nothing yet.
+        """
         return _COMPARED.get(self.name, "")
 
     @property
@@ -87,25 +92,73 @@ of Deep Optimizer States (4), and its JLSE node (5)."""
 
 _COMPARED: Mapping[str, str] = MappingProxyType(
     {
-        "RTX 4090 24 GB": "waredb.com, thefpsreview.com: memory, compute, power",
-        "RTX 5090 32 GB": "spheron.network, Linux Format: memory, power, sparse FP16 of 838",
-        "A40 48 GB": "hmc-tech.com: compute",
+        "RTX 3080 10 GB": "itcreations.com: memory, its rate, power; gamingpcbuilder.com: a "
+        "quarter of 238 sparse TFLOPS with FP16 sums",
+        "RTX 3090 24 GB": "thetechfeed.site: memory, its rate, power; gamingpcbuilder.com: a "
+        "quarter of 285 sparse TFLOPS with FP16 sums",
+        "RTX 4070 Ti 12 GB": "fpsbench.com: memory, its rate, power, and twice the FP32 rate of "
+        "40.09",
+        "RTX 4080 16 GB": "db.thegpu.guru: memory, its rate; sweclockers.com: power; "
+        "cputronic.com: twice the FP32 rate of 48.74",
+        "RTX 4090 24 GB": "waredb.com, thefpsreview.com: memory, its rate, compute, power",
+        "RTX 5070 12 GB": "euro.dayfr.com: memory, its rate, power; tweaktown.com: a sixteenth "
+        "of 988 AI TOPS",
+        "RTX 5070 Ti 16 GB": "euro.dayfr.com: memory, its rate, power; tweaktown.com: a "
+        "sixteenth of 1,406 AI TOPS",
+        "RTX 5080 16 GB": "euro.dayfr.com: memory, its rate, power; tweaktown.com: a sixteenth "
+        "of 1,801 AI TOPS",
+        "RTX 5090 32 GB": "euro.dayfr.com: memory, its rate, power; tweaktown.com: a sixteenth "
+        "of 3,352 AI TOPS",
+        "RTX A5000 24 GB": "tables of two public repositories: memory, its rate, compute, power",
+        "RTX A6000 48 GB": "llmperf.net: memory, its rate, compute, power",
+        "RTX 6000 Ada 48 GB": "grafikkarten.com: memory, its rate, power, and four times the "
+        "FP32 rate of 91.1",
+        "RTX PRO 6000 Blackwell 96 GB": "gpu.name: memory, its rate, power; a copy of its "
+        "announcement: an eighth of 4,000 AI TOPS",
+        "A10 24 GB": "winston-zhang-orz/gpu-specs, gist.github.com/kimbochen: memory, its rate, "
+        "compute, power",
+        "A30 24 GB": "NVIDIA's nvbench on one: memory, its rate; tables of public repositories: "
+        "compute, power",
+        "A40 48 GB": "ecer.com: memory, its rate, compute, power",
         "A100 PCIe 80 GB": "thundercompute.com, glennklockwood.com: memory, compute, power",
         "A100 SXM 80 GB": "thundercompute.com, glennklockwood.com: memory, compute, power",
         "A100 PCIe 40 GB": "thundercompute.com, wccftech.com: memory, compute, power",
-        "L4 24 GB": "grokipedia.com: memory, sparse FP16 of 242, power",
+        "L4 24 GB": "winston-zhang-orz/gpu-specs: compute; grokipedia.com: memory, power",
         "L40 48 GB": "a seller's copy of the data sheet: memory, compute, power",
         "L40S 48 GB": "a seller's copy of the data sheet: memory, compute, power",
-        "H100 SXM 80 GB": "glennklockwood.com: memory, compute, power",
-        "H100 PCIe 80 GB": "NVIDIA product brief PB-11133-001: memory, power",
-        "H200 SXM 141 GB": "a seller's page: memory, power",
+        "H100 SXM 80 GB": "glennklockwood.com: memory, its rate, compute, power",
+        "H100 PCIe 80 GB": "hpctech.co.jp: memory, its rate, power, and half of 1,513 sparse "
+        "TFLOPS",
+        "H100 NVL 94 GB": "aiminingco.com: memory, its rate, power; torchtitan: compute",
+        "H200 SXM 141 GB": "itkb.uw.cz: memory, its rate, compute, power",
+        "B200 180 GB": "zdszero.github.io, a copy of NVIDIA's table: memory, its rate, power, "
+        "and half of 4.5 sparse PFLOPS",
         "Samsung 990 PRO 2 TB": "digitec.ch, bytebuys.com: reads, writes, TBW",
+        "Samsung 990 PRO 4 TB": "mezha.media: reads, writes, TBW",
+        "Samsung 980 PRO 2 TB": "pugetsystems.com: reads, writes, TBW",
+        "Samsung 9100 PRO 2 TB": "TechPowerUp: TBW; no page at hand has its reads and writes",
+        "WD Black SN850X 2 TB": "newsdirectory3.com: reads, writes; a public price list: TBW",
+        "SK hynix Platinum P41 2 TB": "a public price list: reads, writes; no page at hand has "
+        "its TBW",
+        "Crucial T500 2 TB": "kitguru.net: reads, writes; TechPowerUp: TBW, 0.64 GB/s over a "
+        "whole drive",
+        "Crucial T705 2 TB": "julliannepiano.com: reads, writes; a public price list: TBW",
+        "Seagate FireCuda 530 2 TB": "a public price list: reads, writes, TBW",
+        "Kingston KC3000 2 TB": "TechPowerUp's review of the A440 Pro: 2.0 GB/s over a whole "
+        "drive; no page at hand has its TBW",
+        "Sabrent Rocket 4 Plus 2 TB": "TechPowerUp: 1.6 GB/s over a whole drive; no page at "
+        "hand has its TBW",
+        "Samsung PM9A3 3.84 TB": "heise.de, a public price list: reads, writes, a whole drive a "
+        "day",
         "Samsung PM9D3a 7.68 TB": "a seller's copy of the data sheet: reads, writes, TBW",
-        "Kingston KC3000 2 TB": "TechPowerUp's review of the A440 Pro: 2.0 GB/s over a whole drive",
-        "Sabrent Rocket 4 Plus 2 TB": "TechPowerUp: 1.6 GB/s over a whole drive",
+        "Micron 7450 PRO 3.84 TB": "servethehome.com: reads; no page at hand has writes and TBW "
+        "of this size",
+        "Intel D7-P5500 3.84 TB": "ilsoftware.it: reads, writes, a whole drive a day",
+        "Intel Optane P5800X 1.6 TB": "a public table: reads, writes; a seller: a hundred whole "
+        "drives a day",
     }
 )
-"""Which figures of a line were found to be the same elsewhere, and where."""
+"""Which figures of a line were found to be the same elsewhere, and where; which were not found."""
 
 _GA102 = "NVIDIA Ampere GA102 white paper V2 (2020)"
 _ADA = "NVIDIA Ada white paper V2 (2023)"
@@ -162,7 +215,11 @@ _DRIVES: tuple[tuple[str, float, float, float, float | None, float, str], ...] =
     ("Samsung 9100 PRO 2 TB", 2, 14.7, 13.4, None, 1200, "Samsung data sheet (2025)"),
     ("WD Black SN850X 2 TB", 2, 7.3, 6.6, None, 1200, "Western Digital product brief (2022)"),
     ("SK hynix Platinum P41 2 TB", 2, 7.0, 6.5, None, 1200, "SK hynix data sheet (2022)"),
-    ("Crucial T500 2 TB", 2, 7.4, 7.0, None, 1200, "Crucial product flyer (2023)"),
+    (
+        "Crucial T500 2 TB",
+        *(2, 7.4, 7.0, 0.64, 1200),
+        "Crucial (2023); 0.64 GB/s over the whole drive, as TechPowerUp measured it",
+    ),
     ("Crucial T705 2 TB", 2, 14.5, 12.7, None, 1200, "Crucial product flyer (2024)"),
     ("Seagate FireCuda 530 2 TB", 2, 7.3, 6.9, None, 2550, "Seagate data sheet (2021)"),
     (
@@ -175,7 +232,7 @@ _DRIVES: tuple[tuple[str, float, float, float, float | None, float, str], ...] =
         *(2, 7.1, 6.6, 1.6, 1400),
         "Sabrent; 1.6 GB/s over the whole drive, as TechPowerUp measured it",
     ),
-    ("Samsung PM9A3 3.84 TB", 3.84, 6.8, 4.0, 4.0, 7008, f"Samsung (2021); {_STEADY}"),
+    ("Samsung PM9A3 3.84 TB", 3.84, 6.5, 3.5, 3.5, 7008, f"Samsung (2020); {_STEADY}"),
     ("Samsung PM9D3a 7.68 TB", 7.68, 12.0, 6.8, 6.8, 14016, f"Samsung (2024); {_STEADY}"),
     ("Micron 7450 PRO 3.84 TB", 3.84, 6.8, 5.3, 5.3, 7300, f"Micron (2022); {_STEADY}"),
     ("Intel D7-P5500 3.84 TB", 3.84, 7.0, 4.3, 4.3, 7008, f"Intel (2020); {_STEADY}"),

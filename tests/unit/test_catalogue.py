@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from infinity_engine.cli.main import main
 from infinity_engine.errors import ConfigError
 from infinity_engine.machine.catalogue import (
     DRIVE_SHEETS,
@@ -39,6 +40,33 @@ def test_a_drive_has_a_source_and_holds_less_than_its_burst(drive: DriveSheet) -
     if drive.sustained_bytes_per_s is None:
         assert drive.write_bytes_per_s == SUSTAINED_BYTES_PER_S
     assert 300 <= drive.rated_bytes / drive.capacity_bytes <= 200_000
+
+
+@pytest.mark.parametrize("sheet", [*GPU_SHEETS, *DRIVE_SHEETS], ids=lambda sheet: sheet.name)
+def test_a_line_says_which_figures_were_compared_and_which_were_not(
+    sheet: GpuSheet | DriveSheet,
+) -> None:
+    figures = "memory" if isinstance(sheet, GpuSheet) else "reads|writes|TBW|whole drive"
+
+    assert re.search(figures, sheet.compared)
+
+
+def test_the_list_of_parts_says_which_figures_are_from_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "--models"]) == 0
+
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    [unsure] = [line for line in lines if line.startswith("SK hynix Platinum P41 2 TB")]
+    [sure] = [line for line in lines if line.startswith("Samsung 990 PRO 2 TB")]
+    assert unsure.endswith("; from memory: its TBW")
+    assert "memory" not in sure
+
+
+def test_a_drive_that_a_review_wrote_whole_is_planned_with_what_it_held() -> None:
+    [t500] = find_drive("crucial t500")
+
+    assert t500.write_bytes_per_s == 0.64 * GB
 
 
 def test_names_are_not_given_twice() -> None:
