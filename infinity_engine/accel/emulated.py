@@ -32,6 +32,7 @@ __all__ = [
     "Emulation",
     "OperationRecord",
     "ceil_ns",
+    "op_start_ns",
 ]
 
 NAN_BYTE = 0xFF
@@ -50,8 +51,8 @@ class Clock(Enum):
 class Emulation:
     """The properties of an emulated device."""
 
-    # Those of h2d, d2h and updates on the device are used; that of updates on the host where
-    # `host_takes_time`.
+    # Those of h2d, d2h and updates on the device are used, with what each operation costs however
+    # small it is; those of updates on the host where `host_takes_time`.
     rates: Rates
     capacity_bytes: int
     clock: Clock = Clock.VIRTUAL
@@ -169,6 +170,8 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
         self._update_ratio = _ratio(
             rates.device_update_params_per_s, name="device_update_params_per_s"
         )
+        self._copy_start_ns = op_start_ns(rates.copy_start_s)
+        self._update_start_ns = op_start_ns(rates.device_start_s)
         self._fault = emulation.fault
         self._delay_ns = emulation.delay_ns
         self._memory = EmulatedMemory(emulation.capacity_bytes)
@@ -196,14 +199,16 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
 
     def _duration_ns(self, stream: Stream, action: Action) -> int:
         delay_ns = 0 if self._delay_ns is None else self._delay_ns(stream.kind)
-        # A copy costs its bytes over the link's rate; a delay comes on top, once per operation.
+        # A copy costs its start and its bytes over the link's rate; a delay comes on top, once per
+        # operation.
         if isinstance(action, Copy):
-            return delay_ns + ceil_ns(action.nbytes, self._ratios[stream.kind])
+            nbytes = action.nbytes
+            return delay_ns + self._copy_start_ns + ceil_ns(nbytes, self._ratios[stream.kind])
         if isinstance(action, Work):
             cost = action.cost
-            return delay_ns + (
-                cost.ns if isinstance(cost, TimeCost) else ceil_ns(cost.params, self._update_ratio)
-            )
+            if isinstance(cost, TimeCost):
+                return delay_ns + cost.ns
+            return delay_ns + self._update_start_ns + ceil_ns(cost.params, self._update_ratio)
         # A mark takes no time: an event that was recorded passes when all before it has.
         return 0
 
@@ -236,6 +241,11 @@ def _ratio(rate: float | None, *, name: str) -> tuple[int, int]:
         )
     # A fraction of integers, exactly the float's value: no rounding adds up over a long run.
     return rate.as_integer_ratio()
+
+
+def op_start_ns(seconds: float | None) -> int:
+    """Return what an operation costs, however small it is; None: nothing."""
+    return round((seconds or 0) * _NS_PER_S)
 
 
 def ceil_ns(amount: int, rate: tuple[int, int]) -> int:

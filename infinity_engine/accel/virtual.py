@@ -15,7 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from infinity_engine.accel.base import Buffer, Stream, StreamKind
-from infinity_engine.accel.emulated import NAN_BYTE, EmulatedAccelerator, Emulation, ceil_ns
+from infinity_engine.accel.emulated import (
+    NAN_BYTE,
+    EmulatedAccelerator,
+    Emulation,
+    ceil_ns,
+    op_start_ns,
+)
 from infinity_engine.accel.hazards import Footprint, carry_out_copy, carry_out_work
 from infinity_engine.accel.operation import (
     Copy,
@@ -86,6 +92,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         self._now_ns = 0
         rate = emulation.rates.host_update_params_per_s if emulation.host_takes_time else None
         self._host_ratio = None if rate is None else rate.as_integer_ratio()
+        self._host_start_ns = op_start_ns(emulation.rates.host_start_s)
         self._link_free_ns = {StreamKind.H2D: 0, StreamKind.D2H: 0}
         # The newest operation of each stream that the host knows to have ended.
         self._host_knows: dict[Stream, int] = {}
@@ -110,7 +117,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
     def host_updated(self, params: int) -> None:
         """Keep the host busy for as long as its updates take at its rate, where that is given."""
         if self._host_ratio is not None:
-            self._now_ns += ceil_ns(params, self._host_ratio)
+            self._now_ns += self._host_start_ns + ceil_ns(params, self._host_ratio)
 
     def free(self, buffer: Buffer) -> None:
         """Give a buffer back; a later read of it shows NaN, whatever is still written there."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KeptFigures", "calibrated", "kept_calibration"]
 
-_MATMUL_SHARE, _BLOCKS_SHARE, _HOST_SHARE = 0.05, 0.2, 0.25  # of the time
+_MATMUL_SHARE, _BLOCKS_SHARE, _HOST_SHARE, _START_SHARE = 0.05, 0.2, 0.23, 0.01  # of the time
 _LINKS_SHARE, _DEVICE_SHARE, _DRIVES_SHARE = 0.1, 0.05, 0.35
 _ONE_RANK = "one rank: nothing is gathered or scattered"
 _NO_DEVICE = "torch is not installed"
@@ -178,6 +178,8 @@ class _Bench:
                 for name in RULES
             },
             device_updates=self._device_updates(accelerator),
+            host_start=memory.updates.measure_start(effort.part(_START_SHARE)),
+            device_start=self._device_start(accelerator),
             matmul=matmul,
             blocks=blocks,
             all_gather=Figure.missing(_ONE_RANK, Unit.BYTES),
@@ -249,6 +251,13 @@ class _Bench:
         effort = self._effort
         return measure_device_updates(accelerator, effort.update_bytes, effort.part(_DEVICE_SHARE))
 
+    def _device_start(self, accelerator: Accelerator | None) -> Figure:
+        if accelerator is None:
+            return Figure.missing(_NO_DEVICE, Unit.SECONDS)
+        from infinity_engine.calibration.device import measure_device_start
+
+        return measure_device_start(accelerator, self._effort.part(_START_SHARE))
+
 
 @dataclass(frozen=True)
 class _Memory:
@@ -289,6 +298,7 @@ def _measured_links(
         Links,
         NoLinksError,
         measure_beside_updates,
+        measure_copy_start,
         measure_links,
     )
 
@@ -299,6 +309,7 @@ def _measured_links(
         with Links.open(accelerator, memory.io) as links:
             report("copies between host and device")
             found = measure_links(links, part)
+            start = measure_copy_start(links, effort.part(_START_SHARE))
             # For a virtual clock, where nothing is measured beside updates.
             reason = "the time of copies is computed: the host's work does not disturb them"
             updates: Mapping[HostPoint, Figure] = {}
@@ -315,6 +326,7 @@ def _measured_links(
         duplex_d2h=found[(h2d, d2h)][d2h],
         h2d_beside_updates=copies[h2d],
         d2h_beside_updates=copies[d2h],
+        start=start,
     )
     return _LinkFigures(figures, updates, reason)
 
@@ -328,6 +340,7 @@ def _no_links(reason: str) -> _LinkFigures:
         duplex_d2h=rate,
         h2d_beside_updates=part,
         d2h_beside_updates=part,
+        start=Figure.missing(reason, Unit.SECONDS),
     )
     return _LinkFigures(figures, {}, reason)
 

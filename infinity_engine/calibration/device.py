@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 
@@ -28,7 +29,13 @@ from infinity_engine.optim import NORM_BLOCK, Values
 from infinity_engine.plan import Figure, Unit
 from infinity_engine.units import align_down
 
-__all__ = ["DTYPES", "device_identity", "measure_device_updates", "measure_matmul"]
+__all__ = [
+    "DTYPES",
+    "device_identity",
+    "measure_device_start",
+    "measure_device_updates",
+    "measure_matmul",
+]
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 _FEWEST_COLUMNS, _COLUMNS = 256, MappingProxyType({"cpu": 2048, "cuda": 4096})
@@ -63,25 +70,48 @@ def measure_device_updates(
     accelerator: Accelerator, nbytes: int, part: MeasuringTime
 ) -> dict[str, Figure]:
     """Measure the updates of each optimizer on the device, in up to so many bytes of its memory."""
-    if accelerator.unified:
-        return _missing("device and host are one memory, so the host updates")
-    # Takes no memory: an emulated update takes time by its number of parameters.
-    if accelerator.name == "emulated":
-        return _figures(_emulated(accelerator), part)
     numel = align_down(min(nbytes, accelerator.memory().free // 2) // STATE_BYTES, NORM_BLOCK)
-    try:
-        buffer = accelerator.allocate(numel * STATE_BYTES)
-    except (CapacityError, ValueError) as problem:
-        return _missing(f"there is no room on the device: {problem}")
-    try:
-        return _figures(_on_gpu(accelerator, buffer, numel), part)
-    except MissingDependencyError as problem:
-        return _missing(str(problem))
-    finally:
-        accelerator.free(buffer)
+    return _measured(accelerator, numel, lambda rate: _figures(rate, part), _missing)
+
+
+def measure_device_start(accelerator: Accelerator, part: MeasuringTime) -> Figure:
+    """Measure what an update on the device costs, however small it is: one of one block."""
+
+    def start(rate: _Update) -> Figure:
+        [samples] = part.in_turn(["adamw"], rate).values()
+        return Figure.of([NORM_BLOCK / sample for sample in samples], Unit.SECONDS)
+
+    return _measured(
+        accelerator, NORM_BLOCK, start, lambda reason: Figure.missing(reason, Unit.SECONDS)
+    )
 
 
 _Update = Callable[[str, float], float]
+_Found = TypeVar("_Found")
+
+
+def _measured(
+    accelerator: Accelerator,
+    numel: int,
+    measure: Callable[[_Update], _Found],
+    missing: Callable[[str], _Found],
+) -> _Found:
+    """Return what is measured with updates of so many parameters, or why nothing is."""
+    if accelerator.unified:
+        return missing("device and host are one memory, so the host updates")
+    # Takes no memory: an emulated update takes time by its number of parameters.
+    if accelerator.name == "emulated":
+        return measure(_emulated(accelerator, max(numel, NORM_BLOCK)))
+    try:
+        buffer = accelerator.allocate(numel * STATE_BYTES)
+    except (CapacityError, ValueError) as problem:
+        return missing(f"there is no room on the device: {problem}")
+    try:
+        return measure(_on_gpu(accelerator, buffer, numel))
+    except MissingDependencyError as problem:
+        return missing(str(problem))
+    finally:
+        accelerator.free(buffer)
 
 
 def _figures(rate: _Update, part: MeasuringTime) -> dict[str, Figure]:
@@ -93,10 +123,9 @@ def _missing(reason: str) -> dict[str, Figure]:
     return {name: Figure.missing(reason, Unit.PARAMETERS) for name in RULES}
 
 
-def _emulated(accelerator: Accelerator) -> _Update:
+def _emulated(accelerator: Accelerator, params: int) -> _Update:
     """Return what takes the time of an update on an emulated device, which is that of all rules."""
     stream = accelerator.stream(StreamKind.COMPUTE)
-    params = 1 << 20  # any number: its time is proportional
 
     def clock() -> float:
         return (

@@ -18,6 +18,7 @@ from pathlib import Path
 from deepnvme import File, IOQueue
 from deepnvme.cli.scratch import signals_are_exceptions
 from deepnvme.measuring.measure import Workload, cut, fill, pending_for, transfers
+from deepnvme.sizes import PAGE
 from infinity_engine.calibration.contention import Stops, measure_contention, until
 from infinity_engine.calibration.effort import Effort, MeasuringTime
 from infinity_engine.calibration.host import RULES, HostUpdates
@@ -28,7 +29,9 @@ __all__ = ["FILE_PREFIX", "measure_drive"]
 
 FILE_PREFIX = "infinity-calibrate-"
 _OPERATION_BYTES = 4 * MiB
-_FILE_SHARE, _ALONE_SHARE, _BESIDE_SHARE = 0.15, 0.4, 0.45  # of the time for a directory
+_APART_BYTES = 5 * MiB + PAGE  # of single reads
+_FILE_SHARE, _ALONE_SHARE, _START_SHARE, _BESIDE_SHARE = 0.15, 0.4, 0.03, 0.42
+"""Of the time for a directory."""
 _Report = Callable[[str], object]
 
 
@@ -59,6 +62,20 @@ class _DriveLoad:
         for _, future in pending:
             future.result()
         return moved / (last - begun)
+
+    def start_s(self, seconds: float) -> float:
+        """Return what a read costs, however small it is: read one page after the other for so
+        long.
+        """
+        page = self.buffers[0][:PAGE]
+        begun = time.perf_counter()
+        reads = 0
+        while not reads or time.perf_counter() - begun < seconds:
+            # Far apart, so that no read is of what the one before it has brought.
+            offset = reads * _APART_BYTES % max(self.file_bytes - PAGE, 1)
+            self.file.pread(page, offset=offset - offset % PAGE).result()
+            reads += 1
+        return (time.perf_counter() - begun) / reads
 
 
 def measure_drive(
@@ -91,6 +108,8 @@ def measure_drive(
         load = _DriveLoad(file=file, file_bytes=file_bytes, buffers=buffers)
         report(f"{directory}: reads, writes, both at once")
         alone = _alone(load, part.share(_ALONE_SHARE))
+        report(f"{directory}: single reads of a page")
+        start = _start(load, part.share(_START_SHARE))
         report(f"{directory}: updates beside its reads and writes")
         drive, beside = _beside(load, updates, part.share(_BESIDE_SHARE))
     return DriveFigures(
@@ -99,6 +118,7 @@ def measure_drive(
         write=alone[Workload.OVERWRITE],
         mixed=alone[Workload.MIXED],
         mixed_beside_updates=drive,
+        start=start,
         host_updates=beside,
     )
 
@@ -109,6 +129,12 @@ def _alone(load: _DriveLoad, part: MeasuringTime) -> dict[Workload, Figure]:
         tuple(Workload), lambda each, sample_s: load.bytes_per_s(each, until(sample_s))
     )
     return {workload: Figure.of(samples, Unit.BYTES) for workload, samples in found.items()}
+
+
+def _start(load: _DriveLoad, part: MeasuringTime) -> Figure:
+    """Return what one read costs, however small it is."""
+    [samples] = part.in_turn(["start"], lambda _, seconds: load.start_s(seconds)).values()
+    return Figure.of(samples, Unit.SECONDS)
 
 
 def _beside(

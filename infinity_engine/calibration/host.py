@@ -112,6 +112,15 @@ class HostUpdates:
             )
             for name, rule in RULES.items()
         }
+        self._smallest = steps_of(
+            RULES["adamw"],
+            updates_state(
+                NORM_BLOCK,
+                Values.of(wide[0][:NORM_BLOCK]),
+                tuple(Values.of(values[:NORM_BLOCK]) for values in wide[1:]),
+            ),
+            *(Values.of(values[:NORM_BLOCK], format=FloatFormat.BF16) for values in narrow),
+        )
         self._swept = update_records(
             updates_state(self.numel, master, (first, second)),
             rules=[RULES["adamw"]],
@@ -130,6 +139,14 @@ class HostUpdates:
             point: Figure.of(samples, Unit.BYTES if point.optimizer is None else Unit.PARAMETERS)
             for point, samples in found.items()
         }
+
+    def measure_start(self, part: MeasuringTime) -> Figure:
+        """Measure what an update by all threads costs, however small it is: one of one block."""
+        kernels = self._kernels[max(self.counts)]
+        [samples] = part.in_turn(
+            ["start"], lambda _, seconds: repeated(lambda: self._smallest(kernels), 1, seconds)
+        ).values()
+        return Figure.of([1 / sample for sample in samples], Unit.SECONDS)
 
     def rate(self, point: HostPoint, seconds: float) -> float:
         """Measure a point for so long: parameters per second, or bytes per second of a sweep."""

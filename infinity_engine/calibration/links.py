@@ -21,7 +21,14 @@ from infinity_engine.errors import CapacityError
 from infinity_engine.plan import Figure, Unit
 from infinity_engine.units import KiB, align_down
 
-__all__ = ["LinkRates", "Links", "NoLinksError", "measure_beside_updates", "measure_links"]
+__all__ = [
+    "LinkRates",
+    "Links",
+    "NoLinksError",
+    "measure_beside_updates",
+    "measure_copy_start",
+    "measure_links",
+]
 
 _H2D, _D2H = StreamKind.H2D, StreamKind.D2H
 _SMALLEST, _ALIGNED = 64 * KiB, 4 * KiB
@@ -112,6 +119,20 @@ class Links:
             event.wait()
         return {kind: moved[kind] * 1e9 / max(last_ns[kind] - start_ns, 1) for kind in kinds}
 
+    def start_s(self, seconds: float) -> float:
+        """Return what a copy costs, however small it is: copy one page after the other for so
+        long.
+        """
+        target, source = self._ends[_H2D]
+        begun_ns = self._clock_ns()
+        copies = 0
+        while not copies or self._clock_ns() - begun_ns < seconds * 1e9:
+            self._accelerator.copy(
+                target[:_ALIGNED], source[:_ALIGNED], stream=self._streams[_H2D]
+            ).wait()
+            copies += 1
+        return max(self._clock_ns() - begun_ns, 1) / copies / 1e9
+
     def _start(self, kind: StreamKind) -> Event:
         target, source = self._ends[kind]
         nbytes = self._nbytes[kind]
@@ -133,6 +154,12 @@ def measure_links(
         kinds: {kind: Figure.of([sample[kind] for sample in samples], Unit.BYTES) for kind in kinds}
         for kinds, samples in found.items()
     }
+
+
+def measure_copy_start(links: Links, part: MeasuringTime) -> Figure:
+    """Measure what a copy costs, however small it is."""
+    [samples] = part.in_turn(["start"], lambda _, seconds: links.start_s(seconds)).values()
+    return Figure.of(samples, Unit.SECONDS)
 
 
 def measure_beside_updates(

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from rich.console import Console
@@ -189,6 +190,9 @@ def _what_happened(error: Exception) -> str:
 
 # --- tables ---
 
+# Bytes, parameters and operations per second are shown in billions.
+_SHOWN = MappingProxyType({Unit.PART: (0.01, "%"), Unit.SECONDS: (1e-6, "")})
+
 
 class _Rows(NamedTuple):
     """One table: title with unit, columns, and each row's figures, None where none is due."""
@@ -263,6 +267,16 @@ def _tables(measured: Calibration) -> Iterator[_Rows]:
         ("alone",),
         {name: (figure,) for name, figure in measured.device_updates.items()},
     )
+    yield _Rows(
+        "One operation, however small it is, microseconds",
+        ("alone",),
+        {
+            "update on the host": (measured.host_start,),
+            "update on the device": (measured.device_start,),
+            "copy between host and device": (links.start,),
+            **{f"read in {name}": (drive.start,) for name, drive in drives.items()},
+        },
+    )
     products = {dtype: (figure,) for dtype, figure in measured.matmul.items()}
     yield _Rows("Matrix products on the device, Gflop/s", ("alone",), products)
     for dtype, blocks in measured.blocks.items():
@@ -314,13 +328,12 @@ def _threads(count: int) -> str:
 
 
 def _cell(figure: Figure | None) -> str:
-    """Return rates in billions, and parts in percent."""
+    """Return rates in billions, parts in percent, seconds in millionths."""
     if figure is None:
         return ""
     if figure.median is None or figure.least is None or figure.most is None:
         return "-"
-    # Bytes, parameters and operations per second in billions; parts in percent.
-    one, sign = (0.01, "%") if figure.unit is Unit.PART else (1e9, "")
+    one, sign = _SHOWN.get(figure.unit, (1e9, ""))
     median, least, most = (
         f"{value / one:.3g}" for value in (figure.median, figure.least, figure.most)
     )

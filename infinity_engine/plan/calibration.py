@@ -31,7 +31,7 @@ __all__ = [
     "Unit",
 ]
 
-CALIBRATION_VERSION = 2
+CALIBRATION_VERSION = 3
 """Of the JSON form: raised when a figure changes its meaning or goes."""
 
 _Key = TypeVar("_Key")
@@ -45,6 +45,7 @@ class Unit(Enum):
     PARAMETERS = "parameters/s"
     FLOPS = "flop/s"
     PART = "of the rate alone"  # no rate itself: what is left of one beside other work
+    SECONDS = "s"  # no rate either: what an operation costs, however small it is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +124,7 @@ class Figure:
 class LinkFigures:
     """Bytes per second between host and device, alone and both ways; the part left beside updates.
 
-    Beside updates by all threads, that is.
+    Beside updates by all threads, that is. `start` is what the smallest copy takes.
     """
 
     h2d: Figure
@@ -132,6 +133,7 @@ class LinkFigures:
     duplex_d2h: Figure
     h2d_beside_updates: Figure
     d2h_beside_updates: Figure
+    start: Figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +156,8 @@ class BlockFigures:
 class DriveFigures:
     """Of the drive behind one directory.
 
-    Mixed: as many bytes read as written at once, counted together.
+    Mixed: as many bytes read as written at once, counted together. Start: what the smallest read
+    takes.
     """
 
     drive: Mapping[str, str]  # what was measured: the drive's identity, and how it was used
@@ -162,6 +165,7 @@ class DriveFigures:
     write: Figure
     mixed: Figure
     mixed_beside_updates: Figure  # the part of it that is left while all threads update
+    start: Figure
     # by optimizer and threads: the part left beside reads and writes
     host_updates: Mapping[str, Mapping[int, Figure]]
 
@@ -201,12 +205,14 @@ _DRIVE_UNITS = MappingProxyType(
         "write": Unit.BYTES,
         "mixed": Unit.BYTES,
         "mixed_beside_updates": Unit.PART,
+        "start": Unit.SECONDS,
     }
 )
 _LINK_UNITS = MappingProxyType(
     {
         **dict.fromkeys(("h2d", "d2h", "duplex_h2d", "duplex_d2h"), Unit.BYTES),
         **dict.fromkeys(("h2d_beside_updates", "d2h_beside_updates"), Unit.PART),
+        "start": Unit.SECONDS,
     }
 )
 _UPDATE_UNITS = MappingProxyType({"alone": Unit.PARAMETERS, "beside_copies": Unit.PART})
@@ -230,6 +236,8 @@ class Calibration:
     dram: Mapping[int, Figure]  # reads and writes added up, by the number of threads that sweep
     host_updates: Mapping[str, Mapping[int, HostUpdateFigures]]  # by optimizer and threads
     device_updates: Mapping[str, Figure]  # by optimizer
+    host_start: Figure  # what the smallest update by all threads takes, likewise on the device
+    device_start: Figure
     matmul: Mapping[str, Figure]  # by dtype, on the device that modules compute on
     # likewise: transformer blocks, by dtype and shape
     blocks: Mapping[str, Mapping[BlockShape, BlockFigures]]
@@ -292,6 +300,8 @@ class Calibration:
             device_updates=_table(
                 given["device_updates"], f"{field}.device_updates", _figure(Unit.PARAMETERS)
             ),
+            host_start=_figure(Unit.SECONDS)(given["host_start"], f"{field}.host_start"),
+            device_start=_figure(Unit.SECONDS)(given["device_start"], f"{field}.device_start"),
             matmul=_table(given["matmul"], f"{field}.matmul", _figure(Unit.FLOPS)),
             blocks=_table(
                 given["blocks"],
@@ -325,6 +335,8 @@ class Calibration:
             "device_updates": {
                 rule: figure.to_mapping() for rule, figure in self.device_updates.items()
             },
+            "host_start": self.host_start.to_mapping(),
+            "device_start": self.device_start.to_mapping(),
             "matmul": {dtype: figure.to_mapping() for dtype, figure in self.matmul.items()},
             "blocks": {
                 dtype: {str(shape): _plain(figures) for shape, figures in row.items()}
@@ -391,6 +403,14 @@ class Calibration:
             ),
             host_update_params_per_s=_beside(alone, [_at(other, count) for other in others]),
             device_update_params_per_s=None if device is None else device.median,
+            host_start_s=self.host_start.median,
+            device_start_s=self.device_start.median,
+            copy_start_s=links.start.median,
+            # The slowest: an operation goes over all drives, and ends with the last of them.
+            io_start_s=max(
+                (drive.start.median for drive in drives.values() if drive.start.median),
+                default=None,
+            ),
             nvme={
                 name: _drive_rates(drive, beside_updates=beside_io)
                 for name, drive in drives.items()

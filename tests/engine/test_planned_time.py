@@ -8,7 +8,7 @@ that calls them goes on ahead of it. So what is compared is the order of things 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -118,11 +118,14 @@ class Case:
     forward_s: float = 0.02
     room: float = 1.0
     overlap: str = "auto"
+    layers: int = LAYERS
+    subgroup: int = SUBGROUP
+    rates: Rates = RATES
 
 
 def planned(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> Decision:
     """Return the plan at the device's rates."""
-    numel = LAYERS * SUBGROUP
+    numel = case.layers * WIDTH * WIDTH
     training = Training(
         model=shape_of(model, collect_parameters(model, optimizer, Precision.BF16), ()),
         batch=ROWS,
@@ -139,12 +142,16 @@ def planned(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> D
         budget=ResolvedBudget(
             device=int(case.room * 16 * numel), host=64 * numel + (1 << 20), nvme={}
         ),
-        rates=RATES,
+        rates=case.rates,
         for_all=False,
         flops_per_s=2 * ROWS * numel / case.forward_s,
     )
     return decide(
-        training, there, strategy=case.strategy, parameters=case.parameters, subgroup_numel=SUBGROUP
+        training,
+        there,
+        strategy=case.strategy,
+        parameters=case.parameters,
+        subgroup_numel=case.subgroup,
     )
 
 
@@ -152,10 +159,10 @@ def compared(case: Case) -> tuple[float, float]:
     """Return the seconds of a step: as planned, and as the engine takes that trains by the plan."""
     torch.manual_seed(0)
     with VirtualAccelerator(
-        Emulation(rates=RATES, capacity_bytes=1 << 26, host_takes_time=True)
+        Emulation(rates=case.rates, capacity_bytes=1 << 28, host_takes_time=True)
     ) as device:
-        computing = Computing(device, round(case.forward_s / LAYERS * 1e9))
-        model = nn.Sequential(*(Layer(computing.passes) for _ in range(LAYERS)))
+        computing = Computing(device, round(case.forward_s / case.layers * 1e9))
+        model = nn.Sequential(*(Layer(computing.passes) for _ in range(case.layers)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         decision = planned(case, model, optimizer)
         budget = decision.means.budget
@@ -229,3 +236,54 @@ def test_it_does_so_without_overlap(parameters: Tier) -> None:
     expected, measured = compared(Case(Interleaved(share=0.4), parameters, overlap="off"))
 
     assert measured == pytest.approx(expected, rel=0.01)
+
+
+# What an op costs, however small it is: as much as a tenth of a subgroup of 60 takes.
+COSTLY = replace(RATES, host_start_s=2e-3, device_start_s=1e-3, copy_start_s=1e-3)
+
+
+WAYS = pytest.mark.parametrize(
+    ("strategy", "parameters"),
+    [
+        (HostOnly(), Tier.DEVICE),
+        (Interleaved(share=0.4), Tier.DEVICE),
+        (Interleaved(share=0.4), Tier.HOST),
+    ],
+)
+
+
+@WAYS
+@pytest.mark.parametrize("layers_of_each", [1, 8])
+def test_many_subgroups_and_few_take_as_long_as_planned_where_ops_have_a_cost(
+    layers_of_each: int, strategy: Strategy, parameters: Tier
+) -> None:
+    check_costly_ops(Case(strategy, parameters, layers=64, subgroup=layers_of_each * SUBGROUP))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@WAYS
+@pytest.mark.parametrize("layers_of_each", [1, 10])
+def test_595_subgroups_and_a_tenth_of_them_take_as_long_as_planned(
+    layers_of_each: int, strategy: Strategy, parameters: Tier
+) -> None:
+    """595 subgroups are those of a published log, where each took 4.3 ms whatever its size."""
+    case = Case(strategy, parameters, layers=595, subgroup=layers_of_each * SUBGROUP)
+    check_costly_ops(replace(case, forward_s=0.2))
+
+
+def check_costly_ops(case: Case) -> None:
+    """Check that a step is as planned, and that what ops cost is part of it."""
+    expected, measured = compared(replace(case, rates=COSTLY))
+
+    assert measured == pytest.approx(expected, rel=0.05)
+    assert expected > 1.05 * compared_without_costs(case)
+
+
+def compared_without_costs(case: Case) -> float:
+    """Return the seconds of the same step where starting an op costs nothing, as planned."""
+    with VirtualAccelerator(Emulation(rates=RATES, capacity_bytes=1 << 20)) as device:
+        computing = Computing(device, 0)
+        model = nn.Sequential(*(Layer(computing.passes) for _ in range(case.layers)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return planned(case, model, optimizer).best.step_s

@@ -31,6 +31,7 @@ def calibration() -> Calibration:
             duplex_d2h=figure(7e9),
             h2d_beside_updates=figure(2 / 3, Unit.PART),
             d2h_beside_updates=figure(1.05, Unit.PART),
+            start=figure(1e-5, Unit.SECONDS),
         ),
         dram={1: figure(15e9), 2: figure(30e9), 4: figure(29e9)},
         host_updates={
@@ -38,6 +39,8 @@ def calibration() -> Calibration:
             "sgd": {1: _updates(1e9, 0.8)},
         },
         device_updates={"adamw": figure(25e9, Unit.PARAMETERS)},
+        host_start=figure(5e-5, Unit.SECONDS),
+        device_start=figure(2e-5, Unit.SECONDS),
         matmul={"fp32": figure(100e9, Unit.FLOPS), "bf16": figure(200e9, Unit.FLOPS)},
         blocks={
             "bf16": {
@@ -60,6 +63,7 @@ def drive() -> DriveFigures:
         write=figure(2e9),
         mixed=figure(2.4e9),
         mixed_beside_updates=figure(0.5, Unit.PART),
+        start=figure(1e-4, Unit.SECONDS),
         host_updates={"adamw": {4: figure(0.8, Unit.PART)}},
     )
 

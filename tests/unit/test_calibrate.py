@@ -179,6 +179,29 @@ def test_links_are_measured_on_the_clock_of_an_emulated_device() -> None:
         assert device.memory().free == 4 * MiB
 
 
+def test_what_an_operation_costs_is_measured_on_the_clock_of_an_emulated_device() -> None:
+    rates = dataclasses.replace(RATES, copy_start_s=1e-3, device_start_s=2e-3)
+    with emulated_accelerator(Emulation(rates=rates, capacity_bytes=4 * MiB)) as device:
+        measured = calibrated(accelerator=device, effort=TINY)
+
+    found = measured.rates()
+    assert found.copy_start_s == pytest.approx(1e-3, rel=0.01)
+    assert found.device_start_s == pytest.approx(2e-3, rel=0.01)
+
+
+def test_what_an_operation_costs_is_measured_of_the_host_and_of_drives(
+    cpu: CpuAccelerator, drive: Path
+) -> None:
+    measured = calibrated([str(drive)], accelerator=cpu, effort=TINY)
+
+    found = measured.rates()
+    assert found.host_start_s is not None
+    assert found.io_start_s == measured.drives[str(drive)].start.median
+    assert measured.host_start.unit is Unit.SECONDS
+    assert (found.copy_start_s, found.device_start_s) == (None, None)
+    assert measured.links.start.reason == "device and host are one memory, so nothing is copied"
+
+
 @pytest.mark.parametrize("d2h", [0.4e9, 1e9, 2.9e9])
 def test_links_of_different_speeds_do_not_hold_one_another_up(d2h: float) -> None:
     rates = dataclasses.replace(RATES, d2h_bytes_per_s=d2h)
@@ -217,7 +240,12 @@ def test_without_torch_the_host_and_its_drives_are_measured(drive: Path) -> None
 
     assert measured.host_updates["adamw"][1].alone.median
     assert measured.drives[str(drive)].read.median
-    for figure in (measured.links.h2d, measured.matmul["bf16"], measured.device_updates["adamw"]):
+    for figure in (
+        measured.links.h2d,
+        measured.matmul["bf16"],
+        measured.device_updates["adamw"],
+        measured.device_start,
+    ):
         assert figure.reason == "torch is not installed"
 
 

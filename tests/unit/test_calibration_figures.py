@@ -44,7 +44,7 @@ def figures(unit: Unit) -> st.SearchStrategy[Figure]:
     )
 
 
-BYTES, PARAMETERS, FLOPS, PARTS = map(figures, Unit)
+BYTES, PARAMETERS, FLOPS, PARTS, SECONDS = map(figures, Unit)
 DRIVES = st.builds(
     DriveFigures,
     drive=st.dictionaries(TEXT, TEXT, max_size=3),
@@ -52,6 +52,7 @@ DRIVES = st.builds(
     write=BYTES,
     mixed=BYTES,
     mixed_beside_updates=PARTS,
+    start=SECONDS,
     host_updates=st.dictionaries(RULE, st.dictionaries(COUNT, PARTS, max_size=3), max_size=3),
 )
 UPDATES = st.builds(HostUpdateFigures, alone=PARAMETERS, beside_copies=PARTS)
@@ -64,10 +65,13 @@ CALIBRATIONS = st.builds(
         LinkFigures,
         **dict.fromkeys(("h2d", "d2h", "duplex_h2d", "duplex_d2h"), BYTES),
         **dict.fromkeys(("h2d_beside_updates", "d2h_beside_updates"), PARTS),
+        start=SECONDS,
     ),
     dram=st.dictionaries(COUNT, BYTES, max_size=3),
     host_updates=st.dictionaries(RULE, st.dictionaries(COUNT, UPDATES, max_size=3), max_size=3),
     device_updates=st.dictionaries(RULE, PARAMETERS, max_size=3),
+    host_start=SECONDS,
+    device_start=SECONDS,
     matmul=st.dictionaries(st.sampled_from(["fp32", "bf16"]), FLOPS, max_size=2),
     blocks=st.dictionaries(
         st.sampled_from(["fp32", "bf16"]),
@@ -138,11 +142,11 @@ def test_a_calibration_is_a_value() -> None:
         one.date = "today"  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None, True])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, "3", None, True])
 def test_another_version_is_refused_with_what_to_do(version: object) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^calibration\.version: expected version 2, .* `infinity calibrate` again",
+        match=r"^calibration\.version: expected version 3, .* `infinity calibrate` again",
     ):
         Calibration.from_mapping({**calibration().to_mapping(), "version": version})
 
@@ -236,12 +240,23 @@ def test_the_rates_are_the_medians() -> None:
         dram_bytes_per_s=30e9,
         host_update_params_per_s=0.9e9,
         device_update_params_per_s=25e9,
+        host_start_s=5e-5,
+        device_start_s=2e-5,
+        copy_start_s=1e-5,
+        io_start_s=1e-4,
         nvme={
             "/mnt/a": DriveRates(
                 read_bytes_per_s=3e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2.4e9
             ),
         },
     )
+
+
+def test_an_operation_over_several_drives_costs_what_the_slowest_takes_to_start() -> None:
+    slow = dataclasses.replace(drive(), start=figure(3e-4, Unit.SECONDS))
+    measured = calibration().with_drives({"/mnt/a": drive(), "/mnt/b": slow})
+
+    assert measured.rates().io_start_s == 3e-4
 
 
 def test_without_a_number_all_threads_that_were_measured_update() -> None:
@@ -328,7 +343,9 @@ def test_a_disturbance_never_makes_anything_faster() -> None:
 
 
 def test_what_is_missing_gives_no_rate_and_disturbs_nothing() -> None:
-    nothing, no_part = (Figure.missing("not measured", unit) for unit in (Unit.BYTES, Unit.PART))
+    nothing, no_part, no_start = (
+        Figure.missing("not measured", unit) for unit in (Unit.BYTES, Unit.PART, Unit.SECONDS)
+    )
     alone = figure(1e9, Unit.PARAMETERS)
     measured = dataclasses.replace(
         calibration(),
@@ -339,7 +356,10 @@ def test_what_is_missing_gives_no_rate_and_disturbs_nothing() -> None:
             duplex_d2h=nothing,
             h2d_beside_updates=no_part,
             d2h_beside_updates=no_part,
+            start=no_start,
         ),
+        host_start=no_start,
+        device_start=no_start,
         dram={1: nothing},
         host_updates={"adamw": {1: HostUpdateFigures(alone=alone, beside_copies=no_part)}},
         device_updates={},
