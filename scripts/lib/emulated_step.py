@@ -37,6 +37,8 @@ class Emulated:
     link_bytes_per_s: float = 8e9
     host_params_per_s: float = 0.6e9
     device_params_per_s: float = 6e9
+    op_s: float = 0.0
+    """What each update and each copy costs, however small it is."""
 
     def rates(self) -> Rates:
         """Return the rates but that of computing."""
@@ -47,6 +49,9 @@ class Emulated:
             d2h_bytes_per_s=self.link_bytes_per_s,
             host_update_params_per_s=self.host_params_per_s,
             device_update_params_per_s=self.device_params_per_s,
+            host_start_s=self.op_s or None,
+            device_start_s=self.op_s or None,
+            copy_start_s=self.op_s or None,
         )
 
 
