@@ -40,6 +40,7 @@ def initialize(
 ) -> Engine:
     """Return an engine that trains `model` with its states where the budget allows.
 
+    A frozen model, as after model.requires_grad_(False), only runs and needs no optimizer.
     `optimizer` is torch's Adam, AdamW, Adagrad or SGD over parameters of the model; or asks for one
     over all of them: a rule such as `infinity_engine.optim.Lion(lr=1e-4)`, its name, or {"name":
     "lion", "lr": 1e-4}. Settings come as `config`, as keywords, or both; keywords go first.

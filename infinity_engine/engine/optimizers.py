@@ -86,13 +86,17 @@ def optimizer_of(model: torch.nn.Module, given: object) -> torch.optim.Optimizer
     """Return the optimizer itself where one is given, else one made of what is asked for.
 
     A specification is a Rule, a name such as "adamw", or a mapping of a name and options: {"name":
-    "lion", "lr": 1e-4}. It is for all parameters of the model that require a gradient.
+    "lion", "lr": 1e-4}. It is for all parameters of the model that require a gradient. A frozen
+    model needs none: None gives an optimizer of nothing.
 
     Raises:
         ConfigError: it is none of these, or an option is unknown or cannot be.
     """
     if isinstance(given, torch.optim.Optimizer):
         return given
+    if given is None and not any(parameter.requires_grad for parameter in model.parameters()):
+        # It updates nothing; torch makes none without a group.
+        return torch.optim.SGD([{"params": []}])
     rule = _rule(given)
     # The fields of a rule are the options of torch's optimizer of that name.
     options = {item.name: getattr(rule, item.name) for item in fields(rule)}
@@ -112,7 +116,8 @@ def _rule(given: object) -> Rule:
     if not isinstance(given, str | Mapping):
         expected = (
             "a torch optimizer, a rule of infinity_engine.optim such as AdamW(lr=1e-3), its name, "
-            f"or a mapping of its name and options; the rules are {', '.join(_BY_NAME)}"
+            f"or a mapping of its name and options; the rules are {', '.join(_BY_NAME)}. A model "
+            "that only runs needs none: freeze it with model.requires_grad_(False)"
         )
         raise ConfigError(field="optimizer", value=given, expected=expected)
     name = given if isinstance(given, str) else given.get("name")

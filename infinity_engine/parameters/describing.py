@@ -58,7 +58,9 @@ def sizing_of(
         ),
         # The widest rule decides: every subgroup has memory for as many states.
         state_names=max(
-            (rules[group].states for group in {known.group for known in trained}), key=len
+            (rules[group].states for group in {known.group for known in trained}),
+            key=len,
+            default=(),
         ),
         parameters=tuple(nbytes.values()),
         deepest=deepest_of(model, nbytes),

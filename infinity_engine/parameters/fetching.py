@@ -113,6 +113,15 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         finally:
             self.resident.let_go(use.parameters)
 
+    def begin_pass(self) -> None:
+        """Note that the outermost call of a module begins."""
+        self.resident.begin_pass()
+
+    def end_pass(self) -> None:
+        """Prefetch what this call, which no backward follows, needs first when it comes again."""
+        self.resident.end_pass()
+        self._prefetch()
+
     def version_of(self, number: int) -> int:
         """Return how often a parameter's values were changed.
 

@@ -424,6 +424,7 @@ class ModuleParameters:
         # Only `_outside` is there: this is the outermost call.
         if len(self._frames.modules) == 1:
             self._frames.asked_now.clear()
+            self._fetcher.begin_pass()
             self._graph_parts.begin()
             if self._hooks.can_save():
                 # This module was called past the engine. Without the hooks, autograd would save
@@ -451,6 +452,11 @@ class ModuleParameters:
             if self._hooks.transforms_nothing():
                 self._check_output(output)
                 self._functions.prepare(output)
+            # None: it has raised, or its end cannot be predicted from what it returned.
+            if output is not None and not any(
+                tensor.requires_grad for tensor in tensors_in(output)
+            ):
+                self._fetcher.end_pass()
         use = self._leaves.uses.get(id(module))
         # Hooks of the outputs: full-backward hooks of modules do not see outputs in dicts.
         if use is not None:

@@ -152,6 +152,8 @@ def collect_parameters(
 ) -> tuple[TrainedParameter, ...]:
     """Return the optimizer's trained parameters, in the model's order, about that of their use.
 
+    Of a frozen model whose optimizer has no parameters, none.
+
     Raises:
         ConfigError: one is not the model's, or cannot be trained here; or none is left.
     """
@@ -180,7 +182,10 @@ def collect_parameters(
                 # Refuses a dtype that cannot be trained; the result is asked for again later.
                 formats_of(name, dtypes[id(parameter)])
                 groups[id(parameter)] = number
-    if not groups:
+    # An optimizer of nothing belongs to a model that only runs: optimizer_of makes one.
+    given = any(group["params"] for group in optimizer.param_groups)
+    runs_only = not given and not any(parameter.requires_grad for parameter in model.parameters())
+    if not groups and not runs_only:
         raise ConfigError(
             field="optimizer",
             value="no parameter that requires a gradient",

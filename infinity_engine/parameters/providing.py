@@ -73,6 +73,12 @@ class ModuleProvider(Provider, Protocol):
     def version_of(self, number: int) -> int:
         """Return how often the values of a parameter were changed."""
 
+    def begin_pass(self) -> None:
+        """Note that the outermost call of a module begins."""
+
+    def end_pass(self) -> None:
+        """Note that this call has ended and no backward follows, so that it may come again."""
+
 
 class NothingFetched:
     """Stands where all values stay where modules compute: there is nothing to bring or to evict."""

@@ -103,6 +103,7 @@ def check_and_plan(
     """Check what can be wrong, and return the plan; or refuse."""
     rules = rules_of(optimizer)
     trained = collect_parameters(model, optimizer, config.precision)
+    config = _without_rates(config) if not trained else config
     check_device(accelerator, alone=ranks is None)
     _check_early_updates(config, trained, unified=accelerator.unified)
     _check_activations(config, accelerator)
@@ -206,6 +207,11 @@ def check_and_plan(
     )
 
 
+def _without_rates(config: EngineConfig) -> EngineConfig:
+    """Return the settings of a model that only runs: rates decide how updates are made."""
+    return replace(config, calibration="off", rates=None)
+
+
 def check_device(accelerator: Accelerator, *, alone: bool) -> None:
     """Refuse what does not work on a device yet, and warn of what was not tried; `alone`: without
     other ranks.
@@ -269,7 +275,9 @@ def _sums_bytes(config: EngineConfig, sizing: Sizing) -> int:
     if config.storage.checksum is not Checksum.CRC32C:
         return 0
     versions = 2 if config.storage.early_updates else 1
-    smallest = NORM_BLOCK * min(subgroup.formats.width for subgroup in sizing.subgroups)
+    smallest = NORM_BLOCK * min(
+        (subgroup.formats.width for subgroup in sizing.subgroups), default=1
+    )
     blocks = versions * sum(-(-nbytes // smallest) for nbytes in sizing.parameters)
     for subgroup in sizing.subgroups:
         states = 4 * (1 + len(sizing.state_names)) * subgroup.numel

@@ -120,6 +120,12 @@ class ParameterGatherer(ResidentParameters[_Whole]):
         finally:
             self.resident.let_go(use.parameters)
 
+    def begin_pass(self) -> None:
+        """Do nothing: on several ranks, steps alone are predicted."""
+
+    def end_pass(self) -> None:
+        """Do nothing."""
+
     def version_of(self, number: int) -> int:
         """Return how often a parameter's values were changed.
 

@@ -7,6 +7,7 @@ ones that are named here.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -16,6 +17,8 @@ from infinity_engine.schedule import NEVER, Fetches, TraceCursor, Use, choose_fe
 from infinity_engine.schedule.prefetch import farthest_first
 
 __all__ = ["FetchingStats", "ResidentSet"]
+
+_MOST_USES = 1 << 20  # of one pass; what follows a longer one is not predicted whole
 
 _Entry = TypeVar("_Entry")
 
@@ -73,15 +76,21 @@ class ResidentSet(Generic[_Entry]):
         self._trace = TraceCursor()
         # Every use before this position of the trace has its members, resident or in flight.
         self._ahead = 0
+        # Uses since the outermost call of a module began; none before its owner says that one has.
+        self._pass: deque[Use] = deque(maxlen=0)
+        self._on_trace = True  # no use of the step, or since the last prediction, was out of order
+        self._repeats = False  # the trace is a pass that was predicted to come again
         self.stats = FetchingStats()
 
     # --- uses -------------------------------------------------------------------------------------
 
     def record_use(self, use: Use) -> None:
         """Record that this use is now."""
+        self._pass.append(use)
         if not self._trace.record_use(use):
             # After a jump in the trace, nothing ahead is known to be there.
             self._ahead = self._trace.at
+            self._on_trace = False
 
     def next_use(self, number: int) -> int:
         """Return the position of the trace at which a member is needed next; NEVER if it is not."""
@@ -97,10 +106,30 @@ class ResidentSet(Generic[_Entry]):
         self._trace.expect(uses)
         self._ahead = 0
 
+    def begin_pass(self) -> None:
+        """Note that the outermost call of a module begins."""
+        self._pass = deque(maxlen=_MOST_USES)
+
+    def end_pass(self) -> None:
+        """Predict the uses of the outermost call, which has ended without a graph, once more.
+
+        A program that only runs a model, such as generate(), ends no step, and calls it again and
+        again. Where the trace of a step has not ended, that step goes on.
+        """
+        uses = tuple(self._pass)
+        in_step = (
+            self._on_trace and not self._repeats and self._trace.at < len(self._trace.trace.uses)
+        )
+        if uses and not in_step:
+            # Twice: while the last modules run, it is the first ones that are needed next.
+            self.expect((*uses, *uses))
+            self._on_trace, self._repeats = True, True
+
     def end_step(self) -> TraceMismatch | None:
         """Start the next step's trace; return where this step left that of the one before."""
         mismatch = self._trace.end_step()
         self._ahead = 0
+        self._on_trace, self._repeats = True, False
         return mismatch
 
     # --- holders ----------------------------------------------------------------------------------
