@@ -41,8 +41,7 @@ _DTYPES = MappingProxyType({"F32": "float32", "BF16": "bfloat16", "F16": "float1
 
 
 def quiet() -> None:
-    """Let Transformers print errors alone: no bars, no words on names that it will give up."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
+    """Let Transformers print errors alone, and no bars."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
@@ -189,7 +188,10 @@ def _with_adapters(model: Any, rank: int) -> Any:
         r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     try:
-        return peft.get_peft_model(model, config)
+        with warnings.catch_warnings():
+            # peft asks Transformers by a name that this will give up.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            return peft.get_peft_model(model, config)
     except ValueError as error:
         expected = f"no adapters for this model ({_short(error)})"
         raise ConfigError(field="lora", value=rank, expected=expected) from error

@@ -94,6 +94,11 @@ class TrainingSettings:
         self._check_name("optimizer", OPTIMIZERS)
         if self.export_dtype is not None:
             self._check_name("export_dtype", _DTYPES)
+        for name, kind in (("framing", Framing), ("decay", Decay)):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                known = [str(member.value) for member in kind]
+                raise ConfigError.unknown_name(field=name, name=value, known=known)
 
     def warmup_steps(self, steps: int) -> int:
         """Return in how many of all steps the learning rate rises."""

@@ -6,13 +6,8 @@ import json
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +16,7 @@ from plan_page.ask import ask
 
 from infinity_engine.cli.main import main
 from infinity_engine.cli.plan_answer import show
+from support.browser import browser
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--model llama-3.2-1b --gpu 4090"
@@ -80,9 +76,8 @@ def test_what_the_page_runs_answers_as_the_command_does(
 def test_the_page_answers_twenty_questions_without_network_as_the_command_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for tool in ("chromium", "chromedriver", "npm"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"needs {tool}, to run the page in a browser")
+    if shutil.which("npm") is None:
+        pytest.skip("needs npm, to get what runs the page")
     page = tmp_path / "index.html"
     subprocess.run(
         [sys.executable, ROOT / "scripts" / "plan_page", "--output", page],
@@ -99,61 +94,3 @@ def test_the_page_answers_twenty_questions_without_network_as_the_command_does(
         ]
 
     assert wrong == []
-
-
-class Session:
-    """A page in a headless browser, driven over WebDriver."""
-
-    def __init__(self, base: str) -> None:
-        self._base = base
-
-    def call(self, path: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(
-            self._base + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=900) as response:
-            return json.load(response)["value"]
-
-    def ask(self, question: str) -> dict[str, Any]:
-        script = "const [question, done] = arguments; window.ask(question).then(done, (error) => "
-        script += "done({status: -1, sections: [], wrong: String(error)}));"
-        answer: dict[str, Any] = self.call("/execute/async", {"script": script, "args": [question]})
-        return answer
-
-
-@contextmanager
-def browser(folder: Path) -> Iterator[Session]:
-    """Yield a browser that reaches no network: every name is unknown to it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    driver = subprocess.Popen(
-        ["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    options = {
-        "args": [
-            "--headless=new",
-            "--no-sandbox",
-            "--host-resolver-rules=MAP * ~NOTFOUND",
-            f"--user-data-dir={folder / 'profile'}",
-        ]
-    }
-    try:
-        base = f"http://127.0.0.1:{port}"
-        for _ in range(300):
-            with suppress(OSError), urllib.request.urlopen(f"{base}/status", timeout=5):
-                break
-            time.sleep(0.1)
-        made = Session(f"{base}/session").call(
-            "", {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options}}}
-        )
-        session = Session(f"{base}/session/{made['sessionId']}")
-        session.call("/timeouts", {"script": 900_000})
-        yield session
-        with suppress(OSError):
-            urllib.request.urlopen(
-                urllib.request.Request(f"{session._base}", method="DELETE"), timeout=30
-            )
-    finally:
-        driver.terminate()
-        driver.wait(30)

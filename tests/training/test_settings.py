@@ -40,6 +40,8 @@ GIVEN: dict[str, Any] = {
         ("optimizer", "adamx"),
         ("export_dtype", "int8"),
         ("data", ()),
+        ("decay", "constant"),
+        ("framing", None),
     ],
 )
 def test_a_setting_that_cannot_be_right_is_named(name: str, value: Any) -> None:

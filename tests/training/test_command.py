@@ -1,0 +1,270 @@
+"""`infinity train`: the plan comes first, wrong questions are answered by option, and a run prints
+how far it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity_engine.cli.main import main
+from infinity_engine.cli.runs import train as command
+from infinity_engine.errors import ConfigError
+from support.families import transformers
+from support.tiny_directory import LINES, TEXT, json_lines, tiny_directory
+
+transformers()
+pytest.importorskip("tokenizers", reason="it makes the model's tokenizer")
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_directory(tmp_path_factory.mktemp("model") / "tiny", dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def infinity(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Command:
+    """Return what runs `infinity train` in an empty directory: status, output and errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("INFINITY_CACHE", str(tmp_path / "cache"))
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        try:
+            status = main(["train", "--accelerator", "cpu", *map(str, arguments)])
+        except SystemExit as error:
+            status = int(error.code or 0)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_a_dry_run_shows_the_plan_and_ends(infinity: Command, model: Path, text: Path) -> None:
+    status, out, err = infinity(model, text, "--host", "256MiB", "--sequence", "32", "--dry-run")
+
+    assert (status, err) == (0, "")
+    assert re.search(r"^tiny fits: update", out)
+    assert re.search(r"^host +[\d.]+ [KM]iB of 256 MiB", out, re.MULTILINE)
+    assert re.search(r"^step +1 x 1 x 1 sequences of 32 tokens", out, re.MULTILINE)
+    assert not Path("run").exists()
+
+
+def test_a_training_prints_its_plan_its_steps_and_where_all_is(
+    infinity: Command, model: Path, text: Path
+) -> None:
+    status, out, _ = infinity(
+        *(model, text, "--host", "256MiB", "--sequence", "32", "--batch", "4"),
+        *("--accumulation-steps", "2", "--lr", "1e-2", "--run", "r"),
+    )
+
+    assert status == 0
+    assert out.index("fits:") < out.index("Data: 1 documents") < out.index("step 1/5  loss 5.")
+    assert re.search(r"^step 5/5  loss \d\.\d{4}  [\d,]+ tokens/s  [\d.]+ s  HOST ", out, re.M)
+    assert out.splitlines()[-2:] == ["weights  r/weights", "report   r/report.html"]
+    described = json.loads(Path("r/run.json").read_text())
+    assert described["engine"]["strategy"] == "host_only"
+    assert described["prediction"]["rates_are"] == "published"
+    assert "Settings" in Path("r/report.html").read_text()
+
+
+def test_a_budget_that_is_too_small_is_refused_with_what_would_do(
+    infinity: Command, model: Path, text: Path, tmp_path: Path
+) -> None:
+    status, out, _ = infinity(model, text, "--host", "200KiB", "--sequence", "32")
+
+    assert status == 1
+    assert "tiny does not fit" in out
+    assert "Any of these would do" in out
+    assert not Path("run").exists()
+
+
+def test_more_than_the_machine_has_is_refused_before_planning(
+    infinity: Command, model: Path, text: Path
+) -> None:
+    status, out, _ = infinity(model, text, "--host", "900TiB")
+
+    assert status == 1
+    assert "HOST cannot hold 989560464998400 B (900.00 TiB)" in " ".join(out.split())
+
+
+def test_the_budgets_strategy_and_settings_reach_the_engine(
+    infinity: Command, model: Path, text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "drive").mkdir()
+    more = {"storage": {"small_bytes": 0}, "telemetry": {"keep_steps": 3}, "precision": "fp32"}
+    (tmp_path / "more.json").write_text(json.dumps(more))
+
+    status, out, err = infinity(
+        *(model, text, "--host", "64MiB", "--nvme", "drive=256MiB", "--tbw", "2TB"),
+        *("--strategy", "nvme_streamed", "--parameters", "nvme", "--config", "more.json"),
+        *("--sequence", "32", "--steps", "2", "--max-grad-norm", "0", "--save-every", "1"),
+    )
+
+    assert status == 0, err
+    engine = json.loads(Path("run/run.json").read_text())["engine"]
+    assert engine["max_grad_norm"] == "None"
+    assert engine["precision"] == "fp32"
+    assert "nvme_streamed" in engine["strategy"]
+    assert engine["parameters"] == "nvme"
+    assert "keep_steps" in engine["telemetry"]
+    assert re.search(r"step 2/2 .* drive [\d.]+ [KM]iB of [\d.]+ MiB  nvme", out)
+    page = Path("run/report.html").read_text()
+    assert "<td>2 TB</td>" in page
+    assert "drives write" in page
+
+
+def test_a_run_is_resumed_by_the_same_command(infinity: Command, model: Path, text: Path) -> None:
+    asked = (model, text, "--host", "64MiB", "--sequence", "32", "--steps", "2", "--resume")
+
+    statuses = [infinity(*asked)[0] for _ in range(2)]
+
+    assert statuses == [0, 0]
+    status, _, err = infinity(*asked[:-1])
+    assert status == 2
+    assert "--run: expected a new directory, or --resume" in err
+    status, _, err = infinity(*asked, "--lr", "1")
+    assert status == 2
+    assert "--lr: expected what the run began with, 2e-05" in err
+
+
+def test_a_family_that_the_planner_does_not_know_is_planned_by_the_engine(
+    infinity: Command, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(_: object) -> None:
+        raise ConfigError.unknown_name(field="config.model_type", name="new", known=["llama"])
+
+    monkeypatch.setattr("infinity_engine.cli.runs.plan_first.model_of", unknown)
+
+    status, out, err = infinity(model, text, "--host", "64MiB", "--sequence", "16", "--steps", "1")
+
+    assert status == 0, err
+    said = "None before the model is loaded, as the planner does not know it"
+    assert said in " ".join(out.split())
+    assert "step 1/1" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("none", "t"), "MODEL_DIR: expected a local directory of Transformers"),
+        (("MODEL", "none.txt"), "DATA: expected a file that can be read"),
+        (("MODEL", "bad.jsonl"), "bad.jsonl, line 2: expected a JSON object"),
+        (("MODEL", "empty.txt"), "DATA: expected files with two tokens at least"),
+        (("MODEL", "TEXT", "--sequence", "0"), "--sequence: expected 2 tokens or more, got 0"),
+        (("MODEL", "TEXT", "--sequence", "4096"), "--sequence: expected at most 128 tokens"),
+        (("MODEL", "TEXT", "--batch", "0"), "--batch: expected a whole number, 1 or more"),
+        (("MODEL", "TEXT", "--accumulation-steps", "0"), "--accumulation-steps: expected"),
+        (("MODEL", "TEXT", "--lora", "0"), "--lora: expected a whole number"),
+        (("MODEL", "TEXT", "--host", "64"), '--host: expected a size with its unit: did you mean'),
+        (("MODEL", "TEXT", "--nvme", "none=1GiB"), "none"),
+        (("MODEL", "TEXT", "--strategy", "fastest"), "strategy: expected one of"),
+        (("MODEL", "TEXT", "--strategy", "{"), "--strategy: expected a name, or JSON"),
+        (("MODEL", "TEXT", "--config", "none.json"), "none.json"),
+        (("MODEL", "TEXT", "--config", "wrong.json"), "strategie"),
+        (("MODEL", "TEXT", "--save-every", "soon"), "--save-every: expected"),
+        (("MODEL", "TEXT", "--run", "bad.jsonl"), "--run: expected a directory that can be"),
+    ],
+)  # fmt: skip
+def test_a_wrong_question_is_answered_by_its_option(
+    infinity: Command,
+    model: Path,
+    text: Path,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    said: str,
+) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nnot json\n')
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "wrong.json").write_text('{"strategie": 1}')
+    named = {"MODEL": str(model), "TEXT": str(text)}
+
+    status, _, err = infinity(*(named.get(argument, argument) for argument in arguments))
+
+    assert status == 2
+    assert err.startswith("infinity train: error: ")
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_several_ranks_are_refused(
+    infinity: Command, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    status, _, err = infinity(model, text)
+
+    assert status == 2
+    assert "this command trains in one process" in err
+
+
+def test_a_model_without_tokenizer_is_named(infinity: Command, model: Path, text: Path) -> None:
+    Path("bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (Path("bare") / name).write_bytes((model / name).read_bytes())
+
+    status, _, err = infinity("bare", text)
+
+    assert status == 2
+    assert "MODEL_DIR: expected a directory with the tokenizer's files" in err
+
+
+def test_adapters_without_peft_are_refused(
+    infinity: Command, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = "infinity_engine.integrations.language_models.find_spec"
+    monkeypatch.setattr(absent, lambda _: None)
+
+    status, _, err = infinity(model, text, "--lora", "4", "--sequence", "32", "--host", "64MiB")
+
+    assert status == 2
+    assert "--lora: expected no adapters, as peft is not installed" in err
+
+
+def test_ctrl_c_says_how_to_go_on(
+    infinity: Command, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command._Printer, "on_step", interrupt)
+
+    status, _, err = infinity(model, text, "--sequence", "32", "--host", "64MiB")
+
+    assert status == 130
+    assert "interrupted; go on with --resume --run run" in err
+    assert "It was interrupted" in Path("run/report.html").read_text()
+
+
+def test_a_terminal_has_one_line_that_changes(
+    infinity: Command,
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = json_lines(tmp_path / "lines.jsonl", LINES)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+
+    status, out, _ = infinity(model, lines, "--sequence", "32", "--host", "64MiB", "--steps", "3")
+
+    assert status == 0
+    shown = out.split("\r\x1b[2K")[-3:]
+    assert [line[:8] for line in shown] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert [line.count("\n") for line in shown] == [0, 0, 3]
+    assert all(len(line) < 40 for line in shown[:2])
