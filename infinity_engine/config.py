@@ -31,6 +31,7 @@ __all__ = [
     "ParametersAt",
     "Precision",
     "RanksConfig",
+    "Recompute",
     "Recording",
     "Replanning",
     "Setting",
@@ -39,6 +40,9 @@ __all__ = [
     "TelemetryConfig",
     "settings_table",
 ]
+
+
+_RESIDENT_BYTES = 256 << 20
 
 
 class Precision(Enum):
@@ -113,6 +117,14 @@ class ActivationsAt(Enum):
     DEVICE = "device"  # Where it was made.
     HOST = "host"  # What is needed last, in host memory; for devices with memory of their own.
     NVME = "nvme"  # What is needed last, on drives.
+    AUTO = "auto"  # Each block of the model in the way that is fastest and fits.
+
+
+class Recompute(Enum):
+    """What the engine runs again in the backward, so that less is saved."""
+
+    NOTHING = "nothing"  # Nothing, but what the model's own code checkpoints.
+    BLOCKS = "blocks"  # Every repeated block of the model.
 
 
 class ShardingStage(Enum):
@@ -287,8 +299,12 @@ def _strategy() -> _Kind:
     )
 
 
-def _section(kind: type[_Settings]) -> _Kind:
+def _section(kind: type[_Settings], *, short: str | None = None) -> _Kind:
+    """Return the kind of a section; text in its place is the setting `short` of it."""
+
     def read(place: str, given: object) -> _Settings:
+        if isinstance(given, str) and short is not None:
+            given = {short: given}
         return given if isinstance(given, kind) else kind._at(place, given)
 
     return _Kind("a section", read)
@@ -410,15 +426,23 @@ class ActivationsConfig(_Settings):
         metadata=_about(
             _member(ActivationsAt),
             "where saved tensors wait for the backward; host, nvme: those beyond resident_bytes, "
-            "what is needed last (activations.md)",
+            "what is needed last; auto: the engine chooses for each block (activations.md)",
         ),
     )
-    resident_bytes: int = field(
-        default=256 << 20,
+    recompute: Recompute = field(
+        default=Recompute.NOTHING,
         metadata=_about(
-            _bytes(),
+            _member(Recompute),
+            "what the engine runs again in the backward; blocks: what they were given waits as "
+            "`at` says",
+        ),
+    )
+    resident_bytes: int | None = field(
+        default=None,
+        metadata=_about(
+            _or_none(_bytes()),
             "bytes of saved tensors that stay where they were made; half of them may be on their "
-            "way from there or to there",
+            "way from there or to there; None: 256 MiB, and with auto most of what the plan leaves",
         ),
     )
     host_bytes: int = field(
@@ -433,6 +457,11 @@ class ActivationsConfig(_Settings):
         default=65536,
         metadata=_about(_whole(0), "saved tensors of fewer bytes stay where they were made"),
     )
+
+    @property
+    def resident(self) -> int:
+        """The bytes that stay at least, where they are not set."""
+        return _RESIDENT_BYTES if self.resident_bytes is None else self.resident_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -571,7 +600,8 @@ class EngineConfig(_Settings):
     activations: ActivationsConfig = field(
         default=ActivationsConfig(),
         metadata=_about(
-            _section(ActivationsConfig), "where what autograd saves waits for the backward"
+            _section(ActivationsConfig, short="at"),
+            "where what autograd saves waits for the backward",
         ),
     )
     accumulation_steps: int = field(

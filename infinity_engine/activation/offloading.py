@@ -9,6 +9,7 @@ needs one after the other: what comes next is fetched ahead. See decision 0045.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from infinity_engine.activation.drive_room import DriveRoom
 from infinity_engine.activation.memories import SavedMemories, SavedMemory, SavedView
 from infinity_engine.activation.moving import ActivationLimits, ActivationMoves
-from infinity_engine.activation.saved import KeptActivations
+from infinity_engine.activation.saved import BlockUse, KeptActivations
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Cargo
 from infinity_engine.memory import BorrowedMemory
@@ -48,6 +49,7 @@ class ActivationOffload:
         room: DriveRoom | None,
     ) -> None:
         self._meter = lanes.meter
+        self._most_in_flight = limits.in_flight
         self._kept = KeptActivations()
         self._movable = _Movable(lanes.accelerator.torch_device, limits.small)
         self._memories = SavedMemories(borrowed)
@@ -135,10 +137,50 @@ class ActivationOffload:
             if not self._memories.by_number and not self._moves.evicting:
                 self._memories.number_anew()
 
+    def uses(self) -> tuple[BlockUse, ...]:
+        """Return nothing: it knows no blocks."""
+        return ()
+
+    def described(self) -> str:
+        """Return nothing: there was nothing to decide."""
+        return ""
+
     def close(self) -> None:
         """Forget all that is saved, once it moves no more."""
         self._closed = True
         self._moves.close()
+
+    # --- how fast it is ---------------------------------------------------------------------------
+
+    @property
+    def most_in_flight(self) -> int:
+        """The bytes that may be on their way at one time."""
+        return self._most_in_flight
+
+    def time_moves(self, nbytes: int) -> tuple[float, float]:
+        """Move so many bytes out and back, and return the seconds of each.
+
+        Raises:
+            CapacityError: there is no room for them.
+            TransferError: the I/O failed.
+        """
+        with self._lock:
+            self._settle()
+            tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self._movable.device)
+            memory = self._memories.add(tensor)
+            saved = self._memories.view(memory, tensor)
+            self._moves.admit(memory)
+            try:
+                start = time.perf_counter()
+                self._moves.evict(memory)
+                self._moves.finish_eviction(memory)
+                out = time.perf_counter()
+                self._bring(memory)
+                back = time.perf_counter()
+            finally:
+                del saved
+                self._settle()
+            return out - start, back - out
 
     # --- what it decides --------------------------------------------------------------------------
 
@@ -189,7 +231,7 @@ class _Movable:
     """Which saved tensors may leave `device`: those in memory of autograd's own, not too small."""
 
     def __init__(self, device: torch.device, small: int) -> None:
-        self._device = device
+        self.device = device
         self._small = small
         self._own: frozenset[int] = frozenset()  # addresses of memory that is the model's
 
@@ -206,7 +248,7 @@ class _Movable:
         if (
             type(tensor) is not torch.Tensor  # what a subclass has besides would be lost
             or tensor.layout != torch.strided
-            or tensor.device != self._device
+            or tensor.device != self.device
             # A conjugated or negated view shows other values than its memory has.
             or tensor.is_conj()
             or tensor.is_neg()

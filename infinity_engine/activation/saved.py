@@ -10,7 +10,16 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["KeptActivations", "SavedTensors", "changed_since"]
+__all__ = ["BlockUse", "KeptActivations", "SavedTensors", "changed_since"]
+
+
+class BlockUse(NamedTuple):
+    """What one block saved in a step, at most in one call, and what of that it kept in memory."""
+
+    name: str
+    way: str
+    saved: int
+    held: int
 
 
 class SavedTensors(Protocol):
@@ -35,6 +44,12 @@ class SavedTensors(Protocol):
 
     def end_step(self) -> None:
         """Note that a step has ended."""
+
+    def uses(self) -> tuple[BlockUse, ...]:
+        """Return what blocks saved in the step that has ended; nothing where no block is known."""
+
+    def described(self) -> str:
+        """Return what was decided for blocks, and why; empty where nothing was."""
 
     def close(self) -> None:
         """Give everything back. What is still saved cannot be unpacked any more."""
@@ -73,6 +88,14 @@ class KeptActivations:
 
     def end_step(self) -> None:
         """Do nothing."""
+
+    def uses(self) -> tuple[BlockUse, ...]:
+        """Return nothing: it knows no blocks."""
+        return ()
+
+    def described(self) -> str:
+        """Return nothing: there was nothing to decide."""
+        return ""
 
     def close(self) -> None:
         """Do nothing."""

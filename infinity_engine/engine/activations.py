@@ -5,26 +5,57 @@ The planner has left room for what is reserved here (planning/planning.py).
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 
+import torch
+
+from infinity_engine.accel import Accelerator
 from infinity_engine.activation import ActivationOffload, KeptActivations, SavedTensors
+from infinity_engine.activation.blocks import RepeatedBlock, find_blocks, recomputing_modules
+from infinity_engine.activation.by_block import BlockActivations, FixedWays
+from infinity_engine.activation.deciding import MeasuredWays
 from infinity_engine.activation.drive_room import DriveRoom
 from infinity_engine.activation.moving import ActivationLimits
-from infinity_engine.config import ActivationsAt, EngineConfig
+from infinity_engine.activation.probing import measured_rates
+from infinity_engine.config import ActivationsAt, EngineConfig, Recompute
 from infinity_engine.lanes.lanes import Lanes
+from infinity_engine.lanes.meter import clock_of
 from infinity_engine.memory import BorrowedMemory, Ledger, PinnedPool
+from infinity_engine.parameters.hooks import Hooks
+from infinity_engine.parameters.modules import ModuleParameters, UnwatchedModules, is_compiled
+from infinity_engine.placement.activations import ActivationRoom, BlockWay
 from infinity_engine.plan import Tier
 from infinity_engine.planning.planning import Planned, saved_on_host
 from infinity_engine.residence import Mover
 from infinity_engine.storage import SwapFile
 
-__all__ = ["activations_of"]
+__all__ = ["activations_of", "uses_drives", "watch_blocks"]
+
+_PART_FOR_SAVED = 3, 4  # of what a plan leaves: modules allocate besides what they save
+_STAGING = 4  # of what may stay, the part for what is on its way
+_RECOMPUTED_AT = {
+    ActivationsAt.DEVICE: BlockWay.RECOMPUTE,
+    ActivationsAt.HOST: BlockWay.RECOMPUTE_HOST,
+    ActivationsAt.NVME: BlockWay.RECOMPUTE_DRIVE,
+}
+
+
+def uses_drives(config: EngineConfig) -> bool:
+    """Tell whether saved tensors may go to drives."""
+    at = config.activations.at
+    return at is ActivationsAt.NVME or (
+        at is ActivationsAt.AUTO and bool(config.budget and config.budget.nvme)
+    )
 
 
 def activations_of(
     config: EngineConfig,
     planned: Planned,
     lanes: Lanes,
+    model: torch.nn.Module,
     *,
     ledger: Ledger,
     swap: SwapFile | None,
@@ -36,38 +67,186 @@ def activations_of(
         CapacityError: the budget has no room for it.
     """
     settings = config.activations
-    if settings.at is ActivationsAt.DEVICE:
+    if settings.at is ActivationsAt.DEVICE and settings.recompute is Recompute.NOTHING:
         return KeptActivations()
-    accelerator = planned.accelerator
-    passes = accelerator.torch_device.type != "cpu"
-    reserved = saved_on_host(settings, accelerator)
-    in_flight = settings.resident_bytes // 2
-    room, host = None, lanes.host
-    if settings.at is ActivationsAt.NVME:
-        assert swap is not None, "it was opened for what is saved"
-        room = DriveRoom(swap, planned.budget.nvme)
-    # On the CPU for what stays in memory; else for what passes the host, or stays there.
-    reservation = resources.enter_context(
-        ledger.reserve(Tier.HOST, reserved, holder="saved activations")
+    building = _Building(config, planned, lanes, ledger, swap, resources)
+    if settings.at is ActivationsAt.AUTO:
+        return building.chosen(model)
+    kept: SavedTensors = KeptActivations()
+    home = {ActivationsAt.HOST: Tier.HOST, ActivationsAt.NVME: Tier.NVME}.get(settings.at)
+    if home is not None:
+        kept = building.offload(home, settings.resident, building.reserve(settings.resident))
+    if settings.recompute is Recompute.NOTHING:
+        return kept
+    return building.by_block(
+        BlockActivations(
+            _blocks_of(model),
+            FixedWays(_RECOMPUTED_AT[settings.at], _left_alone(model)),
+            outside=kept,
+            moved={} if home is None else {home: kept},
+        )
     )
-    if passes:
-        host = PinnedPool(reservation)
-        resources.callback(host.close)
-        if swap is not None and settings.at is ActivationsAt.NVME:
-            host.register_with(swap.queue)
-            in_flight = min(in_flight, reserved // 2)
-    here = Tier.DEVICE if passes else Tier.HOST
-    nothing = resources.enter_context(ledger.reserve(here, 0, holder="memory of saved tensors"))
-    activations = ActivationOffload(
-        lanes,
-        Mover(accelerator, host, lanes.device, swap),
-        BorrowedMemory(here, nothing),
-        ActivationLimits(
-            resident=settings.resident_bytes, in_flight=in_flight, small=settings.small_bytes
-        ),
-        home=Tier.NVME if settings.at is ActivationsAt.NVME else Tier.HOST,
-        here=here,
-        room=room,
-    )
-    resources.callback(activations.close)
-    return activations
+
+
+def watch_blocks(
+    activations: SavedTensors, modules: ModuleParameters | UnwatchedModules, hooks: Hooks
+) -> None:
+    """Let `activations` see the calls of the blocks that they know."""
+    if isinstance(activations, BlockActivations):
+        activations.run_again_under(modules.saving_again)
+        for block in activations.blocks:
+            hooks.around_block(block.module, activations.before_block, activations.after_block)
+
+
+def _blocks_of(model: torch.nn.Module) -> tuple[RepeatedBlock, ...]:
+    return () if _left_alone(model) else find_blocks(model)
+
+
+def _left_alone(model: torch.nn.Module) -> str:
+    """Return why no block of a model is run again by the engine; empty where some are."""
+    recomputing = recomputing_modules(model)
+    if recomputing:
+        return (
+            f"the model checkpoints itself ({recomputing[0]} and {len(recomputing) - 1} other "
+            "modules), so the engine runs none of its blocks again"
+        )
+    if any(is_compiled(module) for module in model.modules()):
+        return "the model is compiled, so the engine does not see its blocks"
+    if not find_blocks(model):
+        return "the model has no repeated blocks: no list of modules of one class"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Building:
+    """What is needed to make keepers of saved tensors."""
+
+    config: EngineConfig
+    planned: Planned
+    lanes: Lanes
+    ledger: Ledger
+    swap: SwapFile | None
+    resources: ExitStack
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self.planned.accelerator
+
+    @property
+    def passes(self) -> bool:
+        """Whether what is saved lies in memory of the device's own."""
+        return self.accelerator.torch_device.type != "cpu"
+
+    def reserve(self, resident: int) -> PinnedPool | None:
+        """Reserve the host memory that saved tensors take; return the pool that they pass.
+
+        On the CPU that is for what stays in memory; else for what passes the host, or stays there.
+        """
+        nbytes = saved_on_host(self.config.activations, self.accelerator)
+        reservation = self.resources.enter_context(
+            self.ledger.reserve(
+                Tier.HOST, nbytes if self.passes else resident, holder="saved activations"
+            )
+        )
+        if not self.passes:
+            return None
+        pool = PinnedPool(reservation)
+        self.resources.callback(pool.close)
+        if self.swap is not None and uses_drives(self.config):
+            pool.register_with(self.swap.queue)
+        return pool
+
+    def offload(self, home: Tier, resident: int, pool: PinnedPool | None) -> ActivationOffload:
+        """Return what moves saved tensors to `home`."""
+        settings = self.config.activations
+        in_flight, room = resident // 2, None
+        if home is Tier.NVME:
+            assert self.swap is not None, "it was opened for what is saved"
+            room = DriveRoom(self.swap, self.planned.budget.nvme)
+            if pool is not None:
+                in_flight = min(in_flight, settings.host_bytes // 2)
+        here = Tier.DEVICE if self.passes else Tier.HOST
+        nothing = self.resources.enter_context(
+            self.ledger.reserve(here, 0, holder="memory of saved tensors")
+        )
+        offload = ActivationOffload(
+            self.lanes,
+            self._mover(pool),
+            BorrowedMemory(here, nothing),
+            ActivationLimits(resident=resident, in_flight=in_flight, small=settings.small_bytes),
+            home=home,
+            here=here,
+            room=room,
+        )
+        self.resources.callback(offload.close)
+        return offload
+
+    def _mover(self, pool: PinnedPool | None) -> Mover:
+        return Mover(self.accelerator, pool or self.lanes.host, self.lanes.device, self.swap)
+
+    # --- a choice per block -----------------------------------------------------------------------
+
+    def chosen(self, model: torch.nn.Module) -> SavedTensors:
+        """Return what chooses the way of each block within the budget."""
+        settings, blocks = self.config.activations, _blocks_of(model)
+        resident = self._resident()
+        pool = self.reserve(resident)
+        homes = tuple(self._homes())
+        staging = resident // _STAGING if homes else 0
+        moved = {home: self.offload(home, staging, pool) for home in homes}
+        on_host = settings.host_bytes // (2 if Tier.NVME in homes else 1)
+        room = ActivationRoom(
+            device=resident,
+            host=on_host if Tier.HOST in homes else 0,
+            drives=self._free_on_drives() if Tier.NVME in homes else 0,
+            staging=staging,
+        )
+        decider = MeasuredWays(
+            blocks,
+            room,
+            rates=lambda: measured_rates(moved, over_link=self.passes),
+            clock=self._clock(),
+            homes=homes,
+            left_alone=_left_alone(model),
+        )
+        return self.by_block(
+            BlockActivations(blocks, decider, outside=KeptActivations(), moved=moved)
+        )
+
+    def by_block(self, activations: BlockActivations) -> BlockActivations:
+        """Return these, which are closed with the engine."""
+        self.resources.callback(activations.close)
+        return activations
+
+    def _resident(self) -> int:
+        """Return the bytes of saved tensors that may stay where modules compute."""
+        settings = self.config.activations
+        if settings.resident_bytes is not None:
+            return settings.resident_bytes
+        free = self.ledger.free(Tier.DEVICE if self.passes else Tier.HOST)
+        part, of = _PART_FOR_SAVED
+        most = free * part // of
+        return most if self.passes else max(most, min(settings.resident, free))
+
+    def _homes(self) -> Iterator[Tier]:
+        if self.passes and self.config.activations.host_bytes:
+            yield Tier.HOST
+        if self.swap is not None and uses_drives(self.config):
+            yield Tier.NVME
+
+    def _free_on_drives(self) -> int:
+        assert self.swap is not None, "it was opened for what is saved"
+        whole = sum(self.planned.budget.nvme.values())
+        return max(whole - self.swap.capacity, 0) + self.swap.free_bytes
+
+    def _clock(self) -> Callable[[], float]:
+        """Return the time in seconds at which all that was submitted has ended."""
+        if not self.passes:
+            clock = clock_of(self.accelerator)
+            return lambda: clock() / 1e9
+
+        def ended() -> float:
+            self.accelerator.synchronize()
+            return time.perf_counter()
+
+        return ended

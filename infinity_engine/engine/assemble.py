@@ -27,8 +27,8 @@ from infinity_engine.building.initial_placement import (
     release_initial_values,
     restored_on_failure,
 )
-from infinity_engine.config import ActivationsAt, EngineConfig, Overlap, Precision, Recording
-from infinity_engine.engine.activations import activations_of
+from infinity_engine.config import EngineConfig, Overlap, Precision, Recording
+from infinity_engine.engine.activations import activations_of, uses_drives, watch_blocks
 from infinity_engine.engine.engine import Engine, close_at_its_end
 from infinity_engine.engine.parts import EngineParts
 from infinity_engine.errors import CapacityError
@@ -224,7 +224,7 @@ def _parts(
     )
     # Before ranks reserve all that is left for whole parameters.
     activations = activations_of(
-        config, planned, lanes, ledger=reserved.ledger, swap=swap, resources=resources
+        config, planned, lanes, model, ledger=reserved.ledger, swap=swap, resources=resources
     )
     served = _serve_modules(
         model,
@@ -239,6 +239,7 @@ def _parts(
         signals=signals,
         hooks=hooks,
     )
+    watch_blocks(activations, served.modules, hooks)
     sharding = planned.sharding
     return EngineParts(
         model=model,
@@ -285,7 +286,7 @@ def _reserve(config: EngineConfig, planned: Planned, resources: ExitStack) -> _R
             planned.queue,
             resources,
             sums_bytes=planned.sums_bytes,
-            saves=config.activations.at is ActivationsAt.NVME,
+            saves=uses_drives(config),
         )
     host, device = _pools(plan.demand, ledger, accelerator, resources)
     passing = _passing(plan.demand, ledger, resources)

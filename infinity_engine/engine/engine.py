@@ -355,7 +355,11 @@ class Engine:
         parts.activations.end_step()
         fetching = self.fetching()
         parts.drives.count()
-        parts.telemetry.note(planned_again=self._updates.why_planned_again())
+        parts.telemetry.note(
+            planned_again=self._updates.why_planned_again(),
+            blocks=parts.activations.uses(),
+            ways=parts.activations.described(),
+        )
         parts.meter.end_step(result, in_time=fetching.in_time, late=fetching.late)
         # After the meter: its counters are those of the step that has ended.
         self._updates.look_for_a_plan(parts.telemetry.counters)

@@ -167,6 +167,29 @@ class Hooks:
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after))
 
+    def around_block(
+        self,
+        module: torch.nn.Module,
+        before: Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any],
+        after: Callable[[torch.nn.Module, object], None],
+    ) -> None:
+        """Call `before` ahead of all other hooks of a module's calls; it may replace arguments.
+
+        It returns positional arguments and keywords, or None to leave them. `after` comes behind
+        the hooks that there are now, with the output, or with None after an error.
+        """
+
+        @self.signals.holding
+        def hook(owner: torch.nn.Module, _args: Any, output: Any) -> None:
+            after(owner, output)
+
+        self._handles.append(
+            module.register_forward_pre_hook(
+                self.signals.holding(before), prepend=True, with_kwargs=True
+            )
+        )
+        self._handles.append(module.register_forward_hook(hook, always_call=True))
+
     def on_registration(
         self,
         parameter: Callable[[torch.nn.Module, str, object], None],

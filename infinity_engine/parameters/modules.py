@@ -378,6 +378,10 @@ class ModuleParameters:
             self._activations.begin_forward(_own_of(model))
         return self._hooks.saving(self._pack, self._unpack)
 
+    def saving_again(self) -> AbstractContextManager[None]:
+        """Save in the body as `saving` does. The body runs modules again for a backward."""
+        return self._hooks.saving(self._pack, self._unpack)
+
     def close(self) -> None:
         """Let go of everything. No graph made so far can be differentiated any more."""
         self.let_go()
@@ -625,6 +629,10 @@ class UnwatchedModules:
         if model is None or not self._activations.offloads:
             return nullcontext()
         self._activations.begin_forward(_own_of(model))
+        return self.saving_again()
+
+    def saving_again(self) -> AbstractContextManager[None]:
+        """Save in the body as `saving` does. The body runs modules again for a backward."""
         return self._hooks.saving(self._activations.pack, self._activations.unpack)
 
     def let_go(self) -> None:

@@ -26,6 +26,7 @@ from infinity_engine.config import (
     ActivationsConfig,
     Checksum,
     EngineConfig,
+    Recompute,
     Recording,
     Replanning,
 )
@@ -106,7 +107,7 @@ def check_and_plan(
     config = _without_rates(config) if not trained else config
     check_device(accelerator, alone=ranks is None)
     _check_early_updates(config, trained, unified=accelerator.unified)
-    _check_activations(config, accelerator)
+    _check_activations(config, accelerator, alone=ranks is None)
     previous = PreviousStates(optimizer, trained, rules)
     frozen = collect_frozen(model, trained, config.precision)
     check_memory_of_their_own((*trained, *frozen), dict(model.named_buffers()))
@@ -331,18 +332,39 @@ def saved_on_host(config: ActivationsConfig, accelerator: Accelerator) -> int:
     """Return the bytes of the host's budget that saved tensors take."""
     if config.at is ActivationsAt.DEVICE:
         return 0
-    return config.resident_bytes if accelerator.torch_device.type == "cpu" else config.host_bytes
+    return config.resident if accelerator.torch_device.type == "cpu" else config.host_bytes
 
 
-def _check_activations(config: EngineConfig, accelerator: Accelerator) -> None:
+def _check_activations(config: EngineConfig, accelerator: Accelerator, *, alone: bool) -> None:
     """Refuse settings by which saved tensors cannot leave."""
     at = config.activations.at
+    if at is ActivationsAt.AUTO:  # GATE
+        raise ConfigError(  # GATE
+            field="activations.at",
+            value="auto",
+            expected="another: not offered yet",  # GATE
+        )  # GATE
+    if at is ActivationsAt.AUTO and not alone:
+        # Ranks gather parameters together: they must run the same blocks again.
+        raise ConfigError(
+            field="activations.at",
+            value=at.value,
+            expected='"device", "host" or "nvme" with several ranks, and '
+            'activations.recompute="blocks" to run blocks again: this version chooses on one rank',
+        )
     if at is ActivationsAt.HOST and accelerator.torch_device.type == "cpu":
         raise ConfigError(
             field="activations.at",
             value=at.value,
             expected=f'"nvme" or "device" with the accelerator {accelerator.name}: what modules '
             "compute is in host memory already",
+        )
+    if at is ActivationsAt.AUTO and config.activations.recompute is not Recompute.NOTHING:
+        raise ConfigError(
+            field="activations.recompute",
+            value=config.activations.recompute.value,
+            expected=f'"{Recompute.NOTHING.value}" with activations.at={at.value!r}, which chooses '
+            "the blocks that run again itself",
         )
     if at is ActivationsAt.NVME and not (config.budget and config.budget.nvme):
         raise ConfigError(

@@ -5,12 +5,14 @@ Reads the step that telemetry recorded; measures nothing itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 from types import MappingProxyType
 from typing import cast
 
+from infinity_engine.activation import BlockUse
 from infinity_engine.lanes.meter import (
     FOUND,
     IN_TIME,
@@ -126,6 +128,9 @@ class StepReport:
     hits: Mapping[Cargo, Hits]
     drives: Mapping[str, DriveUse]
     peaks: tuple[Peak, ...]
+    # What blocks saved, where the engine knows them; and how their ways were chosen.
+    blocks: tuple[BlockUse, ...] = ()
+    ways: str = ""
 
     def to_mapping(self) -> dict[str, object]:
         """Return the figures as mappings of numbers and text, ready for JSON."""
@@ -195,6 +200,9 @@ class StepReport:
                 for cargo, hits in self.hits.items()
             )
             rows.append(("found in memory", found))
+        if self.ways:
+            rows.append(("activations", self.ways))
+        rows += [(f"activations of {names}", saved) for names, saved in _blocks(self.blocks)]
         rows += [(f"drive {directory}", _drive(use)) for directory, use in self.drives.items()]
         rows += [(f"wear of {directory}", _wear(use)) for directory, use in self.drives.items()]
         rows += [(f"peak of {peak.name}", _part(peak.nbytes, peak.limit)) for peak in self.peaks]
@@ -252,6 +260,8 @@ def report_of(
             )
             for tier_usage in usage
         ),
+        blocks=cast("tuple[BlockUse, ...]", notes.get("blocks", ())),
+        ways=str(notes.get("ways", "")),
     )
 
 
@@ -334,6 +344,15 @@ def _drive_mapping(use: DriveUse) -> dict[str, object]:
 def _wear(use: DriveUse) -> str:
     endurance = "" if use.endurance is None else f", {use.endurance}"
     return f"{format_decimal_bytes(use.written_in_all)} written in all{endurance}"
+
+
+def _blocks(uses: Sequence[BlockUse]) -> Iterator[tuple[str, str]]:
+    """Yield neighbouring blocks that did the same as one row, and what each of them saved."""
+    for (way, saved, held), group in groupby(uses, key=lambda use: (use.way, use.saved, use.held)):
+        names = [use.name for use in group]
+        named = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        of_each = " each" if len(names) > 1 else ""
+        yield named, f"{way}; saved {format_bytes(saved)}, kept {format_bytes(held)}{of_each}"
 
 
 def _part(nbytes: int, whole: int) -> str:

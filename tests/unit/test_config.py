@@ -319,6 +319,10 @@ def test_a_section_that_is_no_mapping_is_refused(path: tuple[str, ...], value: o
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_mapping(nested(path, value))
 
+    # Text in place of the section of activations is its setting `at`.
+    if (path, value) == (("activations",), "x"):
+        assert caught.value.field == "activations.at"
+        return
     assert caught.value.field == ".".join(path)
     assert caught.value.expected.startswith("a mapping")
 

@@ -1,0 +1,472 @@
+"""`BlockActivations`: what each block saves goes the block's own way, and all else one way.
+
+Sees each call of a block begin and end. `BlockCall` runs a block again; `ActivationOffload` moves
+what waits on the host or on drives; `Ways` decides.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from infinity_engine.activation.blocks import RepeatedBlock
+from infinity_engine.activation.recompute import (
+    BlockCall,
+    Placeholder,
+    UnknownArgument,
+    without_cache,
+)
+from infinity_engine.activation.saved import BlockUse, KeptActivations, SavedTensors
+from infinity_engine.placement.activations import BlockWay
+from infinity_engine.plan import Tier
+
+__all__ = ["BlockActivations", "FixedWays", "WayDecider", "cannot_run_again"]
+
+
+class WayDecider(Protocol):
+    """Decides the way of each call of a block, and learns what calls take."""
+
+    def way(self, block: RepeatedBlock, *, inputs: int, held: int) -> BlockWay:
+        """Return the way of a call with so many bytes of inputs, while so many bytes are held."""
+
+    def note_call(self, block: RepeatedBlock, *, saved: int, inputs: int, seconds: float) -> None:
+        """Note what a call in a forward saved and took."""
+
+    def note_run_again(self, block: RepeatedBlock, *, start: float, seconds: float) -> None:
+        """Note that a block was run again, and when that began."""
+
+    def note_outside(self, nbytes: int) -> None:
+        """Note what was saved outside of blocks in a forward."""
+
+    def refuse_recompute(self, block: RepeatedBlock, why: str) -> None:
+        """Note that a block cannot be run again."""
+
+    def now(self) -> float:
+        """Return the time in seconds, where calls are to be timed; else 0."""
+
+    def end_step(self) -> None:
+        """Note that a step has ended."""
+
+    def described(self) -> str:
+        """Return what was decided, and why; empty where there was nothing to decide."""
+
+
+class FixedWays:
+    """One way for all blocks, which a setting says; `left_alone` says why there are none."""
+
+    def __init__(self, way: BlockWay, left_alone: str = "") -> None:
+        self._way = way
+        self._left_alone = left_alone
+        self._kept_whole: dict[str, str] = {}
+
+    def way(self, block: RepeatedBlock, *, inputs: int, held: int) -> BlockWay:
+        """Return the way that was set."""
+        return self._way
+
+    def note_call(self, block: RepeatedBlock, *, saved: int, inputs: int, seconds: float) -> None:
+        """Do nothing."""
+
+    def note_run_again(self, block: RepeatedBlock, *, start: float, seconds: float) -> None:
+        """Do nothing."""
+
+    def note_outside(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def refuse_recompute(self, block: RepeatedBlock, why: str) -> None:
+        """Remember the reason."""
+        self._kept_whole[block.name] = why
+
+    def now(self) -> float:
+        """Return 0: nothing is timed."""
+        return 0.0
+
+    def end_step(self) -> None:
+        """Do nothing."""
+
+    def described(self) -> str:
+        """Return which blocks cannot run again, and why."""
+        return self._left_alone or cannot_run_again(self._kept_whole)
+
+
+def cannot_run_again(reasons: Mapping[str, str]) -> str:
+    """Return which blocks cannot run again, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        by_reason.setdefault(why, []).append(name)
+    return "; ".join(
+        f"{names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''} kept: {why}"
+        for why, names in by_reason.items()
+    )
+
+
+@dataclass(slots=True)
+class _Running:
+    """A block that is running: for the first time, or again for a backward."""
+
+    module: torch.nn.Module
+    keeper: SavedTensors
+    call: BlockCall | None = None
+    again: bool = False
+    way: BlockWay = BlockWay.KEEP
+    block: RepeatedBlock | None = None
+    started: float = 0.0
+    inputs: int = 0
+    saved: dict[int, int] = field(default_factory=dict)  # bytes by address, as long as it runs
+    versions: dict[str, object] = field(default_factory=dict)
+    given: Sequence[tuple[torch.Tensor, int]] = ()
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(self.saved.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """A saved tensor that another keeper has."""
+
+    keeper: SavedTensors
+    packed: object
+
+
+class BlockActivations:
+    """Keeps what autograd saves: in `blocks` as `decider` says, `outside` of them in one way.
+
+    `moved` keep what waits on a tier other than where it was made.
+    """
+
+    offloads = True
+
+    def __init__(
+        self,
+        blocks: Sequence[RepeatedBlock],
+        decider: WayDecider,
+        *,
+        outside: SavedTensors,
+        moved: Mapping[Tier, SavedTensors],
+    ) -> None:
+        self.blocks = tuple(blocks)
+        self._decider = decider
+        self._outside = outside
+        self._kept = KeptActivations()
+        self._keepers: dict[Tier, SavedTensors] = {Tier.DEVICE: self._kept, **moved}
+        every = (outside, *self._keepers.values())
+        self._every = tuple({id(keeper): keeper for keeper in every}.values())
+        self._by_module = {id(block.module): block for block in blocks}
+        self._running: list[_Running] = []
+        self._second: BlockCall | None = None  # the call that runs again
+        self._saving: Callable[[], AbstractContextManager[None]] | None = None
+        self._own: frozenset[int] = frozenset()
+        self._forward = _Forward()
+        self._gone: deque[int] = deque()
+        self._held = 0
+        self._uses: dict[str, BlockUse] = {}
+        self._last: tuple[BlockUse, ...] = ()
+        self._closed = False
+
+    def run_again_under(self, saving: Callable[[], AbstractContextManager[None]]) -> None:
+        """Save tensors in second runs in the context that `saving` returns."""
+        self._saving = saving
+
+    # --- blocks -----------------------------------------------------------------------------------
+
+    def before_block(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Begin a call of a block; return its arguments where they change."""
+        second = self._second
+        if second is not None and second.block.module is module:
+            self._running.append(_Running(module, self._kept, second, again=True))
+            return None
+        if self._closed or not _is_plain_forward():
+            self._running.append(_Running(module, self._outside))
+            return None
+        self._settle()
+        block = self._by_module[id(module)]
+        if module.training:
+            args, kwargs = without_cache(args, kwargs)
+        inputs = list(self._forward.new_inputs(_tensors((args, kwargs)), self._own))
+        way = self._decider.way(block, inputs=sum(inputs), held=self._held)
+        running = _Running(
+            module,
+            self._keepers[way.home],
+            way=way,
+            block=block,
+            inputs=sum(inputs),
+            given=[(tensor, _version(tensor)) for tensor in _tensors((args, kwargs))],
+        )
+        if way.recomputes or way is BlockWay.KEEP:
+            running.call = self._call_of(block, way, args, kwargs)
+        if way.recomputes:
+            running.versions = _versions(module)
+        running.started = self._decider.now()
+        self._running.append(running)
+        return args, kwargs
+
+    def _call_of(
+        self, block: RepeatedBlock, way: BlockWay, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> BlockCall:
+        if not way.recomputes:
+            call = BlockCall(block, BlockCall.arguments(((), {}), self._save_kept), self._gone)
+            call.keep()
+            return call
+        try:
+            arguments = BlockCall.arguments(
+                (args, kwargs), lambda tensor: self._save_input(tensor, way)
+            )
+        except UnknownArgument as unknown:
+            self._decider.refuse_recompute(
+                block, f"an argument is a {unknown}, which its first run may change"
+            )
+            return self._call_of(block, BlockWay.KEEP, (), {})
+        return BlockCall(block, arguments, self._gone)
+
+    def _save_kept(self, tensor: torch.Tensor) -> tuple[SavedTensors, object]:
+        return self._kept, self._kept.pack(tensor)
+
+    def _save_input(self, tensor: torch.Tensor, way: BlockWay) -> tuple[SavedTensors, object]:
+        # What several blocks get, such as a mask, is there anyway: moving it once for each block
+        # would not make it go.
+        keeper = self._kept if self._forward.is_shared(tensor) else self._keepers[way.home]
+        return keeper, keeper.pack(tensor)
+
+    def after_block(self, module: torch.nn.Module, output: object) -> None:
+        """End a call of a block, and calls inside it that an exception left behind."""
+        at = len(self._running) - 1
+        while at >= 0 and self._running[at].module is not module:
+            at -= 1
+        if at < 0:
+            return
+        running = self._running[at]
+        del self._running[at:]
+        block, call = running.block, running.call
+        if block is None:
+            return
+        if call is not None:
+            self._end_call(running, call, block)
+        self._decider.note_call(
+            block,
+            saved=running.saved_bytes,
+            inputs=running.inputs,
+            seconds=self._decider.now() - running.started,
+        )
+        use = self._uses.get(block.name, BlockUse(block.name, running.way.value, 0, 0))
+        held = 0 if call is None else call.held
+        self._uses[block.name] = BlockUse(
+            block.name,
+            _way_of(running, call).value,
+            max(use.saved, running.saved_bytes),
+            max(use.held, held),
+        )
+
+    def _end_call(self, running: _Running, call: BlockCall, block: RepeatedBlock) -> None:
+        if call.runs_again and any(_version(tensor) != then for tensor, then in running.given):
+            self._decider.refuse_recompute(block, "it changes its inputs in place")
+            call.keep()
+        if call.runs_again and _versions(running.module) != running.versions:
+            self._decider.refuse_recompute(block, "it changes its buffers")
+            call.keep()
+        if call.runs_again:
+            call.drop_saved()
+        stays = running.keeper is self._kept
+        call.hold(running.saved_bytes if not call.runs_again else running.inputs if stays else 0)
+        self._held += call.held
+
+    # --- what autograd asks -----------------------------------------------------------------------
+
+    def begin_forward(self, own: Iterable[torch.Tensor]) -> None:
+        """Take the model's parameters and buffers as what stays anyway."""
+        tensors = list(own)
+        self._running.clear()  # of a call that was interrupted
+        self._second = None
+        self._settle()
+        if self._forward.outside:
+            self._decider.note_outside(sum(self._forward.outside.values()))
+        self._forward = _Forward()
+        self._own = frozenset(
+            tensor.untyped_storage().data_ptr()
+            for tensor in tensors
+            if tensor.layout == torch.strided and tensor.device.type != "meta"
+        )
+        for keeper in self._every:
+            keeper.begin_forward(tensors)
+
+    def pack(self, tensor: torch.Tensor) -> object:
+        """Return what is saved in place of a tensor.
+
+        Raises:
+            AllMadeAgain: a block that runs again has made all that is needed.
+            CapacityError: the host or the drives have no room for what has to leave.
+            TransferError: what has to leave could not be written.
+        """
+        running = self._running[-1] if self._running else None
+        if running is None or running.block is None:
+            if running is not None and running.again:
+                assert running.call is not None, "it runs again"
+                return running.call.pack_again(tensor)
+            if running is None:
+                self._forward.note_outside(tensor, self._own)
+            return self._by(self._outside, tensor)
+        storage = _storage_of(tensor)
+        if storage is not None and storage[0] not in self._own:
+            running.saved[storage[0]] = storage[1]
+        return (
+            self._by(running.keeper, tensor) if running.call is None else running.call.pack(tensor)
+        )
+
+    def _by(self, keeper: SavedTensors, tensor: torch.Tensor) -> object:
+        packed = keeper.pack(tensor)
+        return packed if keeper is self._kept else _Elsewhere(keeper, packed)
+
+    def unpack(self, saved: object) -> torch.Tensor:
+        """Return a saved tensor: fetched, or made again.
+
+        Raises:
+            RuntimeError: it was changed in place since it was saved, a block did something else
+                when it ran again, or the engine was closed.
+            TransferError: it could not be read back; it can be asked for again.
+        """
+        if isinstance(saved, Placeholder):
+            return self._kept.unpack(self._made(saved))
+        if isinstance(saved, _Elsewhere):
+            return saved.keeper.unpack(saved.packed)
+        return self._kept.unpack(saved)
+
+    def _made(self, placeholder: Placeholder) -> object:
+        call = placeholder.call
+        if placeholder.packed is not None and not call.runs_again:
+            return placeholder.packed
+        if self._closed and placeholder.packed is None:
+            raise RuntimeError(
+                "The engine was closed before this backward, which would run blocks again. Call "
+                "backward() before close(), or run the model again"
+            )
+        if placeholder.packed is not None:
+            return call.unpack(placeholder, self._under)
+        before, at = self._second, len(self._running)
+        self._second, start = call, self._decider.now()
+        try:
+            return call.unpack(placeholder, self._under)
+        finally:
+            self._second = before
+            del self._running[at:]
+            self._decider.note_run_again(
+                call.block, start=start, seconds=self._decider.now() - start
+            )
+
+    def _under(self) -> AbstractContextManager[None]:
+        assert self._saving is not None, "the engine has set it"
+        return self._saving()
+
+    def end_step(self) -> None:
+        """Note that a step has ended, and begin to count anew."""
+        self._settle()
+        for keeper in self._every:
+            keeper.end_step()
+        self._decider.end_step()
+        self._last, self._uses = tuple(self._uses.values()), {}
+
+    def uses(self) -> tuple[BlockUse, ...]:
+        """Return what blocks saved in the step that has ended."""
+        return self._last
+
+    def described(self) -> str:
+        """Return what was decided, and why."""
+        return self._decider.described()
+
+    def close(self) -> None:
+        """Run no block again. Other keepers are closed by what has opened them."""
+        self._closed = True
+
+    def _settle(self) -> None:
+        """Count calls no more whose graphs have gone."""
+        while self._gone:
+            self._held -= self._gone.popleft()
+
+
+class _Forward:
+    """What blocks were given in one forward, and what was saved outside of them."""
+
+    def __init__(self) -> None:
+        self.outside: dict[int, int] = {}  # bytes by address
+        self._inputs: dict[int, weakref.ref[torch.Tensor]] = {}  # by id
+        self._shared: set[int] = set()  # of those that several blocks got, by id
+
+    def new_inputs(self, tensors: Iterable[torch.Tensor], own: frozenset[int]) -> Iterator[int]:
+        """Yield the bytes of each tensor that no block has got before, but the model's own."""
+        for tensor in tensors:
+            known = self._inputs.get(id(tensor))
+            if known is not None and known() is tensor:
+                self._shared.add(id(tensor))
+                continue
+            self._shared.discard(id(tensor))
+            self._inputs[id(tensor)] = weakref.ref(tensor)
+            storage = _storage_of(tensor)
+            if storage is not None and storage[0] not in own:
+                yield storage[1]
+
+    def is_shared(self, tensor: torch.Tensor) -> bool:
+        """Tell whether an earlier block got this tensor as well."""
+        return id(tensor) in self._shared
+
+    def note_outside(self, tensor: torch.Tensor, own: frozenset[int]) -> None:
+        """Count what is saved outside of blocks."""
+        storage = _storage_of(tensor)
+        if storage is not None and storage[0] not in own:
+            self.outside[storage[0]] = storage[1]
+
+
+def _is_plain_forward() -> bool:
+    """Tell whether a forward runs that a backward may follow.
+
+    Not a block that the model's own code recomputes, in a backward; nor transforms of torch.func,
+    and what compilers trace.
+    """
+    return (
+        torch.is_grad_enabled()
+        and torch._C._current_graph_task_id() == -1
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _way_of(running: _Running, call: BlockCall | None) -> BlockWay:
+    """Return the way that a call has gone: a block that cannot run again is kept."""
+    if running.way.recomputes and (call is None or not call.runs_again):
+        return BlockWay.KEEP
+    return running.way
+
+
+def _storage_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the address and bytes of a tensor's memory; None where it has none of the usual."""
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+        return None
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments, but parameters."""
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.nn.Parameter):
+            yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return the version of a tensor: a change in place raises it. Those of inference have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _versions(module: torch.nn.Module) -> dict[str, object]:
+    return {name: (id(buffer), _version(buffer)) for name, buffer in module.named_buffers()}

@@ -1,0 +1,270 @@
+"""`MeasuredWays`: measures blocks in the first steps, then chooses the way of each.
+
+The first steps hold as little as can be. A choice is made again where blocks save more than before.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from infinity_engine.activation.blocks import RepeatedBlock
+from infinity_engine.activation.by_block import cannot_run_again
+from infinity_engine.errors import CapacityError
+from infinity_engine.placement.activations import (
+    ActivationChoice,
+    ActivationRates,
+    ActivationRoom,
+    BlockCost,
+    BlockWay,
+    choose_ways,
+    gains_of_more,
+    predict_step,
+    safest_ways,
+)
+from infinity_engine.plan import Tier
+from infinity_engine.units import format_bytes
+
+__all__ = ["MeasuredWays"]
+
+_MEASURED_STEPS = 2  # the first one also allocates, so the second counts
+_GROWN = 1.1  # a block that saves more than so many times what was measured is measured again
+_WORTH_SAYING = 0.005  # of the step's time, that more memory would save
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What was seen of one block: bytes at most, and seconds of each call."""
+
+    saved: int = 0
+    inputs: int = 0
+    forward_s: list[float] = field(default_factory=list)
+    again_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+
+    def time_anew(self) -> None:
+        """Forget the times of the step before."""
+        self.forward_s, self.again_s, self.backward_s = [], [], []
+
+
+class MeasuredWays:
+    """Chooses within `room`; `rates` measures the links and drives when they are first asked for.
+
+    `clock` is the time in seconds, at which all work that was submitted has ended. Tensors can wait
+    at `homes`. `left_alone` says why there are no blocks.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[RepeatedBlock],
+        room: ActivationRoom,
+        *,
+        rates: Callable[[], ActivationRates],
+        clock: Callable[[], float],
+        homes: Sequence[Tier],
+        left_alone: str = "",
+    ) -> None:
+        self._blocks = tuple(blocks)
+        self._kinds = {block.name: block.kind for block in blocks}
+        self._index = {block.name: number for number, block in enumerate(blocks)}
+        self._room = room
+        self._rates = rates
+        self._clock = clock
+        self._homes = (Tier.DEVICE, *homes)
+        self._measured = {block.name: _Measured() for block in blocks}
+        self._again: list[tuple[float, float, int]] = []  # begin, seconds, block
+        self._refused: dict[str, str] = {}
+        self._outside = 0
+        self._steps = 0
+        self._known: dict[int, int] = {}  # saved bytes by kind, at the choice
+        self._ways: dict[str, BlockWay] = {}
+        self.choice: ActivationChoice | None = None
+        self._said = (
+            left_alone
+            or "every block holds as little as can be, until two steps have been measured"
+        )
+
+    # --- one call ---------------------------------------------------------------------------------
+
+    def way(self, block: RepeatedBlock, *, inputs: int, held: int) -> BlockWay:
+        """Return the way that was chosen, or one that keeps less where that would not fit now."""
+        wanted = self._ways.get(block.name, BlockWay.RECOMPUTE)
+        possible = list(self._possible(block, wanted))
+        for way in possible:
+            stays = self._stays(block, way, inputs)
+            if not stays or held + stays <= self._limit:
+                return way
+        return possible[-1]
+
+    def _possible(self, block: RepeatedBlock, wanted: BlockWay) -> Iterator[BlockWay]:
+        """Yield the ways of a block, from what was chosen to what keeps least."""
+        ways = (
+            wanted,
+            BlockWay.RECOMPUTE,
+            BlockWay.RECOMPUTE_HOST,
+            BlockWay.RECOMPUTE_DRIVE,
+            BlockWay.HOST,
+            BlockWay.DRIVE,
+        )
+        possible = [
+            way
+            for way in ways
+            if way.home in self._homes and not (way.recomputes and block.name in self._refused)
+        ]
+        yield from possible or [BlockWay.KEEP]
+
+    def _stays(self, block: RepeatedBlock, way: BlockWay, inputs: int) -> int:
+        if way.home is not Tier.DEVICE:
+            return 0
+        return inputs if way.recomputes else self._measured[block.name].saved
+
+    @property
+    def _limit(self) -> int:
+        staging = self._room.staging if len(self._homes) > 1 else 0
+        return self._room.device - staging - self._outside
+
+    # --- what calls take --------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Return the time while steps are measured, else 0."""
+        return self._clock() if self.choice is None else 0.0
+
+    def note_call(self, block: RepeatedBlock, *, saved: int, inputs: int, seconds: float) -> None:
+        """Note what a call in a forward saved and took."""
+        measured = self._measured[block.name]
+        measured.saved = max(measured.saved, saved)
+        measured.inputs = max(measured.inputs, inputs)
+        if self.choice is None:
+            measured.forward_s.append(seconds)
+
+    def note_run_again(self, block: RepeatedBlock, *, start: float, seconds: float) -> None:
+        """Note that a block was run again, and when that began."""
+        if self.choice is not None:
+            return
+        self._measured[block.name].again_s.append(seconds)
+        number = self._index[block.name]
+        # From the begin of one block's backward to that of the block before it.
+        if self._again and self._again[-1][2] == number + 1:
+            began, took, _ = self._again[-1]
+            following = self._blocks[number + 1]
+            self._measured[following.name].backward_s.append(max(start - began - took, 0.0))
+        self._again.append((start, seconds, number))
+
+    def note_outside(self, nbytes: int) -> None:
+        """Note what was saved outside of blocks in a forward."""
+        self._outside = max(self._outside, nbytes)
+
+    def refuse_recompute(self, block: RepeatedBlock, why: str) -> None:
+        """Note that a block cannot be run again."""
+        self._refused[block.name] = why
+
+    # --- the choice -------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Choose, where enough steps were measured; measure again where blocks save more."""
+        if not any(measured.saved for measured in self._measured.values()):
+            return
+        self._steps += 1
+        if self.choice is None and self._steps >= _MEASURED_STEPS:
+            self._choose()
+        elif self.choice is not None and self._has_grown():
+            self.choice, self._steps, self._ways = None, 0, {}
+            self._said = "blocks have saved more than before, and are measured again"
+        if self.choice is None:
+            for measured in self._measured.values():
+                measured.time_anew()
+        self._again = []
+
+    def _has_grown(self) -> bool:
+        return any(
+            saved > _GROWN * self._known.get(kind, saved)
+            for kind, saved in self._most_saved().items()
+        )
+
+    def _most_saved(self) -> dict[int, int]:
+        most: dict[int, int] = {}
+        for name, measured in self._measured.items():
+            kind = self._kinds[name]
+            most[kind] = max(most.get(kind, 0), measured.saved)
+        return most
+
+    def costs(self) -> list[BlockCost]:
+        """Return the costs of the blocks; those of one kind take the same."""
+        of_kind: dict[int, list[_Measured]] = {}
+        for name, measured in self._measured.items():
+            of_kind.setdefault(self._kinds[name], []).append(measured)
+        costs = []
+        for block in self._blocks:
+            alike, own = of_kind[block.kind], self._measured[block.name]
+            forward = _middle(alike, lambda one: one.forward_s) or 0.0
+            again = _middle(alike, lambda one: one.again_s)
+            back = _middle(alike, lambda one: one.backward_s)
+            runs = own.saved and block.name not in self._refused
+            costs.append(
+                BlockCost(
+                    saved=own.saved,
+                    # The first block also has what all of them get, such as a mask.
+                    inputs=own.inputs,
+                    forward_s=forward,
+                    backward_s=2 * forward if back is None else back,
+                    recompute_s=(forward if again is None else again) if runs else None,
+                )
+            )
+        return costs
+
+    def _choose(self) -> None:
+        costs, rates = self.costs(), self._rates()
+        room = ActivationRoom(
+            device=max(self._room.device - self._outside, 0),
+            host=self._room.host,
+            drives=self._room.drives,
+            staging=self._room.staging,
+        )
+        try:
+            self.choice = choose_ways(costs, room, rates)
+            self._said = f"{self._why(self.choice)}{_worth(costs, room, rates, self.choice)}"
+        except CapacityError as error:
+            ways = safest_ways(costs, room, rates)
+            predicted = predict_step(costs, ways, rates, staging=room.staging)
+            self.choice = ActivationChoice(ways=ways, predicted=predicted)
+            self._said = f"every block holds as little as can be, which is too much: {error}"
+        self._ways = {
+            block.name: way for block, way in zip(self._blocks, self.choice.ways, strict=True)
+        }
+        self._known = self._most_saved()
+
+    def _why(self, choice: ActivationChoice) -> str:
+        predicted = choice.predicted
+        beside = (
+            f", beside {format_bytes(self._outside)} outside of blocks" if self._outside else ""
+        )
+        return (
+            f"{choice}: forward and backward of {predicted.seconds * 1e3:.3g} ms predicted, with "
+            f"{format_bytes(predicted.device)} of {format_bytes(self._room.device)}{beside}"
+        )
+
+    def described(self) -> str:
+        """Return what was chosen, and why."""
+        return "; ".join(filter(None, (self._said, cannot_run_again(self._refused))))
+
+
+def _middle(alike: Sequence[_Measured], times: Callable[[_Measured], list[float]]) -> float | None:
+    """Return the median of the times of blocks of one kind; None where none was timed."""
+    seconds = [second for measured in alike for second in times(measured)]
+    return statistics.median(seconds) if seconds else None
+
+
+def _worth(
+    costs: Sequence[BlockCost],
+    room: ActivationRoom,
+    rates: ActivationRates,
+    choice: ActivationChoice,
+) -> str:
+    """Return what the next GiB would save, where that is worth saying."""
+    gains = gains_of_more(costs, room, rates)
+    best = max(gains, key=lambda tier: gains[tier])
+    saves = gains[best]
+    if saves <= _WORTH_SAYING * choice.predicted.seconds:
+        return "; 1 GiB more would save nothing"
+    return f"; 1 GiB more of {best.name} would save {saves * 1e3:.3g} ms"

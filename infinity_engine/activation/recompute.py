@@ -1,0 +1,360 @@
+"""`BlockCall`: one call of a block whose saved tensors are made again by running it again.
+
+Autograd holds a `Placeholder` for each tensor that the block saved. The first one that a backward
+asks for runs the block once more, which fills all of them. Decision 0049.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from infinity_engine.activation.blocks import RepeatedBlock
+from infinity_engine.activation.saved import KeptActivations, SavedTensors
+
+__all__ = ["AllMadeAgain", "BlockCall", "Placeholder", "UnknownArgument", "without_cache"]
+
+# What is the same for a second run, whatever happens between.
+_CONSTANT = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    slice,
+    Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.nn.Module,
+    torch.nn.Parameter,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+)
+_CACHE = ("transformers.cache_utils", "Cache")
+
+
+# An Exception: torch runs the hooks that end a module's call after these only.
+class AllMadeAgain(Exception):  # noqa: N818  # no error: it ends the second run early
+    """Everything that the block has saved is there again."""
+
+
+class UnknownArgument(Exception):  # noqa: N818  # never leaves this room
+    """An argument of a block is an object that may have changed when the block runs again."""
+
+
+class Placeholder:
+    """What autograd holds in place of a tensor that a block has saved."""
+
+    __slots__ = ("__weakref__", "asked_in", "call", "like", "packed")
+
+    def __init__(self, call: BlockCall, tensor: torch.Tensor, packed: object) -> None:
+        self.call = call
+        self.like = _Like.of(tensor)
+        self.packed: object | None = packed  # None: the block has to run again
+        self.asked_in: int | None = None  # the backward that has had it
+
+    def fill(self, packed: object) -> None:
+        """Have what was made again."""
+        self.packed = packed
+
+    def take(self, task: int) -> object:
+        """Return what was made, and hold it no longer: most backwards ask once."""
+        packed, self.packed, self.asked_in = self.packed, None, task
+        return packed
+
+
+class _Like(NamedTuple):
+    """What a tensor that was made again must have in common with the first one."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Like:
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.device)
+
+
+class BlockCall:
+    """One call of a block; `held` are the bytes that it keeps, and `gone` gets them at its end."""
+
+    def __init__(
+        self,
+        block: RepeatedBlock,
+        arguments: _Arguments,
+        gone: deque[int],
+    ) -> None:
+        self.block = block
+        self.runs_again = True
+        self.held = 0
+        self._arguments = arguments
+        self._kept = KeptActivations()
+        self._surroundings = _Surroundings.now(arguments.device)
+        self._placeholders: list[weakref.ref[Placeholder]] = []
+        self._made = 0  # of a second run
+        self._task = -1  # the backward that a second run is for
+        self._gone = gone
+
+    # Runs wherever a graph goes, so it only appends.
+    def __del__(self) -> None:
+        self._gone.append(self.held)
+
+    @staticmethod
+    def arguments(
+        given: tuple[tuple[Any, ...], Mapping[str, Any]],
+        save: Callable[[torch.Tensor], tuple[SavedTensors, object]],
+    ) -> _Arguments:
+        """Return the arguments of a call, each tensor as `save` keeps it.
+
+        Raises:
+            UnknownArgument: one is an object that the engine does not know.
+        """
+        return _Arguments.of(given, save)
+
+    # --- the first run ----------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Placeholder:
+        """Return what is saved in place of a tensor, which stays until the block has ended."""
+        placeholder = Placeholder(self, tensor, self._kept.pack(tensor))
+        self._placeholders.append(weakref.ref(placeholder))
+        return placeholder
+
+    def keep(self) -> None:
+        """Keep what the block has saved: it cannot run again, or need not."""
+        self.runs_again = False
+
+    def drop_saved(self) -> None:
+        """Let what the block has saved go: from here on, it is made again."""
+        for reference in self._placeholders:
+            placeholder = reference()
+            if placeholder is not None:
+                placeholder.packed = None
+
+    def hold(self, nbytes: int) -> None:
+        """Note the bytes that this call keeps until its graph goes."""
+        self.held = nbytes
+
+    # --- the second run ---------------------------------------------------------------------------
+
+    def unpack(
+        self, placeholder: Placeholder, saving: Callable[[], AbstractContextManager[None]]
+    ) -> object:
+        """Return what autograd asks for, made again where that is needed.
+
+        Raises:
+            RuntimeError: the second run did something else than the first.
+            TransferError: an input could not be read back.
+        """
+        if not self.runs_again:
+            assert placeholder.packed is not None, "it is kept"
+            return placeholder.packed
+        self._task = torch._C._current_graph_task_id()
+        if placeholder.packed is None:
+            # Also one that this backward has had already gets its tensor once more.
+            placeholder.asked_in = None
+            self._run_again(saving)
+        if placeholder.packed is None:
+            raise self._differs("it saved fewer tensors than before")
+        return placeholder.take(self._task)
+
+    def pack_again(self, tensor: torch.Tensor) -> object:
+        """Fill the next placeholder.
+
+        Raises:
+            AllMadeAgain: it was the last one.
+            RuntimeError: the tensor is another one than in the first run.
+        """
+        packed = self._kept.pack(tensor)
+        if self._made < len(self._placeholders):
+            placeholder = self._placeholders[self._made]()
+            # What this backward has had is not made again for later ones.
+            if placeholder is not None and placeholder.asked_in != self._task:
+                if placeholder.like != _Like.of(tensor):
+                    raise self._differs(
+                        f"it saved a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} in "
+                        f"place of one of shape {placeholder.like.shape} and "
+                        f"{placeholder.like.dtype}"
+                    )
+                placeholder.fill(packed)
+        self._made += 1
+        if self._made == len(self._placeholders):
+            raise AllMadeAgain
+        return packed
+
+    def _run_again(self, saving: Callable[[], AbstractContextManager[None]]) -> None:
+        args, kwargs = self._arguments.restored()
+        self._made = 0
+        around = self._surroundings.restored()
+        with around, torch.enable_grad(), saving(), suppress(AllMadeAgain):
+            self.block.module(*args, **kwargs)
+
+    def _differs(self, how: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self.block.name} was run again for the backward, and {how}. Its forward depends on "
+            "something that has changed since, such as an attribute of a module, so its gradients "
+            'would be wrong. Set activations.at to "device" and activations.recompute to '
+            '"nothing", or let the forward depend on its arguments only'
+        )
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A tensor among the arguments."""
+
+    keeper: SavedTensors
+    packed: object
+    requires_grad: bool
+
+    def tensor(self) -> torch.Tensor:
+        # Without its graph: the second run ends at the block's inputs.
+        return self.keeper.unpack(self.packed).detach().requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """Positional and keyword arguments with `_Saved` in place of tensors, and a tensor's device."""
+
+    given: Any
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        given: tuple[tuple[Any, ...], Mapping[str, Any]],
+        save: Callable[[torch.Tensor], tuple[SavedTensors, object]],
+    ) -> _Arguments:
+        devices: list[torch.device] = []
+
+        def saved(tensor: torch.Tensor) -> _Saved:
+            devices.append(tensor.device)
+            return _Saved(*save(tensor), tensor.requires_grad)
+
+        args, kwargs = given
+        stored = _mapped((args, dict(kwargs)), torch.Tensor, saved)
+        return cls(stored, next(iter(devices), torch.device("cpu")))
+
+    def restored(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = _mapped(self.given, _Saved, _Saved.tensor)
+        return args, kwargs
+
+
+def _mapped(value: Any, kind: type, change: Callable[[Any], object]) -> Any:
+    """Return the same containers with each value of a kind changed."""
+    if isinstance(value, _CONSTANT):
+        return value
+    if isinstance(value, kind):
+        return change(value)
+    if type(value) in {tuple, list}:
+        return type(value)(_mapped(part, kind, change) for part in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(part, kind, change) for part in value))
+    if type(value) is dict:
+        return {name: _mapped(part, kind, change) for name, part in value.items()}
+    raise UnknownArgument(type(value).__name__)
+
+
+def without_cache(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a layer of Transformers without an empty cache of keys and values.
+
+    A layer adds to it in each run. Transformers leaves it out as well where it recomputes.
+    """
+    if not any(map(_is_empty_cache, (*args, *kwargs.values()))):
+        return args, dict(kwargs)
+    changed = {name: None if _is_empty_cache(value) else value for name, value in kwargs.items()}
+    if changed.get("use_cache") is True:
+        changed["use_cache"] = False
+    return tuple(None if _is_empty_cache(value) else value for value in args), changed
+
+
+def _is_empty_cache(value: object) -> bool:
+    # By name: a model of Transformers may not be among what is trained, and its import is slow.
+    return (
+        any((base.__module__, base.__name__) == _CACHE for base in type(value).__mro__)
+        and int(value.get_seq_length()) == 0  # type: ignore[attr-defined]  # caches have it
+    )
+
+
+# --- surroundings ---------------------------------------------------------------------------------
+
+
+class _Autocast(NamedTuple):
+    enabled: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Surroundings:
+    """What a block's run depends on beside its arguments: random state, autocast, torch's default
+    device.
+    """
+
+    random: torch.Tensor
+    device_random: torch.Tensor | None
+    device: torch.device
+    autocast: Mapping[str, _Autocast]
+    caches_casts: bool
+    default_device: torch.device
+
+    @classmethod
+    def now(cls, device: torch.device) -> _Surroundings:
+        kinds = dict.fromkeys(("cpu", device.type))
+        return cls(
+            random=torch.get_rng_state(),
+            device_random=_random_of(device),
+            device=device,
+            autocast={
+                kind: _Autocast(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in kinds
+                if torch.amp.is_autocast_available(kind)
+            },
+            caches_casts=torch.is_autocast_cache_enabled(),
+            default_device=torch.get_default_device(),
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Have these in the body, and what was there before after it."""
+        with ExitStack() as stack:
+            before, device_before = torch.get_rng_state(), _random_of(self.device)
+            stack.callback(torch.set_rng_state, before)
+            torch.set_rng_state(self.random)
+            if self.device_random is not None and device_before is not None:
+                module = torch.get_device_module(self.device)
+                stack.callback(module.set_rng_state, device_before, self.device)
+                module.set_rng_state(self.device_random, self.device)
+            for kind, (enabled, dtype) in self.autocast.items():
+                stack.enter_context(
+                    torch.autocast(
+                        kind, dtype=dtype, enabled=enabled, cache_enabled=self.caches_casts
+                    )
+                )
+            if self.default_device != torch.get_default_device():
+                stack.enter_context(self.default_device)
+            yield
+
+
+def _random_of(device: torch.device) -> torch.Tensor | None:
+    """Return the random state of a device, None of the CPU and of one that has none."""
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    if not hasattr(module, "get_rng_state"):
+        return None
+    state: torch.Tensor = module.get_rng_state(device)
+    return state

@@ -1,0 +1,495 @@
+"""Blocks that the engine runs again in the backward: the same bits as keeping what they save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity_engine
+from infinity_engine.activation.by_block import BlockActivations
+from infinity_engine.engine.engine import Engine
+from infinity_engine.errors import ConfigError
+from support.engine_bits import Bits, bits_of, differing
+from support.nvme_training import emulated
+
+AGAIN: dict[str, object] = {"recompute": "blocks"}
+ON_DRIVES: dict[str, object] = {
+    "at": "nvme",
+    "recompute": "blocks",
+    "resident_bytes": 1024,
+    "small_bytes": 0,
+}
+WAYS = {"kept inputs": AGAIN, "inputs on drives": ON_DRIVES}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Block(nn.Module):
+    """A feed-forward block with dropout."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.2), nn.Linear(4 * width, width)
+        )
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        self.calls += 1
+        y = self.inner(self.norm(x))
+        return x + (y if scale is None else y * scale)
+
+
+class Stack(nn.Module):
+    """Blocks between two layers, and a loss."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, depth: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.last = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        x = self.first(x.to(self.first.weight.dtype))
+        for block in self.blocks:
+            x = block(x, **given)
+        return torch.as_tensor(self.last(x).square().mean())
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(24, 16, generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def stack_of(
+    drive: Path,
+    block: Callable[[], nn.Module] = Block,
+    *,
+    parameters: str = "auto",
+    on: Any = None,
+    **settings: Any,
+) -> Iterator[tuple[Engine, Stack]]:
+    torch.manual_seed(0)
+    model = Stack(block)
+    strategy = "nvme_streamed" if parameters == "nvme" else "host_only"
+    with infinity_engine.initialize(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        **({"accelerator": "cpu"} if on is None else {"device": on}),
+        budget={"host": "64MiB", "nvme": {str(drive): "64MiB"}},
+        strategy=strategy,
+        parameters=parameters,
+        storage={"small_bytes": 0},
+        calibration="off",
+        **settings,
+    ) as engine:
+        yield engine, model
+
+
+def trained(
+    drive: Path,
+    block: Callable[[], nn.Module] = Block,
+    *,
+    use: Callable[[Engine, int], None] | None = None,
+    **settings: Any,
+) -> Bits:
+    with stack_of(drive, block, **settings) as (engine, _):
+        for seed in range(3):
+            torch.manual_seed(seed)  # of dropout
+            if use is None:
+                engine.backward(engine(batch(seed)))
+            else:
+                use(engine, seed)
+            engine.step()
+        return bits_of(engine)
+
+
+def same_bits(drive: Path, block: Callable[[], nn.Module] = Block, **more: Any) -> None:
+    expected = trained(drive, block, **more)
+    for activations in WAYS.values():
+        assert differing(expected, trained(drive, block, activations=activations, **more)) == []
+
+
+@pytest.mark.parametrize("parameters", ["device", "host", "nvme"])
+def test_recomputed_blocks_train_with_the_same_bits(parameters: str, tmp_path: Path) -> None:
+    same_bits(tmp_path, parameters=parameters)
+
+
+@pytest.mark.parametrize("parameters", ["auto", "nvme"])
+def test_blocks_are_recomputed_on_an_emulated_device(parameters: str, tmp_path: Path) -> None:
+    bits = []
+    for activations in ({}, AGAIN, ON_DRIVES):
+        with ExitStack() as stack:
+            device = emulated(1)
+            stack.callback(device.close)
+            bits.append(
+                trained(tmp_path, on=device, parameters=parameters, activations=activations)
+            )
+    assert [differing(bits[0], other) for other in bits[1:]] == [[], []]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_autocast"])
+def test_a_second_run_has_the_precision_of_the_first(precision: str, tmp_path: Path) -> None:
+    same_bits(tmp_path, precision=precision)
+
+
+def test_each_block_runs_twice_and_saves_nothing_in_between(tmp_path: Path) -> None:
+    with stack_of(tmp_path, activations=AGAIN) as (engine, model):
+        loss = engine(batch(0))
+        assert [block.calls for block in model.blocks] == [1, 1, 1, 1]
+        engine.backward(loss)
+        assert [block.calls for block in model.blocks] == [2, 2, 2, 2]
+        engine.step()
+        held = [use.held for use in engine.report().blocks]
+        assert held == [24 * 32 * 4] * 4
+        assert all(use.saved > 4 * 24 * 32 * 4 for use in engine.report().blocks)
+        assert "recomputed" in str(engine.report())
+
+
+def test_evaluation_runs_no_block_twice(tmp_path: Path) -> None:
+    with stack_of(tmp_path, activations=AGAIN) as (engine, model):
+        with torch.no_grad():
+            engine(batch(0))
+        assert [block.calls for block in model.blocks] == [1, 1, 1, 1]
+
+
+def test_an_evaluation_comes_between_forward_and_backward(tmp_path: Path) -> None:
+    def use(engine: Engine, seed: int) -> None:
+        loss = engine(batch(seed))
+        with torch.no_grad():
+            engine(batch(7))
+        engine(batch(8))  # a graph that no backward uses
+        engine.backward(loss)
+
+    same_bits(tmp_path, use=use)
+
+
+def test_a_retained_graph_is_differentiated_twice(tmp_path: Path) -> None:
+    def use(engine: Engine, seed: int) -> None:
+        loss = engine(batch(seed))
+        engine.backward(loss, retain_graph=True)
+        engine.backward(loss * 0.5)
+
+    same_bits(tmp_path, use=use)
+
+
+def test_several_forwards_come_before_their_backwards(tmp_path: Path) -> None:
+    def use(engine: Engine, seed: int) -> None:
+        losses = [engine(batch(3 * seed + number)) for number in range(3)]
+        for loss in losses:
+            engine.backward(loss)
+
+    same_bits(tmp_path, use=use, accumulation_steps=3)
+
+
+def test_masks_and_other_arguments_come_to_the_second_run(tmp_path: Path) -> None:
+    def use(engine: Engine, seed: int) -> None:
+        scale = torch.linspace(0, 1, 32).requires_grad_()
+        engine.backward(engine(batch(seed), scale=scale))
+        assert scale.grad is not None
+
+    same_bits(tmp_path, use=use)
+
+
+class Halves(Block):
+    """Returns two tensors in a dict, and takes tuples."""
+
+    def forward(self, x: Any, scale: Any = None) -> Any:
+        first, second = x if isinstance(x, tuple) else (x, x.exp())
+        return super().forward(first * second), second
+
+
+def test_containers_of_tensors_come_and_go(tmp_path: Path) -> None:
+    class Pairs(Stack):
+        def __init__(self, block: Callable[[], nn.Module] = Halves, depth: int = 3) -> None:
+            super().__init__(block, depth)
+
+        def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+            pair: Any = self.first(x)
+            for block in self.blocks:
+                pair = block(pair)
+            return torch.as_tensor(self.last(pair[0] + pair[1]).square().mean())
+
+    def bits(**settings: Any) -> Bits:
+        torch.manual_seed(0)
+        model = Pairs()
+        with infinity_engine.initialize(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            accelerator="cpu",
+            budget={"host": "64MiB"},
+            calibration="off",
+            **settings,
+        ) as engine:
+            for seed in range(2):
+                engine.backward(engine(batch(seed)))
+                engine.step()
+            return bits_of(engine)
+
+    assert differing(bits(), bits(activations=AGAIN)) == []
+
+
+class InPlace(Block):
+    """Changes its input."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x.add_(1.0))
+
+
+class Counting(Block):
+    """Changes a buffer, as batch normalization does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        self.seen.add_(1.0)
+        return super().forward(x) * self.seen
+
+
+@pytest.mark.parametrize(
+    ("block", "why"), [(InPlace, "changes its inputs"), (Counting, "changes its buffers")]
+)
+def test_blocks_that_cannot_run_twice_are_kept(
+    block: Callable[[], nn.Module], why: str, tmp_path: Path
+) -> None:
+    same_bits(tmp_path, block)
+    with stack_of(tmp_path, block, activations=AGAIN) as (engine, model):
+        engine.backward(engine(batch(0)))
+        engine.step()
+        assert [inner.calls for inner in model.blocks] == [1, 1, 1, 1]
+        assert why in str(engine.report())
+
+
+def test_an_unknown_argument_lets_a_block_be_kept(tmp_path: Path) -> None:
+    class Notes:
+        def __init__(self) -> None:
+            self.taken = 0
+
+    class Noting(Block):
+        def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+            scale.taken += 1
+            return super().forward(x) * scale.taken
+
+    def use(engine: Engine, seed: int) -> None:
+        engine.backward(engine(batch(seed), scale=Notes()))
+
+    same_bits(tmp_path, Noting, use=use)
+    with stack_of(tmp_path, Noting, activations=AGAIN) as (engine, _):
+        use(engine, 0)
+        engine.step()
+        assert "an argument is a Notes" in str(engine.report())
+
+
+def test_a_block_that_does_something_else_is_refused_by_name(tmp_path: Path) -> None:
+    class Fickle(Block):
+        def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+            return super().forward(x if not self.calls else x[:1])
+
+    with stack_of(tmp_path, Fickle, activations=AGAIN) as (engine, _):
+        loss = engine(batch(0))
+        with pytest.raises(RuntimeError, match=r"blocks\.3 was run again .* gradients"):
+            engine.backward(loss)
+
+
+class Slopes(Block):
+    """Has a gradient of its own part in its output."""
+
+    def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+        part = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.norm(part).square().sum(), part, create_graph=True)
+        return super().forward(x) + slope
+
+
+def test_a_gradient_within_a_block_is_made_again(tmp_path: Path) -> None:
+    same_bits(tmp_path, Slopes)
+
+
+def test_gradients_of_gradients_have_the_same_bits(tmp_path: Path) -> None:
+    def use(engine: Engine, seed: int) -> None:
+        x = batch(seed).requires_grad_()
+        out = engine(x)
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        engine.backward(out + slope.square().sum())
+
+    same_bits(tmp_path, use=use, parameters="device")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_within_a_block_still_work(reentrant: bool, tmp_path: Path) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Twice(Block):
+        def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+            inner: Any = super().forward
+            return torch.as_tensor(checkpoint(inner, x, use_reentrant=reentrant))
+
+    same_bits(tmp_path, Twice)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_blocks_that_the_caller_checkpoints_have_the_same_bits(
+    reentrant: bool, tmp_path: Path
+) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Stack):
+        def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return torch.as_tensor(self.last(x).square().mean())
+
+    def bits(**settings: Any) -> Bits:
+        torch.manual_seed(0)
+        model = Checkpointed()
+        with infinity_engine.initialize(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            accelerator="cpu",
+            budget={"host": "64MiB"},
+            calibration="off",
+            **settings,
+        ) as engine:
+            for seed in range(2):
+                torch.manual_seed(seed)
+                engine.backward(engine(batch(seed)))
+                engine.step()
+            return bits_of(engine)
+
+    assert differing(bits(), bits(activations=AGAIN)) == []
+
+
+def test_an_error_in_a_block_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Failing(Block):
+        fails = False
+
+        def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+            y = super().forward(x)
+            if self.fails:
+                raise ValueError("as asked")
+            return y
+
+    expected = trained(tmp_path, Failing)
+    with stack_of(tmp_path, Failing, activations=AGAIN) as (engine, model):
+        for seed in range(3):
+            model.blocks[2].fails = True
+            with pytest.raises(ValueError, match="as asked"):
+                engine(batch(seed))
+            model.blocks[2].fails = False
+            torch.manual_seed(seed)
+            engine.backward(engine(batch(seed)))
+            engine.step()
+        found = bits_of(engine)
+        activations = engine._parts.activations
+        assert isinstance(activations, BlockActivations)
+        activations._settle()
+        assert activations._held == 0
+        assert activations._running == []
+    assert differing(expected, found) == []
+
+
+def test_an_error_in_a_second_run_can_be_repeated(tmp_path: Path) -> None:
+    class FailsOnce(Block):
+        fails = False
+
+        def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+            if self.fails:
+                raise ValueError("as asked")
+            return super().forward(x)
+
+    expected = trained(tmp_path, FailsOnce)
+    with stack_of(tmp_path, FailsOnce, activations=AGAIN) as (engine, model):
+        for seed in range(3):
+            torch.manual_seed(seed)
+            loss = engine(batch(seed))
+            model.blocks[1].fails = True
+            with pytest.raises(ValueError, match="as asked"):
+                engine.backward(loss, retain_graph=True)
+            model.blocks[1].fails = False
+            engine.zero_grad()
+            torch.manual_seed(seed)
+            engine.backward(engine(batch(seed)))
+            engine.step()
+        assert differing(expected, bits_of(engine)) == []
+
+
+def test_the_random_numbers_of_the_caller_go_on_as_before(tmp_path: Path) -> None:
+    def drawn(**settings: Any) -> torch.Tensor:
+        with stack_of(tmp_path, **settings) as (engine, _):
+            torch.manual_seed(3)
+            engine.backward(engine(batch(0)))
+            return torch.rand(4)
+
+    assert torch.equal(drawn(), drawn(activations=AGAIN))
+
+
+def test_a_graph_cannot_run_blocks_again_after_close(tmp_path: Path) -> None:
+    with stack_of(tmp_path, activations=AGAIN) as (engine, _):
+        loss = engine(batch(0))
+    with pytest.raises(RuntimeError, match="closed before this backward"):
+        loss.backward()
+
+
+def test_models_without_blocks_say_so(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    with infinity_engine.initialize(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        accelerator="cpu",
+        budget={"host": "64MiB"},
+        calibration="off",
+        activations=AGAIN,
+    ) as engine:
+        engine.backward(engine(torch.randn(4, 8)).square().mean())
+        engine.step()
+        assert "no repeated blocks" in str(engine.report())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_compiled_model_is_left_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    model.blocks[0].compile(backend="eager")
+    with infinity_engine.initialize(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        accelerator="cpu",
+        budget={"host": "64MiB"},
+        calibration="off",
+        parameters="device",
+        activations=AGAIN,
+    ) as engine:
+        engine.backward(engine(batch(0)))
+        engine.step()
+        assert "compiled" in str(engine.report())
+
+
+@pytest.mark.parametrize(
+    ("activations", "said"),
+    [
+        ({"recompute": "everything"}, "activations.recompute"),
+        ("everywhere", "activations.at"),
+    ],
+)
+def test_settings_of_recomputing_are_checked(
+    activations: object, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        infinity_engine.initialize(
+            Stack(), "adamw", accelerator="cpu", budget={"host": "64MiB"}, activations=activations
+        )
