@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 Section = tuple[str, Iterable[tuple[str, str]]]
+_UNKNOWN = "unknown, as the rate of computing is"
 _LARGEST = 3  # of what a tier holds, on one line
 _MOST_PURCHASES = 3  # that are shown
 _WORTH_SHOWING = 0.02  # of a step
@@ -150,6 +151,9 @@ def _memory(report: PlanReport) -> Rows:
 
 def _phases(report: PlanReport) -> Rows:
     for phase in report.phases:
+        if not report.knows(phase):
+            yield phase.name, _UNKNOWN
+            continue
         yield phase.name, f"{seconds_in_words(phase.seconds)}, bound by {phase.binding}"
     yield from _between_ranks(report)
 
@@ -200,9 +204,8 @@ def _times(report: PlanReport) -> Rows:
     from infinity_engine.sim.report import resource
 
     for phase in report.phases:
-        # Forward and backward need a rate of computing; updates do not.
-        if report.tokens_per_s is None and not phase.name.startswith("update"):
-            yield phase.name, "unknown, as the rate of computing is"
+        if not report.knows(phase):
+            yield phase.name, _UNKNOWN
             continue
         # The busiest first: it is what binds the phase.
         used = ", ".join(

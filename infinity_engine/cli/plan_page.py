@@ -80,7 +80,10 @@ def refusal_page(refusal: Refusal) -> str:
 
 def _phases(report: PlanReport) -> Iterator[Sequence[str]]:
     for phase in report.phases:
-        yield phase.name, f"{phase.seconds:,.3g}", phase.binding
+        if report.knows(phase):
+            yield phase.name, f"{phase.seconds:,.3g}", phase.binding
+        else:
+            yield phase.name, "unknown", ""
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -120,6 +120,10 @@ class PlanReport:
     alternatives: tuple[Alternative, ...]
     notes: tuple[str, ...]
 
+    def knows(self, phase: PhaseReport) -> bool:
+        """Tell whether the time of a phase is known: all but updates need a rate of computing."""
+        return self.tokens_per_s is not None or phase.name.startswith("update")
+
     def held(self, tier: Tier, *, of_pytorch: bool | None = None) -> int:
         """Return what is held of a tier; only PyTorch's or only the engine's, where that is asked
         for.

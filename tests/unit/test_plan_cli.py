@@ -254,6 +254,8 @@ def test_without_a_rate_of_computing_only_the_update_is_promised(plan: Any) -> N
 
     assert re.search(r"fits: update [\d.]+ m?s \+ forward and backward: unknown", out)
     assert "tokens/s" not in out
+    assert re.search(r"^backward +unknown", out, re.MULTILINE)
+    assert "bound by nothing" not in out
     assert json.loads(answer)["tokens_per_s"] is None
     assert re.search(r"fits: [\d.]+ s a step", known)
     _, run, _ = plan(*asked, "--steps", "10")
