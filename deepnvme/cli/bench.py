@@ -212,7 +212,8 @@ def _measure(
             if isinstance(point, _ByThreads):
                 advance(f"{point.load.workload.value} by threads")
                 size = point.load.operation_bytes
-                return measure_threads(point.load, cut(memory, size, _threads_for(size, settings)))
+                threads = min(MOST_THREADS, pending_for(size, settings.inflight_bytes))
+                return measure_threads(point.load, cut(memory, size, threads))
             advance(f"{point.workload.value} by deepnvme")
             count = pending_for(point.operation_bytes, settings.inflight_bytes)
             buffers = cut(memory, point.operation_bytes, count)
@@ -235,10 +236,6 @@ def _measure(
         for load in loads
     ]
     return rows, yardstick
-
-
-def _threads_for(operation_bytes: int, settings: Settings) -> int:
-    return min(MOST_THREADS, pending_for(operation_bytes, settings.inflight_bytes))
 
 
 def slower_than(rows: Sequence[Row], rival: str) -> list[str]:

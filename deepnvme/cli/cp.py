@@ -247,7 +247,10 @@ def _target_store(place: Place, source: _Source, *, force: bool) -> Iterator[_Ta
 def _room_for_store(place: Place, *, force: bool) -> Iterator[Sequence[Path]]:
     """Yield where to make the new store; afterwards it is at its place."""
     taken = [
-        path for path in place.paths if path.exists() and not (path.is_dir() and _is_empty(path))
+        path
+        for path in place.paths
+        # An empty directory may have been made for the store.
+        if path.exists() and not (path.is_dir() and not any(path.iterdir()))
     ]
     if not taken:
         yield place.paths
@@ -282,10 +285,6 @@ def _remove_all(directories: Iterable[Path]) -> None:
         if directory.is_dir():
             _check_only_a_store(directory)
             shutil.rmtree(directory)
-
-
-def _is_empty(directory: Path) -> bool:
-    return not any(directory.iterdir())
 
 
 def _check_replaceable(directory: Path) -> None:

@@ -62,7 +62,8 @@ def purchases(decision: Decision) -> tuple[Purchase, ...]:
     numel = best.choice.subgroup_numel
     before_ns = planner.least_estimate_ns(numel)
     found = []
-    for offer in _offers(means, computes=_computes(decision)):
+    computes = means.compute_rate(decision.training) is not None
+    for offer in _offers(means, computes=computes):
         there = planner.with_means(offer.means)
         ns, written = best.timeline.ns, best.timeline.moved.get(Lane.NVME_WRITE, 0)
         if there.least_estimate_ns(numel) < (1 - _HOPELESS) * before_ns:
@@ -76,10 +77,6 @@ def purchases(decision: Decision) -> tuple[Purchase, ...]:
         per_day = written * means.ranks * _S_PER_DAY / (ns / 1e9) if ns else 0.0
         found.append(Purchase(offer.what, ns / 1e9, per_day, saved))
     return tuple(sorted(found, key=lambda purchase: -purchase.saved))
-
-
-def _computes(decision: Decision) -> bool:
-    return decision.means.compute_rate(decision.training) is not None
 
 
 # --- what can be bought ---------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from infinity_engine.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
     from infinity_engine.placement.training import Means
-    from infinity_engine.sim.candidate import Candidate
     from infinity_engine.sim.timeline import StepTimeline
 
 __all__ = ["HELP", "NAME", "SCHEMA", "WhatIf", "add_arguments", "run"]
@@ -123,7 +122,9 @@ def _simulated(options: argparse.Namespace) -> WhatIf:
         again = decide(training, changed, **settings).best.timeline
     except CapacityError:
         again = None
-    same = retimed(best, training, changed) if _still_fits(best, changed) else None
+    # Only drives get smaller here; memory stays as it was planned.
+    still_fits = best.plan.demand.nvme <= sum(changed.of_one_rank().nvme.values())
+    same = retimed(best, training, changed) if still_fits else None
     return WhatIf(planned=best.timeline, same=same, again=again)
 
 
@@ -159,11 +160,6 @@ def _with_part_of_drives(means: Means, part: float) -> Means:
 
     nvme = {name: int(part * limit) for name, limit in means.budget.nvme.items()}
     return with_drives(replace(means, budget=replace(means.budget, nvme=nvme)), part)
-
-
-def _still_fits(best: Candidate, means: Means) -> bool:
-    # only drives get smaller here; memory stays as it was planned
-    return best.plan.demand.nvme <= sum(means.of_one_rank().nvme.values())
 
 
 def _show(found: WhatIf) -> None:

@@ -199,9 +199,6 @@ class StepEstimate:
         copied = sizing.width if self._at_home and sizing.formats.parameter is not None else 0
         return self._largest * (4 * (1 + len(sizing.state_names)) + copied)
 
-    def _sets(self, left: float) -> int:
-        return max(min(int(left // self._set_bytes), _STAGING_SETS), 1)
-
     def _on_host(self, parts: Parts) -> _HostPart:
         sizing, at, numel = self._sizing, self._bytes, self._numel
         on_host = max(1 - parts.resident - parts.visiting, 0) * numel
@@ -351,7 +348,8 @@ class StepEstimate:
             found = max(found, rests / spill.buffers)
         if visits:
             crossing = lanes[Lane.H2D] + lanes[Lane.D2H] + lanes[Lane.DEVICE]
-            found = max(found, crossing / self._sets(left))
+            sets = max(min(int(left // self._set_bytes), _STAGING_SETS), 1)
+            found = max(found, crossing / sets)
         return found
 
     def _starts(self, lane: Lane, on_host: float, visiting: float, resident: float) -> float:
