@@ -104,6 +104,7 @@ class Pool:
         Raises:
             PoolExhaustedError: no free piece is that large.
         """
+        # The view refers to the block, which gives its bytes back when no view is left.
         return memoryview(self._native.take(byte_count("the bytes of a buffer", nbytes, 1)))
 
     def buffer_at(self, offset: int, nbytes: int) -> memoryview:
@@ -122,6 +123,7 @@ class Pool:
         count = math.prod(sizes)
         if count == 0:
             return np.empty(sizes, kind)
+        # The array keeps the buffer: the piece goes back when the last array of it is gone.
         return np.frombuffer(self.buffer(count * kind.itemsize), dtype=kind).reshape(sizes)
 
     def empty_tensor(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -124,6 +124,7 @@ class Pipeline:
         """Wait for the oldest step and land it."""
         step = self._steps[0]
         step.batch.wait()
+        # Before its memory is released: landing copies out of it.
         step.land()
         self._drop()
 
@@ -170,8 +171,8 @@ class Staged:
     ) -> None:
         self._queues = queues
         self.run_bytes = run_bytes
-        self._taking = threading.Lock()
-        self._making = threading.Lock()
+        self._taking = threading.Lock()  # between asking what is free and taking it
+        self._making = threading.Lock()  # for long: it maps memory and registers it
         self._to_make = (1, runs - 1) if runs > 1 else (1,)  # runs of each pool
         self._pools: tuple[Pool, ...] = ()
         self._closed = False
@@ -197,6 +198,7 @@ class Staged:
         Waits for none.
         """
         while True:
+            # Without a lock: a tuple is replaced, never changed.
             pools = self._pools
             block = self._free_block(pools)
             if block is not None:

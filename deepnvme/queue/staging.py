@@ -152,7 +152,7 @@ class Staging:
         self._max_pending = max_pending
         self._patience_s = patience_s
         self._owner = os.getpid()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []  # none until the first array comes
         # One for each direction: copies to the device must not wait for what is yet to be computed
         # and written.
         self._copies: dict[_native.Verb, SimpleQueue[_Copy | None]] = {
@@ -185,6 +185,7 @@ class Staging:
         """
         with self._changed:
             self._refuse_if_unusable()
+            # In a callback, the thread that makes room is the caller's own.
             if not self._runs_here():
                 self._wait_for_room()
             self._prepare()
@@ -192,6 +193,7 @@ class Staging:
             about = verb, file.path, offset, asked, at_end
             future: IOFuture[int] = IOFuture(_native.Ticket(), self, about)
             operation = _Operation(verb, file, array, offset, at_end, future, asked)
+            # Kept here: the caller may drop the future, and the array must live until it is moved.
             self._pending[operation] = None
             self._waiting.append(operation)
             self._changed.notify_all()
@@ -230,9 +232,11 @@ class Staging:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        # Without the lock: the threads need it to end.
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+        # Last: a drive or a device may be at work on it until the threads have ended.
         self._memory.give_back()
 
     def forget_parents(self) -> None:
@@ -281,6 +285,7 @@ class Staging:
             while self._step():
                 pass
         finally:
+            # Also after an error: the threads that wait for copies would never end.
             for copies in self._copies.values():
                 copies.put(None)
 
@@ -359,6 +364,7 @@ class Staging:
             piece = _Piece(operation, 0, 0, memoryview(b""), 0, 0)
         else:
             piece = self._memory.piece(operation)
+        # Before it is submitted: a refusal ends the piece at once.
         operation.issued += piece.nbytes
         operation.flying += 1
         if operation.issued == operation.asked:
@@ -383,6 +389,7 @@ class Staging:
         array = piece.operation.array
         assert array is not None
         copy = array.to_host if piece.operation.verb is _native.Verb.WRITE else array.to_device
+        # Kept by the piece until its event: the device copies after this call has returned.
         piece.view = piece.block[piece.lead : piece.lead + nbytes]
         self._copies[piece.operation.verb].put((piece, nbytes, copy(piece.start, piece.view)))
 

@@ -51,7 +51,7 @@ class Commits:
             PoisonedError: a step failed in doubt.
         """
         if self._poison is not None:
-            raise copy(self._poison)  # each with a traceback of its own
+            raise copy(self._poison)  # one object raised twice would grow its traceback
 
     def make(self, tensors: Mapping[str, Record], trees: Mapping[str, Any]) -> None:
         """Make a commit of this content. Its bytes are written already, and no thread writes to
@@ -66,6 +66,8 @@ class Commits:
         """
         generation = self.generation + 1
         content = encode(Manifest(self._volume.uuid, generation, tensors, trees))
+        # Before the manifest names them: a manifest on the drives whose tensors are not would be
+        # a commit of garbage.
         with self._in_doubt_where_it_fails("fdatasync of the tensors"):
             self._volume.sync()
         if self.generation and not self._last_is_durable:
@@ -77,9 +79,11 @@ class Commits:
                 with self._in_doubt_where_it_fails("fsync of the manifest"):
                     once_there_is_room(partial(draft.sync, Sync.ALL)).result()
         with self._in_doubt_where_it_fails("putting the manifest in its place"):
+            # It takes the slot of the commit before the last: the last one stays whole beside it.
             self._files.put_in_place(generation)
             if self._synced:
                 self._files.sync_names()
+            # Together, and last: a failure before leaves the old generation and the poison.
             self.generation, self._last_is_durable = generation, self._synced
 
     @contextmanager
@@ -132,6 +136,7 @@ class Commits:
             raise self._refusal(
                 errno.ENOENT, f"there is no generation {chosen} here{problems}{available}"
             )
+        # The newest, also where an older one was asked for: the next must be newer than all.
         self.generation = max(whole)
         return MappingProxyType(whole), chosen
 

@@ -53,6 +53,7 @@ class ManifestFiles:
 
     def put_in_place(self, generation: int) -> None:
         """Let the draft be the manifest of that generation, in place of that two commits older."""
+        # One rename: a crash leaves the older manifest in the slot, or the new one, and no half.
         (self.folder / _DRAFT).replace(self._slot(generation))
 
     def sync(self, generation: int) -> None:
@@ -100,6 +101,7 @@ class ManifestFiles:
     def remove(self) -> None:
         """Remove all of them."""
         for name in (*_SLOTS, _DRAFT):
+            # A draft is there where a commit was killed.
             (self.folder / name).unlink(missing_ok=True)
 
     def _slot(self, generation: int) -> Path:
@@ -113,6 +115,7 @@ def _content_of(place: Path) -> bytes:
         OSError: it cannot be read; with an errno of `_NO_FILE`, it is a link, or something that
             could block the reader.
     """
+    # O_NONBLOCK: opening a pipe without a writer would wait for ever.
     descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor has no Path
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -45,6 +45,7 @@ class ReadAhead:
         """Want tensors of these names and sizes, behind those wanted already."""
         self._most_bytes = most_bytes
         self._wanted.update(
+            # A name that was wanted keeps its place; one that has begun would be read twice.
             {name: nbytes for name, nbytes in sizes.items() if name not in self._begun}
         )
 
@@ -60,6 +61,7 @@ class ReadAhead:
                 # the store is closing, or no thread can be had: `get` will read it
                 self._wanted.clear()
                 return
+            # After `read`, which may raise: a name is either wanted or begun, never neither.
             del self._wanted[name]
             self._begun[name] = _Begun(nbytes, future)
             self._nbytes += nbytes
@@ -107,5 +109,6 @@ def streamed(
         while begun:
             yield begun.popleft()
     finally:
+        # Also where the caller left its loop early: no thread reads what is not looked at.
         for _, future in begun:
             future.cancel()

@@ -29,6 +29,7 @@ class StoreThreads:
     def __init__(self) -> None:
         self.ending = False
         self._name = f"deepnvme-store-{id(self):x}"
+        # Between check_taking() and the executor: no work comes to one that is shut down.
         self._lock = threading.Lock()
         # One thread writes, so that of two puts of a name the later one wins.
         self._executors = (
@@ -37,7 +38,7 @@ class StoreThreads:
         )
         self._writer = Lane(self._executors[0], 1, self._queued_no_more)
         self._readers = Lane(self._executors[1], _READERS)
-        # Those under way, on whichever thread.
+        # Those under way, on whichever thread. Weak: a lock that its writer dropped is gone.
         self._writes: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
         # Those begun here, and what they change.
         self._queued: dict[Future[Any], frozenset[str]] = {}
@@ -90,11 +91,13 @@ class StoreThreads:
 
         They would wait for themselves: what was begun there has an order of its own.
         """
+        # Without the lock: what another thread begins at this moment comes after the caller.
         if self.is_current or not self._queued:
             return
         changed = _roots(names)
         with self._lock:
             theirs = [future for future, others in self._queued.items() if others & changed]
+        # Outside of the lock: what is waited for may need it to end.
         self.wait_for(theirs)
 
     def writing(self) -> threading.Lock:

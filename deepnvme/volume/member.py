@@ -178,7 +178,8 @@ class MemberFile:
         self._temporary = temporary
         self._file: File | None = None
         self._queue: IOQueue | None = None
-        self._under_way: deque[IOFuture[int]] = deque()
+        self._under_way: deque[IOFuture[int]] = deque()  # for drain(), which closing waits by
+        # Held from submitting to noting: drain() would miss an operation in between.
         self._changing = threading.Lock()
         MemberFile._living.add(self)
 

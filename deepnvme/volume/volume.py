@@ -111,10 +111,13 @@ class Volume:
             _Part(file, SpaceMap(PAGE, PAGE + header.capacity), rate / total)
             for file, header, rate in zip(files, headers, self.rates, strict=True)
         )
+        # Guards the space maps. Not held while an operation is submitted, which may wait for room.
         self._changing = threading.Lock()
         self._owner = os.getpid()
+        # Held for a whole growth, which waits for drives; space is taken and given meanwhile.
         self._growing = threading.Lock()
         self._closed = False
+        # Refers to the files, not to the volume, so a volume that is dropped is closed.
         self._finalizer = weakref.finalize(self, _shut_down, tuple(files), own)
 
     @classmethod
@@ -258,6 +261,7 @@ class Volume:
             raise ValueError(f"room is taken for 0 bytes or more; got {nbytes}")
         self._check_writable()
         with self._changing:
+            # Of all members together and first: nothing is taken that would have to be given back.
             if whole_pages(nbytes) > self._free():
                 raise self._full(nbytes)
             return tuple(
@@ -283,6 +287,7 @@ class Volume:
         taken: list[Extent] = []
         with self._changing:
             while len(taken) < len(sizes):
+                # In the same hold of the lock: another thread's piece would part the run.
                 run = self._take_run(sizes[len(taken) :])
                 taken += run
                 if not run:
@@ -381,6 +386,7 @@ class Volume:
             )
         self._check_writable()
         with self._growing:
+            # Only a growth or a trim moves an end, so these stay right without the other lock.
             ends = [
                 part.space.end + whole_pages(more)
                 for part, more in zip(self._parts, sizes, strict=True)
@@ -421,6 +427,7 @@ class Volume:
                 part.member.check_growing(
                     Header(self.uuid, index, part.space.end - PAGE, self.rates)
                 )
+            # The map first: nothing can be placed in bytes that are about to go.
             with self._changing:
                 trimmed = tuple(part.space.trim() for part in self._parts)
             for index, part in enumerate(self._parts):
@@ -442,6 +449,7 @@ class Volume:
 
         Again: does what is left.
         """
+        # First: other threads take and write no more while the files are being closed.
         self._closed = True
         if state := self._finalizer.peek():
             _, shut_down, arguments, _ = state
@@ -516,6 +524,7 @@ class Volume:
         """Return the members; first the one that `nbytes` more would leave furthest behind."""
         used = [part.space.end - part.space.start - part.space.free_bytes for part in self._parts]
         total = sum(used) + nbytes
+        # Below 0: behind its share.
         return sorted(
             range(len(used)), key=lambda index: used[index] - self._parts[index].share * total
         )
@@ -590,6 +599,7 @@ class Volume:
     def _submit(
         self, extents: Sequence[Extent], memory: Memory, verb: _Verb
     ) -> list[IOFuture[int]]:
+        # All are checked first: a wrong extent leaves no operation under way.
         parts = [self._part_of(extent) for extent in extents]
         nbytes = sum(extent.nbytes for extent in extents)
         if nbytes != memory.nbytes:
