@@ -199,14 +199,15 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
         if lane is None:
             raise ValueError(
                 f"expected a stream of this accelerator ({self.name}), got {stream.name} of "
-                "another one"
+                "another one. Ask this one's stream() for it"
             )
         return lane
 
     def _own(self, event: Event) -> _Op:
         if not isinstance(event, self._kind) or event.owner is not self:
             raise ValueError(
-                f"expected an event of this accelerator ({self.name}), got {event!r} of another one"
+                f"expected an event of this accelerator ({self.name}), got {event!r} of another "
+                "one. Streams of different accelerators cannot wait for each other"
             )
         return event
 

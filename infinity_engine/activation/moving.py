@@ -44,8 +44,8 @@ class ActivationLimits:
 class ActivationMoves:
     """Moves saved memory between `here`, where modules compute, and `home`, HOST or NVME.
 
-    `room` is where it lies on drives. What leaves is resident no more from the begin of its move,
-    and waits in the line of evictions until that has ended.
+    `room` is where it lies on drives. Memory that leaves stops being resident when its move begins;
+    it stays among the evictions until the move has ended.
     """
 
     def __init__(

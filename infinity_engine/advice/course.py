@@ -14,7 +14,7 @@ from infinity_engine.sim.planner import Decision, Planner
 
 __all__ = ["Prices", "RunForecast", "TrainingRun", "forecast"]
 
-_MORE = 8  # micro-batches, to show what accumulation changes
+_MORE = 8  # micro-batches in a step, to show what more of them change
 _J_PER_KWH = 3.6e6
 _S_PER_HOUR = 3600
 

@@ -71,9 +71,9 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     def taking_over(
         cls, accelerator: Accelerator, engine: Config, **settings: object
     ) -> InfinityAccelerator:
-        """Return one in the place of `accelerator`, which a Trainer has made. They share all.
+        """Return one in place of `accelerator`, which a Trainer has made.
 
-        `settings` replace those of `engine`.
+        The two share all attributes. `settings` replace those of `engine`.
         """
         taken = cls.__new__(cls)
         taken._take_over(accelerator, engine, settings)

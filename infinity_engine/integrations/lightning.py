@@ -155,9 +155,9 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             raise ConfigError(
                 field="ckpt_path",
                 value=str(folder),
-                expected="a checkpoint with weights, as nothing is fitted: write them with "
-                f"`infinity checkpoint export {folder / _ENGINE} WEIGHTS`, and load these into the "
-                "module",
+                expected="a checkpoint that has weights itself: an engine's can be loaded only "
+                f"while fitting. Export it with `infinity checkpoint export {folder / _ENGINE} "
+                "WEIGHTS`, and load the weights into the module",
             )
         if self.engine is not None and is_engines:
             self.engine.load(folder / _ENGINE)

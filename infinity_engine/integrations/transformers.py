@@ -138,8 +138,8 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
             raise ConfigError(
                 field="resume_from_checkpoint",
                 value=resume_from_checkpoint,
-                expected="a checkpoint with an engine's, which is in its folder "
-                f"{ENGINE_FOLDER!r}, where this trainer has trained already",
+                expected=f"one with a folder {ENGINE_FOLDER!r}, which an engine has saved: this "
+                "trainer has an engine already, which loads no other checkpoint",
             )
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -169,9 +169,13 @@ def _conflicts(arguments: Any) -> Iterator[tuple[str, object, str]]:
     """Yield what a Trainer in an engine cannot do: the argument, its value, what would be right."""
     for name in ("deepspeed", "fsdp", "torch_compile", "auto_find_batch_size"):
         if getattr(arguments, name, None):
-            yield name, getattr(arguments, name), "none beside an engine: leave it out"
+            yield (
+                name,
+                getattr(arguments, name),
+                "to be left out: an engine does not support it",
+            )
     if arguments.save_only_model and arguments.load_best_model_at_end:
-        expected = "False beside load_best_model_at_end: the best model is loaded by the engine"
+        expected = "False with load_best_model_at_end: the engine loads the best model"
         yield "save_only_model", True, expected
     if arguments.n_gpu > 1:
         expected = "one GPU for each process: set CUDA_VISIBLE_DEVICES, or start it with torchrun"

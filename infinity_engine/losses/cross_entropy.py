@@ -248,17 +248,17 @@ class _LossCall:
     rows: torch.Tensor | None
     """The tokens that count; None: all of them."""
     labels: torch.Tensor
-    """Of those that count, as the next two."""
+    """The labels of the tokens that count."""
     weights: torch.Tensor | None
     token_loss: TokenLoss
     divisor: torch.Tensor
     """What the sum of losses is divided by."""
     entries: int
-    """Of the vocabulary."""
+    """How many the vocabulary has."""
     dtype: torch.dtype
-    """Of matrix products."""
+    """The dtype of matrix products."""
     wide: torch.dtype
-    """Of all else."""
+    """The dtype of logits, losses and sums."""
     workspace: int
 
     @classmethod

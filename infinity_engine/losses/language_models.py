@@ -64,16 +64,16 @@ class _Pending:
     """The call that is under way."""
 
     targets: torch.Tensor
-    """Of each position."""
+    """The label of each position."""
     items: Any
     """What the sum of losses is divided by; None: by the number of tokens that count."""
     ignored: int
     hidden: torch.Tensor | None = None
-    """The head's inputs, while it is called."""
+    """The head's inputs, while the head is called."""
     found: torch.Tensor | None = None
-    """The loss."""
+    """The loss, once the head was called."""
     outputs: torch.Tensor | None = None
-    """Of the head for the last position."""
+    """The head's outputs for the last position."""
 
     def begin(self, hidden: torch.Tensor) -> None:
         """Note the head's inputs."""
@@ -227,7 +227,7 @@ class ChunkedLoss:
             )
 
     def _check_own_loss(self, own: torch.Tensor) -> None:
-        """Refuse a model whose own loss is not 0, or what it adds, where no label counts."""
+        """Refuse a model that computes no finite loss of its own where no label counts."""
         if not self._is_checked and not bool(torch.isfinite(own).all()):
             raise ConfigError(
                 field="model",

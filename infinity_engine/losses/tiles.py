@@ -18,11 +18,11 @@ __all__ = ["LossShape", "LossTiles", "choose_tiles", "product_rows"]
 _ENOUGH_TOKENS = 64
 """So many rows keep a matrix product busy: with fewer, tiles of the vocabulary are better."""
 _SPLIT_TOKENS = 1024
-"""Of tiles that have a part of the vocabulary."""
+"""At most, of a tile that has only a part of the vocabulary."""
 _ENOUGH_ENTRIES = 128
-"""Of the vocabulary in a tile; with fewer, a tile has fewer tokens."""
+"""Entries of the vocabulary in a tile: before it has fewer, it has fewer tokens."""
 _PRODUCT_ELEMENTS = 1 << 20
-"""Of a weight's gradient that are made at one time before they are added in fp32."""
+"""Elements of a weight's gradient that are made in one product, before they are added in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class LossShape:
     """What a chunked loss computes on, as sizes."""
 
     tokens: int
-    """With a label that counts."""
+    """Those with a label that counts."""
     vocabulary: int
     hidden: int
     width: int

@@ -532,8 +532,8 @@ _WORDS: Mapping[str, _Answer] = MappingProxyType(
         "aio.use_gds": (Fate.NOT_NEEDED, "bytes pass host memory, which the budget counts"),
         "aio.*": (Fate.NOT_NEEDED, "deepnvme asks the kernel; `deepnvme tune` measures the best"),
         "activation_checkpointing.cpu_checkpointing": (
-            Fate.MISSING,
-            "activations on the host: they stay on the device. Recompute more of them",
+            Fate.YOURS,
+            'activations={"at": "host"} moves what autograd saves, on a GPU',
         ),
         "activation_checkpointing.*": _RECOMPUTED,
         "checkpoint.*": (Fate.NOT_NEEDED, "a checkpoint loads on any number of ranks"),

@@ -41,7 +41,7 @@ class UpdateThreads:
             raise ConfigError(
                 field="cores",
                 value=self.cores,
-                expected=f"cores that this process may run on: {refusal}",
+                expected=f"cores that this process may run on (the system says: {refusal})",
             ) from refusal
 
     @classmethod
@@ -64,7 +64,7 @@ class UpdateThreads:
             raise ConfigError(
                 field="cores",
                 value=sorted(cores),
-                expected=f"cores that this process may run on: {refusal}",
+                expected=f"cores that this process may run on (the system says: {refusal})",
             ) from refusal
         try:
             return cls.anywhere(count)  # new threads inherit the affinity of this one

@@ -125,9 +125,9 @@ class ResidentParameters(ABC, Generic[_Entry]):
                 free=error.free,
                 limit=error.limit,
                 holders=error.holders,
-                change=f"raise the budget's {self._memory.reservation.tier.name.lower()}: {name} "
-                "is needed while these are. What a module uses stays until it returns, and what is "
-                "read outside of modules until engine.step()",
+                change=f"raise the budget's {self._memory.reservation.tier.name.lower()}. {name} "
+                "is needed together with these: what a module uses stays until it returns, what "
+                "your code reads outside of modules until engine.step()",
             ) from None
 
     @abstractmethod

@@ -77,7 +77,7 @@ class DriveMeter:
 
     def rates_of_update(self) -> dict[Lane, float]:
         """Return the bytes per second of all drives together in an update, if all are known."""
-        # Of a drive that reads and writes at once, as an update has it.
+        # The rates of a drive that reads and writes at the same time, as updates do.
         drives = Rates(nvme=self._rates).both_at_once().nvme
         known = [drives[directory] for directory in self._counted if directory in drives]
         found = {}

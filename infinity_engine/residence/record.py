@@ -191,10 +191,10 @@ class ShardRecord:
         ):
             raise IllegalTransition(
                 shard=self.name,
-                source=f"{self._residency.name} with its copy in {tier.name}, which is needed,",
-                target="going on without it",
+                source=self._residency.name,
+                target=f"a drop of its copy in {tier.name}, which is needed,",
                 allowed=tuple(
-                    f"doing without the copy in {other.name}"
+                    f"a drop of its copy in {other.name}"
                     for other in self._copies
                     if other not in needed
                 ),

@@ -1,4 +1,4 @@
-"""How a length is cut into tiles: pure arithmetic, of which tiles and memory follow.
+"""How a length is cut into tiles: pure arithmetic, which decides tiles and their memory.
 
 Knows neither modules nor tensors. Called by whatever computes tile by tile.
 """
@@ -41,7 +41,7 @@ class TileCut:
 
 
 def cut_evenly(length: int, at_most: int, *, multiple: int = 1) -> TileCut:
-    """TileCut `length` into as few tiles of at most `at_most` as will do, all of about one size.
+    """Cut `length` into as few tiles of at most `at_most` as will do, all of about one size.
 
     Sizes are multiples of `multiple` where that needs no more tiles.
 
@@ -57,7 +57,7 @@ def cut_evenly(length: int, at_most: int, *, multiple: int = 1) -> TileCut:
 
 
 def cut_into(length: int, tiles: int) -> TileCut:
-    """TileCut `length` into at most `tiles` tiles of one size.
+    """Cut `length` into at most `tiles` tiles of one size.
 
     Raises:
         ConfigError: there would be more tiles than elements, or none.

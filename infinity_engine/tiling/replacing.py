@@ -1,4 +1,4 @@
-"""Replaces the large layers of a model by tiled ones: which, a pure function of sizes decides."""
+"""Replaces the large layers of a model by tiled ones, cut as a pure function of sizes decides."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def tile_sequence(model: torch.nn.Module, name: str, positions: int) -> tuple[st
 def _reason(model: torch.nn.Module, module: torch.nn.Module, name: str) -> str:
     """Return why a module cannot be replaced; nothing if it can."""
     if module is model and type(module) in {torch.nn.Linear, torch.nn.Embedding}:
-        expected = "a model with this layer inside, as it is replaced there"
+        expected = "a model with this layer inside it: it is replaced in the module around it"
         raise ConfigError(field="model", value=type(module).__name__, expected=expected)
     if type(module) not in {torch.nn.Linear, torch.nn.Embedding} or name != "weight":
         return f"it is {name} of a {type(module).__name__}"

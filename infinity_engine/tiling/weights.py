@@ -1,7 +1,7 @@
 """`TiledWeight`: a module with a weight in tiles, each the parameter of a module of its own.
 
-State dicts have the whole weight under its one name, and load it. What is computed with the tiles,
-subclasses say.
+State dicts have the whole weight under its one name, and load it. Subclasses compute with the
+tiles.
 """
 
 from __future__ import annotations

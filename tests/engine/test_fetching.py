@@ -714,7 +714,7 @@ def test_what_is_used_at_once_and_does_not_fit_is_named_with_what_to_change() ->
             made(noise(0, 4, 64))
 
         assert refused.value.tier == "DEVICE"
-        assert "raise the budget's device: layers.3.weight is needed" in refused.value.change
+        assert "raise the budget's device. layers.3.weight is needed" in refused.value.change
         made.model.layers = nn.ModuleList(list(layers)[:2])
         made(noise(0, 4, 64))
 

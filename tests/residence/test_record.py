@@ -211,7 +211,7 @@ def test_bytes_that_are_on_their_way_cannot_be_changed() -> None:
 def test_the_only_current_copy_cannot_be_dropped(host: Lease) -> None:
     record = ShardRecord("w", host)
 
-    with pytest.raises(IllegalTransition, match="its copy in HOST, which is needed"):
+    with pytest.raises(IllegalTransition, match="a drop of its copy in HOST, which is needed"):
         record.drop(Tier.HOST)
 
     assert record.host is host

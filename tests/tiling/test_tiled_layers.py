@@ -319,7 +319,7 @@ def test_a_layer_with_hooks_is_left() -> None:
 
 
 def test_a_model_that_is_one_layer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="with this layer inside"):
+    with pytest.raises(ConfigError, match="with this layer inside it"):
         tile(nn.Linear(64, 64), 1024)
 
 
