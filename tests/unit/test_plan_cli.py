@@ -452,8 +452,9 @@ def test_ranks_divide_what_a_calibration_measured_of_one_process(plan: Any, tmp_
     one, four = (json.loads(plan(*streamed, "--gpus", ranks)[1]) for ranks in ("1", "4"))
 
     assert four["least_update_s"] > 0.9 * one["least_update_s"]
+    # Each rank pays for its own operations meanwhile, and has a quarter of them.
     assert four["update_s"] * four["update_utilisation"]["host"] == pytest.approx(
-        one["update_s"] * one["update_utilisation"]["host"], rel=0.01
+        one["update_s"] * one["update_utilisation"]["host"], rel=0.03
     )
 
 
