@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.migration.schedules import Decay, Rise, Warmup
+from infinity_engine.migration.schedules import Rise, Warmup, WarmupDecay
 
 __all__ = [
     "Fate",
@@ -159,9 +159,9 @@ _OPTIONS = MappingProxyType(
 )
 _SCHEDULES = MappingProxyType(
     {
-        "WarmupLR": Decay.CONSTANT,
-        "WarmupDecayLR": Decay.LINEAR,
-        "WarmupCosineLR": Decay.COSINE,
+        "WarmupLR": WarmupDecay.CONSTANT,
+        "WarmupDecayLR": WarmupDecay.LINEAR,
+        "WarmupCosineLR": WarmupDecay.COSINE,
     }
 )
 _SCHEDULE_OPTIONS = MappingProxyType(
@@ -399,7 +399,7 @@ class _Translation:
         if "rise" in options:
             # As DeepSpeed: what is neither is logarithmic.
             options["rise"] = Rise.LINEAR if options["rise"] == "linear" else Rise.LOG
-        if decay is Decay.LINEAR:
+        if decay is WarmupDecay.LINEAR:
             options.setdefault("most", 0.001)  # DeepSpeed's default
         return Warmup(decay=decay, **options)
 

@@ -11,7 +11,7 @@ from enum import Enum
 
 from infinity_engine.errors import ConfigError
 
-__all__ = ["Decay", "Rise", "Warmup"]
+__all__ = ["Rise", "Warmup", "WarmupDecay"]
 
 
 class Rise(Enum):
@@ -21,7 +21,7 @@ class Rise(Enum):
     LINEAR = "linear"
 
 
-class Decay(Enum):
+class WarmupDecay(Enum):
     """What the rate does after the warm-up."""
 
     CONSTANT = "constant"  # WarmupLR
@@ -33,11 +33,11 @@ class Decay(Enum):
 class Warmup:
     """Rates from `least` to `most` in `warmup_steps` updates, then `decay` until `total_steps`.
 
-    `most` is None where it is the optimizer's own rate. With `Decay.COSINE`, `least` and
+    `most` is None where it is the optimizer's own rate. With `WarmupDecay.COSINE`, `least` and
     `cosine_floor` are parts of that rate.
     """
 
-    decay: Decay
+    decay: WarmupDecay
     least: float = 0.0
     most: float | None = None
     warmup_steps: int = 1000
@@ -46,7 +46,7 @@ class Warmup:
     cosine_floor: float = 0.0001
 
     def __post_init__(self) -> None:
-        if self.decay is not Decay.CONSTANT and self.total_steps < 1:
+        if self.decay is not WarmupDecay.CONSTANT and self.total_steps < 1:
             raise ConfigError(
                 field="scheduler.params.total_num_steps",
                 value=self.total_steps,
@@ -57,7 +57,7 @@ class Warmup:
         """Return the rate of an update; `base` is the optimizer's own."""
         # DeepSpeed steps its scheduler after an update: the second update has the rate of 0 steps.
         steps = update - 1
-        if self.decay is Decay.COSINE:
+        if self.decay is WarmupDecay.COSINE:
             return base * (0.0 if steps < 0 else self._cosine_part(steps))
         most = base if self.most is None else self.most
         return self.least + (most - self.least) * (0.0 if steps < 0 else self._part(steps))
@@ -75,7 +75,7 @@ class Warmup:
     def _part(self, steps: int) -> float:
         if steps < self._rising:
             return self._risen(steps)
-        if self.decay is Decay.CONSTANT:
+        if self.decay is WarmupDecay.CONSTANT:
             return 1.0
         return max(0.0, (self.total_steps - steps) / max(1, self.total_steps - self._rising))
 

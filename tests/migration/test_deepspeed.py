@@ -15,7 +15,7 @@ from infinity_engine.config import EngineConfig
 from infinity_engine.errors import ConfigError
 from infinity_engine.migration import Fate, Migration, Warmup, migrate_deepspeed, read_json
 from infinity_engine.migration.deepspeed import _HANDLERS
-from infinity_engine.migration.schedules import Decay, Rise
+from infinity_engine.migration.schedules import Rise, WarmupDecay
 
 FILES = Path(__file__).parent / "files"
 PAGE = Path(__file__).resolve().parents[2] / "docs/migrate-from-deepspeed.md"
@@ -223,7 +223,7 @@ def test_a_value_that_cannot_be_right_is_named(config: dict[str, Any], field: st
 
 
 def test_a_logarithmic_warm_up_ends_at_the_highest_rate() -> None:
-    warmup = Warmup(decay=Decay.CONSTANT, least=1e-5, most=1e-3, warmup_steps=100)
+    warmup = Warmup(decay=WarmupDecay.CONSTANT, least=1e-5, most=1e-3, warmup_steps=100)
 
     assert warmup.rate(0, 1.0) == warmup.rate(1, 1.0) == 1e-5
     assert warmup.rate(51, 1.0) == pytest.approx(

@@ -166,7 +166,7 @@ class StreamOfBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _FileRun:
     """Elements of a stream that follow one another in a file too, from `offset` on."""
 
     first: int
@@ -194,7 +194,9 @@ class _Run:
             into[at * wide : at * wide + values.nbytes] = values
 
 
-def _runs(stream: SavedStream, shape: tuple[int, ...], block: Block, path: str) -> Iterator[_Run]:
+def _runs(
+    stream: SavedStream, shape: tuple[int, ...], block: Block, path: str
+) -> Iterator[_FileRun]:
     """Yield the runs of a block: what lies together both in the tensor and in the file."""
     array = block.array
     sizes, itemsize = array.shape, ITEMSIZES[array.dtype]
@@ -235,7 +237,7 @@ def _runs(stream: SavedStream, shape: tuple[int, ...], block: Block, path: str) 
         offset = sum(
             index * stride for index, stride in zip(position, array.strides[:outer], strict=True)
         )
-        yield _Run(first, together, array, array.offset + offset)
+        yield _FileRun(first, together, array, array.offset + offset)
 
 
 def _unsupported(path: str, stream: SavedStream, flaw: str) -> UnsupportedCheckpoint:
