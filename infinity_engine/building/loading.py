@@ -24,7 +24,7 @@ from infinity_engine.building.building import opened
 from infinity_engine.building.built import BuiltModel
 from infinity_engine.building.built_parameter import absent
 from infinity_engine.building.sharded_parameters import ShardedParameters
-from infinity_engine.building.sources import Source, found_in, listed
+from infinity_engine.building.sources import FileTensor, found_in, listed
 from infinity_engine.errors import ConfigError, TransferError
 from infinity_engine.partition import Partitioner, Shard, ShardSpec
 from infinity_engine.plan import ResolvedBudget, Tier
@@ -48,7 +48,7 @@ class _Target:
 
     tensor: torch.Tensor
     names: tuple[str, ...]
-    source: Source
+    source: FileTensor
     spec: ShardSpec | None = None
     rank: int = 0
 
@@ -151,7 +151,7 @@ def load(
 # --- what belongs to what -------------------------------------------------------------------------
 
 
-def _targets(model: torch.nn.Module, found: Mapping[str, Source], where: str) -> list[_Target]:
+def _targets(model: torch.nn.Module, found: Mapping[str, FileTensor], where: str) -> list[_Target]:
     """Return each of the model's tensors once.
 
     Raises:
@@ -270,7 +270,7 @@ def _agree(ranks: Ranks, targets: Sequence[_Target]) -> None:
     )
 
 
-def _samples(sources: Sequence[Source]) -> dict[str, str]:
+def _samples(sources: Sequence[FileTensor]) -> dict[str, str]:
     """Return checksums of a few bytes of each tensor: each rank reads only its slices of the rest.
 
     Raises:
@@ -278,7 +278,7 @@ def _samples(sources: Sequence[Source]) -> dict[str, str]:
     """
     # Rounded up, so that the samples are never more than the most.
     every = -(-len(sources) // _MOST_SAMPLES)
-    by_file: dict[Path, list[Source]] = {}
+    by_file: dict[Path, list[FileTensor]] = {}
     for source in sources[::every]:
         if source.entry.nbytes:
             by_file.setdefault(source.path, []).append(source)
@@ -294,7 +294,7 @@ def _samples(sources: Sequence[Source]) -> dict[str, str]:
     return found
 
 
-def _sample(descriptor: int, source: Source) -> bytes:
+def _sample(descriptor: int, source: FileTensor) -> bytes:
     """Return the bytes in the middle of a tensor."""
     nbytes = min(source.entry.nbytes, _SAMPLE_BYTES)
     offset = source.entry.offset + (source.entry.nbytes - nbytes) // 2

@@ -20,7 +20,7 @@ import torch
 
 from deepnvme.memory.buffers import memory_of
 from infinity_engine.building.built import BuiltModel
-from infinity_engine.building.sources import Source, found_of_pretrained, listed
+from infinity_engine.building.sources import FileTensor, found_of_pretrained, listed
 from infinity_engine.errors import ConfigError, MissingDependencyError
 from infinity_engine.storage import IOHop
 
@@ -74,7 +74,7 @@ class Pretrained:
                 config=self._config,
                 dtype=self._dtype,
                 state_dict={
-                    name: _FileTensor(source, reader) for name, source in self._sources.items()
+                    name: _AskedTensor(source, reader) for name, source in self._sources.items()
                 },
                 generation_config=self._generation_config(),
                 # Mismatches are listed below, with the missing ones.
@@ -125,7 +125,7 @@ class Pretrained:
 class _Reader:
     """Reads tensors from files, and makes room in the host's budget for each before."""
 
-    def __init__(self, built: BuiltModel, sources: Mapping[str, Source]) -> None:
+    def __init__(self, built: BuiltModel, sources: Mapping[str, FileTensor]) -> None:
         self._built = built
         self._opened = ExitStack()
         self._files = {}
@@ -144,7 +144,7 @@ class _Reader:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def read(self, source: Source) -> torch.Tensor:
+    def read(self, source: FileTensor) -> torch.Tensor:
         """Return the values of a tensor, in the dtype of the file."""
         # Several tensors may become one parameter: until then all of them need room.
         if self._built.count != self._count:
@@ -158,10 +158,10 @@ class _Reader:
         return values
 
 
-class _FileTensor:
+class _AskedTensor:
     """A tensor in a file, as Transformers wants it: it has a dtype, and `[...]` reads it."""
 
-    def __init__(self, source: Source, reader: _Reader) -> None:
+    def __init__(self, source: FileTensor, reader: _Reader) -> None:
         self._source = source
         self._reader = reader
 

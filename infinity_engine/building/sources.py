@@ -17,7 +17,7 @@ from deepnvme.formats.safetensors import SafetensorsEntry
 from deepnvme.memory.arrays import empty
 from infinity_engine.errors import ConfigError
 
-__all__ = ["Source", "found_in", "found_of_pretrained", "listed"]
+__all__ = ["FileTensor", "found_in", "found_of_pretrained", "listed"]
 
 _INDEX = ".safetensors.index.json"
 # What Transformers calls the files of a model; it looks for them in this order.
@@ -27,7 +27,7 @@ _SHOWN = 8  # names
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class FileTensor:
     """Where the values of a tensor are."""
 
     path: Path
@@ -41,7 +41,7 @@ class Source:
         return found
 
 
-def found_in(directory: Path) -> dict[str, Source]:
+def found_in(directory: Path) -> dict[str, FileTensor]:
     """Return the tensors in the files of a directory, by name.
 
     Raises:
@@ -62,7 +62,7 @@ def found_in(directory: Path) -> dict[str, Source]:
     return _found(files)
 
 
-def found_of_pretrained(directory: Path) -> dict[str, Source]:
+def found_of_pretrained(directory: Path) -> dict[str, FileTensor]:
     """Return the tensors of a model that Transformers has saved, by name.
 
     Raises:
@@ -87,7 +87,7 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _found_by(index: Path) -> dict[str, Source]:
+def _found_by(index: Path) -> dict[str, FileTensor]:
     """Return the tensors in the files that an index names."""
     files = _files_by_name(index)
     missing = sorted({name for name in files.values() if not (index.parent / name).is_file()})
@@ -123,8 +123,8 @@ def _files_by_name(index: Path) -> Mapping[str, str]:
     return files
 
 
-def _found(files: Iterable[Path]) -> dict[str, Source]:
-    found: dict[str, Source] = {}
+def _found(files: Iterable[Path]) -> dict[str, FileTensor]:
+    found: dict[str, FileTensor] = {}
     for path in files:
         try:
             header = safetensors_header(path)
@@ -139,5 +139,5 @@ def _found(files: Iterable[Path]) -> dict[str, Source]:
                     "this one, and no index says which counts"
                 )
                 raise ConfigError(field=f"files in {path.parent}", value=name, expected=expected)
-            found[name] = Source(path, name, entry)
+            found[name] = FileTensor(path, name, entry)
     return found
