@@ -362,6 +362,7 @@ def header_of(read: Callable[[int, int], bytes], nbytes: int, path: str) -> Safe
     Raises:
         SafetensorsError: it is not a valid file of this format.
     """
+    # The length and, in most files, the whole header with it: one read less.
     start = read(min(nbytes, _FIRST_READ_BYTES), 0)
     try:
         length = _header_length(start[: _LENGTH.size], nbytes)
@@ -408,7 +409,8 @@ def _header(text: bytes, length: int, nbytes: int, path: str) -> SafetensorsHead
             tensors[check_name(name)] = _entry(value, start)
         except ValueError as flaw:
             raise ValueError(f"tensor {shown(name)}: {flaw}") from None
-    in_order = sorted(tensors.items(), key=lambda each: (each[1].offset, each[1].nbytes))
+    # By length as well: an empty tensor begins where the next one does, and comes before it.
+    in_order = sorted(tensors.items(), key=lambda named: (named[1].offset, named[1].nbytes))
     _check_whole(in_order, start, nbytes)
     return SafetensorsHeader(
         path, MappingProxyType(dict(in_order)), MappingProxyType(metadata), nbytes
@@ -524,6 +526,7 @@ class SafetensorsWriter:
         mode = _mode_of(self.path)
         with ExitStack() as ends:
             through = queue or ends.enter_context(IOQueue())
+            # Before the draft is made, so that none stays; after the rename it is missing.
             ends.callback(self._draft.unlink, missing_ok=True)
             self._file = ends.enter_context(
                 through.open(
@@ -561,6 +564,7 @@ class SafetensorsWriter:
         left = nbytes_of(*self._layout[name])
         for part in parts:
             left -= part.nbytes
+            # Too much: these bytes would lie where the next tensor belongs.
             if left < 0:
                 break
             self.append(part)
@@ -591,6 +595,7 @@ class SafetensorsWriter:
         trace: TracebackType | None,
     ) -> None:
         """Let the file take its place, unless the block raised."""
+        # Whatever _finish() raises, the file is closed and the draft removed.
         with self._ends:
             if kind is None:
                 self._finish()
@@ -602,10 +607,12 @@ class SafetensorsWriter:
                 "written"
             )
         self._pages.finish()
+        # Before the rename: no crash may leave the name on a file without its bytes.
         if self._durability is not Durability.NONE:
             what = Sync.ALL if self._durability is Durability.COMMIT else Sync.DATA
             once_there_is_room(partial(self._file.sync, what)).result()
         self._draft.replace(self.path)
+        # After the rename, which is a change of the directory.
         if self._durability is Durability.COMMIT:
             sync_directory(self.path.parent)
 
@@ -635,6 +642,7 @@ class _PageWriter:
         self._file = file
         self._queue = queue
         self._sums = sums
+        # Whole pages, so that what is flushed when a slot is full ends at a page.
         room = max(PAGE, min(staging_bytes // STAGED_RUNS // PAGE * PAGE, whole_pages(total)))
         self._pool = Pool(STAGED_RUNS * room)
         queue.use_pool(self._pool)
@@ -690,6 +698,7 @@ class _PageWriter:
             return
         writing = self._write(self._staging.part(0, self._used))
         self._batch.futures.append(writing)
+        # Behind the others: by the time it is needed again, its write has most likely ended.
         self._slots.append((self._staging, writing))
         self._at += self._used
         self._used = 0

@@ -156,6 +156,7 @@ def keep_pending(
     pending = deque((buffer, next(starts)(buffer)) for buffer in buffers)
     moved = 0
     while pending:
+        # The oldest first: a buffer is used again only when its own operation has ended.
         buffer, future = pending.popleft()
         moved += future.result()
         if clock() < end:
@@ -188,6 +189,7 @@ def in_turn(
 
 def small_pages(nbytes: int) -> memoryview:
     """Return page-aligned memory of ordinary pages, whatever the system's policy on huge ones."""
+    # Before its pages are touched: those that are there already would stay huge.
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(mmap.MADV_NOHUGEPAGE)
     return memoryview(mapped)
@@ -195,6 +197,7 @@ def small_pages(nbytes: int) -> memoryview:
 
 def fill(buffer: memoryview) -> None:
     """Put random bytes into the buffer: its pages are there then, and no drive compresses them."""
+    # One MiB again and again: drawing more would take longer than writing it.
     block = os.urandom(min(MIB, buffer.nbytes))
     for start in range(0, buffer.nbytes, len(block)):
         buffer[start : start + len(block)] = block[: buffer.nbytes - start]

@@ -138,6 +138,8 @@ class Lane:
             RuntimeError: the interpreter ends, and starts no thread any more.
         """
         with self._lock:
+            # The thread looks only when this lock is free, and finds the request. Not counted or
+            # added before: where no thread can be started, nothing has changed.
             if self._threads < self._most_threads:
                 self._executor.submit(self._run)
                 self._threads += 1
@@ -149,6 +151,7 @@ class Lane:
             with self._lock:
                 group = self._next_group()
                 if not group:
+                    # With the lock: a request that comes from here on gets a thread of its own.
                     self._threads -= 1
                     return
             _carry_out([request for request in group if _begins(request)])
@@ -199,6 +202,7 @@ def _carry_out(group: Sequence[Request]) -> None:
 def _carry_out_alone(request: Request) -> None:
     try:
         result = request.work()
+    # Everything: a caller waits for the future, and would wait for ever.
     except BaseException as error:
         request.future.set_exception(error)
     else:

@@ -201,6 +201,7 @@ def _record(value: Any, capacities: Sequence[int]) -> Record:
     dtype, shape = fields["dtype"], fields["shape"]
     if not isinstance(dtype, str):
         raise ValueError(f"expected its dtype as text, got {shown(dtype)}")
+    # Not isinstance(): true is read as True, which is an int.
     if not isinstance(shape, list) or any(type(size) is not int for size in shape):
         raise ValueError(f"expected its shape as a list of whole numbers, got {shown(shape)}")
     nbytes = nbytes_of(dtype, tuple(shape))
@@ -235,6 +236,7 @@ def _checksums(text: Any, nbytes: int) -> tuple[int, ...] | None:
     if text is None:
         return None
     count = -(-nbytes // CHECKSUM_BYTES)
+    # The pattern as well: fromhex() also takes spaces and capitals, which no writer makes.
     if not isinstance(text, str) or len(text) != 8 * count or not re.fullmatch("[0-9a-f]*", text):
         raise ValueError(
             f"expected {count} checksums of 8 hexadecimal digits each for {nbytes} B, got "

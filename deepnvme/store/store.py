@@ -126,6 +126,7 @@ class TensorStore:
         summed, given = chosen(Checksum, checksum, "checksum"), _returns(returns)
         with ExitStack() as undo:
             volume = Volume.create(directories, capacity, queue=queue)
+            # Undone after the store's own discard, which waits for its threads first.
             undo.callback(volume.discard)
             store = cls(volume, durability=kept, checksum=summed, returns=given)
             undo.callback(store.discard)
@@ -389,6 +390,7 @@ class TensorStore:
 
     def commit_async(self) -> StoreFuture[int]:
         """Begin to commit what is put by now, puts that have begun included."""
+        # What has begun is collected now: a put that begins later belongs to the next commit.
         return self._writer().write(partial(self._commit, self._threads.writes()))
 
     async def stream_async(
@@ -555,6 +557,7 @@ class TensorStore:
         self._threads.wait_for(before)
         with self._committing:
             last = self._commits.generation
+            # The content is fixed with the lock held, and written without it: puts go on.
             with self._tensors.changing() as holdings:
                 content = holdings.begin_commit()
             try:
@@ -601,6 +604,7 @@ class TensorStore:
         if self._threads.is_current:  # a callback closes: it would wait for itself
             threading.Thread(target=self._end, args=(let_go,), name="deepnvme-close").start()
             return False
+        # In this order: nothing more begins, what has begun ends, and the drives go last.
         self._threads.take_no_more()
         with self._tensors.lock:
             self._ahead.forget()
@@ -609,6 +613,7 @@ class TensorStore:
         with self._committing:
             if self._ended:
                 return False
+            # Calls that came in before are refused when they look.
             with self._tensors.lock:
                 self._tensors.holdings.closed = True
             self._tensors.io.close()
