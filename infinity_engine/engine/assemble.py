@@ -559,7 +559,7 @@ def _deferral(
     ]
     follower = fetching or pending()
     # At the end no module waits for an update any more.
-    resources.callback(follower.follow, None)
+    resources.callback(follower.follow_update, None)
     return Deferral(now=now, parts=parts_of(sizing.subgroups), follower=follower)
 
 

@@ -111,7 +111,7 @@ class Ending:
         self._resources = ExitStack()
         self._dropped: _WhenDropped | None = None
 
-    def follow(self, engine: object, resources: ExitStack) -> None:
+    def attach(self, engine: object, resources: ExitStack) -> None:
         """Close `resources` too. The engine is complete: this ends it when the caller drops it."""
         self._resources.push(resources.pop_all())
         self._dropped = _WhenDropped(engine, self._drop)

@@ -1138,7 +1138,7 @@ class Engine:
 
 def close_at_its_end(engine: Engine, resources: ExitStack) -> None:
     """Close `resources` when the engine is closed, or when the caller drops it."""
-    engine._ending.follow(engine, resources)
+    engine._ending.attach(engine, resources)
 
 
 def _tensors_of(value: Any) -> tuple[Any, ...]:

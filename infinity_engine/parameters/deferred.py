@@ -121,5 +121,5 @@ class DeferredUpdate:
 class Follower(Protocol):
     """An object that brings parameters to modules."""
 
-    def follow(self, update: DeferredUpdate | None) -> None:
+    def follow_update(self, update: DeferredUpdate | None) -> None:
         """Bring nothing that this update has not made yet; None: all of it is made."""

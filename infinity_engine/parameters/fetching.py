@@ -151,16 +151,16 @@ class ParameterFetcher(ResidentParameters[Fetched]):
             RuntimeError: code outside of the engine has changed a parameter, or it is held.
         """
         if not self.resident.held:
-            self._pieces.follow(None)  # an update that has failed is begun anew
+            self._pieces.follow_update(None)  # an update that has failed is begun anew
         self._evict_all()
         for number, record in self._records.items():
             if isinstance(self._parameters[number], TrainedParameter):
                 # Graphs that were made so far see by the version that these values are gone.
                 record.changed()
 
-    def follow(self, update: DeferredUpdate | None) -> None:
+    def follow_update(self, update: DeferredUpdate | None) -> None:
         """Fetch nothing from here on that this update has not made yet; None: all of it is made."""
-        self._pieces.follow(update)
+        self._pieces.follow_update(update)
 
     def call_beside(self, go_on: Callable[[], None]) -> None:
         """Call `go_on`, which waits for nothing, whenever a module needs parameters."""

@@ -54,7 +54,7 @@ class PendingParameters:
         if id(parameter) in self._numbers:
             self._unseen.add(self._numbers[id(parameter)])
 
-    def follow(self, update: DeferredUpdate | None) -> None:
+    def follow_update(self, update: DeferredUpdate | None) -> None:
         """Hide the parameters that this update has not made yet. None: show all, remove hooks.
 
         Raises:
@@ -107,8 +107,8 @@ class PendingParameters:
 
     def _need(self, numbers: Iterable[int]) -> None:
         """Show these parameters when they are updated. Meanwhile the host makes other updates."""
-        # The compiler reads them here, and its code will run without hooks: `follow` ends updates
-        # of models that have compiled modules.
+        # The compiler reads them here, and its code will run without hooks. `follow_update` ends
+        # the updates of models that have compiled modules.
         if torch.compiler.is_compiling():
             return
         self._asked.update(numbers)

@@ -32,7 +32,7 @@ class Provider(Protocol):
     def give_up(self) -> None:
         """Release everything: an update is about to change the values at home."""
 
-    def follow(self, update: DeferredUpdate | None) -> None:
+    def follow_update(self, update: DeferredUpdate | None) -> None:
         """Fetch nothing from here on that this update has not made yet; None: all of it is made."""
 
     def moved(self, places: Mapping[int, Place]) -> None:
@@ -92,7 +92,7 @@ class NothingFetched:
     def give_up(self) -> None:
         """Do nothing."""
 
-    def follow(self, update: DeferredUpdate | None) -> None:
+    def follow_update(self, update: DeferredUpdate | None) -> None:
         """Do nothing."""
 
     def moved(self, places: Mapping[int, Place]) -> None:

@@ -77,7 +77,7 @@ class UpdatedPieces:
     def __contains__(self, number: int) -> bool:
         return number in self._collected
 
-    def follow(self, update: DeferredUpdate | None) -> None:
+    def follow_update(self, update: DeferredUpdate | None) -> None:
         """Collect what this update makes; None: everything is made."""
         self.drop_all()
         self.update = update

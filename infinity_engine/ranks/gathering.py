@@ -166,9 +166,9 @@ class ParameterGatherer(ResidentParameters[_Whole]):
             if isinstance(cut.whole, TrainedParameter):
                 self._versions[number] += 1
 
-    def follow(self, update: DeferredUpdate | None) -> None:
+    def follow_update(self, update: DeferredUpdate | None) -> None:
         """Gather nothing from here on that this update has not made yet; None: all is made."""
-        self._below.follow(update)
+        self._below.follow_update(update)
 
     def moved(self, places: Mapping[int, Place]) -> None:
         """Note that the current values of these shards rest at other places."""

@@ -130,7 +130,7 @@ class ParameterReplicas:
     def give_up(self) -> None:
         """Nothing: what is whole stays."""
 
-    def follow(self, update: DeferredUpdate | None) -> None:
+    def follow_update(self, update: DeferredUpdate | None) -> None:
         """Nothing: parameters wait for no update that goes on after its step."""
 
     def moved(self, places: Mapping[int, Place]) -> None:

@@ -184,7 +184,7 @@ class Updates:
 
     def _follow_no_more(self) -> None:
         """Let modules use all parameters: no update is in flight."""
-        self._deferral.follower.follow(None)
+        self._deferral.follower.follow_update(None)
 
     def continue_from(self, made: int) -> None:
         """Count from `made` updates, as a checkpoint says."""
@@ -210,7 +210,7 @@ class Updates:
 
     def _defer(self, walk: Walk) -> None:
         update = DeferredUpdate(walk, self._deferral.parts, self.end, self._states.made_early)
-        self._deferral.follower.follow(update)
+        self._deferral.follower.follow_update(update)
 
     def _count(self) -> None:
         """Count a step with an update that nothing can stop: an interrupt does not repeat it."""
