@@ -36,8 +36,7 @@ __all__ = [
     "prepare",
 ]
 
-IGNORED = -100
-"""The label of a token that is not trained on, as torch's and Transformers' losses have it."""
+_IGNORED = -100  # the label of a token that is not trained on, as torch's losses have it
 _TOKENS, _TRAINED, _SAMPLES, _SUMMARY = "tokens.bin", "trained.bin", "samples.npy", "summary.json"
 _TOGETHER = 256  # documents that are tokenized at once: tokenizers use several cores
 _READ = 1 << 20
@@ -126,16 +125,16 @@ class Samples:
         if self.summary.framing == Framing.PACK.value:
             longest = self.summary.sequence  # the same for all, also the last
         tokens = np.full((len(rows), longest), self._pad, dtype=np.int64)
-        labels = np.full((len(rows), longest), IGNORED, dtype=np.int64)
+        labels = np.full((len(rows), longest), _IGNORED, dtype=np.int64)
         mask = np.zeros((len(rows), longest), dtype=np.int64)
         for at, (start, length) in enumerate(rows):
             read = np.fromfile(self._folder / _TOKENS, np.uint32, length, offset=4 * start)
             trained = np.fromfile(self._folder / _TRAINED, np.uint8, length, offset=start)
             tokens[at, :length] = read
-            labels[at, :length] = np.where(trained == 1, tokens[at, :length], IGNORED)
+            labels[at, :length] = np.where(trained == 1, tokens[at, :length], _IGNORED)
             mask[at, :length] = 1
         # The first token of a sequence has none before it that would predict it.
-        return MicroBatch(tokens, labels, mask, int((labels[:, 1:] != IGNORED).sum()))
+        return MicroBatch(tokens, labels, mask, int((labels[:, 1:] != _IGNORED).sum()))
 
 
 # --- the order ------------------------------------------------------------------------------------
@@ -150,6 +149,10 @@ class DataPosition:
     def state_dict(self) -> dict[str, int]:
         """Return what a checkpoint keeps."""
         return {"used": self.used}
+
+    def advance(self, micro_batches: int) -> None:
+        """Note that so many more were used."""
+        self.used += micro_batches
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Go on from there."""
@@ -287,6 +290,15 @@ class _Written:
     ends: list[int]
     prompted: set[int]
 
+    def note(self, document: Document, whole: array[int]) -> None:
+        """Note a document, or a piece of one, that was written."""
+        self.count += len(whole)
+        self.largest = max(self.largest, max(whole, default=0))
+        if document.prompt is not None:
+            self.prompted.add(len(self.ends))
+        if document.ends:
+            self.ends.append(self.count)
+
 
 def _tokenize(
     paths: Sequence[Path], tokenizer: Tokenizer, tokens: IO[bytes], trained: IO[bytes]
@@ -305,17 +317,8 @@ def _tokenize(
             tokens.write(whole.tobytes())
             read_only = len(begin) + len(prompt) if document.prompt is not None else 0
             trained.write(bytes(read_only) + b"\1" * (len(whole) - read_only))
-            _note(written, document, whole)
+            written.note(document, whole)
     return written
-
-
-def _note(written: _Written, document: Document, whole: array[int]) -> None:
-    written.count += len(whole)
-    written.largest = max(written.largest, max(whole, default=0))
-    if document.prompt is not None:
-        written.prompted.add(len(written.ends))
-    if document.ends:
-        written.ends.append(written.count)
 
 
 def _cut(start: int, end: int, sequence: int) -> list[tuple[int, int]]:

@@ -250,7 +250,7 @@ class _Run:
             of_step = [next(batches) for _ in range(together)]
             lr = float(engine.optimizer.param_groups[0]["lr"])
             loss = _step(engine, of_step)
-            position.used += together
+            position.advance(together)
             now = time.monotonic()
             made = TrainedStep(
                 number=number,

@@ -43,6 +43,11 @@ WITHOUT_TORCH = (
     "infinity_engine.cli.migrate",
     "infinity_engine.cli.plan",
     "infinity_engine.cli.plan_page",
+    "infinity_engine.cli.runs.report",
+    "infinity_engine.cli.runs.train",
+    "infinity_engine.training",
+    "infinity_engine.training.report_page",
+    "infinity_engine.training.samples",
 )
 # Plans and settings are made where nothing is compiled.
 WITHOUT_NATIVE = ("infinity_engine.config", "infinity_engine.plan", "infinity_engine.telemetry")

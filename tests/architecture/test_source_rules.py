@@ -26,6 +26,7 @@ PACKAGES = ("infinity_engine", "deepnvme")
 ROWS = (
     {"cli"},
     {"infinity_engine"},
+    {"training"},
     {"integrations"},
     {"engine"},
     {"planning"},
@@ -80,6 +81,7 @@ ENGINE_ROOMS = {
 }
 TORCH_AT_TOP = {
     *ENGINE_ROOMS,
+    "training",
     "integrations",
     "reporting",
     "calibration",

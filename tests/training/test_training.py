@@ -82,7 +82,7 @@ def test_losses_and_weights_are_those_of_a_plain_loop(
         ]
         labels = [torch.tensor(batch.labels)[:, 1:].flatten() for batch in together]
         loss = torch.nn.functional.cross_entropy(torch.cat(logits), torch.cat(labels))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
