@@ -115,6 +115,18 @@ TEST(bytes_that_no_segment_of_the_update_has_are_summed_too) {
         check_sums({40'000, 50'000, 3'000}, mib, left_out, 2);
 }
 
+TEST(what_an_update_writes_without_reading_it_has_its_sums_from_before) {
+    ThreadPool pool(std::vector<int>(2, -1));
+    Subgroup subgroup({20'000, 30'000}, 5);
+    for (std::vector<u16>& value : subgroup.values) std::ranges::fill(value, u16{7});
+    std::vector<Summed> summed = subgroup.summed(mib);
+    for (Summed& one : summed) one.with_before = true;
+    std::vector<Sums> before;
+    for (const Summed& one : summed) before.push_back(sums_of(one));
+    update(subgroup.segments(none), summed, pool, kernels_of("scalar"));
+    for (std::size_t i = 0; i < summed.size(); ++i) CHECK(summed[i].before == before[i]);
+}
+
 TEST(segments_of_a_few_elements_share_blocks) {
     check_sums(std::vector<u64>(500, 3), mib, none, 2);
     check_sums(std::vector<u64>(500, 3), 64, 250, 2);

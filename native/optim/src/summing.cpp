@@ -10,7 +10,6 @@ namespace {
 struct Stream {
     u64 address;  // of the segment's first element
     u32 width;
-    bool is_read;
 };
 
 [[nodiscard]] u32 width_of(u32 format) {
@@ -20,13 +19,12 @@ struct Stream {
 // What an update changes. What it only reads, a gradient, is summed where it is read.
 [[nodiscard]] std::vector<Stream> streams_of(const Segment& segment) {
     std::vector<Stream> streams;
-    const bool is_split = (segment.flags & flag_split_master) != 0;
-    if (segment.master != 0) streams.push_back({segment.master, 4, true});
-    if (segment.remainder != 0) streams.push_back({segment.remainder, 2, true});
+    if (segment.master != 0) streams.push_back({segment.master, 4});
+    if (segment.remainder != 0) streams.push_back({segment.remainder, 2});
     if (segment.parameter != 0)
-        streams.push_back({segment.parameter, width_of(segment.parameter_format), is_split});
+        streams.push_back({segment.parameter, width_of(segment.parameter_format)});
     for (const u64 address : segment.states) {
-        if (address != 0) streams.push_back({address, width_of(segment.state_format), true});
+        if (address != 0) streams.push_back({address, width_of(segment.state_format)});
     }
     return streams;
 }
@@ -69,8 +67,7 @@ void add_pieces(std::vector<Piece>& pieces, std::span<const Summed> summed, cons
             if (at >= summed_end) break;
             const u64 block_end = at - (at - one.address) % one.block + one.block;
             const u64 last = std::min(end, first + (block_end - at) / stream.width);
-            pieces.push_back(
-                {memory_at(at), first, last, stream.width, one.with_before && stream.is_read});
+            pieces.push_back({memory_at(at), first, last, stream.width, one.with_before});
             first = last;
         }
     }
