@@ -53,6 +53,7 @@ _STYLE = (
     ".wide{overflow-x:auto}table{border-collapse:collapse}caption{text-align:left;"
     "color:var(--dim)}td,th{padding:.15em 1em .15em 0;text-align:left;vertical-align:top;"
     "overflow-wrap:normal}td{overflow-wrap:anywhere;min-width:4em}"
+    "td:first-child{min-width:6em}"
     "h1{font-size:1.6em;line-height:1.2}h2{margin-top:1.6em}svg{max-width:100%;height:auto}"
     "svg text{fill:currentColor}figure{margin:.6em 0 1.4em}figcaption{font-weight:600}"
     ".plot{display:grid;grid-template-columns:6.5em 1fr;gap:.5em}"
