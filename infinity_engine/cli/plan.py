@@ -100,8 +100,10 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
     Raises:
         ConfigError: the question is wrong.
     """
+    from infinity_engine.advice.activations import activation_advice
     from infinity_engine.advice.advising import advise
     from infinity_engine.cli.plan_page import page, refusal_page
+    from infinity_engine.placement.training import beside_inputs
     from infinity_engine.sim.planner import decide
     from infinity_engine.sim.remedies import explain_refusal
     from infinity_engine.sim.report import report_of
@@ -110,6 +112,7 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
     precision = precision_of(options.precision, model)
     training = training_of(options, model, precision)
     means, sources, rates_are, rated_bytes, watts = machine_of(options, precision)
+    means = beside_inputs(training, means)
     run = run_of(options, watts)
     settings = settings_of(options)
     try:
@@ -124,6 +127,7 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
         )
     report = report_of(decision, rated_bytes=rated_bytes)
     advice = advise(decision, rates_are, run)
+    ways = activation_advice(decision, report)
     # Where the rates come from stands first: all else follows from them.
     notes = (*sources, *report.notes)
     if run is not None and advice.run is None:
@@ -135,12 +139,13 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
     report = replace(report, notes=notes)
     return PlanAnswer(
         status=0,
-        sections=answer(report, training, advice, full=options.full),
+        sections=answer(report, training, advice, ways, full=options.full),
         mapping={
             "schema": SCHEMA,
             "fits": True,
             **report.to_mapping(),
             "advice": advice.to_mapping(),
+            "activations": None if ways is None else ways.to_mapping(),
         },
         page=partial(page, report, training),
     )

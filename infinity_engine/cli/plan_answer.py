@@ -15,6 +15,7 @@ from infinity_engine.units import GiB, format_bytes
 
 if TYPE_CHECKING:
     from deepnvme.cli.report import Rows
+    from infinity_engine.advice.activations import ActivationAdvice
     from infinity_engine.advice.advising import Advice
     from infinity_engine.advice.course import RunForecast
     from infinity_engine.placement.training import Training
@@ -35,6 +36,7 @@ __all__ = [
 
 Section = tuple[str, Iterable[tuple[str, str]]]
 _UNKNOWN = "unknown, as the rate of computing is"
+_LEAST_GAIN = 0.001  # of a step, that one GiB more saves
 _LARGEST = 3  # of what a tier holds, on one line
 _MOST_PURCHASES = 3  # that are shown
 _WORTH_SHOWING = 0.02  # of a step
@@ -67,7 +69,12 @@ def show(sections: Iterable[Section]) -> None:
 
 
 def answer(
-    report: PlanReport, training: Training, advice: Advice, *, full: bool = False
+    report: PlanReport,
+    training: Training,
+    advice: Advice,
+    ways: ActivationAdvice | None = None,
+    *,
+    full: bool = False,
 ) -> Iterator[Section]:
     """Yield what a plan that fits says: what fits on one screen, or every figure."""
     title = f"{report.model} fits: {step_in_words(report)}{_range_in_words(report, advice)}"
@@ -78,6 +85,8 @@ def answer(
     else:
         yield f"Memory{_of_each_rank(report)}", _memory(report)
         yield "Time", _phases(report)
+    if ways is not None:
+        yield "Activations", _activations(ways)
     if report.wear is not None:
         yield "Wear", _wear(report)
     if advice.run is not None:
@@ -166,6 +175,8 @@ def _between_ranks(report: PlanReport) -> Rows:
 
 def _summary(report: PlanReport, training: Training) -> Rows:
     kept = "checkpointed" if training.checkpointing else "all kept"
+    if training.inputs_moved:
+        kept += f", their inputs elsewhere: {format_bytes(training.input_bytes())}"
     trained = sum(parameter.numel for parameter in training.model.parameters if parameter.trained)
     part = "" if trained == report.parameters else f", {trained:,} of them trained"
     yield "parameters", f"{report.parameters:,}{part}"
@@ -236,6 +247,27 @@ def _times(report: PlanReport) -> Rows:
     if report.fetched_ahead:
         yield "fetched ahead", f"up to {format_bytes(report.fetched_ahead)} of parameters"
     yield "host per parameter", f"{report.host_bytes_per_parameter:.2f} B"
+
+
+def _activations(ways: ActivationAdvice) -> Rows:
+    """Yield what a block saves, the ways that the engine would choose, and what more would save."""
+    predicted = ways.choice.predicted
+    yield (
+        "each block",
+        f"saves {format_bytes(ways.saved)}, is given {format_bytes(ways.inputs)} of it",
+    )
+    took, planned = seconds_in_words(ways.seconds), seconds_in_words(ways.planned_s)
+    yield 'activations="auto"', f"{ways.choice}: forward and backward {took}, planned {planned}"
+    places = (
+        (predicted.device, "where modules compute"),
+        (predicted.host, "of the host"),
+        (predicted.drives, "of drives"),
+    )
+    yield "", ", ".join(f"{format_bytes(nbytes)} {where}" for nbytes, where in places if nbytes)
+    gains = [(tier, gain) for tier, gain in ways.gains.items() if gain > _LEAST_GAIN * ways.seconds]
+    if gains:
+        more = "; ".join(f"{tier.value} {seconds_in_words(gain)}" for tier, gain in gains)
+        yield "1 GiB more saves", more
 
 
 def _wear(report: PlanReport) -> Rows:

@@ -103,6 +103,11 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="recompute the activations of blocks in the backward (default: yes)",
     )
+    what.add_argument(
+        "--offload-inputs",
+        action="store_true",
+        help="let the inputs of recomputed blocks wait on drives, or else on the host",
+    )
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -177,6 +182,7 @@ def training_of(options: argparse.Namespace, model: ModelShape, precision: str) 
         sequence=min(_TOKENS, model.positions or _TOKENS) if sequence is None else sequence,
         accumulation_steps=options.accumulation,
         checkpointing=options.checkpointing,
+        inputs_moved=options.offload_inputs and options.checkpointing,
         # Autocast changes what operations compute in, not what parameters are kept in.
         formats=Formats(parameter=formats[precision.removesuffix("_autocast")]),
         state_names=_states(options.optimizer),

@@ -11,6 +11,7 @@ from math import isqrt
 
 __all__ = ["Activations", "ModelShape", "ModuleShape", "ParameterShape"]
 
+_MOVING_INPUTS = 4  # blocks whose inputs are on their way, or fetched ahead
 _LOGITS_FP32 = 3  # a copy of the logits, their log-softmax, and its gradient
 
 
@@ -84,12 +85,30 @@ class Activations:
     fp32: int
     logits: int
 
-    def nbytes(self, tokens: int, *, width: int, checkpointing: bool) -> int:
-        """Return the most bytes at once for so many tokens, with elements of `width` bytes."""
-        block = width * self.elements + 4 * self.fp32
+    def nbytes(
+        self, tokens: int, *, width: int, checkpointing: bool, inputs_moved: bool = False
+    ) -> int:
+        """Return the most bytes at once for so many tokens, with elements of `width` bytes.
+
+        `inputs_moved`: those of checkpointed blocks wait on the host or on drives.
+        """
+        block = self.block_bytes(tokens, width=width)
+        inputs = min(self.blocks, _MOVING_INPUTS) if inputs_moved else self.blocks
         # Checkpointed, one block at a time has everything beside the inputs of all.
-        kept = width * self.hidden * self.blocks + block if checkpointing else block * self.blocks
-        return tokens * kept + self.logits_bytes(tokens, width=width)
+        kept = (
+            self.input_bytes(tokens, width=width) * inputs + block
+            if checkpointing
+            else block * self.blocks
+        )
+        return kept + self.logits_bytes(tokens, width=width)
+
+    def block_bytes(self, tokens: int, *, width: int) -> int:
+        """Return what one block saves."""
+        return tokens * (width * self.elements + 4 * self.fp32)
+
+    def input_bytes(self, tokens: int, *, width: int) -> int:
+        """Return what one block is given."""
+        return tokens * width * self.hidden
 
     def logits_bytes(self, tokens: int, *, width: int) -> int:
         """Return what the logits and their loss take of that."""

@@ -16,7 +16,7 @@ from infinity_engine.placement.models import ModelShape, ParameterShape
 from infinity_engine.placement.sizing import Sizing, cut
 from infinity_engine.plan import BlockRates, ComputeRate, Lane, Rates, ResolvedBudget
 
-__all__ = ["Means", "Training"]
+__all__ = ["Means", "Training", "beside_inputs"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +39,8 @@ class Training:
     """Parameters of fewer bytes stay in memory."""
     in_memory: bool = False
     """Whether there is a model already: its memory can be used."""
+    inputs_moved: bool = False
+    """Whether the inputs of checkpointed blocks wait on the host or on drives."""
     overlap: bool | None = True
     """Whether an update's end may go on beside the next forward; None: where a step is shorter."""
 
@@ -73,7 +75,19 @@ class Training:
         return (
             0
             if known is None
-            else known.nbytes(self.tokens, width=self.width, checkpointing=self.checkpointing)
+            else known.nbytes(
+                self.tokens,
+                width=self.width,
+                checkpointing=self.checkpointing,
+                inputs_moved=self.inputs_moved,
+            )
+        )
+
+    def input_bytes(self) -> int:
+        """Return what the inputs of all blocks take, 0 where that is not known."""
+        known = self.model.activations
+        return (
+            0 if known is None else known.blocks * known.input_bytes(self.tokens, width=self.width)
         )
 
     def logits_bytes(self) -> int:
@@ -196,6 +210,18 @@ class Means:
             and all(formats.parameter is None for _, formats in trained),
             activations=training.activation_bytes() if self.for_all else 0,
         )
+
+
+def beside_inputs(training: Training, means: Means) -> Means:
+    """Return the means less what moved inputs of blocks take of the drives, or else of the host."""
+    if not training.inputs_moved:
+        return means
+    budget, nbytes = means.budget, means.ranks * training.input_bytes()
+    whole = sum(budget.nvme.values())
+    if whole > nbytes:
+        left = {name: limit - nbytes * limit // whole for name, limit in budget.nvme.items()}
+        return replace(means, budget=replace(budget, nvme=left))
+    return replace(means, budget=replace(budget, host=max(budget.host - nbytes, 0)))
 
 
 @lru_cache(maxsize=8)

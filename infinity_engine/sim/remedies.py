@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from infinity_engine.optim import FloatFormat, Formats
-from infinity_engine.placement.training import Means, Training
+from infinity_engine.placement.training import Means, Training, beside_inputs
 from infinity_engine.plan import Auto, DriveRates, Rates, ResolvedBudget, Strategy, Tier
 from infinity_engine.sim.planner import Planner
 from infinity_engine.units import format_bytes
@@ -263,7 +263,8 @@ def _other(planner: Planner) -> Iterator[Remedy]:
     nothing, training = Needs(0, 0, 0), planner.training
     for words, changed in _changes(planner):
         before, after = training.activation_bytes(), changed.activation_bytes()
-        if planner.with_training(changed).fits():
+        means = beside_inputs(changed, planner.means)
+        if planner.with_training(changed).with_means(means).fits():
             saved = f", which saves {format_bytes(before - after)} of activations"
             yield Remedy(words + (saved if after < before else ""), nothing)
 
@@ -272,6 +273,10 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
     training = planner.training
     if not training.checkpointing and training.model.activations is not None:
         yield _CHECKPOINT, replace(training, checkpointing=True)
+    elif not training.inputs_moved and training.input_bytes() and not planner.means.unified:
+        moved = format_bytes(training.input_bytes())
+        words = f"inputs of blocks on drives or the host, {moved} there (--offload-inputs)"
+        yield words, replace(training, inputs_moved=True)
     if training.batch > 1:
         yield "a micro-batch of 1 (--batch 1)", replace(training, batch=1)
     sequence = _longest(planner)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from infinity_engine.errors import CapacityError
-from infinity_engine.placement.training import Means, Training
-from infinity_engine.plan import DriveRates, ResolvedBudget
+from infinity_engine.placement.training import Means, Training, beside_inputs
+from infinity_engine.plan import DriveRates, Rates, ResolvedBudget
 from infinity_engine.sim.planner import Planner, decide
 from infinity_engine.sim.presets import preset
 from infinity_engine.sim.remedies import Needs, Remedy, explain_refusal
@@ -125,3 +125,37 @@ def test_the_longest_sequence_that_fits_is_offered_with_what_its_logits_take() -
     assert 256 < length < 32768
     assert is_planned(replace(training, sequence=length), means)
     assert not is_planned(replace(training, sequence=length + 128), means)
+
+
+def test_inputs_of_blocks_are_offered_to_drives_or_the_host_where_that_is_enough() -> None:
+    training = replace(training_of(preset("opt-13b")), batch=12, sequence=2048, checkpointing=True)
+    budget = ResolvedBudget(device=int(22.8 * GiB), host=230 * GiB, nvme={"a": 1800 * GB})
+    drives = {"a": DriveRates(read_bytes_per_s=7e9, write_bytes_per_s=2e9)}
+    rates = replace(random_case(0)[1].rates, nvme=drives)
+    means = Means(budget=budget, rates=rates, flops_per_s=66e12)
+
+    [change] = [
+        remedy.change
+        for remedy in explain_refusal(training, means).remedies
+        if "--offload-inputs" in remedy.change
+    ]
+
+    moved = replace(training, inputs_moved=True)
+    assert "9.375 GiB there" in change
+    assert is_planned(moved, beside_inputs(moved, means))
+    assert not is_planned(training, means)
+
+
+def test_moved_inputs_take_their_part_of_the_drives_or_the_host() -> None:
+    training = replace(training_of(preset("opt-13b")), batch=12, inputs_moved=True)
+    budget = ResolvedBudget(device=GiB, host=100 * GiB, nvme={"a": 300 * GiB, "b": 100 * GiB})
+    means = Means(budget=budget, rates=Rates())
+    inputs = training.input_bytes()
+
+    drives = beside_inputs(training, means).budget.nvme
+    without = replace(means, budget=replace(budget, nvme={}))
+
+    assert inputs > GiB
+    assert drives["a"] - 300 * GiB == pytest.approx(-0.75 * inputs, abs=1)
+    assert beside_inputs(training, without).budget.host == 100 * GiB - inputs
+    assert beside_inputs(replace(training, inputs_moved=False), means) == means

@@ -1,0 +1,91 @@
+"""What the engine's choice per block would make of a plan that fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from infinity_engine.advice.activations import activation_advice
+from infinity_engine.placement.activations import BlockWay
+from infinity_engine.placement.training import Means, Training
+from infinity_engine.plan import DriveRates, Rates, ResolvedBudget
+from infinity_engine.sim.planner import Decision, decide
+from infinity_engine.sim.presets import preset
+from infinity_engine.sim.report import PlanReport, report_of
+from infinity_engine.units import GB, GiB
+from support.plannings import training_of
+
+RATES = Rates(
+    h2d_bytes_per_s=25e9,
+    d2h_bytes_per_s=25e9,
+    host_update_params_per_s=2e9,
+    device_update_params_per_s=3e10,
+    nvme={"a": DriveRates(read_bytes_per_s=7e9, write_bytes_per_s=2e9)},
+)
+MODEL = preset("qwen2.5-1.5b")
+
+
+def means(device: float, flops_per_s: float | None = 80e12) -> Means:
+    budget = ResolvedBudget(device=int(device * GiB), host=64 * GiB, nvme={"a": 500 * GB})
+    return Means(budget=budget, rates=RATES, flops_per_s=flops_per_s)
+
+
+def training(**changes: object) -> Training:
+    asked: dict[str, object] = {"batch": 1, "sequence": 4096, "checkpointing": True, **changes}
+    return replace(training_of(MODEL), **asked)
+
+
+def advice(of: Training, with_means: Means) -> object:
+    decision = decide(of, with_means)
+    return activation_advice(decision, report_of(decision))
+
+
+def test_room_that_a_plan_leaves_saves_recomputing() -> None:
+    decision = decide(training(), means(70))
+    found = activation_advice(decision, report_of(decision))
+
+    assert found is not None
+    assert found.seconds < found.planned_s
+    assert found.choice.counts().get(BlockWay.RECOMPUTE, 0) < 28
+    assert sum(found.choice.counts().values()) == 28
+
+
+def test_the_choice_stays_within_what_the_plan_leaves() -> None:
+    asked = training()
+    decision = decide(asked, means(20))
+    report = report_of(decision)
+    found = activation_advice(decision, report)
+
+    assert found is not None
+    assert found.choice.predicted.device <= 20 * GiB - asked.logits_bytes()
+    assert found.seconds <= found.planned_s + 1e-9
+
+
+def test_micro_batches_multiply_the_seconds() -> None:
+    one = activation_advice(*_decided(training()))
+    four = activation_advice(*_decided(training(accumulation_steps=4)))
+
+    assert one is not None
+    assert four is not None
+    assert four.planned_s == pytest.approx(4 * one.planned_s)
+
+
+def _decided(of: Training) -> tuple[Decision, PlanReport]:
+    decision = decide(of, means(70))
+    return decision, report_of(decision)
+
+
+def test_nothing_is_said_where_computing_or_activations_are_not_known() -> None:
+    assert advice(training(), means(70, None)) is None
+    unknown = replace(MODEL, activations=None)
+    assert advice(replace(training(), model=unknown), means(70)) is None
+
+
+def test_the_advice_is_json() -> None:
+    found = activation_advice(*_decided(training()))
+
+    assert found is not None
+    plain = found.to_mapping()
+    assert plain["block_saved_bytes"] == found.saved
+    assert sum(plain["blocks"].values()) == 28
