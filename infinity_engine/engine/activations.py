@@ -142,7 +142,8 @@ class _Building:
 
         On the CPU that is for what stays in memory; else for what passes the host, or stays there.
         """
-        nbytes = saved_on_host(self.config.activations, self.accelerator)
+        settings, host = self.config.activations, self.planned.budget.host
+        nbytes = saved_on_host(settings, self.accelerator, host)
         reservation = self.resources.enter_context(
             self.ledger.reserve(
                 Tier.HOST, nbytes if self.passes else resident, holder="saved activations"
@@ -225,8 +226,7 @@ class _Building:
             return settings.resident_bytes
         free = self.ledger.free(Tier.DEVICE if self.passes else Tier.HOST)
         part, of = _PART_FOR_SAVED
-        most = free * part // of
-        return most if self.passes else max(most, min(settings.resident, free))
+        return free * part // of
 
     def _homes(self) -> Iterator[Tier]:
         if self.passes and self.config.activations.host_bytes:

@@ -58,6 +58,8 @@ from infinity_engine.update.replanning import Question, Replanner
 
 __all__ = ["Planned", "check_and_plan", "check_device", "refusing_beside", "saved_on_host"]
 
+_UNSET_PART = 4  # of the host, for saved tensors where the caller has set no bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
@@ -138,7 +140,7 @@ def check_and_plan(
     )
     if ranks is not None:
         ranks.tell_of_shared_cores()
-    saved = saved_on_host(config.activations, accelerator)
+    saved = saved_on_host(config.activations, accelerator, budget.host)
     planned_budget = replace(budget, host=max(budget.host - saved, 0))
     room, asked = planned_budget, wish_of(config, policy)
     if sharding is not None:
@@ -328,22 +330,20 @@ def _refusing_beside_saved(nbytes: int) -> Iterator[None]:
         raise error.beside("saved activations (activations.resident_bytes)", nbytes) from None
 
 
-def saved_on_host(config: ActivationsConfig, accelerator: Accelerator) -> int:
-    """Return the bytes of the host's budget that saved tensors take."""
+def saved_on_host(config: ActivationsConfig, accelerator: Accelerator, host: int) -> int:
+    """Return the bytes of the host's budget, `host`, that saved tensors take at least."""
     if config.at is ActivationsAt.DEVICE:
         return 0
-    return config.resident if accelerator.torch_device.type == "cpu" else config.host_bytes
+    if accelerator.torch_device.type != "cpu":
+        return config.host_bytes
+    # Nothing was asked for, so nothing is refused for it: the choice has what the plan leaves.
+    unset = config.at is ActivationsAt.AUTO and config.resident_bytes is None
+    return min(config.resident, host // _UNSET_PART) if unset else config.resident
 
 
 def _check_activations(config: EngineConfig, accelerator: Accelerator, *, alone: bool) -> None:
     """Refuse settings by which saved tensors cannot leave."""
     at = config.activations.at
-    if at is ActivationsAt.AUTO:  # GATE
-        raise ConfigError(  # GATE
-            field="activations.at",
-            value="auto",
-            expected="another: not offered yet",  # GATE
-        )  # GATE
     if at is ActivationsAt.AUTO and not alone:
         # Ranks gather parameters together: they must run the same blocks again.
         raise ConfigError(

@@ -22,6 +22,7 @@ import torch
 import infinity_engine
 from infinity_engine.errors import CapacityError
 from infinity_engine.plan import Interleaved
+from support.block_ways import take_turns
 from support.engine_bits import Bits, differing
 from support.families import FAMILIES, Batch, Family, peft, saved
 from support.nvme_training import RATES, emulated
@@ -43,6 +44,10 @@ LONG = 2048
 """Rotary angles rounded to bf16 are off by a radian here."""
 TIERS = ("host", "drives", "device")
 SAVED = "activations on drives"
+AGAIN = "blocks recomputed"
+AGAIN_SAVED = "blocks recomputed, inputs on drives"
+MIXED = "each block another way in each step"
+BLOCKS = (AGAIN, AGAIN_SAVED, MIXED)
 VARIANTS = ("full", "lora", "reentrant checkpoints", "checkpoints")
 DTYPE = torch.bfloat16
 Trained = tuple[Bits, list[float]]
@@ -132,11 +137,18 @@ def trained_by_engine(
 def settings_of(tier: str, host: int, drive: Path, stack: ExitStack) -> dict[str, Any]:
     if tier == "host":
         return {"strategy": "host_only", "budget": {"host": host}}
-    if tier == SAVED:
+    on_drives: dict[str, Any] = {"at": "nvme", "resident_bytes": 2048, "small_bytes": 512}
+    activations = {
+        SAVED: on_drives,
+        AGAIN: {"recompute": "blocks"},
+        AGAIN_SAVED: {**on_drives, "recompute": "blocks"},
+        MIXED: {**on_drives, "at": "auto"},
+    }
+    if tier in activations:
         return {
             "strategy": "host_only",
             "budget": {"host": host, "nvme": {str(drive): "64MiB"}},
-            "activations": {"at": "nvme", "resident_bytes": 2048, "small_bytes": 512},
+            "activations": activations[tier],
         }
     if tier == "drives":
         budget = {"host": host, "nvme": {str(drive): "64MiB"}}
@@ -169,16 +181,23 @@ def _trained(
         "update_threads": 2,
         **settings,
     }
+    saves = given.get("activations", {})
     with infinity_engine.initialize(model, optimizer, **given) as engine:
+        if saves.get("at") == "auto":
+            take_turns(engine)
         for step in range(steps):
             torch.manual_seed(step)
             loss = engine(**batch(step)).loss
             engine.backward(loss)
             assert engine.step().outcome is infinity_engine.Outcome.UPDATED
             losses.append(loss.item())
-        if "activations" in given:
+        if saves.get("recompute") == "blocks" or saves.get("at") == "auto":
+            ways = {use.way for use in engine.report().blocks}
+            assert ways, "blocks were found"
+            assert saves.get("at") == "auto" or all("recomputed" in way for way in ways)
+        if saves.get("at") == "nvme":
             assert re.search(r"^nvme write +activations ", str(engine.report()), re.MULTILINE)
-        elif "nvme" in given["budget"]:
+        elif not saves and "nvme" in given["budget"]:
             whole = all(parameter.requires_grad for parameter in model.parameters())
             moved = "write .*parameters .*gradients .*states " if whole else "read .*parameters "
             assert re.search(f"^nvme {moved}", str(engine.report()), re.MULTILINE)
@@ -229,6 +248,19 @@ SAVING = {
     "reentrant checkpoints": ("llama",),
     "checkpoints": ("qwen2-moe", "t5"),
 }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in SAVING["full"] else pytest.mark.slow)
+        for name in FAMILIES
+    ],
+)
+def test_blocks_may_be_recomputed_or_moved_each_in_its_own_way(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(name, "full", BLOCKS, LENGTH, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
