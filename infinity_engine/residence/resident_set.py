@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from infinity_engine.errors import TraceMismatch
+from infinity_engine.residence.passes import kept_between_passes
 from infinity_engine.schedule import NEVER, Fetches, TraceCursor, Use, choose_fetches
 from infinity_engine.schedule.prefetch import farthest_first
 
@@ -80,6 +81,7 @@ class ResidentSet(Generic[_Entry]):
         self._pass: deque[Use] = deque(maxlen=0)
         self._on_trace = True  # no use of the step, or since the last prediction, was out of order
         self._repeats = False  # the trace is a pass that was predicted to come again
+        self._kept: frozenset[int] = frozenset()  # members that stay from pass to pass
         self.stats = FetchingStats()
 
     # --- uses -------------------------------------------------------------------------------------
@@ -124,12 +126,13 @@ class ResidentSet(Generic[_Entry]):
             # Twice: while the last modules run, it is the first ones that are needed next.
             self.expect((*uses, *uses))
             self._on_trace, self._repeats = True, True
+            self._kept = frozenset(kept_between_passes(uses, self._nbytes, self.limit))
 
     def end_step(self) -> TraceMismatch | None:
         """Start the next step's trace; return where this step left that of the one before."""
         mismatch = self._trace.end_step()
         self._ahead = 0
-        self._on_trace, self._repeats = True, False
+        self._on_trace, self._repeats, self._kept = True, False, frozenset()
         return mismatch
 
     # --- holders ----------------------------------------------------------------------------------
@@ -198,13 +201,21 @@ class ResidentSet(Generic[_Entry]):
     # --- decisions --------------------------------------------------------------------------------
 
     def idle(self) -> list[int]:
-        """Return the members that may be evicted, the farthest next use first."""
-        movable = (
+        """Return the members that may be evicted, the farthest next use first.
+
+        Those that stay from pass to pass come last.
+        """
+        movable = [
             number
             for number in self._entries
             if number not in self.held and number not in self._pinned
-        )
-        return farthest_first(movable, self.next_use)
+        ]
+        passing = [number for number in movable if number not in self._kept]
+        staying = [number for number in movable if number in self._kept]
+        return [
+            *farthest_first(passing, self.next_use),
+            *farthest_first(staying, self.next_use),
+        ]
 
     def evictions(self, nbytes: int) -> Iterator[int]:
         """Yield what is to leave, one at a time, until `nbytes` are free or nothing can leave.
@@ -242,7 +253,7 @@ class ResidentSet(Generic[_Entry]):
             cached=self._entries.keys() | self._reserved.keys(),
             unmade=unmade,
             # A reservation cannot be evicted for a prefetch: values are on their way to it.
-            held={*self.held, *self._pinned, *self._reserved},
+            held={*self.held, *self._pinned, *self._reserved, *self._kept},
             free=self.free,
             next_use=self.next_use,
         )
