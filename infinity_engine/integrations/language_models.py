@@ -9,7 +9,6 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepnvme import safetensors_header
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.init_context import init_context
+from infinity_engine.engine.init_context import load_pretrained
 from infinity_engine.errors import ConfigError
 from infinity_engine.progress import Progress
 
@@ -132,12 +131,14 @@ def load_language_model(
         ConfigError: it is no causal language model, weights are missing, or peft cannot adapt it.
         CapacityError: the budget has no room for it.
     """
-    with ExitStack() as around:
-        if budget.get("nvme"):
-            around.enter_context(init_context(budget=budget, progress=progress))
+    if budget.get("nvme"):
+        model = load_pretrained(
+            directory, budget, model_class=AutoModelForCausalLM, progress=progress
+        )
+    else:
         model = _load(directory)
-        if lora is not None:
-            model = _with_adapters(model, lora)
+    if lora is not None:
+        model = _with_adapters(model, lora)
     if checkpointing and getattr(model, "supports_gradient_checkpointing", False):
         _recompute(model)
     model.train()
