@@ -271,6 +271,7 @@ def _parts(
         hooks=hooks,
         queue=None if swap is None else swap.queue,
         io_bytes=0 if swap is None else swap.io_bytes,
+        settings=config.to_mapping(),
     )
 
 

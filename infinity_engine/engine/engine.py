@@ -116,8 +116,7 @@ class Engine:
     def __init__(self, parts: EngineParts) -> None:
         self.model = parts.model
         self.optimizer = parts.optimizer
-        self.schedulers: tuple[torch.optim.lr_scheduler.LRScheduler, ...] = ()
-        """The learning-rate schedulers that each update steps: see `follow_schedule`."""
+        self._schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
         self._parts = parts
         self._signals = parts.hooks.signals
         # Where Ctrl-C may act within held methods: between ops, and while this rank waits.
@@ -159,6 +158,8 @@ class Engine:
             queue=parts.queue,
             io_bytes=parts.io_bytes,
             telemetry=parts.telemetry,
+            schedulers=self._schedulers,
+            settings=parts.settings,
         )
         self._saves, self._loads = Saves(run), Loads(run)
         self._autosave = Autosave(whole)
@@ -186,6 +187,11 @@ class Engine:
     def module(self) -> torch.nn.Module:
         """The model."""
         return self.model
+
+    @property
+    def schedulers(self) -> tuple[torch.optim.lr_scheduler.LRScheduler, ...]:
+        """The learning-rate schedulers that each update steps: see `follow_schedule`."""
+        return tuple(self._schedulers)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the model. `generate` runs as the model does.
@@ -366,7 +372,7 @@ class Engine:
         # A skipped step has updated nothing, and no scheduler sees it.
         if self.steps > before:
             self._guards.step_optimizer()
-            for scheduler in self.schedulers:
+            for scheduler in self._schedulers:
                 scheduler.step()
         parts.drives.warn_of_wear()
         return result
@@ -402,9 +408,9 @@ class Engine:
     def follow_schedule(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
         """Step `scheduler` after each update from now on: do not step it yourself.
 
-        Checkpoints do not have it: pass it to `save` and `load` in `extra`.
+        Checkpoints have its state: `extra` need not name it.
         """
-        self.schedulers = (*self.schedulers, scheduler)
+        self._schedulers.append(scheduler)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Change nothing in the body, for loops written for DistributedDataParallel.
@@ -744,10 +750,11 @@ class Engine:
 
         The directory `path` holds the checkpoints of a run; all ranks share it. What is saved:
         parameters, masters, moments, step counts, buffers, the loss scale, the optimizer's groups,
-        random generators of every rank, and the state dicts of what `extra` names: learning-rate
-        schedulers, samplers. A checkpoint is there whole or not at all; when this returns, it
-        survives a power loss. With `keep`, all but so many of the newest are removed after this one
-        was read back and found whole. All ranks call this.
+        random generators of every rank, schedulers that the engine steps (`follow_schedule`), its
+        settings, and the state dicts of what `extra` names: your own schedulers, samplers. A
+        checkpoint is there whole or not at all; when this returns, it survives a power loss. With
+        `keep`, all but so many of the newest are removed after this one was read back and found
+        whole. All ranks call this.
 
         With `wait=False`, it returns as soon as training may go on, and a thread writes beside it
         what there is now. An error of the drive appears at the next step, save, load or close. It

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -62,3 +63,5 @@ class EngineParts:
     queue: IOQueue | None  # None where there are no drives
     io_bytes: int
     """The host memory that the queue has reserved for copies."""
+    settings: Mapping[str, Any]
+    """All settings of the engine, as JSON has them: checkpoints say what the run was."""

@@ -20,6 +20,7 @@ from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
 from infinity_engine.checkpoint.directory import read_manifest
 from infinity_engine.checkpoint.manifest import encode
 from infinity_engine.checkpoint.rewriting import reshard
+from infinity_engine.config import EngineConfig
 from infinity_engine.engine.checkpoints.saving import _Draft
 from infinity_engine.errors import (
     ChecksumError,
@@ -117,6 +118,42 @@ def test_random_numbers_and_schedulers_go_on_where_they_were(tmp_path: Path) -> 
         scheduler.step()
         found += [one_step(engine), optimizer.param_groups[0]["lr"]]
     assert found == expected
+
+
+def test_a_scheduler_that_the_engine_steps_is_saved_without_being_named(tmp_path: Path) -> None:
+    rates = []
+    for _ in range(2):
+        _, optimizer, engine = small()
+        with engine:
+            engine.follow_schedule(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+            engine.resume(tmp_path)
+            for _ in range(3):
+                rates.append(optimizer.param_groups[0]["lr"])
+                one_step(engine)
+            engine.save(tmp_path)
+    assert rates == pytest.approx([1e-2, 1e-2, 5e-3, 5e-3, 2.5e-3, 2.5e-3])
+
+
+def test_another_number_of_followed_schedulers_is_a_difference(tmp_path: Path) -> None:
+    _, optimizer, engine = small()
+    with engine:
+        engine.follow_schedule(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+        engine.save(tmp_path)
+    _, _, other = small()
+    with other:
+        with pytest.raises(ManifestMismatch, match=r"number of schedulers .* should be .*0.*1"):
+            other.load(tmp_path)
+        [difference] = other.load(tmp_path, strict=False).mismatched
+    assert difference == "the number of schedulers that the engine steps: expected 0, found 1"
+
+
+def test_a_checkpoint_says_the_settings_of_its_run(tmp_path: Path) -> None:
+    _, _, engine = small(accumulation_steps=3)
+    with engine:
+        engine.save(tmp_path, "mine")
+    settings = read_manifest(tmp_path / "mine").run["configuration"]
+    assert EngineConfig.from_mapping(settings).accumulation_steps == 3
+    assert settings["budget"]["host"] == 64 << 20
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:

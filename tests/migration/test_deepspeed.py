@@ -336,14 +336,13 @@ def test_a_schedule_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     rates = []
     for _ in range(2):
         with initialized(small("zero3-offload-all-to-host"), accumulation_steps=1) as engine:
-            extra = {"scheduler": engine.schedulers[0]}
-            engine.resume(tmp_path, extra=extra)
+            engine.resume(tmp_path)
             for _ in range(3):
                 rates.append(engine.optimizer.param_groups[0]["lr"])
                 batch = torch.ones(1, 8, dtype=torch.bfloat16)
                 engine.backward(engine(batch).float().pow(2).sum())
                 engine.step()
-            engine.save(tmp_path, extra=extra)
+            engine.save(tmp_path)
 
     assert rates == pytest.approx([0.0, 0.0, 5e-6, 1e-5, 1.5e-5, 2e-5])
 

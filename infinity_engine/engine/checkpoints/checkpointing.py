@@ -87,6 +87,9 @@ class Run:
     queue: IOQueue | None
     io_bytes: int  # that the queue has reserved of the host for copies
     telemetry: Telemetry
+    schedulers: Sequence[Stateful]
+    """Those that the engine steps; more may follow."""
+    settings: Mapping[str, Any]
 
     def saved_tensors(self, steps_of: Callable[[int], int] = lambda _: 0) -> Iterator[SavedTensor]:
         """Yield what the model has: its parameters in their order, then its buffers.

@@ -128,7 +128,7 @@ class _Load:
         self._weights_only = weights_only
         self._wanted: dict[str, SavedTensor] = {}  # by the model's own name
         self._objects: Mapping[str, Any] = {}
-        self._restores: list[str] = []  # of "optimizer_groups" and names of extra
+        self._restores: list[str] = []  # of "optimizer_groups" and "schedulers"
         self.loaded = Loaded(tag=reader.manifest.tag, step=reader.manifest.step)
 
     # --- comparing --------------------------------------------------------------------------------
@@ -209,6 +209,7 @@ class _Load:
             if any("params" in group for group in objects.get("optimizer_groups", ())):
                 raise ValueError("a group of the optimizer has parameters of its own")
             dict(objects["extra"])
+            list(objects.get("schedulers", ()))
             if "random" in objects:
                 try_random_state(objects["random"])
         # A hostile structure may be anything.
@@ -243,6 +244,12 @@ class _Load:
             self._restores.append("optimizer_groups")
         # One says enough: groups of another optimizer differ in all of these.
         yield from differences[:1]
+        followed = self._objects.get("schedulers")  # imported and older checkpoints have none
+        if followed is not None and len(followed) != len(self._run.schedulers):
+            number = "the number of schedulers that the engine steps"
+            yield _Difference(number, len(self._run.schedulers), len(followed))
+        elif followed is not None:
+            self._restores.append("schedulers")
         there = self._objects["extra"]
         for name in sorted(set(extra) ^ set(there)):
             expected, found = ("a state", "none") if name in extra else ("none", "a state")
@@ -331,6 +338,9 @@ class _Load:
             # `saved` has no "params": each group keeps its parameters.
             for group, saved in groups:
                 group.update(saved)
+        if "schedulers" in self._restores:
+            for scheduler, state in zip(self._run.schedulers, objects["schedulers"], strict=True):
+                scheduler.load_state_dict(state)
         self._run.scale.load_state_dict(objects["loss_scale"])
         # A new rank has rank 0's objects, but random numbers of its own. An imported checkpoint
         # has none.

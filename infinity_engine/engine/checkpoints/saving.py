@@ -474,6 +474,7 @@ class Saves:
             "optimizer": type(self._run.optimizer).__name__,
             "optimizer_parameters": self._run.group_members(),
             "loss_scale": self._run.scale.value,
+            "configuration": dict(self._run.settings),
         }
 
     def _objects(self, extra: Mapping[str, Stateful]) -> dict[str, Any]:
@@ -485,6 +486,7 @@ class Saves:
         return {
             "loss_scale": self._run.scale.state_dict(),
             "optimizer_groups": groups,
+            "schedulers": [scheduler.state_dict() for scheduler in self._run.schedulers],
             "random": random_state(),
             "extra": {name: stateful.state_dict() for name, stateful in extra.items()},
         }
