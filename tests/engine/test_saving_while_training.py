@@ -16,7 +16,9 @@ import pytest
 import torch
 
 import infinity_engine
+from deepnvme import Pool
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
+from infinity_engine.engine.checkpoints import saving
 from infinity_engine.engine.checkpoints.checkpointing import CheckpointMemory
 from infinity_engine.engine.checkpoints.saving import SaveState, _Save
 from infinity_engine.engine.engine import Engine
@@ -144,6 +146,23 @@ def test_what_training_waited_is_in_the_report_of_the_save(
         )
         assert 0 < report.stall_seconds <= report.seconds + 1
         assert CheckpointDirectory(tmp_path).tags() == [tag, "another"]
+
+
+def test_a_save_with_nothing_to_write_at_once_takes_no_memory_in_its_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[threading.Thread] = []
+
+    def noted(nbytes: int) -> Pool:
+        made.append(threading.current_thread())
+        return Pool(nbytes)
+
+    monkeypatch.setattr(saving, "Pool", noted)
+    _, _, engine = small()
+    with engine:
+        engine.save(tmp_path, wait=False)
+    assert made
+    assert threading.current_thread() not in made
 
 
 def test_a_save_is_waited_for_by_the_next_one_by_load_and_by_close(tmp_path: Path) -> None:

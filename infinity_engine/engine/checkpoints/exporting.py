@@ -103,9 +103,8 @@ class _RunStreams:
         # Of replicas, the first one writes the states.
         captured = run.states.capture() if ranks.has_states else CapturedStates.nothing()
         self._states = StateStreams(run, captured, by_name)
-        self._others = UntrainedStreams(
-            run, by_name, run.frozen, room=rooms[0], is_first=ranks.rank == 0
-        )
+        self._others = UntrainedStreams(run, by_name, run.frozen, is_first=ranks.rank == 0)
+        self._others.use(rooms[0])
         self._rooms = rooms
 
     def slices(self) -> list[Slice]:

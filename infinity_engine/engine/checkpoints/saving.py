@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from enum import Enum
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -437,18 +438,16 @@ class Saves:
         in_memory = {id(known) for known in self._frozen_in_memory()}
         frozen = [known for known in self._run.frozen if id(known) not in in_memory]
         files: list[SavedFile] = []
-        with _rooms(memory) as rooms:
-            others = UntrainedStreams(
-                self._run,
-                tensors,
-                frozen,
-                room=rooms[0],
-                is_first=self._ranks.rank == 0,
-                copied=copied,
-            )
-            files += write_shard(
-                draft, self._ranks.rank, others, queue=queue, staging_bytes=memory.small
-            )
+        others = UntrainedStreams(
+            self._run, tensors, frozen, is_first=self._ranks.rank == 0, copied=copied
+        )
+        # Memory for nothing would cost the call more than all else that it does.
+        if not others.is_empty:
+            with _rooms(memory) as rooms:
+                others.use(rooms[0])
+                files += write_shard(
+                    draft, self._ranks.rank, others, queue=queue, staging_bytes=memory.small
+                )
         if objects.must_be_written:
             files.append(
                 objects.write(draft, self._ranks.rank, queue=queue, staging_bytes=memory.small)
@@ -869,6 +868,7 @@ def _as_transfer(path: Path) -> Iterator[None]:
         ) from kept(error)
 
 
+@cache  # It is looked for in the folders of all installed packages.
 def _version(distribution: str) -> str:
     try:
         return metadata.version(distribution)

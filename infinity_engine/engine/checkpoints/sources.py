@@ -69,7 +69,6 @@ class UntrainedStreams:
         tensors: Mapping[str, SavedTensor],
         frozen: Sequence[ModelParameter],
         *,
-        room: memoryview,
         is_first: bool,
         copied: Collection[str] = (),
     ) -> None:
@@ -81,8 +80,17 @@ class UntrainedStreams:
             for name, buffer in run.model.named_buffers()
             if buffer.numel() and name not in copied
         ]
-        self._room = room
+        self._room = memoryview(b"")
         self._is_first = is_first
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none, on all ranks."""
+        return not self._frozen and not self._buffers
+
+    def use(self, room: memoryview) -> None:
+        """Copy through this memory what is not in the host's."""
+        self._room = room
 
     def slices(self) -> list[Slice]:
         """Return what is written."""
