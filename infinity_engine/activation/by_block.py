@@ -369,7 +369,10 @@ class BlockActivations:
         for keeper in self._every:
             keeper.end_step()
         self._decider.end_step()
-        self._last, self._uses = tuple(self._uses.values()), {}
+        uses, self._uses = tuple(self._uses.values()), {}
+        # The same object as long as nothing changes: telemetry remembers many steps.
+        if uses != self._last:
+            self._last = uses
 
     def uses(self) -> tuple[BlockUse, ...]:
         """Return what blocks saved in the step that has ended."""

@@ -81,6 +81,14 @@ FEW = {
         model="routed", settings={"ranks": {"stage": "gradients", "bucket_bytes": 4096}}
     ),
 }
+AGAIN = {"activations": {"recompute": "blocks"}}
+RECOMPUTED = {
+    "kept": Run(model="llama", settings=ONE_BY_ONE),
+    "one by one": Run(model="llama", settings={**ONE_BY_ONE, **AGAIN}),
+    "stage gradients": Run(
+        model="llama", settings={**AGAIN, "ranks": {"stage": "gradients", "bucket_bytes": 8192}}
+    ),
+}
 AS_SMALL = (
     "one by one",
     "emulated",
@@ -169,6 +177,13 @@ def test_buckets_rounds_and_stages_change_no_bit_of_accumulated_and_clipped_grad
 
     assert differing(found[f"{model}, {name}"]["states"], found[model]["states"]) == []
     assert found[f"{model}, {name}"]["norms"] == found[model]["norms"]
+
+
+def test_ranks_that_run_blocks_again_have_the_same_bits() -> None:
+    for found in launched(2, programs.train_all, RECOMPUTED):
+        for name in ("one by one", "stage gradients"):
+            assert differing(found[name]["states"], found["kept"]["states"]) == []
+            assert found[name]["losses"] == found["kept"]["losses"]
 
 
 def test_mixed_shards_at_home_on_the_host_have_the_same_bits() -> None:

@@ -100,6 +100,36 @@ def test_saved_tensors_leave_the_device_and_come_back_with_the_same_bits(
 
 
 @pytest.mark.parametrize(
+    "activations",
+    [
+        {"recompute": "blocks"},
+        {"at": "host", "recompute": "blocks"},
+        {"at": "nvme", "recompute": "blocks"},
+        {"at": "auto"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("parameters", ["device", "host"])
+def test_blocks_run_again_on_the_device_with_the_same_bits(
+    far: ProcessPoolExecutor,
+    reference: Reference,
+    tmp_path: Path,
+    parameters: str,
+    activations: dict[str, object],
+) -> None:
+    # The attentions of this model are in a list.
+    case = Case(model="llama", small_bytes=0, steps=4)
+    few = {"resident_bytes": 8192, "host_bytes": "1MiB", "small_bytes": 0}
+
+    bits, report = far.submit(
+        offloaded_far, replace(case, parameters=parameters), tmp_path, {**few, **activations}
+    ).result()
+
+    assert differing(reference(case).bits, bits) == []
+    assert "activations of attention.0" in report
+
+
+@pytest.mark.parametrize(
     ("name", "parameters"),
     [("host only", "device"), ("interleaved", "host"), ("device only", "device"), ("nvme", "nvme")],
 )
