@@ -559,6 +559,9 @@ class Engine:
                 own = self._parts.ranks.own(parameter.number, flat)
                 self._parts.states.set_master(parameter.number, own)
             self._parts.fetcher.write_home(parameter.number)
+            # The body may have written past autograd, as through parameter.data.
+            if not self._parts.modules.fetches:
+                increment_version([parameter.parameter])
             parameter.note_values()
 
     @_held

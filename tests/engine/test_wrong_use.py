@@ -826,6 +826,23 @@ def test_a_backward_of_a_graph_made_before_a_step_is_refused_on_the_cpu() -> Non
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_backward_of_a_graph_made_before_a_body_of_gathered_is_refused_on_the_cpu(
+    precision: str,
+) -> None:
+    with engine(precision=precision) as made:
+        parameter = list(made.parameters())[2]
+        older = made(torch.randn(4, 20, dtype=parameter.dtype)).float().pow(2).mean()
+        with made.gathered(parameter, modify=True):
+            parameter.data.mul_(2)  # past autograd, as initial values are written
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            made.backward(older)
+        made.zero_grad()
+        # What the body wrote counts as the engine's own.
+        made.backward(made(torch.randn(4, 20, dtype=parameter.dtype)).float().pow(2).mean())
+        made.step()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_backward_of_a_graph_made_before_a_load_is_refused_on_the_cpu(
     precision: str, tmp_path: Path
 ) -> None:
