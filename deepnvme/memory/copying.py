@@ -44,7 +44,7 @@ def scatter(
 
 
 def _places(staging: Memory, places: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    # Native code copies what it is told to: a wrong place would overwrite other memory.
+    # Native code checks no address: a wrong place would overwrite other memory.
     for place, nbytes in zip(places, sizes, strict=True):
         if not 0 <= place <= place + nbytes <= staging.nbytes:
             raise ValueError(
