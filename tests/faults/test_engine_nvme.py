@@ -26,7 +26,7 @@ from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError, DamageError, TransferError
 from infinity_engine.parameters.fetching import ParameterFetcher
 from infinity_engine.storage import IOHop, Place, SwapFile
-from support.engine_bits import bits_of
+from support.engine_bits import bits_of, differing
 from support.nvme_disks import DiskUnavailableError, tmpfs
 from support.nvme_training import STREAMED, Case, Trained, emulated, made, opened, trained
 from support.small_models import Task
@@ -128,9 +128,7 @@ def test_where_each_nth_io_fails_training_goes_on_and_ends_with_the_same_bits(
         assert any(name in str(cause) for name, _ in task.named_parameters()), cause
         assert f"at offset {cause.offset}" in str(cause)
         assert str(tmp_path) in cause.path
-    assert [
-        name for name, each in bits.items() if not torch.equal(undisturbed().bits[name], each)
-    ] == []
+    assert differing(bits, undisturbed().bits) == []
 
 
 def test_where_nothing_can_be_written_at_the_beginning_the_model_is_as_it_was(
@@ -314,9 +312,7 @@ def test_a_bit_that_a_drive_returns_flipped_is_told_and_training_goes_on_to_the_
         assert (damage.what, damage.path) == (bad.what, path)
         assert damage.offset <= bad.offset < damage.offset + damage.asked
         assert damage.expected != damage.found
-    assert [
-        name for name, each in bits.items() if not torch.equal(undisturbed().bits[name], each)
-    ] == []
+    assert differing(bits, undisturbed().bits) == []
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -338,10 +334,7 @@ def test_an_update_from_a_flipped_bit_changes_nothing_that_is_not_made_again(
         bits = bits_of(engine)
 
     assert [type(cause_of(error)) for error in told] == [DamageError]
-    undisturbed_bits = trained(in_memory, None, None).bits
-    assert [
-        name for name, values in bits.items() if not torch.equal(undisturbed_bits[name], values)
-    ] == []
+    assert differing(bits, trained(in_memory, None, None).bits) == []
 
 
 def test_an_early_update_from_a_flipped_bit_is_left_to_the_step(
@@ -359,14 +352,10 @@ def test_an_early_update_from_a_flipped_bit_is_left_to_the_step(
 
     assert bad.what.startswith("states of subgroup")
     assert told == []
-    undisturbed_bits = trained(
-        replace(case, host="256MiB", parameters="auto", strategy=Case().strategy, early=False),
-        None,
-        None,
-    ).bits
-    assert [
-        name for name, values in bits.items() if not torch.equal(undisturbed_bits[name], values)
-    ] == []
+    in_memory = replace(
+        case, host="256MiB", parameters="auto", strategy=Case().strategy, early=False
+    )
+    assert differing(bits, trained(in_memory, None, None).bits) == []
 
 
 def test_what_a_drive_has_damaged_for_good_is_told_each_time_and_all_else_can_be_read(
