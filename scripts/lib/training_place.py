@@ -33,6 +33,7 @@ __all__ = [
     "Place",
     "environ_of_training",
     "nvme_bytes",
+    "tuned",
 ]
 
 RIVAL = "deepspeed==0.19.8"
@@ -49,10 +50,11 @@ def environ_of_training(threads: int | None = None) -> dict[str, str]:
     """Return the environment that trainings here have: what is to tell their time has to have it as
     well.
     """
-    return _tuned(dict(os.environ), threads or len(os.sched_getaffinity(0)))
+    return tuned(dict(os.environ), threads or len(os.sched_getaffinity(0)))
 
 
-def _tuned(environ: Mapping[str, str], threads: int) -> dict[str, str]:
+def tuned(environ: Mapping[str, str], threads: int) -> dict[str, str]:
+    """Return an environment in which torch has so many threads and glibc keeps little it frees."""
     # Else glibc keeps more and more of what torch has freed.
     return {**environ, "OMP_NUM_THREADS": str(threads), "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
@@ -129,5 +131,5 @@ class Place:
                 raise bench.UnavailableError(
                     f"{RIVAL} cannot be installed: {str(problem).splitlines()[0]}"
                 ) from None
-            environ = _tuned(env.rival_environ(python), job.threads)
+            environ = tuned(env.rival_environ(python), job.threads)
         return python, environ
