@@ -58,7 +58,7 @@ def trained_by_deepspeed(folder: Path, stage: int, precision: str, ranks: int) -
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environ = {**env.child_env(python.parents[1]), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environ = {**env.rival_environ(python), "OMP_NUM_THREADS": "1"}
     program = Path(__file__).parents[1] / "support" / "rival_checkpoints.py"
     folder.mkdir()
     processes = [
@@ -105,7 +105,7 @@ def test_a_run_of_deepspeed_goes_on(
             *("--num_merge_workers", "1", "--inject_missing_state"),
             *("--input_folder", source, "--output_folder", tmp_path / "universal"),
         ],
-        env={**env.child_env(python.parents[1]), "DS_ACCELERATOR": "cpu"},
+        env=env.rival_environ(python),
         check=True,
         capture_output=True,
     )
