@@ -121,6 +121,16 @@ class _Running:
     versions: dict[str, object] = field(default_factory=dict)
     given: Sequence[tuple[torch.Tensor, int]] = ()
 
+    def begin(self, call: BlockCall | None, now: float) -> None:
+        """Note what keeps the call, and when it begins."""
+        self.call, self.started = call, now
+        if self.way.recomputes:
+            self.versions = _versions(self.module)
+
+    def note_saved(self, address: int, nbytes: int) -> None:
+        """Count memory that is saved, once."""
+        self.saved[address] = nbytes
+
     @property
     def saved_bytes(self) -> int:
         return sum(self.saved.values())
@@ -200,11 +210,10 @@ class BlockActivations:
             inputs=sum(inputs),
             given=[(tensor, _version(tensor)) for tensor in _tensors((args, kwargs))],
         )
+        call = None
         if way.recomputes or way is BlockWay.KEEP:
-            running.call = self._call_of(block, way, args, kwargs)
-        if way.recomputes:
-            running.versions = _versions(module)
-        running.started = self._decider.now()
+            call = self._call_of(block, way, args, kwargs)
+        running.begin(call, self._decider.now())
         self._running.append(running)
         return args, kwargs
 
@@ -314,7 +323,7 @@ class BlockActivations:
             return self._by(self._outside, tensor)
         storage = _storage_of(tensor)
         if storage is not None and storage[0] not in self._own:
-            running.saved[storage[0]] = storage[1]
+            running.note_saved(*storage)
         return (
             self._by(running.keeper, tensor) if running.call is None else running.call.pack(tensor)
         )

@@ -43,6 +43,10 @@ class _Measured:
     again_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
 
+    def note_bytes(self, saved: int, inputs: int) -> None:
+        """Note what one call saved, and was given."""
+        self.saved, self.inputs = max(self.saved, saved), max(self.inputs, inputs)
+
     def time_anew(self) -> None:
         """Forget the times of the step before."""
         self.forward_s, self.again_s, self.backward_s = [], [], []
@@ -121,7 +125,8 @@ class MeasuredWays:
 
     @property
     def _limit(self) -> int:
-        staging = self._room.staging if len(self._homes) > 1 else 0
+        moves = self.choice is None or any(way.home is not Tier.DEVICE for way in self.choice.ways)
+        staging = self._room.staging if moves and len(self._homes) > 1 else 0
         return self._room.device - staging - self._outside
 
     # --- what calls take --------------------------------------------------------------------------
@@ -133,8 +138,7 @@ class MeasuredWays:
     def note_call(self, block: RepeatedBlock, *, saved: int, inputs: int, seconds: float) -> None:
         """Note what a call in a forward saved and took."""
         measured = self._measured[block.name]
-        measured.saved = max(measured.saved, saved)
-        measured.inputs = max(measured.inputs, inputs)
+        measured.note_bytes(saved, inputs)
         if self.choice is None:
             measured.forward_s.append(seconds)
 

@@ -68,6 +68,14 @@ class Placeholder:
         """Have what was made again."""
         self.packed = packed
 
+    def drop(self) -> None:
+        """Hold the tensor no longer: it is made again when it is asked for."""
+        self.packed = None
+
+    def ask_again(self) -> None:
+        """Let the next second run fill it, whichever backward that is for."""
+        self.asked_in = None
+
     def take(self, task: int) -> object:
         """Return what was made, and hold it no longer: most backwards ask once."""
         packed, self.packed, self.asked_in = self.packed, None, task
@@ -139,7 +147,7 @@ class BlockCall:
         for reference in self._placeholders:
             placeholder = reference()
             if placeholder is not None:
-                placeholder.packed = None
+                placeholder.drop()
 
     def hold(self, nbytes: int) -> None:
         """Note the bytes that this call keeps until its graph goes."""
@@ -162,7 +170,7 @@ class BlockCall:
         self._task = torch._C._current_graph_task_id()
         if placeholder.packed is None:
             # Also one that this backward has had already gets its tensor once more.
-            placeholder.asked_in = None
+            placeholder.ask_again()
             self._run_again(saving)
         if placeholder.packed is None:
             raise self._differs("it saved fewer tensors than before")

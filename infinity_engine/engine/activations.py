@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -36,11 +37,13 @@ __all__ = ["activations_of", "uses_drives", "watch_blocks"]
 
 _PART_FOR_SAVED = 3, 4  # of what a plan leaves: modules allocate besides what they save
 _STAGING = 4  # of what may stay, the part for what is on its way
-_RECOMPUTED_AT = {
-    ActivationsAt.DEVICE: BlockWay.RECOMPUTE,
-    ActivationsAt.HOST: BlockWay.RECOMPUTE_HOST,
-    ActivationsAt.NVME: BlockWay.RECOMPUTE_DRIVE,
-}
+_RECOMPUTED_AT = MappingProxyType(
+    {
+        ActivationsAt.DEVICE: BlockWay.RECOMPUTE,
+        ActivationsAt.HOST: BlockWay.RECOMPUTE_HOST,
+        ActivationsAt.NVME: BlockWay.RECOMPUTE_DRIVE,
+    }
+)
 
 
 def uses_drives(config: EngineConfig) -> bool:

@@ -369,6 +369,16 @@ def test_blocks_are_recomputed_where_more_is_held_than_expected() -> None:
     assert ways.way(blocks[0], inputs=MIB, held=95 * MIB) is BlockWay.RECOMPUTE
 
 
+def test_room_for_moves_is_left_free_only_where_something_moves() -> None:
+    ways, blocks = decider(
+        ActivationRoom(device=40 * MIB, drives=1 << 40, staging=10 * MIB),
+        ActivationRates(to_drives=1.0, from_drives=1.0),
+        homes=(Tier.NVME,),
+    )
+    assert set(measured(ways, blocks, 10 * MIB).values()) == {BlockWay.KEEP}
+    assert ways.way(blocks[3], inputs=MIB, held=30 * MIB) is BlockWay.KEEP
+
+
 def test_inputs_go_to_drives_where_they_do_not_fit_either() -> None:
     ways, blocks = decider(
         ActivationRoom(device=100 * MIB, drives=1 << 40),
