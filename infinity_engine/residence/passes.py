@@ -13,7 +13,7 @@ from infinity_engine.schedule import Use
 
 __all__ = ["kept_between_passes"]
 
-_IN_FLIGHT = 4  # of the largest use: one that computes, and others that are read meanwhile
+_IN_FLIGHT = 3  # of the largest use: one that computes, and others that are read meanwhile
 
 
 def kept_between_passes(uses: Iterable[Use], nbytes: Mapping[int, int], limit: int) -> set[int]:
