@@ -219,18 +219,33 @@ def _short(error: Exception) -> str:
 
 
 def save_weights(
-    engine: Engine, tokenizer: DirectoryTokenizer, folder: Path, *, dtype: str | None
+    engine: Engine,
+    tokenizer: DirectoryTokenizer,
+    folder: Path,
+    *,
+    base: Path,
+    dtype: str | None,
 ) -> None:
-    """Write what `from_pretrained` reads: weights, configuration, tokenizer; of adapters, these."""
+    """Write what `from_pretrained` reads: weights, configuration and tokenizer.
+
+    Of adapters, these alone: their base is the model in the directory `base`.
+    """
     model: Any = engine.module
     tokenizer.save(folder)
     if hasattr(model, "peft_config"):
         # peft picks the adapters out of a state dict, which is small.
-        model.save_pretrained(folder, state_dict=engine.trainable_state_dict())
+        model.save_pretrained(
+            folder, state_dict=engine.trainable_state_dict(), save_embedding_layers=False
+        )
+        # The model does not know its directory where the engine has read its files.
+        stated = {"base_model_name_or_path": str(base.absolute())}
+        _change_json(folder / "adapter_config.json", stated)
         return
     files = engine.export(folder, dtype=dtype)
     model.config.save_pretrained(folder)
-    _state_dtype(folder / "config.json", _dtype_in(files))
+    # Loading with dtype="auto" reads it: of a model that computes in another dtype than it had.
+    written = _dtype_in(files)
+    _change_json(folder / "config.json", {} if written is None else {"dtype": written})
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
@@ -246,10 +261,6 @@ def _dtype_in(files: Sequence[Path]) -> str | None:
     return _DTYPES.get(counts.most_common(1)[0][0]) if counts else None
 
 
-def _state_dtype(path: Path, dtype: str | None) -> None:
-    """Let a configuration say the dtype of the weights beside it: loading with "auto" reads it."""
-    if dtype is None:
-        return
+def _change_json(path: Path, values: Mapping[str, object]) -> None:
     given = json.loads(path.read_text(encoding="utf-8"))
-    given.pop("torch_dtype", None)
-    path.write_text(json.dumps({**given, "dtype": dtype}, indent=2, sort_keys=True) + "\n")
+    path.write_text(json.dumps({**given, **values}, indent=2, sort_keys=True) + "\n")

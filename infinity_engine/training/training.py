@@ -284,7 +284,13 @@ class _Run:
         making = self._directory.weights.with_name(".weights")
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir()
-        save_weights(engine, tokenizer, making, dtype=self._settings.export_dtype)
+        save_weights(
+            engine,
+            tokenizer,
+            making,
+            base=self._settings.model,
+            dtype=self._settings.export_dtype,
+        )
         making.rename(self._directory.weights)
 
     def _write_report(self) -> None:

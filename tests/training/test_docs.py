@@ -28,7 +28,7 @@ def test_the_options_on_the_page_are_those_of_the_command() -> None:
     named = set(re.findall(r"(--[a-z][a-z-]+)", PAGE))
 
     assert named <= known
-    assert {row[0] for row in re.findall(r"^\| `(\w+)` \| .*\|.*\|$", PAGE, re.M)} >= {
+    assert set(re.findall(r"^\| `(\w+)` \| .*\|.*\|$", PAGE, re.M)) >= {
         framing.value for framing in Framing if framing is not Framing.AUTO
     }
 

@@ -266,6 +266,9 @@ def test_adapters_are_trained_alone_and_exported_for_peft(
         adapted(torch.arange(8)[None]).logits, loaded(model)(torch.arange(8)[None]).logits
     )
     assert heard.steps[0].report.updates
+    for name in ("m", "d"):
+        stated = json.loads((tmp_path / name / "weights/adapter_config.json").read_text())
+        assert stated["base_model_name_or_path"] == str(model)
     assert sorted(path.name for path in (tmp_path / "m/weights").glob("*.safetensors")) == [
         "adapter_model.safetensors"
     ]
