@@ -133,16 +133,16 @@ def with_rates_of_machine(
     Raises:
         CollectiveError: that rank has failed, as `with_rates` says.
     """
-    mine = sorted(directories)
+    own_directories = sorted(directories)
 
     def asked() -> str:
         rates = rated().rates
-        return json.dumps([mine, None if rates is None else rates.to_mapping()])
+        return json.dumps([own_directories, None if rates is None else rates.to_mapping()])
 
-    told, rates = json.loads(ranks.once_a_machine("rates of the machine", asked))
+    measured_directories, rates = json.loads(ranks.once_a_machine("rates of the machine", asked))
     if config.rates is not None or config.calibration == "off":
         return config
-    if told != mine:
+    if measured_directories != own_directories:
         return rated()
     return replace(config, rates=None if rates is None else Rates.from_mapping(rates))
 

@@ -97,13 +97,17 @@ def choose_together(
             rates=rates,
         )
     choice = None if asked is None else _choice(asked.training, asked.means, wish, config)
-    told = None
+    wanted = None
     if choice is not None:
-        told = {"strategy": choice.strategy.to_plain(), "parameters": choice.parameters.name}
-    every = ranks.tell("which plan each would choose", told)
-    if asked is None or None in every:
+        wanted = {"strategy": choice.strategy.to_plain(), "parameters": choice.parameters.name}
+    choices_by_rank = ranks.tell("which plan each would choose", wanted)
+    if asked is None or None in choices_by_rank:
         return None
-    choices = [choice for number, choice in enumerate(every) if choice not in every[:number]]
+    choices = [
+        choice
+        for rank, choice in enumerate(choices_by_rank)
+        if choice not in choices_by_rank[:rank]
+    ]
     plans = [asked.placed(choice, sizing, room, io_bytes) for choice in choices]
     times = ranks.tell(
         "what these plans take",
@@ -149,13 +153,13 @@ class _Asked:
     rates: Rates
 
     def placed(
-        self, told: Mapping[str, Any], sizing: Sizing, room: ResolvedBudget, io_bytes: int
+        self, choice: Mapping[str, Any], sizing: Sizing, room: ResolvedBudget, io_bytes: int
     ) -> Plan | None:
-        """Return this rank's plan of a choice that some rank has told, None where it has no room
+        """Return this rank's plan of a choice that some rank has made, None where it has no room
         for it.
         """
-        strategy = parse_strategy(told["strategy"])
-        wish = _with(self.wish, strategy, Tier[told["parameters"]], self.rates)
+        strategy = parse_strategy(choice["strategy"])
+        wish = _with(self.wish, strategy, Tier[choice["parameters"]], self.rates)
         try:
             return place(sizing, wish, room, io_bytes=io_bytes)
         except (CapacityError, ConfigError):
@@ -169,7 +173,7 @@ class _Asked:
             return None
 
 
-# --- what is asked and told -----------------------------------------------------------------------
+# --- what ranks ask one another -------------------------------------------------------------------
 
 
 def _is_open(wish: Wish) -> bool:
@@ -226,8 +230,10 @@ def _with(wish: Wish, strategy: Strategy, parameters: Tier, rates: Rates) -> Wis
 
 def _least(ranks: Ranks, room: ResolvedBudget) -> ResolvedBudget:
     """Return the room with no more of each tier than every rank has."""
-    mine = sum(room.nvme.values())
-    said = ranks.tell("what there is for plans", [room.device, room.host, mine])
-    device, host, drives = (min(by_rank) for by_rank in zip(*said, strict=True))
-    nvme = {name: limit * drives // mine for name, limit in room.nvme.items()} if drives else {}
+    own_drives = sum(room.nvme.values())
+    rooms = ranks.tell("what there is for plans", [room.device, room.host, own_drives])
+    device, host, drives = (min(by_rank) for by_rank in zip(*rooms, strict=True))
+    nvme = (
+        {name: limit * drives // own_drives for name, limit in room.nvme.items()} if drives else {}
+    )
     return replace(room, device=device, host=host, nvme=nvme)
