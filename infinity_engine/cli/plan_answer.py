@@ -257,13 +257,16 @@ def _activations(ways: ActivationAdvice) -> Rows:
         f"saves {format_bytes(ways.saved)}, is given {format_bytes(ways.inputs)} of it",
     )
     took, planned = seconds_in_words(ways.seconds), seconds_in_words(ways.planned_s)
-    yield 'activations="auto"', f"{ways.choice}: forward and backward {took}, planned {planned}"
     places = (
         (predicted.device, "where modules compute"),
         (predicted.host, "of the host"),
         (predicted.drives, "of drives"),
     )
-    yield "", ", ".join(f"{format_bytes(nbytes)} {where}" for nbytes, where in places if nbytes)
+    held = ", ".join(f"{format_bytes(nbytes)} {where}" for nbytes, where in places if nbytes)
+    yield (
+        'activations="auto"',
+        f"{ways.choice} with {held}: forward and backward {took}, planned {planned}",
+    )
     gains = [(tier, gain) for tier, gain in ways.gains.items() if gain > _LEAST_GAIN * ways.seconds]
     if gains:
         more = "; ".join(f"{tier.value} {seconds_in_words(gain)}" for tier, gain in gains)

@@ -34,6 +34,7 @@ __all__ = [
     "run_of",
     "settings_of",
     "size_of",
+    "strategy_of",
     "training_of",
 ]
 
@@ -145,7 +146,7 @@ def settings_of(options: argparse.Namespace) -> AskedSettings:
     from infinity_engine.plan import Tier, parse_strategy
 
     return {
-        "strategy": parse_strategy(_strategy(options.strategy), field="--strategy"),
+        "strategy": parse_strategy(strategy_of(options.strategy), field="--strategy"),
         "parameters": None if options.parameters == "auto" else Tier(options.parameters),
         "subgroup_numel": options.subgroup,
     }
@@ -205,7 +206,7 @@ def _states(optimizer: str) -> tuple[str, ...]:
     return rules[optimizer].states
 
 
-def _strategy(given: str) -> object:
+def strategy_of(given: str) -> object:
     """Return a strategy as text or as the mapping that its JSON says."""
     if not given.lstrip().startswith("{"):
         return given

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from infinity_engine.advice.doubt import RateSource
 from infinity_engine.cli.plan_answer import Section, answer, refused
 from infinity_engine.cli.plan_machine import AskedMachine, machine_of
-from infinity_engine.cli.plan_question import model_of, settings_of, training_of
+from infinity_engine.cli.plan_machine import add_arguments as add_machine
+from infinity_engine.cli.plan_question import (
+    add_settings,
+    add_training,
+    model_of,
+    settings_of,
+    training_of,
+)
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan import Budget, Capacity
 from infinity_engine.units import parse_bytes
@@ -108,30 +115,31 @@ def _question(
     budget = engine.get("budget") or {}
     drives = budget.get("nvme") or {}
     endurance = (engine.get("storage") or {}).get("endurance")
-    nothing = dict.fromkeys(
-        ("machine", "gpu", "drive", "pcie", "gpu_mem", "ram", "nvme", "rates", "tflops", "freeze")
-    )
     strategy = engine.get("strategy", "auto")
-    return argparse.Namespace(
-        **nothing,
-        model=str(settings.model / "config.json"),
-        lora=settings.lora,
-        batch=settings.batch,
-        sequence=settings.sequence,
-        accumulation=settings.accumulation_steps,
-        optimizer=settings.optimizer,
-        checkpointing=settings.checkpointing,
-        strategy=strategy if isinstance(strategy, str) else json.dumps(strategy),
-        parameters=engine.get("parameters", "auto"),
-        overlap="off" if engine.get("overlap") == "off" else "auto",
-        subgroup=engine.get("subgroup_numel"),
-        here=list(drives),
-        gpus=None if uses_gpu else 0,
+    given = {
+        "model": str(settings.model / "config.json"),
+        "lora": settings.lora,
+        "batch": settings.batch,
+        "sequence": settings.sequence,
+        "accumulation": settings.accumulation_steps,
+        "optimizer": settings.optimizer,
+        "checkpointing": settings.checkpointing,
+        "strategy": strategy if isinstance(strategy, str) else json.dumps(strategy),
+        "parameters": engine.get("parameters", "auto"),
+        "overlap": "off" if engine.get("overlap") == "off" else "auto",
+        "subgroup": engine.get("subgroup_numel"),
+        "here": list(drives),
+        "gpus": None if uses_gpu else 0,
         # The planner's rating is that of all drives together.
-        tbw=None
+        "tbw": None
         if endurance is None or not drives
         else f"{len(drives) * parse_bytes(endurance)} B",
-    )
+    }
+    parser = argparse.ArgumentParser()
+    for add in (add_training, add_machine, add_settings):
+        add(parser)
+    parser.set_defaults(**given)
+    return parser.parse_args([])
 
 
 def _precision(given: str, model: ModelShape) -> str:

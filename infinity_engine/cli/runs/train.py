@@ -8,7 +8,6 @@ be resumed, 130 it was interrupted.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity_engine.cli.plan_answer import show
-from infinity_engine.cli.plan_question import size_of
+from infinity_engine.cli.plan_question import size_of, strategy_of
 from infinity_engine.config import EngineConfig
 from infinity_engine.errors import ConfigError, InfinityError
 from infinity_engine.machine.packages import require_torch
@@ -308,23 +307,13 @@ def _engine(options: argparse.Namespace) -> dict[str, Any]:
         endurance = size_of(options.tbw, "--tbw")
         given["storage"] = {**(given.get("storage") or {}), "endurance": endurance}
     if options.strategy != "auto":
-        given["strategy"] = _strategy(options.strategy)
+        given["strategy"] = strategy_of(options.strategy)
     for name in ("parameters", "precision", "accelerator"):
         # An option that was not given leaves what the file says.
         if getattr(options, name) not in {"auto", "model"}:
             given[name] = getattr(options, name)
     given.setdefault("max_grad_norm", options.max_grad_norm or None)
     return given
-
-
-def _strategy(given: str) -> object:
-    if not given.lstrip().startswith("{"):
-        return given
-    try:
-        return json.loads(given)
-    except (ValueError, RecursionError) as error:
-        expected = f'a name, or JSON such as {{"name": "static_split", "ratio": 0.5}} ({error})'
-        raise ConfigError(field="--strategy", value=given, expected=expected) from error
 
 
 def _in_words(error: ConfigError) -> str:
