@@ -281,6 +281,7 @@ class aio_handle:  # noqa: N801 - the name that programs use
         try:
             self.wait()
         finally:
+            # First: it would warn of a handle that was dropped without wait().
             self._finalizer.detach()
             self.queue.close()
 
@@ -288,6 +289,7 @@ class aio_handle:  # noqa: N801 - the name that programs use
         self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None
     ) -> _HandleOperation:
         path = os.fsdecode(filename)
+        # Closed before the operation ends, which keeps the descriptor as long as it needs it.
         with self.queue.open(path) as file:
             if file_offset is None and file.size > _nbytes(buffer):
                 raise ValueError(
@@ -468,9 +470,12 @@ class _LockedTensors:
 
         start = Memory(tensor.data_ptr(), 1, None)
         if not any(
-            start.address == known.address and known.holds(start) for known in cls._known.copy()
+            # A copy of the set, as below: another thread may make or free a tensor meanwhile.
+            start.address == known.address and known.holds(start)
+            for known in cls._known.copy()
         ):
             return False
+        # Only this tensor lets go: views of it keep the memory, and so do operations.
         tensor.data = torch.empty(0, dtype=tensor.dtype)
         cls._forget_unused()
         return True
@@ -529,6 +534,7 @@ def _abandon(queue: IOQueue, pending: list[_HandleOperation], owner: int) -> Non
     """
     if os.getpid() != owner:
         return
+    # Waits for all of them: their memory may go with the handle.
     queue.close()
     futures = [operation.future for operation in pending if operation.future.done()]
     errors = [error for future in futures if (error := future.exception())]

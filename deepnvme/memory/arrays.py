@@ -183,6 +183,7 @@ def nbytes_of(code: str, shape: tuple[int, ...]) -> int:
     if any(not 0 <= size < 1 << 63 for size in shape):
         raise ValueError(f"expected sizes from 0 to 2**63 - 1, got the shape {shape}")
     # Without the zeros: numpy counts an empty array's other dimensions, too.
+    # Without the zeros: an empty tensor may have other sizes that no program could use.
     if math.prod(size for size in shape if size) * ITEMSIZES[code] >= 1 << 63:
         raise ValueError(f"expected a tensor of less than 2**63 bytes, got {code} of shape {shape}")
     return math.prod(shape) * ITEMSIZES[code]
@@ -218,6 +219,7 @@ def _kind_of_buffer(thing: Any) -> tuple[str, tuple[int, ...]] | None:
     """Return code and shape of a plain buffer, without numpy; None of anything else."""
     if type(thing) not in _PLAIN_BUFFERS:
         return None
+    # Released at once: a bytearray cannot grow while a view of it lives.
     with memoryview(thing) as view:
         code = _BUFFER_CODES.get(view.format)
         return None if code is None else (code, view.shape or ())
@@ -291,6 +293,7 @@ def storable(thing: Any) -> Storable:
             if as_it_lies
             else Scattered(_tensor_code(thing, torch), tuple(thing.shape), thing)
         )
+    # Not imported for this: what numpy made is there only if the program has imported it.
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(thing, numpy.ndarray) and not thing.flags.c_contiguous:
         return Scattered(*kind_of(thing), thing)
