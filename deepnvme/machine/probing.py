@@ -411,7 +411,9 @@ def read_process_limits(roots: SystemRoots = HOST_ROOTS) -> ProcessLimits:
         for line in read_kernel_file(roots.proc / "self/status").split("\n")
         if ":" in line
     )
+    # Those that count now, in hexadecimal: a process may have others that it could raise.
     capabilities = int(status.get("CapEff", "0").strip() or "0", 16)
+    # Text as it is: the group in io_uring_group is compared, never computed with.
     groups = {*status.get("Gid", "").split(), *status.get("Groups", "").split()}
     uring_group = read_kernel_file(roots.proc / "sys/kernel/io_uring_group")
     return ProcessLimits(
@@ -429,6 +431,7 @@ def read_mounts(roots: SystemRoots = HOST_ROOTS) -> tuple[Mount, ...]:
     # Not splitlines(): a mount point may hold any character that Python takes for the end of a line
     # but \n.
     for line in filter(None, read_kernel_file(roots.proc / "self/mountinfo").split("\n")):
+        # Any number of optional fields stands before the dash, so what follows is found by it.
         left, _, right = line.partition(" - ")
         _, _, device, root, mount_point, options, *_ = left.split(" ")
         file_system, source, super_options = right.split(" ", 2)
@@ -447,9 +450,11 @@ def read_mounts(roots: SystemRoots = HOST_ROOTS) -> tuple[Mount, ...]:
 
 def find_mount(mounts: tuple[Mount, ...], path: str) -> Mount | None:
     """Return the mount that holds the absolute `path`: the deepest, of equals the latest."""
+    # With the slash: /mnt/a does not hold /mnt/ab.
     holding = [
         mount for mount in mounts if f"{path}/".startswith(f"{mount.mount_point.rstrip('/')}/")
     ]
+    # Reversed, as max() returns the first of equals: a later mount hides the one below it.
     return max(reversed(holding), key=lambda mount: len(mount.mount_point), default=None)
 
 
@@ -462,6 +467,7 @@ def drive_directory(mount: Mount, roots: SystemRoots = HOST_ROOTS) -> Path | Non
     # btrfs and others number themselves; their source is the block device
     if device.startswith("0:"):
         device = _block_device_number(Path(mount.source)) or device
+    # A link into the tree of devices, where a partition lies in its drive's directory.
     directory = (roots.sys / "dev/block" / device).resolve()
     if not directory.exists():
         return None
@@ -492,6 +498,7 @@ def _refusal_kind(error: int, limits: ProcessLimits) -> RefusalKind:
         kind = RefusalKind.OLD_KERNEL
     elif error == errno.EPERM and switched_off:
         kind = RefusalKind.SYSCTL
+    # Container runtimes answer a call that they filter with any of these.
     elif error in (errno.EPERM, errno.EACCES, errno.ENOSYS) and filtered:
         kind = RefusalKind.SECCOMP
     elif error == errno.ENOSYS:
