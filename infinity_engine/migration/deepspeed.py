@@ -505,7 +505,11 @@ _OWN_SCALE = (
     Fate.NOT_NEEDED,
     "the loss scale begins at 65536, doubles after 2,000 steps, is 1 or more",
 )
-_RECOMPUTED = (Fate.YOURS, "torch.utils.checkpoint, or the model's gradient_checkpointing_enable()")
+_RECOMPUTED = (
+    Fate.YOURS,
+    'activations={"recompute": "blocks"} or "auto"; or torch.utils.checkpoint, or the model\'s '
+    "gradient_checkpointing_enable()",
+)
 
 _WORDS: Mapping[str, _Answer] = MappingProxyType(
     {
@@ -533,7 +537,7 @@ _WORDS: Mapping[str, _Answer] = MappingProxyType(
         "aio.*": (Fate.NOT_NEEDED, "deepnvme asks the kernel; `deepnvme tune` measures the best"),
         "activation_checkpointing.cpu_checkpointing": (
             Fate.YOURS,
-            'activations={"at": "host"} moves what autograd saves, on a GPU',
+            'activations={"at": "host", "recompute": "blocks"} moves inputs of blocks, on a GPU',
         ),
         "activation_checkpointing.*": _RECOMPUTED,
         "checkpoint.*": (Fate.NOT_NEEDED, "a checkpoint loads on any number of ranks"),

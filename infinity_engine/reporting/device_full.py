@@ -47,7 +47,8 @@ def no_room_for_modules(
         limit=device.limit,
         holders=(("the engine", of_engine), ("modules", of_modules)),
         change="compute less at once, with a smaller micro-batch (and accumulation_steps) or "
-        "checkpointed modules: "
+        "checkpointed modules, or blocks that the engine runs again "
+        '(activations={"recompute": "blocks"}): '
         f"this plan leaves modules {room}. Or let the plan leave more: set activation_bytes to "
         f"{format_bytes(of_modules + asked)} at least, or raise the budget's device",
     )
