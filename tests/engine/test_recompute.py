@@ -49,8 +49,13 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         self.calls += 1
-        y = self.inner(self.norm(x))
+        y: torch.Tensor = self.inner(self.norm(x))
         return x + (y if scale is None else y * scale)
+
+
+def let_fail(block: Any, fails: bool) -> None:
+    """Set whether the block's forward fails from here on."""
+    block.fails = fails
 
 
 class Stack(nn.Module):
@@ -252,6 +257,8 @@ class InPlace(Block):
 class Counting(Block):
     """Changes a buffer, as batch normalization does."""
 
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(()))
@@ -283,7 +290,7 @@ def test_an_unknown_argument_lets_a_block_be_kept(tmp_path: Path) -> None:
     class Noting(Block):
         def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
             scale.taken += 1
-            return super().forward(x) * scale.taken
+            return super().forward(x) * float(scale.taken)
 
     def use(engine: Engine, seed: int) -> None:
         engine.backward(engine(batch(seed), scale=Notes()))
@@ -387,10 +394,10 @@ def test_an_error_in_a_block_leaves_nothing_behind(tmp_path: Path) -> None:
     expected = trained(tmp_path, Failing)
     with stack_of(tmp_path, Failing, activations=AGAIN) as (engine, model):
         for seed in range(3):
-            model.blocks[2].fails = True
+            let_fail(model.blocks[2], True)
             with pytest.raises(ValueError, match="as asked"):
                 engine(batch(seed))
-            model.blocks[2].fails = False
+            let_fail(model.blocks[2], False)
             torch.manual_seed(seed)
             engine.backward(engine(batch(seed)))
             engine.step()
@@ -417,10 +424,10 @@ def test_an_error_in_a_second_run_can_be_repeated(tmp_path: Path) -> None:
         for seed in range(3):
             torch.manual_seed(seed)
             loss = engine(batch(seed))
-            model.blocks[1].fails = True
+            let_fail(model.blocks[1], True)
             with pytest.raises(ValueError, match="as asked"):
                 engine.backward(loss, retain_graph=True)
-            model.blocks[1].fails = False
+            let_fail(model.blocks[1], False)
             engine.zero_grad()
             torch.manual_seed(seed)
             engine.backward(engine(batch(seed)))

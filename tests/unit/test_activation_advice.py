@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,8 @@ def means(device: float, flops_per_s: float | None = 80e12) -> Means:
     return Means(budget=budget, rates=RATES, flops_per_s=flops_per_s)
 
 
-def training(**changes: object) -> Training:
-    asked: dict[str, object] = {"batch": 1, "sequence": 4096, "checkpointing": True, **changes}
+def training(**changes: Any) -> Training:
+    asked: dict[str, Any] = {"batch": 1, "sequence": 4096, "checkpointing": True, **changes}
     return replace(training_of(MODEL), **asked)
 
 
@@ -86,6 +87,6 @@ def test_the_advice_is_json() -> None:
     found = activation_advice(*_decided(training()))
 
     assert found is not None
-    plain = found.to_mapping()
+    plain: dict[str, Any] = dict(found.to_mapping())
     assert plain["block_saved_bytes"] == found.saved
     assert sum(plain["blocks"].values()) == 28
