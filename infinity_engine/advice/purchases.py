@@ -69,7 +69,7 @@ def purchases(decision: Decision) -> tuple[Purchase, ...]:
         if there.least_estimate_ns(numel) < (1 - _HOPELESS) * before_ns:
             # Today's plan can still be carried out, so no purchase is a loss.
             plans = [retimed(best, decision.training, offer.means)]
-            if (shorter := there.look()) is not None:
+            if (shorter := there.look(below_ns=plans[0].ns)) is not None:
                 plans.append(shorter.timeline)
             shortest = min(plans, key=lambda timeline: timeline.ns)
             ns, written = shortest.ns, shortest.moved.get(Lane.NVME_WRITE, 0)
@@ -118,32 +118,36 @@ def worths(decision: Decision) -> tuple[Worth, ...]:
         return ()
     # A simulated step is a little longer than its estimate: what is saved is taken to be so too.
     scale = best.timeline.ns / before_ns / 1e9
+
+    def saved_ns(means: Means) -> float:
+        return before_ns - planner.with_means(means).least_estimate_ns(numel)
+
     found = []
-    for unit, amount, means in _a_little_more(decision.means):
-        after_ns = planner.with_means(means).least_estimate_ns(numel)
-        saved_ns = max(before_ns - after_ns, 0.0)
-        if saved_ns > _NOTHING * before_ns:
-            found.append(Worth(unit, scale * saved_ns / amount))
+    twice = dict(_more(decision.means, 1.0))
+    for unit, (amount, means) in _more(decision.means, _LITTLE):
+        saved = saved_ns(means)
+        # At an edge an estimate falls by more than steps do: what twice as much would not save
+        # either is no worth of the first GiB.
+        if saved > _NOTHING * before_ns and saved_ns(twice[unit][1]) > _HOPELESS * before_ns:
+            found.append(Worth(unit, scale * saved / amount))
     return tuple(found)
 
 
-def _a_little_more(means: Means) -> Iterator[tuple[str, float, Means]]:
-    """Yield a unit, how many of it are added, and the means with them."""
+def _more(means: Means, part: float) -> Iterator[tuple[str, tuple[float, Means]]]:
+    """Yield a unit, how many of it are added where all grow by this part, and the means then."""
     budget, rates = means.budget, means.rates
 
-    host = int(_LITTLE * budget.host)
-    yield "GiB of RAM", host / GiB, replace(means, budget=replace(budget, host=budget.host + host))
+    host = int(part * budget.host)
+    roomier = replace(means, budget=replace(budget, host=budget.host + host))
+    yield "GiB of RAM", (host / GiB, roomier)
     if not means.unified and budget.device:
-        device = int(_LITTLE * budget.device)
+        device = int(part * budget.device)
         larger = replace(budget, device=budget.device + device)
-        yield "GiB of GPU memory", device / GiB, replace(means, budget=larger)
+        yield "GiB of GPU memory", (device / GiB, replace(means, budget=larger))
     writes = sum(drive.write_bytes_per_s or 0 for drive in rates.nvme.values())
     if budget.nvme and writes:
-        yield (
-            "GB/s of drive writes",
-            means.ranks * _LITTLE * writes / GB,
-            with_drives(means, 1 + _LITTLE),
-        )
+        faster = means.ranks * part * writes / GB
+        yield "GB/s of drive writes", (faster, with_drives(means, 1 + part))
     if not means.unified and rates.h2d_bytes_per_s:
-        faster = _LITTLE * rates.h2d_bytes_per_s / GB
-        yield "GB/s of the link", faster, with_links(means, 1 + _LITTLE)
+        faster = part * rates.h2d_bytes_per_s / GB
+        yield "GB/s of the link", (faster, with_links(means, 1 + part))

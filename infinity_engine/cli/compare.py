@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from infinity_engine.cli.collecting import without_collecting
 from infinity_engine.cli.plan_answer import seconds_in_words
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
 from infinity_engine.cli.plan_machine import machine_of
@@ -71,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compare and print."""
     try:
-        found = [_compared(options, machine) for machine in options.machines]
+        with without_collecting():
+            found = [_compared(options, machine) for machine in options.machines]
     except ConfigError as error:
         print(f"infinity compare: error: {in_words(error)}", file=sys.stderr)
         return 2

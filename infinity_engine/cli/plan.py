@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from infinity_engine.cli.collecting import without_collecting
 from infinity_engine.cli.plan_answer import Section, answer, refused, show, with_options
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
 from infinity_engine.cli.plan_machine import machine_of
@@ -78,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Plan and print; return 0 where it fits, 1 where it does not, 2 for a wrong question."""
     try:
-        return _list() if options.models else _plan(options)
+        with without_collecting():
+            return _list() if options.models else _plan(options)
     except ConfigError as error:
         print(f"infinity plan: error: {in_words(error)}", file=sys.stderr)
         return 2

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from infinity_engine.cli.collecting import without_collecting
 from infinity_engine.cli.plan_answer import seconds_in_words
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
 from infinity_engine.cli.plan_machine import machine_of
@@ -93,7 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Simulate and print."""
     try:
-        found = _simulated(options)
+        with without_collecting():
+            found = _simulated(options)
     except CapacityError as error:
         print(f"infinity simulate: there is no plan: {error}", file=sys.stderr)
         return 1

@@ -23,6 +23,7 @@ __all__ = ["StepEstimate"]
 
 _STAGING_SETS = 3
 _LEAST_BUFFERS = 2  # for states on drives where gradients stay in memory; else 1 is enough
+_MUCH = 10**15  # bytes or parameters: enough to find what each takes
 _SOME_RATE = 1.0  # bytes of each nanosecond, for what was not measured
 
 
@@ -121,8 +122,9 @@ class StepEstimate:
             gradient=gradient,
             kept=4 + gradient if sizing.sums else gradient,
         )
-        self._update = LaneClocks(means.rates.both_at_once(), free=means.free_lanes())
-        self._pass = LaneClocks(means.alone or means.rates, free=means.free_lanes())
+        free = means.free_lanes()
+        self._update = _lane_times(LaneClocks(means.rates.both_at_once(), free=free))
+        self._pass = _lane_times(LaneClocks(means.alone or means.rates, free=free))
         self._computing = _Computing.of(training, means)
         self._overlaps = {None: (True, False), True: (True,), False: (False,)}[training.overlap]
 
@@ -304,10 +306,19 @@ class StepEstimate:
             Lane.NVME_READ: spill.states + spill.gradients * self._micro_batches,
             Lane.NVME_WRITE: spill.states + values,
         }
+        on_device = visiting + resident
+        io = on_host + visiting if self._drives else 0
+        moved = {
+            Lane.HOST: on_host,
+            Lane.DEVICE: on_device,
+            Lane.H2D: visiting + (0 if self._at_home else on_host),
+            Lane.D2H: visiting + (on_device if self._at_home else 0),
+            Lane.NVME_READ: io,
+            Lane.NVME_WRITE: io,
+        }
         lanes = {
-            lane: self._took(self._update, lane, amount)
-            + self._starts(lane, on_host, visiting, resident)
-            for lane, amount in update.items()
+            lane: time.of(update[lane]) + time.start_ns * moved[lane] / self._largest
+            for lane, time in self._update.items()
         }
         updating = self._pipelined(
             lanes, spill, fetched, on_host + visiting, visiting / max(numel, 1)
@@ -316,25 +327,24 @@ class StepEstimate:
         again = max(come - fetched, 0)
         forward = {
             self._computing.lane: self._computing.forward_ns,
-            Lane.H2D: self._took(self._pass, Lane.H2D, come),
-            Lane.NVME_READ: self._took(self._pass, Lane.NVME_READ, values),
+            Lane.H2D: self._pass[Lane.H2D].of(come),
+            Lane.NVME_READ: self._pass[Lane.NVME_READ].of(values),
         }
         backward = {
             self._computing.lane: self._computing.backward_ns,
-            Lane.H2D: self._took(self._pass, Lane.H2D, again),
-            Lane.D2H: self._took(self._pass, Lane.D2H, self._bytes.gradient * on_host),
-            Lane.NVME_READ: self._took(self._pass, Lane.NVME_READ, again if values else 0),
-            Lane.NVME_WRITE: self._took(self._pass, Lane.NVME_WRITE, spill.gradients),
+            Lane.H2D: self._pass[Lane.H2D].of(again),
+            Lane.D2H: self._pass[Lane.D2H].of(self._bytes.gradient * on_host),
+            Lane.NVME_READ: self._pass[Lane.NVME_READ].of(again if values else 0),
+            Lane.NVME_WRITE: self._pass[Lane.NVME_WRITE].of(spill.gradients),
         }
-        passes = max(forward.values()) + max(backward.values())
-        found = inf
-        for overlap in self._overlaps:
-            first = updating + max(forward.values())
-            if overlap:
-                both = (lanes.get(lane, 0) + forward.get(lane, 0) for lane in Lane)
-                first = max(updating, *both, *forward.values())
-            found = min(found, first + max(backward.values()))
-        return found + (self._micro_batches - 1) * passes
+        forward_ns, backward_ns = max(forward.values()), max(backward.values())
+        first = inf
+        if False in self._overlaps:
+            first = updating + forward_ns
+        if True in self._overlaps:
+            both = (lanes[lane] + ns for lane, ns in forward.items())
+            first = min(first, max(updating, *both, *lanes.values()))
+        return first + backward_ns + (self._micro_batches - 1) * (forward_ns + backward_ns)
 
     def _pipelined(
         self, lanes: dict[Lane, float], spill: _Spill, left: float, moving: float, visits: float
@@ -352,19 +362,26 @@ class StepEstimate:
             found = max(found, crossing / sets)
         return found
 
-    def _starts(self, lane: Lane, on_host: float, visiting: float, resident: float) -> float:
-        """Return the nanoseconds that starting the ops of a lane in an update takes."""
-        ops = {
-            Lane.HOST: on_host,
-            Lane.DEVICE: visiting + resident,
-            Lane.H2D: visiting + (0 if self._at_home else on_host),
-            Lane.D2H: visiting + (visiting + resident if self._at_home else 0),
-        }.get(lane, on_host + visiting if self._drives else 0)
-        return self._took(self._update, lane, 0) * ops / self._largest
 
-    @staticmethod
-    def _took(clocks: LaneClocks, lane: Lane, amount: float) -> float:
-        try:
-            return clocks.duration_ns(lane, int(amount))
-        except ConfigError:  # a rate is missing: simulating a step will say so
-            return amount / _SOME_RATE
+class _LaneTime(NamedTuple):
+    """What a lane takes: for each byte or parameter, and to start."""
+
+    each_ns: float
+    start_ns: float
+
+    def of(self, amount: float) -> float:
+        """Return the nanoseconds that so much takes."""
+        return self.each_ns * amount + self.start_ns
+
+
+def _lane_times(clocks: LaneClocks) -> dict[Lane, _LaneTime]:
+    """Return what each lane takes, worked out once: a search asks thousands of times."""
+    return {lane: _lane_time(clocks, lane) for lane in Lane}
+
+
+def _lane_time(clocks: LaneClocks, lane: Lane) -> _LaneTime:
+    try:
+        start_ns = clocks.duration_ns(lane, 0)
+        return _LaneTime((clocks.duration_ns(lane, _MUCH) - start_ns) / _MUCH, start_ns)
+    except ConfigError:  # a rate is missing: simulating a step will say so
+        return _LaneTime(1 / _SOME_RATE, 0.0)

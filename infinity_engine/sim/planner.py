@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import inf
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.placement.training import Means, Training
@@ -85,9 +86,12 @@ class Planner(Evaluator):
         """Return by estimates about how many bytes of a tier are enough; inf: no amount is."""
         return Search(self).least(tier)
 
-    def look(self) -> Candidate | None:
-        """Return the best of a short search; None: it finds nothing that fits."""
-        return Search(self).look()
+    def look(self, *, below_ns: float = inf) -> Candidate | None:
+        """Return the best of a short search; None: it finds nothing that fits.
+
+        Of steps that take `below_ns` or more, it may be any.
+        """
+        return Search(self).look(below_ns=below_ns)
 
     def least_estimate_ns(self, subgroup_numel: int) -> float:
         """Return the best estimate of a step with subgroups of this size; inf: nothing seems to

@@ -46,6 +46,7 @@ _COARSE = 1.08  # times the best estimate: subgroups that large are good enough 
 _APART = 0.05  # of all: parts nearer than that are alike
 _HOPEFUL = 1.1  # times the best step: what is estimated to take longer is not simulated
 _LOOKS = 2  # simulated plans of a short search
+_GAIN = 0.97  # of a step that is known: where a short search saves less, it tries smaller subgroups
 _SHORT = 1 / 1.02  # of the memory: with as little, a form is placed, as estimates are off by that
 _IN_DOUBT = 4  # forms of each kind that are placed to tell if anything fits
 _NEAREST = 3  # forms that are placed though they seem not to fit
@@ -53,6 +54,8 @@ _NEAR = 1.12  # times the best: what is slower is not gone on from
 _FIRST_STEPS = (1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of all, to parts nearby
 _LAST_STEPS = (1 / 32, 1 / 128)
 _WAYS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))  # of what is resident, and what visits
+_AS_GOOD = 1.02  # times the estimate of a step: neighbours with more are not tried
+_TRUSTED = 1.25  # times its estimate: a step that takes longer is not ranked by estimates
 _WORTH_IT = 0.998  # of a step: parts nearby that save less are not gone on from
 
 
@@ -139,6 +142,7 @@ class Search:
         self._estimates: dict[tuple[_Family, int], StepEstimate | None] = {}
         self._work = 0
         self._least_ns = inf
+        self._known_ns = inf  # what a step takes that the caller knows of
         self._times: dict[
             _Kind, float
         ] = {}  # its estimate, what a simulated step took at the least
@@ -165,16 +169,21 @@ class Search:
         self._left_to_rates()
         return [candidate for candidate in self._known.values() if candidate is not None]
 
-    def look(self) -> Candidate | None:
+    def look(self, *, below_ns: float = inf) -> Candidate | None:
         """Return the best of the few best estimates; None: none of these fits.
 
-        A short search, for a question that differs a little from one that was searched.
+        A short search, for a question that differs a little from one that was searched. Where no
+        step takes less than `below_ns`, which is that of a plan already known, the one returned may
+        not be the best.
         """
+        self._known_ns = below_ns
         entries = list(self._entries(self._numels(_COUNTS)))
         numel = _coarsest_near_the_best(entries)
         alike = (entry for entry in entries if entry.numel == numel)
         for entry in _best_of_each_kind(alike)[:_LOOKS]:
             self._simulate(entry)
+        if entries and self._least_ns > _GAIN * below_ns:
+            self._simulate(min(entries, key=lambda entry: entry.estimate_ns))
         return self._best
 
     def least_estimate_ns(self, numel: int) -> float:
@@ -421,7 +430,11 @@ class Search:
             while onwards and self._work <= most_work:
                 way = onwards.pop(0)
                 there = replace(form, parts=room.nearby(form.parts, step * way[0], step * way[1]))
-                hopeful = self._estimate_ns(there, numel) <= 1.02 * self._estimate_ns(form, numel)
+                # Estimates say little where a step takes much longer than its own.
+                most_ns = max(
+                    _AS_GOOD * self._estimate_ns(form, numel), here.timeline.ns / _TRUSTED
+                )
+                hopeful = self._estimate_ns(there, numel) <= most_ns
                 candidate = self._try(there, numel) if hopeful and room.holds(there.parts) else None
                 if candidate is not None and candidate.timeline.ns < _WORTH_IT * here.timeline.ns:
                     form, here = there, candidate
@@ -512,7 +525,8 @@ class Search:
             self._forms[choice] = form, choice.subgroup_numel
             self._work += self._planner.trained_numel // choice.subgroup_numel + 20
             with suppress(CapacityError):
-                candidate = self._planner.candidate(choice, below_ns=self._least_ns)
+                below_ns = min(self._least_ns, self._known_ns)
+                candidate = self._planner.candidate(choice, below_ns=below_ns)
                 self._known[choice] = candidate
                 self._least_ns = min(self._least_ns, candidate.timeline.ns)
                 estimate_ns = self._estimate_ns(form, choice.subgroup_numel)

@@ -139,6 +139,19 @@ def test_in_json_it_is_one_object_with_the_plan(plan: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("memory", ["24GiB", "48GiB"])
+def test_what_is_worth_something_is_worth_buying(plan: Any, memory: str) -> None:
+    large = ("--model", "llama-3.1-405b", "--gpu", "4090", "--ram", "512GiB", "--nvme", "10TB")
+    _, text, _ = plan(*large, "--gpu-mem", memory, "--json")
+    answer = json.loads(text)
+    saved = {it["what"]: it["saved"] for it in answer["advice"]["purchases"]}
+    units = {it["unit"] for it in answer["advice"]["worth"]}
+
+    assert saved["512 GiB more RAM"] > 0.02
+    assert saved["twice the GPU memory"] < 0.01
+    assert units == {"GiB of RAM", "GB/s of drive writes"}
+
+
 def test_what_does_not_fit_is_refused_with_what_would_do(plan: Any) -> None:
     status, out, _ = plan(
         "--model", "llama-3-8b", "--gpus", "1", "--gpu-mem", "8GiB", "--ram", "16GiB"
