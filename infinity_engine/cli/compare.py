@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from infinity_engine.cli.collecting import without_collecting
 from infinity_engine.cli.plan_answer import seconds_in_words
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
 from infinity_engine.cli.plan_machine import machine_of
@@ -26,6 +25,7 @@ from infinity_engine.cli.plan_question import (
     model_of,
     precision_of,
     training_of,
+    without_collecting,
 )
 from infinity_engine.errors import CapacityError, ConfigError
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from infinity_engine.cli.collecting import without_collecting
 from infinity_engine.cli.plan_answer import Section, answer, refused, show, with_options
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
 from infinity_engine.cli.plan_machine import machine_of
@@ -28,6 +27,7 @@ from infinity_engine.cli.plan_question import (
     run_of,
     settings_of,
     training_of,
+    without_collecting,
 )
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.units import GiB

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from infinity_engine.cli.collecting import without_collecting
 from infinity_engine.cli.plan_answer import seconds_in_words
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
 from infinity_engine.cli.plan_machine import machine_of
@@ -26,6 +25,7 @@ from infinity_engine.cli.plan_question import (
     precision_of,
     settings_of,
     training_of,
+    without_collecting,
 )
 from infinity_engine.errors import CapacityError, ConfigError
 
