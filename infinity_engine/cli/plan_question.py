@@ -378,7 +378,7 @@ def _cache() -> Path:
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """Look for no cycles while the body plans: it makes none, and looking is a tenth of its time."""
+    """Look for no cycles while the body plans: it makes none, and looking takes a tenth of it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
