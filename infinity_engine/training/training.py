@@ -206,7 +206,8 @@ class _Run:
                 ),
             )
             engine.follow_schedule(scheduler)
-            extra: dict[str, Any] = {"scheduler": scheduler, "data": self._position}
+            # The scheduler is in checkpoints already: the engine steps it.
+            extra = {"data": self._position}
             if engine.resume(self._directory.checkpoints, extra=extra):
                 made = self._position.used // settings.accumulation_steps
                 self._listener.on_note(f"Goes on after step {made:,}")
