@@ -168,6 +168,8 @@ class MeasuredWays:
     def end_step(self) -> None:
         """Choose, where enough steps were measured; measure again where blocks save more."""
         if not any(measured.saved for measured in self._measured.values()):
+            if self._blocks:
+                self._said = "no block of the model was called yet, so all that is saved is kept"
             return
         self._steps += 1
         if self.choice is None and self._steps >= _MEASURED_STEPS:

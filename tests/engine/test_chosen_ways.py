@@ -406,3 +406,4 @@ def test_steps_without_blocks_are_not_measured() -> None:
     for _ in range(5):
         ways.end_step()
     assert ways.choice is None
+    assert "no block of the model was called" in ways.described()
