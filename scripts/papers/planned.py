@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from infinity_engine.errors import CapacityError
 from infinity_engine.machine.capacity import capacity_of
+from infinity_engine.machine.catalogue import find_drive
 from infinity_engine.optim import FloatFormat, Formats
 from infinity_engine.placement.models import ModelShape
 from infinity_engine.placement.training import Means, Training
@@ -49,6 +50,7 @@ _DOS = "Deep Optimizer States"
 _LOG = "a log of Deep Optimizer States' authors"
 _SF = "SlideFormer's repository, bench/DeepSpeed, February 2026"
 _MT = "MegaTrain's repository, README"
+_MLP = "MLP-Offload's repository, logs of November 2024"
 
 _CHECKPOINTS_DOWN = "activation checkpoints on the host"
 _EMBEDDINGS = "embeddings: vocabulary of 50,257 assumed"
@@ -56,6 +58,8 @@ _BATCH_SPLIT = "the batch is split into micro-batches that fit, with fp32 sums o
 _PAGEABLE = "copies from pageable memory, and waits between parts of a step"
 _LIGER = "fused kernels"
 _SLICED = "tensor slicing over 4 GPUs"
+_PARALLEL_FILES = "a third of the states in a parallel file system, beside the drives"
+_ONE_DRIVE = "rates of the drives are not printed: those of one data-center drive are assumed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +74,7 @@ _ZERO3_HOST = Setting(strategy=HostOnly(), parameters=Tier.HOST)
 _ZERO3_DRIVES = Setting(strategy=NvmeStreamed(), parameters=Tier.NVME)
 _STATES_ON_DRIVES = Setting(strategy=NvmeStreamed(), parameters=Tier.HOST)
 _ZERO2_HOST = Setting(strategy=HostOnly(), parameters=Tier.DEVICE)
+_STATES_ALONE_ON_DRIVES = Setting(strategy=NvmeStreamed(), parameters=Tier.DEVICE)
 _ON_GPUS = Setting(strategy=DeviceOnly(), parameters=Tier.DEVICE)
 _ALTERNATING = Setting(strategy=Interleaved(share=0.5), parameters=Tier.DEVICE)
 
@@ -213,6 +218,24 @@ def _gpt(
     return lambda: model_of_config(dict(config), name=f"GPT, {layers} x {hidden}")
 
 
+def _llama(layers: int, hidden: int, heads: int, feed_forward: int) -> Callable[[], ModelShape]:
+    """Return a model of MLP-Offload's: Megatron's, with 4 heads of keys and values."""
+    config: Mapping[str, object] = MappingProxyType(
+        {
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": 4,
+            "intermediate_size": feed_forward,
+            "vocab_size": 50304,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": False,
+        }
+    )
+    return lambda: model_of_config(dict(config), name=f"Llama, {layers} x {hidden}")
+
+
 def _with_ram(machine: MachineModel, gib: int, *, drives: Drives | None = None) -> MachineModel:
     host: Host = replace(machine.host, memory_bytes=gib * GiB)
     return replace(machine, host=host, drives=drives)
@@ -223,6 +246,15 @@ _PC_4090_DRIVES = _with_ram(DESKTOP_4090, 256, drives=DESKTOP_4090.drives)
 _ONE_H100 = replace(JLSE_H100, drives=None)
 _ONE_H200 = _with_ram(H200_NODE, 1536)
 _V100 = replace(DGX2, drives=None)
+_DATA_CENTER_DRIVE = find_drive("pm9a3")[0]
+_JLSE_DRIVES = replace(
+    JLSE_H100,
+    drives=Drives(
+        capacity_bytes=3 * _TERA,  # as JLSE_H100 has it
+        read_bytes_per_s=_DATA_CENTER_DRIVE.read_bytes_per_s,
+        write_bytes_per_s=_DATA_CENTER_DRIVE.write_bytes_per_s,
+    ),
+)
 
 
 def _infinity(
@@ -395,6 +427,55 @@ def _runs() -> Iterator[PublishedRun]:
         setting=_ZERO2_HOST,
         lacks=("layers and width are assumed", _EMBEDDINGS),
     )
+    yield PublishedRun(
+        what="10B, ZeRO-Offload, 1 V100",
+        source="DeepSpeed's tutorial of ZeRO-Offload; its rate from the paper's abstract",
+        model=_gpt(50, 4096, 32),
+        machine=_V100,
+        ranks=1,
+        batch=10,
+        sequence=1024,
+        setting=_ZERO2_HOST,
+        tflops=40,
+        lacks=("a sequence of 1,024 is assumed", "micro-batches of the measurement", _EMBEDDINGS),
+    )
+    yield from _mlp_offload()
+
+
+def _mlp_offload() -> Iterator[PublishedRun]:
+    """Yield the logs of MLP-Offload: medians of the steps after the first one."""
+    shapes = {
+        "40B": _llama(128, 5120, 40, 20480),
+        "52B": _llama(64, 8192, 64, 21824),
+        "70B": _llama(80, 8192, 64, 28672),
+        "100B": _llama(124, 8192, 64, 28672),
+    }
+    beside = "MLP-Offload"
+    for what, how, seconds in (
+        ("40B", "ZeRO-3", 242.0),
+        ("52B", "ZeRO-3", 238.7),
+        ("70B", "ZeRO-3", 370.2),
+        ("100B", "ZeRO-3", 571.6),
+        ("52B", beside, 92.8),
+        ("70B", beside, 151.3),
+        ("100B", beside, 275.6),
+    ):
+        yield PublishedRun(
+            what=f"{what}, {how} on NVMe, 4 H100",
+            source=_MLP,
+            model=shapes[what],
+            machine=_JLSE_DRIVES,
+            ranks=4,
+            batch=1,
+            sequence=2048,
+            setting=_STATES_ALONE_ON_DRIVES,
+            seconds=seconds,
+            lacks=(
+                "which machine ran it is assumed: that of Deep Optimizer States",
+                _ONE_DRIVE,
+                *((_PARALLEL_FILES,) if how == beside else ()),
+            ),
+        )
 
 
 RUNS: tuple[PublishedRun, ...] = tuple(_runs())
