@@ -171,10 +171,8 @@ class BlockActivations:
         self._running: list[_Running] = []
         self._second: BlockCall | None = None  # the call that runs again
         self._saving: Callable[[], AbstractContextManager[None]] | None = None
-        self._own: frozenset[int] = frozenset()
-        self._forward = _Forward()
-        self._gone: deque[int] = deque()
-        self._held = 0
+        self._forward = _Forward(())
+        self._held = _HeldBytes()
         self._uses: dict[str, BlockUse] = {}
         self._last: tuple[BlockUse, ...] = ()
         self._closed = False
@@ -196,12 +194,12 @@ class BlockActivations:
         if self._closed or not _is_plain_forward():
             self._running.append(_Running(module, self._outside))
             return None
-        self._settle()
+        self._held.settle()
         block = self._by_module[id(module)]
         if module.training:
             args, kwargs = without_cache(args, kwargs)
-        inputs = list(self._forward.new_inputs(_tensors((args, kwargs)), self._own))
-        way = self._decider.way(block, inputs=sum(inputs), held=self._held)
+        inputs = list(self._forward.new_inputs(_tensors((args, kwargs))))
+        way = self._decider.way(block, inputs=sum(inputs), held=self._held.nbytes)
         running = _Running(
             module,
             self._keepers[way.home],
@@ -221,7 +219,7 @@ class BlockActivations:
         self, block: RepeatedBlock, way: BlockWay, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> BlockCall:
         if not way.recomputes:
-            call = BlockCall(block, BlockCall.arguments(((), {}), self._save_kept), self._gone)
+            call = BlockCall(block, BlockCall.arguments(((), {}), self._save_kept), self._held.gone)
             call.keep()
             return call
         try:
@@ -233,7 +231,7 @@ class BlockActivations:
                 block, f"an argument is a {unknown}, which its first run may change"
             )
             return self._call_of(block, BlockWay.KEEP, (), {})
-        return BlockCall(block, arguments, self._gone)
+        return BlockCall(block, arguments, self._held.gone)
 
     def _save_kept(self, tensor: torch.Tensor) -> tuple[SavedTensors, object]:
         return self._kept, self._kept.pack(tensor)
@@ -284,7 +282,7 @@ class BlockActivations:
             call.drop_saved()
         stays = running.keeper is self._kept
         call.hold(running.saved_bytes if not call.runs_again else running.inputs if stays else 0)
-        self._held += call.held
+        self._held.add(call.held)
 
     # --- what autograd asks -----------------------------------------------------------------------
 
@@ -293,15 +291,10 @@ class BlockActivations:
         tensors = list(own)
         self._running.clear()  # of a call that was interrupted
         self._second = None
-        self._settle()
+        self._held.settle()
         if self._forward.outside:
             self._decider.note_outside(sum(self._forward.outside.values()))
-        self._forward = _Forward()
-        self._own = frozenset(
-            tensor.untyped_storage().data_ptr()
-            for tensor in tensors
-            if tensor.layout == torch.strided and tensor.device.type != "meta"
-        )
+        self._forward = _Forward(tensors)
         for keeper in self._every:
             keeper.begin_forward(tensors)
 
@@ -319,10 +312,10 @@ class BlockActivations:
                 assert running.call is not None, "it runs again"
                 return running.call.pack_again(tensor)
             if running is None:
-                self._forward.note_outside(tensor, self._own)
+                self._forward.note_outside(tensor)
             return self._by(self._outside, tensor)
         storage = _storage_of(tensor)
-        if storage is not None and storage[0] not in self._own:
+        if storage is not None and storage[0] not in self._forward.own:
             running.note_saved(*storage)
         return (
             self._by(running.keeper, tensor) if running.call is None else running.call.pack(tensor)
@@ -374,7 +367,7 @@ class BlockActivations:
 
     def end_step(self) -> None:
         """Note that a step has ended, and begin to count anew."""
-        self._settle()
+        self._held.settle()
         for keeper in self._every:
             keeper.end_step()
         self._decider.end_step()
@@ -395,21 +388,41 @@ class BlockActivations:
         """Run no block again. Other keepers are closed by what has opened them."""
         self._closed = True
 
-    def _settle(self) -> None:
+
+class _HeldBytes:
+    """The bytes that calls hold until their graphs go, from wherever these end."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.gone: deque[int] = deque()
+
+    def add(self, nbytes: int) -> None:
+        """Count what a call holds from here on."""
+        self.nbytes += nbytes
+
+    def settle(self) -> None:
         """Count calls no more whose graphs have gone."""
-        while self._gone:
-            self._held -= self._gone.popleft()
+        while self.gone:
+            self.nbytes -= self.gone.popleft()
 
 
 class _Forward:
-    """What blocks were given in one forward, and what was saved outside of them."""
+    """What blocks were given in one forward, and what was saved outside of them.
 
-    def __init__(self) -> None:
+    `own` are the model's parameters and buffers, which stay anyway.
+    """
+
+    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+        self.own = frozenset(
+            tensor.untyped_storage().data_ptr()
+            for tensor in own
+            if tensor.layout == torch.strided and tensor.device.type != "meta"
+        )
         self.outside: dict[int, int] = {}  # bytes by address
         self._inputs: dict[int, weakref.ref[torch.Tensor]] = {}  # by id
         self._shared: set[int] = set()  # of those that several blocks got, by id
 
-    def new_inputs(self, tensors: Iterable[torch.Tensor], own: frozenset[int]) -> Iterator[int]:
+    def new_inputs(self, tensors: Iterable[torch.Tensor]) -> Iterator[int]:
         """Yield the bytes of each tensor that no block has got before, but the model's own."""
         for tensor in tensors:
             known = self._inputs.get(id(tensor))
@@ -419,17 +432,17 @@ class _Forward:
             self._shared.discard(id(tensor))
             self._inputs[id(tensor)] = weakref.ref(tensor)
             storage = _storage_of(tensor)
-            if storage is not None and storage[0] not in own:
+            if storage is not None and storage[0] not in self.own:
                 yield storage[1]
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
         """Tell whether an earlier block got this tensor as well."""
         return id(tensor) in self._shared
 
-    def note_outside(self, tensor: torch.Tensor, own: frozenset[int]) -> None:
+    def note_outside(self, tensor: torch.Tensor) -> None:
         """Count what is saved outside of blocks."""
         storage = _storage_of(tensor)
-        if storage is not None and storage[0] not in own:
+        if storage is not None and storage[0] not in self.own:
             self.outside[storage[0]] = storage[1]
 
 

@@ -70,7 +70,6 @@ class MeasuredWays:
         left_alone: str = "",
     ) -> None:
         self._blocks = tuple(blocks)
-        self._kinds = {block.name: block.kind for block in blocks}
         self._index = {block.name: number for number, block in enumerate(blocks)}
         self._room = room
         self._rates = rates
@@ -191,7 +190,7 @@ class MeasuredWays:
     def _most_saved(self) -> dict[int, int]:
         most: dict[int, int] = {}
         for name, measured in self._measured.items():
-            kind = self._kinds[name]
+            kind = self._blocks[self._index[name]].kind
             most[kind] = max(most.get(kind, 0), measured.saved)
         return most
 
@@ -199,7 +198,7 @@ class MeasuredWays:
         """Return the costs of the blocks; those of one kind take the same."""
         of_kind: dict[int, list[_Measured]] = {}
         for name, measured in self._measured.items():
-            of_kind.setdefault(self._kinds[name], []).append(measured)
+            of_kind.setdefault(self._blocks[self._index[name]].kind, []).append(measured)
         costs = []
         for block in self._blocks:
             alike, own = of_kind[block.kind], self._measured[block.name]

@@ -72,7 +72,7 @@ def activations_of(
     settings = config.activations
     if settings.at is ActivationsAt.DEVICE and settings.recompute is Recompute.NOTHING:
         return KeptActivations()
-    building = _Building(config, planned, lanes, ledger, swap, resources)
+    building = _Assembling(config, planned, lanes, ledger, swap, resources)
     if settings.at is ActivationsAt.AUTO:
         return building.chosen(model)
     kept: SavedTensors = KeptActivations()
@@ -121,7 +121,7 @@ def _left_alone(model: torch.nn.Module) -> str:
 
 
 @dataclass(frozen=True)
-class _Building:
+class _Assembling:
     """What is needed to make keepers of saved tensors."""
 
     config: EngineConfig

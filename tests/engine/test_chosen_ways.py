@@ -125,8 +125,8 @@ def test_what_is_held_stays_within_the_limit(tmp_path: Path) -> None:
 
         def look(*_: object) -> None:
             nonlocal most
-            by_block._settle()
-            most = max(most, by_block._held)
+            by_block._held.settle()
+            most = max(most, by_block._held.nbytes)
 
         for block in model.blocks:
             block.register_forward_hook(look)
