@@ -1,0 +1,55 @@
+"""Replaces the linear layers of a model by compact ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+import torch
+
+from infinity_engine.compact.linear import CompactLinear
+from infinity_engine.compact.weights import CompactKind
+from infinity_engine.errors import ConfigError
+
+__all__ = ["compact_linears"]
+
+
+def compact_linears(
+    model: torch.nn.Module,
+    kind: CompactKind | str = CompactKind.NF4,
+    *,
+    skip: Collection[str] = ("lm_head",),
+) -> tuple[str, ...]:
+    """Keep the weights of a model's linear layers in 8 or 4 bits; return their paths.
+
+    Only modules of exactly the class `torch.nn.Linear` are replaced, and none that `skip` names by
+    path or last name, and none that shares its weight. One weight at a time is in memory in both
+    forms. Call it before peft adds adapters, and before `initialize`.
+
+    Raises:
+        ConfigError: the kind is unknown, or a weight has a shape that it cannot have.
+    """
+    try:
+        chosen = CompactKind(kind)
+    except ValueError:
+        known = [known.value for known in CompactKind]
+        raise ConfigError.unknown_name(field="kind", name=kind, known=known) from None
+    holders = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+    )
+    names = [
+        path
+        for path, module in model.named_modules()
+        if path
+        and type(module) is torch.nn.Linear
+        and holders[id(module.weight)] == 1
+        and not {path, path.rpartition(".")[2]} & set(skip)
+    ]
+    for path in names:
+        parent, _, name = path.rpartition(".")
+        layer = model.get_submodule(path)
+        assert isinstance(layer, torch.nn.Linear), "it was looked at above"
+        model.get_submodule(parent).add_module(name, CompactLinear.of(layer, chosen))
+    return tuple(names)
