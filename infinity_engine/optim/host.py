@@ -64,6 +64,9 @@ class HostKernels:
 
         They do not overlap. Each stream of the update lies in one of them whole, or in none.
         """
+        if not memories:
+            self.update(update)
+            return []
         made = _native.update_and_sum(
             update.records, self.threads.native, self.home, sorted(memories)
         )

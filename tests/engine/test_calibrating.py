@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -179,6 +180,17 @@ def test_a_file_that_is_no_calibration_is_refused(
             match=r"^calibration: expected .*a file that `infinity calibrate --json` wrote",
         ),
         engine(device, calibration=str(file)),
+    ):
+        pass
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_refused_as_a_calibration_unopened(device: Accelerator, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with (
+        pytest.raises(ConfigError, match=r"^calibration: expected .*it is not a regular file"),
+        engine(device, calibration=pipe),
     ):
         pass
 
