@@ -278,7 +278,7 @@ def _read(path: Path) -> Calibration:
     try:
         # Opening a pipe would wait for a writer, and a device may never end.
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise OSError("it is not a regular file")  # noqa: TRY301
+            raise OSError("it is not a regular file")
         return Calibration.from_mapping(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as problem:
         expected = f"auto, off, or a file that `infinity calibrate --json` wrote ({problem})"
