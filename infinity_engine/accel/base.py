@@ -215,7 +215,8 @@ class Accelerator(ABC):
     def wait_for(self, stream: Stream, event: Event) -> None:
         """Let whatever is submitted to `stream` from here on wait for `event`.
 
-        The host does not wait.
+        So does what modules launch in torch's current stream, if that is this one. The host does
+        not wait.
         """
 
     @abstractmethod

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from infinity_engine.accel.base import Buffer, DeviceBytes, Stream, StreamKind
+from infinity_engine.accel.base import Buffer, DeviceBytes, Event, Stream, StreamKind
 from infinity_engine.accel.operation import (
     Copy,
     Failure,
@@ -107,6 +107,14 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         """Return torch's own stream, for what is launched without `run`."""
         return self._streams[self._lane(stream).stream]
 
+    def wait_for(self, stream: Stream, event: Event) -> None:
+        """Let whatever is launched in `stream` from here on wait for `event`."""
+        super().wait_for(stream, event)
+        # Now, not with the next operation: modules launch their kernels in the stream themselves.
+        operation = self._own(event)
+        if operation.event is not None and operation.stream is not stream:
+            self._streams[stream].wait_event(operation.event)
+
     def allocate(self, nbytes: int, *, idle_bytes: int = 0) -> Buffer:
         """Return a buffer with undefined content."""
         if nbytes < 1:
@@ -114,7 +122,11 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         try:
             # Decides which stream's free blocks the allocator may reuse; see the note in __init__.
             with torch.cuda.stream(self._allocating):
-                return Buffer(torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device))
+                # Not torch.empty(nbytes): where torch is to be deterministic, it fills that memory
+                # by a kernel in this stream, for which no other waits.
+                empty = torch.empty(0, dtype=torch.uint8, device=self.torch_device)
+                storage = torch.UntypedStorage(nbytes, device=self.torch_device)  # type: ignore[no-untyped-call]  # torch is
+                return Buffer(empty.set_(storage))
         except torch.cuda.OutOfMemoryError as error:
             free, total = self.memory()
             raise CapacityError(

@@ -133,9 +133,11 @@ def place_parameters(
                     parameter, lanes, swap, initial, placed=placed
                 )
                 continue
-            if on_host and parameter.numel:
+            if not parameter.numel:
+                shown.append((parameter.parameter, _without_elements(parameter, lanes, resources)))
+            elif on_host:
                 records[parameter.number] = _place_on_host(parameter, lanes, initial, resources)
-            elif not on_host:
+            else:
                 # Shown later: until all have moved, a failure leaves the model as it was.
                 shown.append(
                     (parameter.parameter, _on_device(parameter, sizing, lanes, initial, resources))
@@ -152,7 +154,7 @@ def _on_device(
     resources: ExitStack,
 ) -> torch.Tensor:
     """Return the tensor on the device that modules compute with from here on."""
-    if sizing.own or not parameter.numel:
+    if sizing.own:
         return parameter.parameter.detach().to(parameter.dtype).contiguous()
     # Views keep it: after close() the user's views still show the trained values.
     lease = lanes.device.lease(parameter.nbytes, holder="parameters", views=Views.KEEP)
@@ -161,6 +163,14 @@ def _on_device(
     values = lease.tensor(parameter.dtype)
     initial.fill(parameter, 0, values)
     return values.view(parameter.parameter.shape)
+
+
+def _without_elements(
+    parameter: ModelParameter, lanes: Lanes, resources: ExitStack
+) -> torch.Tensor:
+    """Return a tensor where modules compute: torch wants that of empty ones too."""
+    resources.callback(_move, parameter.parameter, torch.device("cpu"))
+    return parameter.parameter.detach().to(lanes.accelerator.torch_device, parameter.dtype)
 
 
 def _place_on_host(

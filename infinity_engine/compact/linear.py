@@ -73,7 +73,7 @@ class CompactLinear(torch.nn.Linear):
             weight, scale = compacted(layer.weight, kind)
             made.weight.copy_(weight)
             made.scale.copy_(scale)
-        return made.train(layer.training)
+        return made.to(layer.weight.device).train(layer.training)
 
     def expanded(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight in floating point."""

@@ -50,7 +50,7 @@ def compacted(values: torch.Tensor, kind: CompactKind) -> tuple[torch.Tensor, to
         return torch.round(rows / _not_zero(scale)).to(torch.int8), scale
     blocks = values.float().reshape(-1, NF4_BLOCK)
     scale = blocks.abs().amax(dim=1)
-    known = torch.tensor(NF4_VALUES)
+    known = torch.tensor(NF4_VALUES, device=values.device)
     # Between two neighbours, the border is in their middle.
     numbers = torch.bucketize(blocks / _not_zero(scale)[:, None], (known[1:] + known[:-1]) / 2).to(
         torch.uint8

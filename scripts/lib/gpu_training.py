@@ -124,6 +124,7 @@ def steps_of(
     """Train some steps after two to warm up, in bf16 with AdamW, each waited for to its end."""
     forwards, updates, wholes = [], [], []
     if device.torch_device.type == "cuda":
+        torch.cuda.empty_cache()  # what the way before left is neither budget nor peak of this one
         torch.cuda.reset_peak_memory_stats(device.torch_device)
     with infinity_engine.initialize(
         model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -76,10 +77,11 @@ def test_the_host_does_not_wait_for_a_copy_of_pinned_memory(
     device: CudaAccelerator, pool: deepnvme.Pool
 ) -> None:
     compute, up = device.stream(StreamKind.COMPUTE), device.stream(StreamKind.H2D)
-    spinning = device.run(spin, stream=compute, cost=COST)
+    source = noisy(pool)  # takes longer than the spinning
     there = device.allocate(NBYTES).tensor(torch.uint8, NBYTES)
+    spinning = device.run(spin, stream=compute, cost=COST)
 
-    copied = device.copy(there, noisy(pool), stream=up, after=[spinning])
+    copied = device.copy(there, source, stream=up, after=[spinning])
 
     assert not copied.done()
     copied.wait()
@@ -102,6 +104,35 @@ def test_work_waits_for_the_upload_in_another_stream(
     device.copy(target, there, stream=down, after=[added]).wait()
 
     assert torch.equal(target, source + 1)
+
+
+def test_what_modules_launch_waits_too(device: CudaAccelerator, pool: deepnvme.Pool) -> None:
+    compute, up = device.stream(StreamKind.COMPUTE), device.stream(StreamKind.H2D)
+    source = noisy(pool)
+    there = device.allocate(NBYTES).tensor(torch.uint8, NBYTES).zero_()
+    device.wait_for(up, device.run(spin, stream=device.stream(StreamKind.COLLECTIVE), cost=COST))
+
+    device.wait_for(compute, device.copy(there, source, stream=up))
+    seen = there.clone()  # with no operation of ours in between
+
+    assert torch.equal(seen.cpu(), source)
+
+
+def test_no_kernel_fills_a_buffer_where_torch_is_to_be_deterministic(
+    device: CudaAccelerator,
+) -> None:
+    first = device.allocate(NBYTES)
+    first.tensor(torch.uint8, NBYTES).fill_(7)
+    torch.cuda.synchronize()
+    device.free(first)
+    torch.use_deterministic_algorithms(True)
+    try:
+        again = device.allocate(NBYTES)  # the same block
+        torch.cuda.synchronize()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    assert (again.tensor(torch.uint8, NBYTES) == 7).all()
 
 
 def test_a_recorded_event_covers_what_modules_launched(device: CudaAccelerator) -> None:
@@ -164,6 +195,7 @@ def test_many_buffers_through_three_slots_keep_their_bytes(
 def test_a_buffer_is_not_given_memory_that_modules_still_use(
     device: CudaAccelerator, pool: deepnvme.Pool
 ) -> None:
+    source = noisy(pool)  # takes longer than the spinning
     torch.cuda.empty_cache()
     activation = torch.ones(NBYTES, dtype=torch.uint8, device="cuda")
     total = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -172,7 +204,7 @@ def test_a_buffer_is_not_given_memory_that_modules_still_use(
     del activation
 
     there = device.allocate(NBYTES).tensor(torch.uint8, NBYTES)
-    device.copy(there, noisy(pool), stream=device.stream(StreamKind.H2D)).wait()
+    device.copy(there, source, stream=device.stream(StreamKind.H2D)).wait()
 
     assert total.item() == NBYTES
 
@@ -190,6 +222,7 @@ def test_a_copy_of_memory_that_is_not_pinned_warns_once(device: CudaAccelerator)
 
 
 def test_buffers_count_as_taken_until_torch_gives_them_back(device: CudaAccelerator) -> None:
+    gc.collect()
     torch.cuda.empty_cache()
     before = device.memory()
     buffer = device.allocate(NBYTES)

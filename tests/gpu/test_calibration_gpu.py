@@ -12,6 +12,8 @@ cupy = pytest.importorskip("cupy", reason="cupy is not installed")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here"),
+    # torch, in a backward's own thread
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
 ]
 
 from infinity_engine.accel import open_accelerator  # noqa: E402 - after the skip

@@ -26,6 +26,7 @@ def gpu() -> Gpu:
     different orders.
     """
     torch.cuda.init()
+    torch.cuda.empty_cache()  # else a test's block may come out of what earlier tests left
     found = probe_gpus()
     [first] = [device for device in found.devices if device.bus_id and is_cuda_0(device.bus_id)]
     return first
@@ -36,7 +37,8 @@ def is_cuda_0(bus_id: str) -> bool:
     driver = ctypes.CDLL("libcuda.so.1")
     first, named = ctypes.c_int(-1), ctypes.c_int(-2)
     assert driver.cuDeviceGet(ctypes.byref(first), 0) == 0
-    status = driver.cuDeviceGetByPCIBusId(ctypes.byref(named), bus_id.encode())
+    short = bus_id[-len("0000:00:00.0") :]  # NVML writes the domain with eight digits, CUDA four
+    status = driver.cuDeviceGetByPCIBusId(ctypes.byref(named), short.encode())
     return status == 0 and first.value == named.value
 
 

@@ -20,8 +20,10 @@ from infinity_engine.plan import HostOnly, Interleaved, NvmeStreamed, Strategy
 from infinity_engine.plan.strategy import DeviceOnly
 from support.device_training import STRATEGIES
 from support.engine_bits import differing
+from support.exact_training import trained_exact
 from support.far_programs import (
     MIB,
+    exact_far,
     far_process,
     gradients_seen,
     limits_of_modules,
@@ -184,6 +186,21 @@ def test_every_model_is_trained_alike_with_parameters_on_the_device_and_on_the_h
     case = Case(model=model, strategy=Interleaved(share=0.5), parameters=parameters, device="16MiB")
 
     same(far.submit(trained_far, case).result(), reference(case))
+
+
+@pytest.mark.parametrize("parameters", ["device", "host"])
+@pytest.mark.parametrize("strategy", STRATEGIES[:4:3], ids=lambda strategy: strategy.name)
+def test_exact_gradients_give_the_bits_of_the_cpu(
+    strategy: Strategy, parameters: str, far: ProcessPoolExecutor
+) -> None:
+    """One of the parameters is empty, which torch wants on the device as well."""
+    case = Case(
+        strategy=strategy, precision="bf16", clip=0.05, parameters=parameters, device="56MiB"
+    )
+
+    found = far.submit(exact_far, case).result()
+
+    assert differing(trained_exact(case, None), found) == []
 
 
 @pytest.mark.parametrize("parameters", ["device", "host", "nvme"])

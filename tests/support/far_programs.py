@@ -23,6 +23,7 @@ from infinity_engine.plan import Strategy
 from support.determinism import deterministic_compute
 from support.device_training import wide_engine
 from support.engine_bits import Bits, bits_of, differing
+from support.exact_training import trained_exact
 from support.far import (
     FAR,
     FarAccelerator,
@@ -37,6 +38,7 @@ from support.scripts import load_script
 
 __all__ = [
     "MIB",
+    "exact_far",
     "far_process",
     "gpu_bench",
     "gradients_seen",
@@ -75,6 +77,11 @@ def trained_far(case: Case, drive: Path | None = None) -> Trained:
     """Train with the engine on the far device; see `trained`."""
     with deterministic_compute():
         return trained(case, _device(), drive)
+
+
+def exact_far(case: Case) -> Bits:
+    """Train on the far device what has the same bits on every one."""
+    return trained_exact(case, _device())
 
 
 def offloaded_far(case: Case, drive: Path, activations: dict[str, object]) -> tuple[Bits, str]:
