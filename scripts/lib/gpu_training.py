@@ -8,7 +8,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,17 @@ from torch import nn
 import bench
 import infinity_engine
 from infinity_engine.accel import Accelerator, open_accelerator
-from infinity_engine.calibration import QUICK, KeptFigures, calibrated
+from infinity_engine.calibration import FULL, KeptFigures, calibrated
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.plan import Rates, Strategy
+from infinity_engine.units import GiB, MiB
 from tiny_gpt import VOCABULARY, TinyGPT
 
 __all__ = ["Layers", "Taken", "Way", "gpt", "gpu", "rates_of", "some_text", "steps_of", "waited"]
+
+
+# More memory than the caches of a large machine hold, copies of many megabytes, little time.
+EFFORT = replace(FULL, seconds=6.0, rounds=3, update_bytes=GiB, io_bytes=128 * MiB)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +63,7 @@ def gpu() -> Iterator[Accelerator]:
 
 def rates_of(device: Accelerator) -> Rates:
     """Measure what this machine does, updates and copies beside one another."""
-    return calibrated((), accelerator=device, effort=QUICK, kept=KeptFigures.REPLACED).rates(
+    return calibrated((), accelerator=device, effort=EFFORT, kept=KeptFigures.REPLACED).rates(
         beside_copies=True
     )
 
