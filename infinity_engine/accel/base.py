@@ -202,6 +202,8 @@ class Accelerator(ABC):
     # Whether DEVICE and HOST are one memory. Then there is nothing to copy, and `copy` raises.
     unified: bool
     torch_device: torch.device  # Where torch sees its buffers.
+    # Whether it goes on with what it was given, in real time, while the host's thread is at work.
+    works_beside_host: bool = False
 
     @abstractmethod
     def stream(self, kind: StreamKind) -> Stream:

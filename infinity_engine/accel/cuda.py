@@ -60,6 +60,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
 
     name = "cuda"
     unified = False
+    works_beside_host = True
 
     def __init__(self, index: int | None = None) -> None:
         super().__init__(CudaOperation)

@@ -71,6 +71,7 @@ from infinity_engine.storage import SwapFile
 from infinity_engine.telemetry import NullTelemetry, Telemetry
 from infinity_engine.units import align_up
 from infinity_engine.update.early import EarlyUpdates, NoEarlyUpdates
+from infinity_engine.update.host_thread import HostThread
 from infinity_engine.update.replanning import KeptPlan
 from infinity_engine.update.states import StateKeeper, piece_numbers
 from infinity_engine.update.swapping import SwappedStates
@@ -333,6 +334,9 @@ def _place(
     )
     move_buffers(model, planned.accelerator.torch_device, resources)
     swapped = _swapped(plan, sizing, trained=trained, records=records, lanes=lanes, swap=swap)
+    # Swapped states are updated where they are begun: in their buffers, in the order of the drives.
+    beside = lanes.accelerator.works_beside_host and not swapped.any
+    thread = HostThread(lanes.meter.now_ns) if beside else None
     states = StateKeeper(
         plan.steps,
         sizing.subgroups,
@@ -341,8 +345,11 @@ def _place(
         lanes=lanes,
         swapped=swapped,
         resting=plan.resting.states,
+        host_thread=thread,
     )
     resources.callback(states.close)
+    if thread is not None:
+        resources.callback(thread.close)  # before the memory that it updates goes
     # Masters are made of the old values, so parameters show the new ones only after this.
     states.begin(initial.fill, planned.rules, planned.previous, reporter)
     for parameter, values in shown:

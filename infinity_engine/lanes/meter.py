@@ -190,6 +190,10 @@ class Meter:
 
     # --- as it happens ----------------------------------------------------------------------------
 
+    def now_ns(self) -> int:
+        """Return the time on the clock of what it counts."""
+        return self._telemetry.now_ns()
+
     def waits(self, wait: Wait) -> AbstractContextManager[None]:
         """Return the span that counts the time in which the host waits for this."""
         return self._telemetry.timed(wait.value)
@@ -244,6 +248,15 @@ class Meter:
                     self._update.works(op.lane, start_ns, self._telemetry.now_ns())
         else:
             update()
+        self._telemetry.counter(updated(type(op), "params")).add(op.params)
+
+    def updated(self, op: UpdateOp, start_ns: int, end_ns: int) -> None:
+        """Count an update that the host has made on a thread of its own."""
+        track, fields = op.lane.value, {"subgroup": op.subgroup, "params": op.params}
+        self._telemetry.record(op.name, track=track, start_ns=start_ns, end_ns=end_ns, **fields)
+        self._telemetry.counter(f"{op.name} ns").add(end_ns - start_ns)
+        if self._on and self._update is not None:
+            self._update.works(op.lane, start_ns, end_ns)
         self._telemetry.counter(updated(type(op), "params")).add(op.params)
 
     def micro_batch(self) -> None:

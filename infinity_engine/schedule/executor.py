@@ -1,9 +1,9 @@
 """`Executor`: walks a StepPlan, op by op, in the one order that keeps every lane at work.
 
-Knows order and dependencies; the Carrier knows what an op does. One thread, which carries out the
-HOST lane itself and otherwise waits only for what the HOST lane needs next, until the end. A walk
-can be paused and resumed, while submitted ops go on by themselves. Its waits are spans, and
-counted.
+Knows order and dependencies; the Carrier knows what an op does. It carries out the HOST lane
+itself, or on a thread of its own, which then has a few updates ahead. The walk waits only for what
+the HOST lane needs next, until the end. A walk can be paused and resumed, while submitted ops go on
+by themselves. Its waits are spans, and counted.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ __all__ = ["WAIT_FOR_OPS", "WAIT_FOR_READS", "WAIT_FOR_WRITES", "Carrier", "Exec
 WAIT_FOR_OPS = "wait for ops"
 WAIT_FOR_READS = "wait for reads"
 WAIT_FOR_WRITES = "wait for writes"
+_AHEAD = 2  # updates that the host's thread is given at most: an interrupt waits for these
 _DRIVES = MappingProxyType({Lane.NVME_READ: WAIT_FOR_READS, Lane.NVME_WRITE: WAIT_FOR_WRITES})
 
 
@@ -36,7 +37,8 @@ class Carrier(Protocol):
     def carry_out(self, op: Op, after: Sequence[Any]) -> Waitable | None:
         """Submit an op, to begin when `after` have passed; None where it has ended on return.
 
-        `after` are events that it has returned for ops of streams.
+        `after` are events that it has returned for ops of streams. Ops of the HOST lane end in the
+        order in which they are submitted.
         """
 
 
@@ -91,6 +93,7 @@ class Walk:
             op.subgroup: number for number, op in enumerate(plan.ops) if op.lane is Lane.HOST
         }
         self._arrived: set[int] = set()  # subgroups
+        self._working: deque[int] = deque()  # the host's updates that may not have ended
         # its message and its cause
         self._failure: tuple[str, BaseException | None] | None = None
 
@@ -118,15 +121,15 @@ class Walk:
     def poll(self) -> bool:
         """Submit ops that need no wait, and the host's next update if it can begin; tell if it did.
 
+        The host's thread gets as many as it takes.
+
         Raises:
             RuntimeError: an op failed, as `finish` says.
         """
         with self._reporting_failures():
             self._submit_others()
-            updates = bool(self._order) and self._can_submit(self._plan.ops[self._order[0]])
-            if updates:
-                self._submit(self._order.popleft())
-                self._submit_others()
+            updates = self._update_on_host()
+            self._keep_working()
             self._advance()
         return updates
 
@@ -147,6 +150,8 @@ class Walk:
         with self._reporting_failures():
             self._submit_others()
             self._advance()
+            for number in wanted:
+                self._wait_for(number)
 
     def arrive(self, subgroups: Iterable[int]) -> None:
         """Go on until the new parameters of these subgroups are where the plan leaves them.
@@ -184,6 +189,7 @@ class Walk:
         for number in wanted:
             self._safe_point()
             with self._reporting_failures():
+                self._keep_working()
                 self._wait_for(number)
 
     @contextmanager
@@ -243,6 +249,9 @@ class Walk:
         if op.lane is not Lane.HOST and (self._held_back.get(op.lane) or not self._can_submit(op)):
             self._held_back.setdefault(op.lane, deque()).append(self._order.popleft())
             return
+        while op.lane is Lane.HOST and self._has_enough_work():
+            self._wait_for(self._working[0])
+            self._advance()
         # An update of the host comes next, and ops that it needs are held back: these go first.
         while any(other not in self._events for other in op.after):
             self._wait_for_held_back()
@@ -253,18 +262,41 @@ class Walk:
         while self._order and self._plan.ops[self._order[0]].lane is not Lane.HOST:
             self._submit_next()
 
+    def _update_on_host(self) -> bool:
+        """Submit the host's next update if it can begin, and what follows; tell if it did."""
+        if not self._order or not self._can_submit(self._plan.ops[self._order[0]]):
+            return False
+        self._submit(self._order.popleft())
+        self._submit_others()
+        return True
+
+    def _keep_working(self) -> None:
+        """Give the host's thread what it takes, if there is one and it is at work."""
+        while self._working and self._update_on_host():
+            pass
+
+    def _has_enough_work(self) -> bool:
+        """Tell whether the host's thread has as many updates ahead as it takes."""
+        while self._working and self._has_ended(self._working[0]):
+            self._working.popleft()
+        return len(self._working) >= _AHEAD
+
+    def _has_ended(self, number: int) -> bool:
+        event = self._events[number]
+        return event is None or event.done()
+
     # [Note: which ops wait on the host] Streams of a device wait for one another's events, so their
     # ops are submitted at once. Drives cannot wait: their ops, and those of streams that come after
-    # I/O, are submitted when the ops before them have ended. The walk checks that between the
-    # host's updates, and whenever one of them has to wait.
+    # I/O, are submitted when the ops before them have ended. So are those after an update that the
+    # host's thread makes. The walk checks that between the host's updates, and whenever one of them
+    # has to wait.
     def _can_submit(self, op: Op) -> bool:
-        for other in op.after:
-            if other not in self._events:
-                return False
-            event = self._events[other]
-            if event is not None and self._has_to_end(other, op) and not event.done():
-                return False
-        return True
+        if op.lane is Lane.HOST and self._has_enough_work():
+            return False
+        return all(
+            other in self._events and (not self._has_to_end(other, op) or self._has_ended(other))
+            for other in op.after
+        )
 
     def _advance(self) -> None:
         """Submit the held-back ops that can be submitted, each lane in its order."""
@@ -294,13 +326,21 @@ class Walk:
             elif event is not None:
                 after.append(event)
         try:
-            self._events[number] = self._carrier.carry_out(op, after)
+            event = self._events[number] = self._carrier.carry_out(op, after)
         except Exception as error:
             raise _OpError(number, error) from error
+        if op.lane is Lane.HOST and event is not None:
+            self._working.append(number)
 
     def _has_to_end(self, other: int, op: Op) -> bool:
-        """Tell whether an op must end before another is submitted: streams wait by themselves."""
-        return op.lane is Lane.HOST or op.lane in _DRIVES or self._plan.ops[other].lane in _DRIVES
+        """Tell whether an op must end before another is submitted: streams wait by themselves.
+
+        So does the host's thread for its own updates.
+        """
+        lane = self._plan.ops[other].lane
+        if lane is Lane.HOST:
+            return op.lane is not Lane.HOST
+        return op.lane is Lane.HOST or op.lane in _DRIVES or lane in _DRIVES
 
     def _wait_for(self, number: int) -> None:
         event = self._events[number]

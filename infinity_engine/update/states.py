@@ -56,6 +56,7 @@ from infinity_engine.update.captured import (
     RunInMemory,
     RunOnDrives,
 )
+from infinity_engine.update.host_thread import HostThread, HostUpdate, Times
 from infinity_engine.update.swapping import BufferedSubgroup, SwappedStates
 
 __all__ = ["Receiver", "StateKeeper", "StepInputs", "piece_numbers"]
@@ -117,8 +118,10 @@ class StateKeeper:
         lanes: Lanes,
         swapped: SwappedStates,
         resting: Collection[int] = (),
+        host_thread: HostThread | None = None,
     ) -> None:
         self._swapped = swapped
+        self._host_thread = host_thread  # None: the host's updates are made where they are begun
         self._resting = frozenset(resting)  # subgroups with states on the drives
         self._plan = plan
         self._trained = trained
@@ -601,8 +604,8 @@ class StateKeeper:
         """Whether a step has begun and not ended: some values may be new and the rest old."""
         return self._inputs is not None
 
-    def carry_out(self, op: Op, after: Sequence[Event]) -> Event | IOEvent | None:
-        """Submit an op. An update on the host is done on return."""
+    def carry_out(self, op: Op, after: Sequence[Event]) -> Event | IOEvent | HostUpdate | None:
+        """Submit an op. Without a thread for it, an update on the host is done on return."""
         held = self._held[op.subgroup]
         if isinstance(op, UpdateOnHost | UpdateOnDevice | DownloadStates | StoreStates):
             # A save of the step before may not have written this subgroup yet.
@@ -614,20 +617,30 @@ class StateKeeper:
         # After an interrupted step, only what it has left undone is done.
         if self._was_done(held):
             return None
-        if not isinstance(op, UpdateOnHost):
-            self._swapped.compare(op.subgroup)
-        else:
-            self._update(
-                op,
-                held,
-                self._state_in(self._states_of(held), held, held.steps),
-                self._targets(held),
-            )
-            return None
+        if isinstance(op, UpdateOnHost):
+            return self._update_on_host(op, held)
+        self._swapped.compare(op.subgroup)
         if isinstance(op, UpdateOnDevice):
             return self._update_on_device(op, held, after)
         # In one memory there is nothing to move.
         return None if self._unified else self._move(op, held, after)
+
+    def _update_on_host(self, op: UpdateOnHost, held: _SubgroupStates) -> HostUpdate | None:
+        """Update a subgroup, or let the thread do it; an interrupted step may have done it."""
+        if op.subgroup in self._done:
+            return None
+        state = self._state_in(self._states_of(held), held, held.steps)
+        targets, thread = self._targets(held), self._host_thread
+        if thread is None:
+            self._update(op, held, state, targets)
+            return None
+        update = self._records(held, state, targets, self._step)
+
+        def note(times: Times) -> None:
+            self._lanes.meter.updated(op, *times)
+            self._note_update(held, list(update.steps))
+
+        return thread.begin(partial(self._lanes.kernels.update, update), note)
 
     def _was_done(self, held: _SubgroupStates) -> bool:
         """Tell whether an interrupted step has left nothing to do for a subgroup but to store it.
@@ -747,20 +760,29 @@ class StateKeeper:
         inputs: StepInputs,
     ) -> None:
         """Update a subgroup and its step counts."""
-        segments = held.subgroup.segments
-        update = update_records(
-            state,
-            rules=[inputs.rules[self._trained[segment.parameter].group] for segment in segments],
-            gradients=self._gradients_of(held, inputs),
-            parameters=targets,
-            gradient_factor=inputs.gradient_factor,
-        )
+        update = self._records(held, state, targets, inputs)
         self._lanes.meter.updates(op, self._updating(op, held, update))
         # In place: for a visitor, `_visits` has this very list.
         state.steps[:] = update.steps
         if self._swapped.any:
             nbytes = self._nbytes(held.subgroup, held.home)
             self._lanes.meter.needs(Cargo.STATES, nbytes, found=held.lease is not None)
+
+    def _records(
+        self,
+        held: _SubgroupStates,
+        state: SubgroupState,
+        targets: Sequence[Values | None],
+        inputs: StepInputs,
+    ) -> Update:
+        segments = held.subgroup.segments
+        return update_records(
+            state,
+            rules=[inputs.rules[self._trained[segment.parameter].group] for segment in segments],
+            gradients=self._gradients_of(held, inputs),
+            parameters=targets,
+            gradient_factor=inputs.gradient_factor,
+        )
 
     def _updating(self, op: UpdateOp, held: _SubgroupStates, update: Update) -> Callable[[], None]:
         """Return what carries out an update."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ import infinity_engine
 from infinity_engine import Outcome
 from infinity_engine.accel import Emulation, StreamKind, VirtualAccelerator
 from infinity_engine.engine.engine import Engine
-from infinity_engine.optim import host
+from infinity_engine.optim import Update, host
 from infinity_engine.plan import Rates
 from support.engine_bits import Bits, bits_of, differing
 from support.interrupts import interrupted, interrupted_at
@@ -40,6 +41,13 @@ STRATEGIES: dict[str, Any] = {
 }
 Use = Callable[[Engine], object]
 pytestmark = pytest.mark.usefixtures("deterministic")
+
+
+@pytest.fixture(params=[False, True], ids=["", "on a thread"])
+def host_updates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Let the host make its updates where they are begun, or on a thread, as beside a GPU."""
+    monkeypatch.setattr(VirtualAccelerator, "works_beside_host", request.param)
+    return bool(request.param)
 
 
 def layers() -> nn.Sequential:
@@ -119,6 +127,7 @@ def is_left(made: Engine) -> bool:
 WHERE = ["device", "host"]  # parameters stay, or are fetched
 
 
+@pytest.mark.usefixtures("host_updates")
 @pytest.mark.parametrize("parameters", WHERE)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -378,6 +387,7 @@ def test_whatever_is_done_while_some_is_left_bits_are_the_same(parameters: str, 
         assert differing(expected, bits_of(made)) == []
 
 
+@pytest.mark.usefixtures("host_updates")
 @pytest.mark.parametrize("parameters", WHERE)
 def test_closing_while_some_is_left_ends_it_and_leaves_an_ordinary_model(parameters: str) -> None:
     net = layers()
@@ -479,6 +489,7 @@ def finish(made: Engine, seed: int) -> list[str]:
     raise AssertionError(told)
 
 
+@pytest.mark.usefixtures("host_updates")
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("parameters", WHERE)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -513,6 +524,32 @@ def test_whatever_fails_is_told_and_gone_on_with(
                 told.append(str(error))
             assert differing(expected, bits_of(made)) == [], nth
     assert any("op " in each and "of the plan" in each for each in told)
+
+
+@pytest.mark.parametrize("parameters", WHERE)
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+def test_a_kernel_of_the_host_that_fails_is_told_and_gone_on_with(
+    parameters: str, overlap: str, host_updates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = on_one_memory(2)
+    kernel, count, threads = host.HostKernels.update, [0], set()
+
+    def broken(self: host.HostKernels, update: Update) -> None:
+        count[0] += 1
+        threads.add(threading.current_thread() is threading.main_thread())
+        if count[0] == 3:
+            raise RuntimeError("the kernel is broken")
+        kernel(self, update)
+
+    with opened(parameters=parameters, overlap=overlap, strategy="host_only") as made:
+        monkeypatch.setattr(host.HostKernels, "update", broken)
+        told = finish(made, 0) + finish(made, 1)
+        made.state_dict()
+        assert differing(expected, bits_of(made)) == []
+
+    assert len(told) == 1
+    assert "the kernel is broken" in told[0]
+    assert threads == {not host_updates}
 
 
 def test_a_failure_is_told_by_whoever_meets_it_and_modules_are_not_shown_a_mixture() -> None:
@@ -596,6 +633,7 @@ def test_a_parameter_whose_data_somebody_replaces_after_a_step_is_refused(
             train(made, first=1)
 
 
+@pytest.mark.usefixtures("host_updates")
 @pytest.mark.parametrize("overlap", ["auto", "off"])
 @pytest.mark.parametrize("parameters", WHERE)
 def test_ctrl_c_when_the_kernel_has_returned_updates_nothing_twice(

@@ -79,6 +79,8 @@ class Checking:
     plan: StepPlan
     chance: random.Random
     failing: int | None = None
+    beside: bool = False
+    """Whether the host's updates are made on a thread of their own."""
     events: dict[int, Late | None] = field(default_factory=dict)
     buffers: dict[int, int] = field(default_factory=dict)
 
@@ -90,11 +92,17 @@ class Checking:
         for other in op.after:
             event = self.events[other]
             if event is not None and not event.passed:
-                assert {op.lane, self.plan.ops[other].lane} <= STREAMS
+                lanes = {op.lane, self.plan.ops[other].lane}
+                assert lanes <= STREAMS or lanes == {Lane.HOST}
                 assert event in after
         self._check_buffer(number, op)
         event = None
-        if op.lane is Lane.HOST or (op.lane not in STREAMS and self.chance.random() < 0.1):
+        if op.lane is Lane.HOST and self.beside:
+            before = [event for event in map(self.events.get, lane) if event is not None]
+            assert sum(not event.passed for event in before) < 2, "an interrupt waits for these"
+            looks = self.chance.choice([0, 1, 3, 10, float("inf")])
+            event = Late(looks, before[-1:], fails=number == self.failing)
+        elif op.lane is Lane.HOST or (op.lane not in STREAMS and self.chance.random() < 0.1):
             if number == self.failing:
                 raise DriveError
         else:
@@ -177,7 +185,7 @@ def some_of(walk: Walk, plan: StepPlan, chance: random.Random) -> None:
 def test_every_op_is_carried_out_once_and_after_what_it_needs(
     plan: StepPlan, chance: random.Random
 ) -> None:
-    carrier = Checking(plan, chance)
+    carrier = Checking(plan, chance, beside=chance.random() < 0.5)
     walk = Executor(carrier, NullTelemetry()).begin(plan)
 
     some_of(walk, plan, chance)
@@ -193,7 +201,7 @@ def test_after_an_op_has_failed_all_that_began_has_ended_and_nothing_that_needs_
     plan: StepPlan, chance: random.Random
 ) -> None:
     failing = chance.randrange(len(plan.ops))
-    carrier = Checking(plan, chance, failing)
+    carrier = Checking(plan, chance, failing, beside=chance.random() < 0.5)
     walk = Executor(carrier, NullTelemetry()).begin(plan)
 
     def all_of_it() -> None:
@@ -207,7 +215,12 @@ def test_after_an_op_has_failed_all_that_began_has_ended_and_nothing_that_needs_
     assert walk.failed
     assert all(event is None or event.waited for event in carrier.events.values())
     for number, op in enumerate(plan.ops):
-        if failing in op.after and {op.lane, plan.ops[failing].lane} - STREAMS:
+        lanes = {op.lane, plan.ops[failing].lane}
+        if (
+            failing in op.after
+            and lanes - STREAMS
+            and not (carrier.beside and lanes == {Lane.HOST})
+        ):
             assert number not in carrier.events
 
 
@@ -224,7 +237,7 @@ def test_an_interrupt_leaves_nothing_under_way_and_ends_the_walk(
                 raise KeyboardInterrupt
             return super().carry_out(op, after)
 
-    carrier = Interrupted(plan, chance)
+    carrier = Interrupted(plan, chance, beside=chance.random() < 0.5)
     walk = Executor(carrier, NullTelemetry()).begin(plan)
 
     with pytest.raises(KeyboardInterrupt):
@@ -241,7 +254,7 @@ def test_an_interrupt_leaves_nothing_under_way_and_ends_the_walk(
 def test_a_walk_that_goes_as_far_as_an_update_waits_for_nothing_that_follows_it(
     plan: StepPlan, chance: random.Random, data: st.DataObject
 ) -> None:
-    carrier = Checking(plan, chance)
+    carrier = Checking(plan, chance, beside=chance.random() < 0.5)
     walk = Walk(plan, carrier, NullTelemetry())
     wanted = data.draw(st.sampled_from([each.index for each in plan.subgroups]))
 
