@@ -1,8 +1,8 @@
-"""A GPU through torch: its streams, events and caching allocator. Has not run on a GPU yet.
+"""A GPU through torch: its streams, events and caching allocator.
 
 Copies are asynchronous where the host's side is page-locked; one warning says where it is not.
-Imports no CUDA until an accelerator is made. tests/gpu/test_accel_cuda.py is what has to pass on a
-machine with a GPU.
+Imports no CUDA until an accelerator is made. Tested by tests/gpu/test_accel_cuda.py on a machine
+with a GPU.
 """
 
 from __future__ import annotations

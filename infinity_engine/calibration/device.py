@@ -1,7 +1,6 @@
 """How fast the device updates parameters and multiplies matrices.
 
-The update of a GPU has not run on one yet. What cannot be measured here has the reason in its
-figure.
+What cannot be measured here has the reason in its figure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`DeviceKernels`: the kernels for work on the device: a GPU's, or the host's for an emulated one.
 
-Starts work in torch's current stream and waits for nothing. Decides nothing. The GPU's have not run
-on a GPU yet.
+Starts work in torch's current stream and waits for nothing. Decides nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The NVIDIA GPUs, read from the driver's library (NVML) through ctypes, without a CUDA context.
 
 A machine without the library, or with a driver that does not answer, has no GPUs and a reason why.
-Tested against a fake library that is compiled for the purpose; not yet run on a machine with a GPU.
+Tested against a fake library that is compiled for the purpose, and by tests/gpu on a GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The update rules on a GPU: the CPU's records, with addresses on the device, on a cupy stream.
 
 Gives the CPU's bits. Starts work on the stream that is current in cupy and waits for nothing; the
-memory that the records name must stay until the stream has passed. Has not run on a GPU yet:
-tests/gpu compares it with the CPU there.
+memory that the records name must stay until the stream has passed. tests/gpu compares it with the
+CPU on a machine with a GPU.
 """
 
 from __future__ import annotations

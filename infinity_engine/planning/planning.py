@@ -8,7 +8,6 @@ Refuses what cannot be. Reserves nothing but the queue for the drives; what it o
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -229,14 +228,6 @@ def check_device(accelerator: Accelerator, *, alone: bool) -> None:
             value=accelerator.name,
             expected="cpu: this version trains on one GPU, or on several ranks of the CPU "
             "(CHANGELOG.md, Known gaps)",
-        )
-    if kind == "cuda":
-        warnings.warn(
-            "the engine has not run on a GPU yet: it was tested on other devices only. Compare a "
-            "short training with "
-            "one of accelerator='cpu', and run scripts/gpu_check of the project",
-            RuntimeWarning,
-            stacklevel=5,
         )
 
 

@@ -1,7 +1,4 @@
-"""Activations on a GPU: the same bits wherever they wait, and tiles that agree with plain torch.
-
-Written without a GPU at hand.
-"""
+"""Activations on a GPU: the same bits wherever they wait, and tiles that agree with plain torch."""
 
 from __future__ import annotations
 
@@ -32,7 +29,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
     pytest.mark.usefixtures("exact"),
-    pytest.mark.filterwarnings("ignore:the engine has not run on a GPU yet:RuntimeWarning"),
     # what `exact` asks for, where torch has it not
     pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"),
     # torch, in a backward's own thread

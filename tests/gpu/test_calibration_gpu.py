@@ -1,7 +1,4 @@
-"""Calibrating a machine with a GPU: links, updates and products of the device have figures.
-
-Written without one.
-"""
+"""Calibrating a machine with a GPU: links, updates and products of the device have figures."""
 
 from __future__ import annotations
 

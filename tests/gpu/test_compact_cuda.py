@@ -1,7 +1,4 @@
-"""Frozen layers in 8 and 4 bits on a GPU, and models of files that train and generate there.
-
-Written without a GPU at hand.
-"""
+"""Frozen layers in 8 and 4 bits on a GPU, and models of files that train and generate there."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
     pytest.mark.usefixtures("exact"),
-    pytest.mark.filterwarnings("ignore:the engine has not run on a GPU yet:RuntimeWarning"),
     # what `exact` asks for, where torch has it not
     pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"),
     # torch, in a backward's own thread

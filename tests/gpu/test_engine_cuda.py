@@ -1,7 +1,5 @@
 """The engine on a real GPU: P1 there, drives behind it, and the budget of its memory.
 
-Written without a GPU at hand.
-
 tests/parity/test_far_device.py shows the same on a device that only torch takes for another one.
 """
 
@@ -29,7 +27,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
     pytest.mark.usefixtures("exact"),
-    pytest.mark.filterwarnings("ignore:the engine has not run on a GPU yet:RuntimeWarning"),
     # what `exact` asks for, where torch has it not
     pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),

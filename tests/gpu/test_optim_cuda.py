@@ -1,7 +1,4 @@
-"""The GPU's update kernels against the scalar CPU kernels, bit for bit.
-
-Written without a GPU at hand.
-"""
+"""The GPU's update kernels against the scalar CPU kernels, bit for bit."""
 
 from __future__ import annotations
 

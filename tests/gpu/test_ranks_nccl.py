@@ -1,7 +1,4 @@
-"""Ranks on GPUs of their own, over NCCL: the bits are those of a loop over the ranks.
-
-Written without a GPU at hand.
-"""
+"""Ranks on GPUs of their own, over NCCL: the bits are those of a loop over the ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Training on a GPU has the bits of training on the CPU, where gradients have them.
-
-Written without a GPU at hand.
-"""
+"""Training on a GPU has the bits of training on the CPU, where gradients have them."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ pytest.importorskip("cupy")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
-    pytest.mark.filterwarnings("ignore:the engine has not run on a GPU yet:RuntimeWarning"),
     # torch, in a backward's own thread
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
 ]

@@ -1,7 +1,5 @@
 """A run that is saved on a GPU goes on with the same bits: there, placed in another way, and on the
 CPU.
-
-Written without a GPU at hand.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
     pytest.mark.usefixtures("exact"),
-    pytest.mark.filterwarnings("ignore:the engine has not run on a GPU yet:RuntimeWarning"),
     # what `exact` asks for, where torch has it not
     pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"),
     # torch, in a backward's own thread

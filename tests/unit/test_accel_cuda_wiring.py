@@ -122,10 +122,13 @@ def test_a_stream_waits_for_the_events_of_others_and_not_for_its_own(
 
     device.copy(on_device(), on_host(), stream=up, after=[first])
     device.wait_for(compute, first)
+    gpu.log.append("what a module launches")
     device.run(lambda: gpu.log.append("work"), stream=compute, cost=COST)
 
     assert gpu.log == [
         "event in stream 2",
+        "default waits for stream 2",
+        "what a module launches",
         "default waits for stream 2",
         "work",
         "event in default",
@@ -196,12 +199,13 @@ def test_buffers_are_allocated_on_a_stream_of_their_own(
 ) -> None:
     seen: list[str] = []
 
-    def empty(*_args: object, **_options: object) -> torch.Tensor:
+    def allocated(nbytes: int, *, device: object) -> torch.UntypedStorage:
         seen.append(gpu.current)
         return memory
 
-    memory = on_device()
-    monkeypatch.setattr(torch, "empty", empty)
+    memory, empty = on_device().untyped_storage(), torch.empty(0, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "empty", lambda *_args, **_options: empty)
+    monkeypatch.setattr(torch, "UntypedStorage", allocated)
 
     device.allocate(8)
 

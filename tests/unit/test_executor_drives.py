@@ -98,10 +98,10 @@ class Checking:
         self._check_buffer(number, op)
         event = None
         if op.lane is Lane.HOST and self.beside:
-            before = [event for event in map(self.events.get, lane) if event is not None]
-            assert sum(not event.passed for event in before) < 2, "an interrupt waits for these"
+            earlier = [late for late in map(self.events.get, lane) if late is not None]
+            assert sum(not late.passed for late in earlier) < 2, "an interrupt waits for these"
             looks = self.chance.choice([0, 1, 3, 10, float("inf")])
-            event = Late(looks, before[-1:], fails=number == self.failing)
+            event = Late(looks, earlier[-1:], fails=number == self.failing)
         elif op.lane is Lane.HOST or (op.lane not in STREAMS and self.chance.random() < 0.1):
             if number == self.failing:
                 raise DriveError
