@@ -76,6 +76,17 @@ class Effort:
         # Not their sum: computing is measured before the memory for the rest is taken.
         return max(self.update_bytes + self.io_bytes, self.compute_bytes)
 
+    def beside_a_gpu(self) -> Effort:
+        """Return it with the memory that the host of a GPU has for it.
+
+        The caches of many cores hold less of it, and copies are long enough to reach a link's rate.
+        """
+        return replace(
+            self,
+            update_bytes=max(self.update_bytes, GiB),
+            io_bytes=max(self.io_bytes, 128 * MiB),
+        )
+
     def part(self, share: float) -> MeasuringTime:
         """Return what a share of the time allows."""
         return MeasuringTime(

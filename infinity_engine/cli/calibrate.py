@@ -121,6 +121,8 @@ def _measured(options: argparse.Namespace) -> tuple[Calibration, Path | None]:
             from infinity_engine.accel import open_accelerator
 
             accelerator = resources.enter_context(open_accelerator(options.accelerator))
+            if accelerator.works_beside_host:
+                effort = effort.beside_a_gpu()
         # The lock of the user's cache: the one below keeps nothing and locks nothing.
         resources.enter_context(cache.alone(waiting))
         # From here on, so that waiting for another process does not count.

@@ -20,6 +20,7 @@ from infinity_engine.calibration import (
     FULL,
     CalibrationCache,
     CalibrationWarning,
+    Effort,
     calibrated,
     kept_calibration,
 )
@@ -242,6 +243,7 @@ def _calibration(
             directories,
             accelerator=accelerator,
             queue=queue,
+            effort=_effort(accelerator, budget),
             report=lambda part: _LOG.info("measuring %s", part),
             waiting=lambda: _LOG.info("another process measures this machine: waiting for it"),
         )
@@ -252,6 +254,13 @@ def _calibration(
         raise ConfigError(
             field="budget.nvme", value=", ".join(directories), expected=expected
         ) from problem
+
+
+def _effort(accelerator: Accelerator, budget: ResolvedBudget) -> Effort:
+    """Return how much memory measuring takes: more beside a GPU, where the budget has it."""
+    larger = FULL.beside_a_gpu()
+    has_room = accelerator.works_beside_host and budget.host >= larger.memory_bytes
+    return larger if has_room else FULL
 
 
 def _check(budget: ResolvedBudget, directories: Sequence[str]) -> None:

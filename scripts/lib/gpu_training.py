@@ -20,14 +20,12 @@ from infinity_engine.accel import Accelerator, open_accelerator
 from infinity_engine.calibration import FULL, KeptFigures, calibrated
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.plan import Rates, Strategy
-from infinity_engine.units import GiB, MiB
 from tiny_gpt import VOCABULARY, TinyGPT
 
 __all__ = ["Layers", "Taken", "Way", "gpt", "gpu", "rates_of", "some_text", "steps_of", "waited"]
 
 
-# More memory than the caches of a large machine hold, copies of many megabytes, little time.
-EFFORT = replace(FULL, seconds=6.0, rounds=3, update_bytes=GiB, io_bytes=128 * MiB)
+EFFORT = replace(FULL.beside_a_gpu(), seconds=6.0, rounds=3)
 
 
 @dataclass(frozen=True, kw_only=True)

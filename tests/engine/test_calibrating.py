@@ -56,7 +56,9 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a calibration take little."""
     monkeypatch.setattr(calibrating, "FULL", TINY)
-    monkeypatch.setattr(calibrating, "calibrated", lambda *a, **k: calibrated(*a, effort=TINY, **k))
+    monkeypatch.setattr(
+        calibrating, "calibrated", lambda *a, **k: calibrated(*a, **{**k, "effort": TINY})
+    )
 
 
 @pytest.fixture
@@ -140,6 +142,25 @@ def test_where_device_and_host_are_one_memory_nothing_is_measured() -> None:
 
 
 # --- from a file ---
+
+
+@pytest.mark.parametrize(
+    ("host", "update_bytes"), [("512MiB", calibrating.FULL.update_bytes), ("2GiB", GiB)]
+)
+def test_beside_a_gpu_more_memory_is_measured_where_the_budget_has_it(
+    host: str, update_bytes: int, device: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    efforts: list[Effort] = []
+
+    def noting(*given: Any, effort: Effort, **more: Any) -> Any:
+        efforts.append(effort)
+        return calibrated(*given, effort=TINY, **more)
+
+    monkeypatch.setattr(type(device), "works_beside_host", True)
+    monkeypatch.setattr(calibrating, "calibrated", noting)
+
+    with engine(device, budget={"host": host, "device": "8MiB"}):
+        assert [effort.update_bytes for effort in efforts] == [update_bytes]
 
 
 def test_a_file_that_the_command_wrote_gives_the_rates(device: Accelerator, tmp_path: Path) -> None:
