@@ -25,7 +25,7 @@ from infinity_engine.engine.engine import Engine
 from infinity_engine.optim import Update, host
 from infinity_engine.plan import Rates
 from support.engine_bits import Bits, bits_of, differing
-from support.interrupts import interrupted, interrupted_at
+from support.interrupts import interrupted, interrupted_at, walks
 
 RATES = Rates(
     h2d_bytes_per_s=5e9,
@@ -586,7 +586,7 @@ FILES = (
 )
 
 
-@pytest.mark.parametrize("first", [1, 12, 23, 34, 45, 56])
+@pytest.mark.parametrize("first", walks(1, 12, 23, 34, 45, 56))
 @pytest.mark.parametrize("parameters", WHERE)
 def test_a_forward_that_is_interrupted_anywhere_can_be_made_again(
     first: int, parameters: str
@@ -603,7 +603,7 @@ def test_a_forward_that_is_interrupted_anywhere_can_be_made_again(
             return
 
 
-@pytest.mark.parametrize("first", [1, 18, 35, 52, 69, 86])
+@pytest.mark.parametrize("first", walks(1, 18, 35, 52, 69, 86))
 @pytest.mark.parametrize("parameters", WHERE)
 def test_a_step_that_is_interrupted_anywhere_goes_on(first: int, parameters: str) -> None:
     expected = on_one_memory(2)

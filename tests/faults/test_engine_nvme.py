@@ -92,7 +92,7 @@ def cause_of(error: BaseException) -> TransferError:
 
 @pytest.mark.parametrize("accelerator", ["cpu", "emulated"])
 @pytest.mark.parametrize("requests", [Requests.READS, Requests.WRITES])
-@pytest.mark.parametrize("every", [31, 61, 97])
+@pytest.mark.parametrize("every", [31, pytest.param(61, marks=pytest.mark.slow), 97])
 @pytest.mark.parametrize("checksum", ["off", "crc32c"])
 def test_where_each_nth_io_fails_training_goes_on_and_ends_with_the_same_bits(
     checksum: str, accelerator: str, requests: Requests, every: int, tmp_path: Path
