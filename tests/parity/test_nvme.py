@@ -57,11 +57,12 @@ def same(got: Trained, expected: Trained) -> None:
     ("precision", "accumulation", "clip", "checksum"),
     [
         ("fp32", 1, None, "off"),
-        ("bf16", 1, 0.05, "off"),
+        # By default, clipping and checksums are seen with accumulation alone.
+        pytest.param("bf16", 1, 0.05, "off", marks=pytest.mark.slow),
         ("bf16", 3, 0.05, "off"),
         ("bf16", 3, None, "off"),
         ("fp16", 1, None, "off"),
-        ("fp32", 1, None, "crc32c"),
+        pytest.param("fp32", 1, None, "crc32c", marks=pytest.mark.slow),
         ("bf16", 3, 0.05, "crc32c"),
     ],
 )

@@ -139,13 +139,18 @@ def reference(
 
 
 def plain(
-    model: str, optimizer: str, *, accumulation: int = 1, clip: float | None = None
+    model: str,
+    optimizer: str,
+    *,
+    accumulation: int = 1,
+    clip: float | None = None,
+    steps: int,
 ) -> tuple[Bits, list[float]]:
     """Train with PyTorch alone."""
     task, chosen = made(model, optimizer)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, STEPS)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, steps)
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         for micro_batch in range(accumulation):
             loss = task(task.batch(step * accumulation + micro_batch))
             (loss / accumulation).backward()
@@ -180,7 +185,9 @@ EVERY_WAY = [
 ]
 
 
-LENGTHS = [12, pytest.param(STEPS, marks=pytest.mark.slow)]
+# Steps repeat what the first few do. In fp16, the first of 12 fit the loss scale.
+LENGTHS = [6, pytest.param(STEPS, marks=pytest.mark.slow)]
+FP16_STEPS = 12
 
 
 @pytest.mark.parametrize("steps", LENGTHS)
@@ -194,6 +201,8 @@ def test_every_strategy_gives_the_same_bits(
     clip: float | None,
     steps: int,
 ) -> None:
+    if precision == "fp16":
+        steps = max(steps, FP16_STEPS)
     expected = reference("gpt", precision, accumulation, clip, steps)
 
     bits, _ = trained(
@@ -273,12 +282,19 @@ def test_parameters_that_are_fetched_around_modules_have_the_same_bits(
         assert same == losses
 
 
+# Over 50 steps rounding could add up; that is the long run's, but for one model.
+DRIFTING = "gpt"
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_fp32_training_is_that_of_plain_pytorch(model: str, optimizer: str) -> None:
-    expected, plain_losses = plain(model, optimizer)
+def test_fp32_training_is_that_of_plain_pytorch(model: str, optimizer: str, steps: int) -> None:
+    if model == DRIFTING:
+        steps = STEPS
+    expected, plain_losses = plain(model, optimizer, steps=steps)
 
-    bits, losses = trained(model, optimizer, HostOnly(), None)
+    bits, losses = trained(model, optimizer, HostOnly(), None, steps=steps)
 
     ours = {name: bits[name] for name in expected}
     if optimizer == "sgd":
@@ -344,9 +360,9 @@ def test_a_parameter_without_a_gradient_is_untouched_in_that_step() -> None:
 
 
 def test_accumulation_and_clipping_are_those_of_plain_pytorch() -> None:
-    expected, _ = plain("gpt", "sgd", accumulation=2, clip=0.05)
+    expected, _ = plain("gpt", "sgd", accumulation=2, clip=0.05, steps=12)
 
-    bits, _ = trained("gpt", "sgd", HostOnly(), None, accumulation=2, clip=0.05)
+    bits, _ = trained("gpt", "sgd", HostOnly(), None, accumulation=2, clip=0.05, steps=12)
 
     for name, tensor in expected.items():
         torch.testing.assert_close(bits[name], tensor, rtol=2e-4, atol=2e-5)
