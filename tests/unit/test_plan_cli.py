@@ -8,6 +8,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,6 +19,7 @@ import pytest
 from infinity_engine.cli.main import main
 from infinity_engine.plan import DriveRates, Rates
 from infinity_engine.sim.configs import FAMILIES
+from infinity_engine.sim.planner import Planner
 from support.calibrations import calibration
 
 DESKTOP = ("--gpus", "1", "--gpu-mem", "24GiB", "--ram", "64GiB", "--nvme", "2TB")
@@ -29,6 +32,15 @@ CONFIG = {
     "num_attention_heads": 8,
     "vocab_size": 32000,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def equal_questions_are_searched_once() -> Iterator[None]:
+    """Keep what the planner found: tests ask for other figures of the same model and machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Planner, "decide", cache(Planner.decide))
+        patch.setattr(Planner, "look", cache(Planner.look))
+        yield
 
 
 @pytest.fixture
@@ -139,7 +151,7 @@ def test_in_json_it_is_one_object_with_the_plan(plan: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("memory", ["24GiB", "48GiB"])
+@pytest.mark.parametrize("memory", [pytest.param("24GiB", marks=pytest.mark.slow), "48GiB"])
 def test_what_is_worth_something_is_worth_buying(plan: Any, memory: str) -> None:
     large = ("--model", "llama-3.1-405b", "--gpu", "4090", "--ram", "512GiB", "--nvme", "10TB")
     _, text, _ = plan(*large, "--gpu-mem", memory, "--json")
