@@ -17,22 +17,20 @@ from infinity_engine.accel.base import (
     UpdateCost,
 )
 from infinity_engine.accel.cpu import CpuAccelerator
-from infinity_engine.accel.emulated import Clock, Emulation, OperationRecord
+from infinity_engine.accel.emulated import EmulatedAccelerator, Emulation, OperationRecord
 from infinity_engine.accel.opening import emulated_accelerator, open_accelerator
-from infinity_engine.accel.paced import PacedAccelerator
 from infinity_engine.accel.virtual import VirtualAccelerator
 
 __all__ = [
     "Accelerator",
     "Buffer",
-    "Clock",
     "Cost",
     "CpuAccelerator",
     "DeviceBytes",
+    "EmulatedAccelerator",
     "Emulation",
     "Event",
     "OperationRecord",
-    "PacedAccelerator",
     "Stream",
     "StreamKind",
     "TimeCost",

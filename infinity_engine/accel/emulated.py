@@ -3,8 +3,8 @@
 Its memory is NaN wherever nothing was written: fresh and freed bytes are 0xFF, which is NaN in
 every float type. The two links do not slow one another, and each carries its copies one at a time
 in the order of their submission, whatever stream they are in. Modules compute on the host itself:
-it waits for events where a GPU's stream would. Two clocks carry the operations out: virtual.py and
-paced.py. Starts nothing itself.
+it waits for events where a GPU's stream would. The virtual clock of virtual.py carries the
+operations out. Starts nothing itself.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import bisect
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -26,7 +25,6 @@ from infinity_engine.plan import Rates
 
 __all__ = [
     "NAN_BYTE",
-    "Clock",
     "EmulatedAccelerator",
     "EmulatedMemory",
     "Emulation",
@@ -40,13 +38,6 @@ _NS_PER_S = 10**9
 _Op = TypeVar("_Op", bound=Operation)
 
 
-class Clock(Enum):
-    """How an emulated device takes its time."""
-
-    VIRTUAL = "virtual"  # Computed, in one thread: for tests.
-    REAL = "real"  # Kept by threads: for benches.
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Emulation:
     """The properties of an emulated device."""
@@ -55,10 +46,9 @@ class Emulation:
     # small it is; those of updates on the host where `host_takes_time`.
     rates: Rates
     capacity_bytes: int
-    clock: Clock = Clock.VIRTUAL
-    # Whether a virtual clock advances while the host updates, at its rate.
+    # Whether the virtual clock advances while the host updates, at its rate.
     host_takes_time: bool = False
-    seed: int = 0  # Draws one of the legal orders, where the clock is virtual.
+    seed: int = 0  # Draws one of the legal orders.
     # Called with the stream's kind before each copy and work, which fails with the error that this
     # returns.
     fault: Callable[[StreamKind], Exception | None] | None = None
@@ -153,9 +143,10 @@ class EmulatedMemory:
 
 
 class EmulatedAccelerator(OrderedAccelerator[_Op]):
-    """The parts that both clocks share: the memory, the rates as durations, the timeline."""
+    """The parts that no clock decides: the memory, the rates as durations, the timeline."""
 
     name = "emulated"
+    clock: ClassVar[str]  # the kind of clock that its times are on
     unified = False
 
     def __init__(self, kind: type[_Op], emulation: Emulation) -> None:

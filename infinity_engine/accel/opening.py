@@ -9,8 +9,7 @@ import torch
 
 from infinity_engine.accel.base import Accelerator
 from infinity_engine.accel.cpu import CpuAccelerator
-from infinity_engine.accel.emulated import Clock, Emulation
-from infinity_engine.accel.paced import PacedAccelerator
+from infinity_engine.accel.emulated import Emulation
 from infinity_engine.accel.virtual import VirtualAccelerator
 from infinity_engine.errors import ConfigError
 
@@ -40,10 +39,6 @@ def open_accelerator(name: str, *, emulation: Emulation | None = None) -> Accele
     return CpuAccelerator()
 
 
-def emulated_accelerator(emulation: Emulation) -> VirtualAccelerator | PacedAccelerator:
-    """Return an emulated device with the clock that `emulation` names."""
-    return (
-        VirtualAccelerator(emulation)
-        if emulation.clock is Clock.VIRTUAL
-        else PacedAccelerator(emulation)
-    )
+def emulated_accelerator(emulation: Emulation) -> VirtualAccelerator:
+    """Return an emulated device."""
+    return VirtualAccelerator(emulation)

@@ -86,6 +86,8 @@ class VirtualOperation(Operation):
 class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
     """An emulated device with computed time: `wait` and `host_work` advance it, not `done`."""
 
+    clock = "virtual"
+
     def __init__(self, emulation: Emulation) -> None:
         super().__init__(VirtualOperation, emulation)
         self._random = random.Random(emulation.seed)  # noqa: S311 - draws an order, keeps no secret

@@ -15,7 +15,7 @@ import torch
 from infinity_engine.accel import (
     Accelerator,
     Buffer,
-    PacedAccelerator,
+    EmulatedAccelerator,
     StreamKind,
     UpdateCost,
     VirtualAccelerator,
@@ -46,10 +46,9 @@ _GPU_BYTES = GiB  # of its memory: an update through them takes a good part of a
 
 def device_identity(accelerator: Accelerator) -> str:
     """Return what tells a device from others, as machine_identity has it."""
-    if isinstance(accelerator, VirtualAccelerator | PacedAccelerator):
-        emulation = accelerator.emulation
+    if isinstance(accelerator, EmulatedAccelerator):
         # The rates are the device: others are another one.
-        return f"emulated, {emulation.clock.value} clock: {emulation.rates!r}"
+        return f"emulated, {accelerator.clock} clock: {accelerator.emulation.rates!r}"
     return gpu_device() if accelerator.name == "cuda" else accelerator.name
 
 

@@ -15,9 +15,9 @@ from enum import Enum
 
 from infinity_engine.accel import (
     Accelerator,
+    EmulatedAccelerator,
     Event,
     OperationRecord,
-    PacedAccelerator,
     VirtualAccelerator,
 )
 from infinity_engine.accel.operation import Operation
@@ -362,17 +362,13 @@ class Meter:
 
 def _device_times(accelerator: Accelerator) -> Callable[[], Sequence[OperationRecord]] | None:
     """Return what lists the device's operations with their times; None where it does not know."""
-    if isinstance(accelerator, VirtualAccelerator | PacedAccelerator):
+    if isinstance(accelerator, EmulatedAccelerator):
         return accelerator.timeline
     return None
 
 
 def _described(accelerator: Accelerator) -> str:
     """Return how to read this accelerator's times: an emulated one says that it is emulated."""
-    if isinstance(accelerator, VirtualAccelerator):
-        return "emulated, on its virtual clock"
-    return (
-        "emulated, on the real clock"
-        if isinstance(accelerator, PacedAccelerator)
-        else accelerator.name
-    )
+    if isinstance(accelerator, EmulatedAccelerator):
+        return f"emulated, on its {accelerator.clock} clock"
+    return accelerator.name

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import infinity_engine
-from infinity_engine.accel import Clock, Emulation, StreamKind, emulated_accelerator
+from infinity_engine.accel import Emulation, StreamKind, VirtualAccelerator
 from infinity_engine.engine.engine import Engine
 from infinity_engine.lanes.meter import Cargo, Wait
 from infinity_engine.outcome import Outcome
@@ -22,6 +22,7 @@ from infinity_engine.plan import Rates, Tier
 from infinity_engine.plan.ops import CopyOp, Lane, UpdateOnHost
 from infinity_engine.reporting.report import LinkUse, Over, UpdateUse, report_of
 from infinity_engine.telemetry import StepRecord, trace_events
+from paced_device import PacedAccelerator
 
 RATES = Rates(
     h2d_bytes_per_s=1e9,
@@ -51,6 +52,8 @@ peak of DEVICE       144 KiB of 1 MiB
 peak of HOST         192 KiB of 1 MiB
 """
 
+EmulatedDevice = VirtualAccelerator | PacedAccelerator
+
 
 def layers() -> torch.nn.Sequential:
     torch.manual_seed(0)
@@ -61,13 +64,13 @@ def layers() -> torch.nn.Sequential:
 def engine(
     strategy: object = "host_only",
     *,
-    clock: Clock = Clock.VIRTUAL,
+    kind: type[EmulatedDevice] = VirtualAccelerator,
     timeline_kept: int = 10_000,
     fault: Callable[[StreamKind], Exception | None] | None = None,
     **settings: Any,
 ) -> Iterator[Engine]:
     emulation = Emulation(
-        rates=RATES, capacity_bytes=1 << 20, clock=clock, timeline_kept=timeline_kept, fault=fault
+        rates=RATES, capacity_bytes=1 << 20, timeline_kept=timeline_kept, fault=fault
     )
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -75,7 +78,7 @@ def engine(
     # so that a step's figures are of its own update
     given = {**memory, "rates": RATES, "overlap": "off", **settings}
     with (
-        emulated_accelerator(emulation) as device,
+        kind(emulation) as device,
         infinity_engine.initialize(
             model, optimizer, device=device, strategy=strategy, **given
         ) as made,
@@ -112,10 +115,12 @@ def nbytes_by_plan(made: Engine, lane: Lane, kind: str) -> int:
 # --- links ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clock", Clock)
+@pytest.mark.parametrize("kind", [VirtualAccelerator, PacedAccelerator])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_the_update_moves_the_bytes_of_the_plan(strategy: object, clock: Clock) -> None:
-    with engine(strategy, clock=clock) as made:
+def test_the_update_moves_the_bytes_of_the_plan(
+    strategy: object, kind: type[EmulatedDevice]
+) -> None:
+    with engine(strategy, kind=kind) as made:
         for _ in range(2):
             train(made)
 
@@ -396,10 +401,12 @@ def test_as_text_a_report_is_a_small_table() -> None:
 # --- the trace ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clock", Clock)
+@pytest.mark.parametrize("kind", [VirtualAccelerator, PacedAccelerator])
 @pytest.mark.parametrize("parameters", ["host", "device"])
-def test_the_trace_shows_every_op_of_the_update_in_its_lane(parameters: str, clock: Clock) -> None:
-    with engine({"name": "interleaved", "share": 0.7}, parameters=parameters, clock=clock) as made:
+def test_the_trace_shows_every_op_of_the_update_in_its_lane(
+    parameters: str, kind: type[EmulatedDevice]
+) -> None:
+    with engine({"name": "interleaved", "share": 0.7}, parameters=parameters, kind=kind) as made:
         train(made)
         trace: dict[str, Any] = json.loads(
             json.dumps(trace_events(made.timeline()), allow_nan=False)

@@ -16,7 +16,6 @@ import torch
 
 from infinity_engine.accel import (
     Accelerator,
-    Clock,
     Emulation,
     StreamKind,
     TimeCost,
@@ -25,6 +24,7 @@ from infinity_engine.accel import (
     open_accelerator,
 )
 from infinity_engine.plan import Rates
+from paced_device import PacedAccelerator
 
 FAST = Rates(h2d_bytes_per_s=1e11, d2h_bytes_per_s=1e11, device_update_params_per_s=1e12)
 NO_TIME = TimeCost(0)
@@ -37,9 +37,8 @@ def make(
     """Return the accelerator that a test is run on."""
     if kind == "cpu":
         return open_accelerator("cpu")
-    return emulated_accelerator(
-        Emulation(rates=FAST, capacity_bytes=1 << 20, clock=Clock(kind), seed=seed, fault=fault)
-    )
+    emulation = Emulation(rates=FAST, capacity_bytes=1 << 20, seed=seed, fault=fault)
+    return PacedAccelerator(emulation) if kind == "real" else emulated_accelerator(emulation)
 
 
 @pytest.fixture(params=["cpu", *COPYING])

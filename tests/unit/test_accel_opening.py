@@ -13,10 +13,8 @@ import torch
 
 from infinity_engine.accel import (
     Buffer,
-    Clock,
     CpuAccelerator,
     Emulation,
-    PacedAccelerator,
     StreamKind,
     TimeCost,
     UpdateCost,
@@ -40,19 +38,11 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         open_accelerator("cuda")
 
 
-@pytest.mark.parametrize(
-    ("clock", "kind"), [(Clock.VIRTUAL, VirtualAccelerator), (Clock.REAL, PacedAccelerator)]
-)
-def test_the_emulated_device_has_the_clock_that_was_asked_for(clock: Clock, kind: type) -> None:
-    with open_accelerator(
-        "emulated", emulation=Emulation(rates=RATES, capacity_bytes=1, clock=clock)
-    ) as device:
-        assert isinstance(device, kind)
+def test_the_emulated_device_has_a_virtual_clock() -> None:
+    emulation = Emulation(rates=RATES, capacity_bytes=1)
+    with open_accelerator("emulated", emulation=emulation) as device:
+        assert isinstance(device, VirtualAccelerator)
         assert (device.name, device.unified, device.torch_device.type) == ("emulated", False, "cpu")
-
-
-def test_the_clock_of_an_emulation_is_virtual_unless_it_says_otherwise() -> None:
-    assert Emulation(rates=RATES, capacity_bytes=1).clock is Clock.VIRTUAL
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:

@@ -17,15 +17,14 @@ pytest.importorskip("torch", reason="accelerators move tensors of torch")
 import torch
 
 from infinity_engine.accel import (
-    Clock,
     Emulation,
     Event,
-    PacedAccelerator,
     StreamKind,
     TimeCost,
     UpdateCost,
 )
 from infinity_engine.plan import Rates
+from paced_device import PacedAccelerator
 
 RATES = Rates(h2d_bytes_per_s=2e9, d2h_bytes_per_s=2e9, device_update_params_per_s=1e9)
 NBYTES = 256 << 10
@@ -33,9 +32,7 @@ NBYTES = 256 << 10
 
 @pytest.fixture
 def device() -> Iterator[PacedAccelerator]:
-    accelerator = PacedAccelerator(
-        Emulation(rates=RATES, capacity_bytes=64 << 20, clock=Clock.REAL)
-    )
+    accelerator = PacedAccelerator(Emulation(rates=RATES, capacity_bytes=64 << 20))
     yield accelerator
     accelerator.stop()
 

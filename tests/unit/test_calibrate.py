@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from deepnvme import FaultPlan, IOQueue, Requests
 from deepnvme.cli.scratch import UnusableError
-from infinity_engine.accel import Clock, CpuAccelerator, Emulation, StreamKind, emulated_accelerator
+from infinity_engine.accel import CpuAccelerator, Emulation, StreamKind, emulated_accelerator
 from infinity_engine.calibration import (
     CalibrationCache,
     Effort,
@@ -41,6 +41,7 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.optim import SGD, AdamW
 from infinity_engine.plan import BlockShape, Calibration, Figure, Rates, Unit
 from infinity_engine.units import MiB
+from paced_device import PacedAccelerator
 
 TINY = Effort(
     seconds=0.1, rounds=2, update_bytes=MiB, io_bytes=MiB, file_bytes=2 * MiB, shortest_s=0.001
@@ -218,8 +219,7 @@ def test_links_of_different_speeds_do_not_hold_one_another_up(d2h: float) -> Non
 
 
 def test_where_a_device_takes_its_time_updates_are_measured_beside_copies() -> None:
-    emulation = Emulation(rates=RATES, capacity_bytes=4 * MiB, clock=Clock.REAL)
-    with emulated_accelerator(emulation) as device:
+    with PacedAccelerator(Emulation(rates=RATES, capacity_bytes=4 * MiB)) as device:
         measured = calibrated(accelerator=device, effort=TINY)
 
     assert None not in [figure.median for figure in figures(measured.links)]

@@ -1,6 +1,6 @@
 """The emulated device under the real clock: threads that copy and work at set rates.
 
-For benches only.
+For benches, and for tests of what the engine does with a device that takes its time.
 
 One thread for each link and one for each stream of device work. A copy goes in pieces, each paced
 by a deadline that is computed from the operation's start, and an operation starts at the deadlines
@@ -66,6 +66,8 @@ _Job = tuple[PacedOperation, Sequence[PacedOperation]]
 
 class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
     """An emulated device that takes its time."""
+
+    clock = "real"
 
     def __init__(self, emulation: Emulation) -> None:
         super().__init__(PacedOperation, emulation)
