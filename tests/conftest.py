@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support.session import SHARED
+from support.session import LONG, SHARED
 
 _FOLDER = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
 
@@ -42,6 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_configure_node(node: Any) -> None:
     """Tell a worker of pytest-xdist which folder it shares with the others."""
     node.workerinput["shared"] = str(node.config.stash[SHARED])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest."""
+    items.sort(key=lambda item: item.location[0] not in LONG)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import env
 from support.scripts import load_script
+from support.session import LONG
 
 MODES = ("sanitize", "slow", "matrix", "oldest", "aarch64")
 JUNIT = """<testsuites><testsuite>
@@ -52,6 +53,10 @@ def test_a_step_in_which_no_test_ran_fails(script: Any, tmp_path: Path) -> None:
     outcome = step(script, tmp_path, "open('report.xml', 'w').write('<testsuites/>')", report=True)
 
     assert (outcome.passed, outcome.note) == (False, "no test ran")
+
+
+def test_the_files_that_come_first_exist() -> None:
+    assert [name for name in LONG if not (env.ROOT / name).is_file()] == []
 
 
 def test_the_report_of_an_earlier_run_is_not_counted(script: Any, tmp_path: Path) -> None:
