@@ -33,6 +33,8 @@ NF4_VALUES = (
     1.0,
 )
 _MOST_INT8 = 127
+# Elements that are worked on at once: what is beside the result takes some 20 bytes for each.
+_PIECE = 4 << 20
 
 
 class CompactKind(Enum):
@@ -45,18 +47,11 @@ class CompactKind(Enum):
 def compacted(values: torch.Tensor, kind: CompactKind) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight's integers and scales: the nearest that there are."""
     if kind is CompactKind.INT8:
-        rows = values.float()
-        scale = rows.abs().amax(dim=1, keepdim=True) / _MOST_INT8
-        return torch.round(rows / _not_zero(scale)).to(torch.int8), scale
-    blocks = values.float().reshape(-1, NF4_BLOCK)
-    scale = blocks.abs().amax(dim=1)
-    known = torch.tensor(NF4_VALUES, device=values.device)
-    # Between two neighbours, the border is in their middle.
-    numbers = torch.bucketize(blocks / _not_zero(scale)[:, None], (known[1:] + known[:-1]) / 2).to(
-        torch.uint8
-    )
-    pairs = numbers.view(-1, 2)
-    return ((pairs[:, :1] << 4) | pairs[:, 1:]), scale
+        parts = [_int8_of(rows) for rows in values.split(max(1, _PIECE // max(1, values.shape[1])))]
+    else:
+        parts = [_nf4_of(some) for some in values.reshape(-1).split(_PIECE)]
+    weights, scales = zip(*parts, strict=True)
+    return torch.cat(weights), torch.cat(scales)
 
 
 def expanded(
@@ -67,11 +62,44 @@ def expanded(
     `values` are the 16 of four bits. Computed in fp32 and rounded once, whatever the dtype.
     """
     if weight.dtype is torch.int8:
-        return torch.mul(weight, scale).to(dtype)
+        found = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        count = max(1, _PIECE // max(1, weight.shape[1]))
+        for part, rows, factors in zip(
+            found.split(count), weight.split(count), scale.split(count), strict=True
+        ):
+            part.copy_(torch.mul(rows, factors))
+        return found
     # Both values of a byte at once: 256 pairs.
     pairs = torch.stack((values.repeat_interleave(len(values)), values.repeat(len(values))), dim=1)
-    found = pairs.index_select(0, weight.reshape(-1).int())
-    return found.view(-1, NF4_BLOCK).mul_(scale[:, None]).to(dtype)
+    found = torch.empty(scale.numel(), NF4_BLOCK, dtype=dtype, device=weight.device)
+    count = _PIECE // NF4_BLOCK
+    for part, packed, factors in zip(
+        found.split(count),
+        weight.reshape(-1, NF4_BLOCK // 2).split(count),
+        scale.split(count),
+        strict=True,
+    ):
+        elements = pairs.index_select(0, packed.reshape(-1).int()).view(-1, NF4_BLOCK)
+        part.copy_(elements.mul_(factors[:, None]))
+    return found
+
+
+def _int8_of(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = values.float()
+    scale = rows.abs().amax(dim=1, keepdim=True) / _MOST_INT8
+    return torch.round(rows / _not_zero(scale)).to(torch.int8), scale
+
+
+def _nf4_of(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = values.float().view(-1, NF4_BLOCK)
+    scale = blocks.abs().amax(dim=1)
+    known = torch.tensor(NF4_VALUES, device=values.device)
+    # Between two neighbours, the border is in their middle.
+    numbers = torch.bucketize(
+        blocks / _not_zero(scale)[:, None], (known[1:] + known[:-1]) / 2, out_int32=True
+    ).to(torch.uint8)
+    pairs = numbers.view(-1, 2)
+    return ((pairs[:, :1] << 4) | pairs[:, 1:]), scale
 
 
 def _not_zero(scale: torch.Tensor) -> torch.Tensor:

@@ -88,6 +88,22 @@ def test_nf4_takes_half_a_byte_and_the_nearest_of_16_values() -> None:
     assert torch.allclose((found - blocks).abs(), nearest, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_give_the_bits_of_the_whole(
+    kind: CompactKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = CompactLinear.of(layer(), kind)
+    expected = whole.expanded(torch.bfloat16)
+
+    # Not a divisor of the 2048 elements.
+    monkeypatch.setattr("infinity_engine.compact.weights._PIECE", 3 * 64)
+    pieces = CompactLinear.of(layer(), kind)
+
+    assert torch.equal(pieces.weight, whole.weight)
+    assert torch.equal(pieces.scale, whole.scale)
+    assert torch.equal(pieces.expanded(torch.bfloat16), expected)
+
+
 def test_autocast_computes_in_its_dtype() -> None:
     compact = CompactLinear.of(layer(), CompactKind.NF4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
