@@ -14,21 +14,28 @@ from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import EllipsisType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepnvme.memory.buffers import memory_of
 from infinity_engine.building.built import BuiltModel
 from infinity_engine.building.sources import FileTensor, found_of_pretrained, listed
+from infinity_engine.compact import CompactKind
 from infinity_engine.errors import ConfigError, MissingDependencyError
+from infinity_engine.memory.resident import FreedMemory
 from infinity_engine.storage import IOHop
+
+if TYPE_CHECKING:
+    from infinity_engine.building.quantizing import CompactSettings
 
 __all__ = ["Pretrained"]
 
 _OLDEST = 5  # the first major version that takes values from a state dict one by one
 _CONFIG = "config.json"
 _ADAPTERS = "adapter_config.json"
+_RETURNED = 16 << 20  # freed bytes after which the C library gives memory back
+_BITSANDBYTES = "bitsandbytes"
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
@@ -36,7 +43,8 @@ class Pretrained:
     """What a directory has: the model's class and configuration, and where its tensors are.
 
     `model_class` is a class of Transformers, or one of its Auto classes; None: the one that the
-    configuration names. Nothing is read yet but headers, and the network is never asked.
+    configuration names. `compact` says how linear layers are kept; None: as the files have them.
+    Nothing is read yet but headers, and the network is never asked.
 
     Raises:
         ConfigError: it is no directory of such a model, or lacks a part of it.
@@ -44,7 +52,11 @@ class Pretrained:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], dtype: torch.dtype | str, model_class: type | None
+        self,
+        directory: str | os.PathLike[str],
+        dtype: torch.dtype | str,
+        model_class: type | None,
+        compact: CompactKind | None,
     ) -> None:
         _require_transformers()
         self._directory = Path(directory)
@@ -56,6 +68,14 @@ class Pretrained:
                 "download the model first, and give the directory that it is in then",
             )
         self._config = _config_in(self._directory)
+        self._saved = _taken_saved_form(self._config, self._directory / _CONFIG)
+        if self._saved is not None and compact is not None:
+            raise ConfigError(
+                field="compact",
+                value=f"{compact.value} for {directory}",
+                expected="nothing: the weights in this directory are compact, and stay as they are",
+            )
+        self._compact = compact if self._saved is None else CompactKind.NF4
         self._class = _class_of(self._config, model_class, self._directory)
         self._dtype = dtype
         self._sources = found_of_pretrained(self._directory)
@@ -69,21 +89,38 @@ class Pretrained:
             TransferError: a file could not be read, or a drive not be written.
         """
         with _read_one_by_one(), _Reader(built, self._sources) as reader:
-            model, found = self._class.from_pretrained(
-                None,
-                config=self._config,
-                dtype=self._dtype,
-                state_dict={
-                    name: _AskedTensor(source, reader) for name, source in self._sources.items()
-                },
-                generation_config=self._generation_config(),
-                # Mismatches are listed below, with the missing ones.
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
+            settings = self._quantizer(reader)
+            try:
+                model, found = self._class.from_pretrained(
+                    None,
+                    config=self._config,
+                    dtype=self._dtype,
+                    state_dict={
+                        name: _AskedTensor(source, reader) for name, source in self._sources.items()
+                    },
+                    generation_config=self._generation_config(),
+                    quantization_config=settings,
+                    # Mismatches are listed below, with the missing ones.
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                )
+            except RuntimeError as error:
+                if settings is not None and settings.failure is not None:
+                    raise settings.failure from error
+                raise
         self._check(found)
+        # peft writes it into the adapters that it saves; the model took it before it was known.
+        model.__dict__.update(name_or_path=str(self._directory))
         model.config.update({"name_or_path": str(self._directory)})
         return model
+
+    def _quantizer(self, reader: _Reader) -> CompactSettings | None:
+        if self._compact is None:
+            return None
+        # Here, as it registers with Transformers when it is imported.
+        from infinity_engine.building.quantizing import CompactSettings
+
+        return CompactSettings(self._compact, self._saved, reader.make_room)
 
     def _generation_config(self) -> Any:
         """Return how the directory says to generate, as from_pretrained finds it."""
@@ -127,6 +164,7 @@ class _Reader:
 
     def __init__(self, built: BuiltModel, sources: Mapping[str, FileTensor]) -> None:
         self._built = built
+        self._freed = FreedMemory(_RETURNED)
         self._opened = ExitStack()
         self._files = {}
         with ExitStack() as failed:
@@ -143,6 +181,11 @@ class _Reader:
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
+
+    def make_room(self, nbytes: int) -> None:
+        """Make room for work on what was read; a parameter of another form takes its place."""
+        self._freed.freed(self._waiting + nbytes)
+        self._built.make_room(self._waiting + nbytes)
 
     def read(self, source: FileTensor) -> torch.Tensor:
         """Return the values of a tensor, in the dtype of the file."""
@@ -229,16 +272,30 @@ def _config_in(directory: Path) -> Any:
         ) from error
     if kind not in transformers.CONFIG_MAPPING:
         raise _unknown(f"model_type in {path}", kind)
-    config = transformers.AutoConfig.from_pretrained(
+    return transformers.AutoConfig.from_pretrained(
         directory, local_files_only=True, trust_remote_code=False
     )
-    if getattr(config, "quantization_config", None) is not None:
+
+
+def _taken_saved_form(config: Any, path: Path) -> Mapping[str, Any] | None:
+    """Take out of a configuration how its weights are quantized, and return it."""
+    saved: Mapping[str, Any] | None = getattr(config, "quantization_config", None)
+    if saved is None:
+        return None
+    if (
+        saved.get("quant_method", _BITSANDBYTES) != _BITSANDBYTES
+        or not saved.get("load_in_4bit")
+        or saved.get("bnb_4bit_quant_type") != CompactKind.NF4.value
+    ):
         raise ConfigError(
             field=f"quantization_config in {path}",
-            value=config.quantization_config,
-            expected="none: load a quantized model with Transformers' from_pretrained",
+            value=saved,
+            expected="none, or nf4 of bitsandbytes: load a model that is quantized otherwise with "
+            "Transformers' from_pretrained",
         )
-    return config
+    # Transformers would ask for bitsandbytes itself.
+    config.update({"quantization_config": None})
+    return saved
 
 
 def _class_of(config: Any, wanted: type | None, directory: Path) -> Any:

@@ -4,7 +4,7 @@ An engine moves such weights as it moves any other frozen parameter: compact.
 """
 
 from infinity_engine.compact.linear import CompactLinear
-from infinity_engine.compact.replacing import compact_linears
+from infinity_engine.compact.replacing import compact_linears, expand_linears
 from infinity_engine.compact.weights import CompactKind
 
-__all__ = ["CompactKind", "CompactLinear", "compact_linears"]
+__all__ = ["CompactKind", "CompactLinear", "compact_linears", "expand_linears"]

@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from infinity_engine.compact.weights import (
     NF4_BLOCK,
-    NF4_VALUES,
     CompactKind,
     compacted,
     expanded,
+    nf4_values,
 )
 from infinity_engine.errors import ConfigError
 
@@ -48,7 +48,7 @@ class CompactLinear(torch.nn.Linear):
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features, self.kind = in_features, out_features, kind
         numel = in_features * out_features
-        if kind is CompactKind.NF4 and numel % NF4_BLOCK:
+        if not kind.fits(numel):
             raise ConfigError(
                 field="kind",
                 value=f"nf4 for a weight of {numel} elements",
@@ -62,7 +62,7 @@ class CompactLinear(torch.nn.Linear):
             scale = torch.zeros(numel // NF4_BLOCK)
         self.weight = _frozen(weight)
         self.scale = _frozen(scale)
-        self.values = _frozen(torch.tensor(NF4_VALUES))
+        self.values = _frozen(nf4_values())
         self.register_parameter("bias", bias)
 
     @classmethod
@@ -79,6 +79,15 @@ class CompactLinear(torch.nn.Linear):
         """Return the weight in floating point."""
         found = expanded(self.weight, self.scale, self.values, dtype)
         return found.view(self.out_features, self.in_features)
+
+    def as_linear(self, dtype: torch.dtype) -> torch.nn.Linear:
+        """Return a linear layer with the expanded weight; the bias stays what it is."""
+        # On the meta device, as it would draw a weight of its own.
+        made = torch.nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        with torch.no_grad():
+            made.weight = _frozen(self.expanded(dtype))
+        made.register_parameter("bias", self.bias)
+        return made.train(self.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Compute with the expanded weight, in the dtype of the input or of autocast."""
@@ -111,6 +120,18 @@ class CompactLinear(torch.nn.Linear):
         self, state_dict: MutableMapping[str, Any], prefix: str, *others: Any
     ) -> None:
         """Load what `_save_to_state_dict` or bitsandbytes has saved; others' keys are left."""
+        self.name_entries(state_dict, prefix)
+        # The values of 8 bits are never used, and in no file.
+        if self.kind is CompactKind.INT8:
+            state_dict.setdefault(f"{prefix}values", self.values)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def name_entries(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
+        """Give a layer's entries of a state dict the names of its parameters.
+
+        Raises:
+            ConfigError: they are of another layout, or of a weight of another shape.
+        """
         given = f"{prefix}weight."
         described = state_dict.pop(f"{given}{_STATE}", None)
         if described is not None:
@@ -120,10 +141,6 @@ class CompactLinear(torch.nn.Linear):
         for name, key in ((self._scale_name, "scale"), ("quant_map", "values")):
             if f"{given}{name}" in state_dict:
                 state_dict[f"{prefix}{key}"] = state_dict.pop(f"{given}{name}")
-        # The values of 8 bits are never used, and in no file.
-        if self.kind is CompactKind.INT8:
-            state_dict.setdefault(f"{prefix}values", self.values)
-        super()._load_from_state_dict(state_dict, prefix, *others)
 
     @property
     def _scale_name(self) -> str:

@@ -1,4 +1,4 @@
-"""Replaces the linear layers of a model by compact ones."""
+"""Replaces the linear layers of a model by compact ones, and compact ones by linear layers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 
 from infinity_engine.compact.linear import CompactLinear
 from infinity_engine.compact.weights import CompactKind
-from infinity_engine.errors import ConfigError
 
-__all__ = ["compact_linears"]
+__all__ = ["compact_linears", "expand_linears"]
 
 
 def compact_linears(
@@ -29,11 +28,7 @@ def compact_linears(
     Raises:
         ConfigError: the kind is unknown, or a weight has a shape that it cannot have.
     """
-    try:
-        chosen = CompactKind(kind)
-    except ValueError:
-        known = [known.value for known in CompactKind]
-        raise ConfigError.unknown_name(field="kind", name=kind, known=known) from None
+    chosen = CompactKind.of(kind)
     holders = Counter(
         id(parameter)
         for module in model.modules()
@@ -52,4 +47,20 @@ def compact_linears(
         layer = model.get_submodule(path)
         assert isinstance(layer, torch.nn.Linear), "it was looked at above"
         model.get_submodule(parent).add_module(name, CompactLinear.of(layer, chosen))
+    return tuple(names)
+
+
+def expand_linears(model: torch.nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
+    """Give each compact layer its weight in floating point back; return their paths.
+
+    The layers are `torch.nn.Linear` then, so that peft merges adapters into them. Within an
+    `init_context`, the expanded weights go to the drives, and one at a time is in memory. Call it
+    when no engine has the model.
+    """
+    names = [path for path, module in model.named_modules() if isinstance(module, CompactLinear)]
+    for path in names:
+        layer = model.get_submodule(path)
+        assert isinstance(layer, CompactLinear), "it was looked at above"
+        parent, _, name = path.rpartition(".")
+        model.get_submodule(parent).add_module(name, layer.as_linear(dtype))
     return tuple(names)

@@ -6,15 +6,18 @@ values, two in a byte, the first in its upper half, as bitsandbytes packs them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum
 
 import torch
 
-__all__ = ["NF4_BLOCK", "NF4_VALUES", "CompactKind", "compacted", "expanded"]
+from infinity_engine.errors import ConfigError
+
+__all__ = ["NF4_BLOCK", "CompactKind", "compacted", "expanded", "nf4_values", "working_bytes"]
 
 NF4_BLOCK = 64  # elements with one scale
 # Quantiles of the normal distribution, scaled to 1 (QLoRA, Dettmers et al., 2023).
-NF4_VALUES = (
+_NF4_VALUES = (
     -1.0,
     -0.6961928009986877,
     -0.5250730514526367,
@@ -33,8 +36,10 @@ NF4_VALUES = (
     1.0,
 )
 _MOST_INT8 = 127
-# Elements that are worked on at once: what is beside the result takes some 20 bytes for each.
-_PIECE = 4 << 20
+_PIECE = 4 << 20  # elements that are expanded at once; the work on each takes 6 bytes
+# Elements that are rounded at once, and the bytes that the work on each takes.
+_ROUNDED = 1 << 20
+_WORKING_BYTES = 8
 
 
 class CompactKind(Enum):
@@ -43,15 +48,39 @@ class CompactKind(Enum):
     INT8 = "int8"  # A byte for each element, a scale for each row.
     NF4 = "nf4"  # Half a byte for each element, a scale for every 64.
 
+    @classmethod
+    def of(cls, name: CompactKind | str) -> CompactKind:
+        """Return a kind by its name.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        try:
+            return cls(name)
+        except ValueError:
+            known = [known.value for known in cls]
+            raise ConfigError.unknown_name(field="kind", name=str(name), known=known) from None
+
+    def fits(self, numel: int) -> bool:
+        """Tell whether a weight of this many elements can be kept so."""
+        return self is not CompactKind.NF4 or numel % NF4_BLOCK == 0
+
+
+def nf4_values() -> torch.Tensor:
+    """Return the 16 values of four bits."""
+    return torch.tensor(_NF4_VALUES)
+
+
+def working_bytes(values: torch.Tensor) -> int:
+    """Return the bytes that `compacted` takes for a weight at most, its result included."""
+    return values.numel() + min(values.numel(), _ROUNDED) * _WORKING_BYTES
+
 
 def compacted(values: torch.Tensor, kind: CompactKind) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight's integers and scales: the nearest that there are."""
     if kind is CompactKind.INT8:
-        parts = [_int8_of(rows) for rows in values.split(max(1, _PIECE // max(1, values.shape[1])))]
-    else:
-        parts = [_nf4_of(some) for some in values.reshape(-1).split(_PIECE)]
-    weights, scales = zip(*parts, strict=True)
-    return torch.cat(weights), torch.cat(scales)
+        return _int8_of(values)
+    return _nf4_of(values.reshape(-1, NF4_BLOCK))
 
 
 def expanded(
@@ -65,7 +94,10 @@ def expanded(
         found = torch.empty(weight.shape, dtype=dtype, device=weight.device)
         count = max(1, _PIECE // max(1, weight.shape[1]))
         for part, rows, factors in zip(
-            found.split(count), weight.split(count), scale.split(count), strict=True
+            torch.split(found, count),
+            torch.split(weight, count),
+            torch.split(scale, count),
+            strict=True,
         ):
             part.copy_(torch.mul(rows, factors))
         return found
@@ -74,9 +106,9 @@ def expanded(
     found = torch.empty(scale.numel(), NF4_BLOCK, dtype=dtype, device=weight.device)
     count = _PIECE // NF4_BLOCK
     for part, packed, factors in zip(
-        found.split(count),
-        weight.reshape(-1, NF4_BLOCK // 2).split(count),
-        scale.split(count),
+        torch.split(found, count),
+        torch.split(weight.reshape(-1, NF4_BLOCK // 2), count),
+        torch.split(scale, count),
         strict=True,
     ):
         elements = pairs.index_select(0, packed.reshape(-1).int()).view(-1, NF4_BLOCK)
@@ -84,22 +116,51 @@ def expanded(
     return found
 
 
-def _int8_of(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = values.float()
-    scale = rows.abs().amax(dim=1, keepdim=True) / _MOST_INT8
-    return torch.round(rows / _not_zero(scale)).to(torch.int8), scale
+# Both work on some rows at a time, in the same memory: what is freed and taken again and again
+# piles up in the allocator of the host.
 
 
-def _nf4_of(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    blocks = values.float().view(-1, NF4_BLOCK)
-    scale = blocks.abs().amax(dim=1)
-    known = torch.tensor(NF4_VALUES, device=values.device)
+def _int8_of(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weight = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
+    scale = torch.empty(len(rows), 1, device=rows.device)
+    room = torch.empty(_rows_of(rows), rows.shape[1], device=rows.device)
+    for given, integers, factors in _pieces(len(room), rows, weight, scale):
+        found = _largest(given, factors[:, 0], room)
+        factors.div_(_MOST_INT8)
+        integers.copy_(found.div_(_not_zero(factors)).round_())
+    return weight, scale
+
+
+def _nf4_of(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weight = torch.empty(len(blocks), NF4_BLOCK // 2, dtype=torch.uint8, device=blocks.device)
+    scale = torch.empty(len(blocks), device=blocks.device)
+    room = torch.empty(_rows_of(blocks), NF4_BLOCK, device=blocks.device)
+    numbers = torch.empty(room.shape, dtype=torch.int32, device=blocks.device)
+    known = torch.tensor(_NF4_VALUES, device=blocks.device)
     # Between two neighbours, the border is in their middle.
-    numbers = torch.bucketize(
-        blocks / _not_zero(scale)[:, None], (known[1:] + known[:-1]) / 2, out_int32=True
-    ).to(torch.uint8)
-    pairs = numbers.view(-1, 2)
-    return ((pairs[:, :1] << 4) | pairs[:, 1:]), scale
+    borders = (known[1:] + known[:-1]) / 2
+    for given, packed, factors in _pieces(len(room), blocks, weight, scale):
+        parts = _largest(given, factors, room)
+        parts.div_(_not_zero(factors)[:, None])
+        found = torch.bucketize(parts, borders, out_int32=True, out=numbers[: len(given)])
+        packed.copy_(found[:, ::2].mul_(len(known)).add_(found[:, 1::2]))
+    return weight.view(-1, 1), scale
+
+
+def _rows_of(rows: torch.Tensor) -> int:
+    """Return how many rows are rounded at once."""
+    return min(len(rows), max(1, _ROUNDED // max(1, rows.shape[1])))
+
+
+def _pieces(count: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*(torch.split(tensor, max(1, count)) for tensor in tensors), strict=True)
+
+
+def _largest(rows: torch.Tensor, scale: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """Copy rows to `room`, and the largest magnitude of each to `scale`; return the copy."""
+    found = room[: len(rows)].copy_(rows)
+    torch.linalg.vector_norm(found, torch.inf, dim=1, out=scale)
+    return found
 
 
 def _not_zero(scale: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from infinity_engine.building.built import BuiltModel
+    from infinity_engine.compact import CompactKind
     from infinity_engine.progress import Progress
 
 __all__ = ["init_context", "load_into", "load_pretrained"]
@@ -115,6 +116,7 @@ def load_pretrained(
     *,
     dtype: torch.dtype | str = "auto",
     model_class: type | None = None,
+    compact: CompactKind | str | None = None,
     cache: int | str | None = None,
     ranks: RanksConfig | Mapping[str, object] | None = None,
     progress: Callable[[Progress], object] | None = None,
@@ -126,6 +128,11 @@ def load_pretrained(
     the configuration names, else that of the files. `model_class` is a class such as
     transformers.AutoModelForCausalLM; without it, the configuration names the class. Files are
     safetensors, in shards or whole. The network is never asked.
+
+    `compact`, "nf4" or "int8", keeps the weights of linear layers in 4 or 8 bits: each is rounded
+    as it is read, and the drives have the rounded one alone. What Transformers leaves whole when it
+    quantizes stays so: output layers, tied weights, embeddings. A directory that bitsandbytes has
+    quantized to nf4 is compact without it.
 
     The model is in eval() mode and has no values until `initialize` takes it. `budget`, `cache`,
     `ranks` and `progress` are those of `init_context`. A parameter that is converted on the way
@@ -142,8 +149,10 @@ def load_pretrained(
     """
     require_torch("infinity_engine.load_pretrained")
     from infinity_engine.building.pretrained import Pretrained
+    from infinity_engine.compact import CompactKind
 
-    found = Pretrained(directory, dtype, model_class)
+    kind = None if compact is None else CompactKind.of(compact)
+    found = Pretrained(directory, dtype, model_class, kind)
     with init_context(budget=budget, cache=cache, ranks=ranks, progress=progress) as built:
         return found.fill(built)
 

@@ -117,8 +117,12 @@ ONLY = (
     (r"mmap\.mmap|(.*\.)?(madvise|cudaHostRegister|cuMemHostRegister|O_DIRECT)", ("deepnvme/",)),
     (
         r"(transformers|accelerate|lightning|peft)(\..*)?",
-        # The second is load_pretrained's, decision 0050.
-        ("infinity_engine/integrations/", "infinity_engine/building/pretrained.py"),
+        # The last two are load_pretrained's, decisions 0050 and 0055.
+        (
+            "infinity_engine/integrations/",
+            "infinity_engine/building/pretrained.py",
+            "infinity_engine/building/quantizing.py",
+        ),
     ),
     (r"print", ("infinity_engine/cli/", "deepnvme/cli.py", "deepnvme/cli/")),
 )

@@ -96,7 +96,8 @@ def test_pieces_give_the_bits_of_the_whole(
     expected = whole.expanded(torch.bfloat16)
 
     # Not a divisor of the 2048 elements.
-    monkeypatch.setattr("infinity_engine.compact.weights._PIECE", 3 * 64)
+    for name in ("_PIECE", "_ROUNDED"):
+        monkeypatch.setattr(f"infinity_engine.compact.weights.{name}", 3 * 64)
     pieces = CompactLinear.of(layer(), kind)
 
     assert torch.equal(pieces.weight, whole.weight)

@@ -107,6 +107,7 @@ def test_every_tensor_and_the_logits_are_those_of_from_pretrained(
     assert tied(found) == tied(expected)
     assert gradients(found) == gradients(expected)
     assert found.config.to_dict() == expected.config.to_dict()
+    assert found.name_or_path == expected.name_or_path == str(folder)
     if expected.can_generate():
         assert found.generation_config.to_dict() == expected.generation_config.to_dict()
     batch = {
@@ -308,7 +309,7 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path, drive: Path) -> None
         ({"architectures": None}, "architectures"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-            "load a quantized model with Transformers",
+            "none, or nf4 of bitsandbytes",
         ),
     ],
 )
@@ -363,19 +364,25 @@ def bytes_of(kind):
     line = next(l for l in open("/proc/self/status") if l.startswith(kind))
     return int(line.split()[1]) << 10
 
-small, large, drive, host = sys.argv[1:]
+small, large, drive, host, nvme, compact = sys.argv[1:]
 transformers.logging.disable_progress_bar()
 # Whatever is imported and started at the first load is no part of the second one's peak.
-infinity_engine.load_pretrained(small, {"host": host, "nvme": {drive: "64MiB"}})
+form = {"compact": compact} if compact else {}
+infinity_engine.load_pretrained(small, {"host": host, "nvme": {drive: "64MiB"}}, **form)
 before = bytes_of("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-model = infinity_engine.load_pretrained(large, {"host": host, "nvme": {drive: "512MiB"}})
+model = infinity_engine.load_pretrained(large, {"host": host, "nvme": {drive: nvme}}, **form)
 print(sum(p.numel() * p.element_size() for p in model.parameters()), bytes_of("VmHWM") - before)
 """
 
 
+@pytest.mark.parametrize(
+    ("compact", "nvme"),
+    # The weights in full have no room on the drives where they are made compact.
+    [("", 512 << 20), ("nf4", 128 << 20)],
+)
 def test_a_load_keeps_to_the_host_budget_in_a_small_memory_group(
-    tmp_path: Path, drive: Path
+    compact: str, nvme: int, tmp_path: Path, drive: Path
 ) -> None:
     llama().save_pretrained(tmp_path / "small")
     large = saved_zeros(tmp_path / "large")
@@ -391,6 +398,8 @@ def test_a_load_keeps_to_the_host_budget_in_a_small_memory_group(
                     large,
                     drive,
                     host,
+                    nvme,
+                    compact,
                     folder=tmp_path,
                     launcher=group.launcher,
                 )
@@ -399,7 +408,8 @@ def test_a_load_keeps_to_the_host_budget_in_a_small_memory_group(
         pytest.skip(str(reason))
 
     model, peak = map(int, output.split())
-    assert model > 4 * host
+    assert model > (1 if compact else 4) * host
+    assert model <= nvme
     assert peak <= host
 
 
