@@ -63,4 +63,9 @@ def expand_linears(model: torch.nn.Module, dtype: torch.dtype) -> tuple[str, ...
         assert isinstance(layer, CompactLinear), "it was looked at above"
         parent, _, name = path.rpartition(".")
         model.get_submodule(parent).add_module(name, layer.as_linear(dtype))
+    # load_pretrained says in it what the weights were, for whatever saves the model.
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "quantization_config"):
+            config.__dict__.pop("quantization_config")
     return tuple(names)
