@@ -82,6 +82,8 @@ class Job:
     """Whether each block computes its forward again in the backward."""
     made_in_memory: bool = False
     """Whether the model is made as plain torch makes it, also where its parameters go to drives."""
+    dtype: str = "bfloat16"
+    """What plain torch trains in. Ours has its own setting."""
 
 
 @dataclass(frozen=True)
@@ -342,7 +344,8 @@ def _computing_bytes(job: Job) -> int:
     import torch
 
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    dtype: torch.dtype = getattr(torch, job.dtype)
+    torch.set_default_dtype(dtype)
     model = _gpt(job.width, 1, job.context)
     torch.set_default_dtype(before)
     tokens = torch.zeros(1, job.context, dtype=torch.long)
@@ -352,7 +355,7 @@ def _computing_bytes(job: Job) -> int:
         _begin_peak_anew()
         resting = memory_bytes("VmRSS")
         model(tokens).float().mean().backward()
-    kept = (job.depth - 1) * job.context * job.width * torch.bfloat16.itemsize
+    kept = (job.depth - 1) * job.context * job.width * dtype.itemsize
     return memory_bytes("VmHWM") - resting + kept
 
 
@@ -428,12 +431,12 @@ def _raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _plain(_job: Job, make: Callable[[], TinyGPT]) -> _Trainer:
+def _plain(job: Job, make: Callable[[], TinyGPT]) -> _Trainer:
     import torch
 
-    # In bf16 throughout, moments too: 8 bytes per parameter, which is the least that plain torch
-    # can do.
-    torch.set_default_dtype(torch.bfloat16)
+    # In one dtype throughout, moments too: in bf16 8 bytes per parameter, which is the least that
+    # plain torch can do.
+    torch.set_default_dtype(getattr(torch, job.dtype))
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
