@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from infinity_engine.activation.agreeing import Agreement, ChoiceBasis, ChosenAlone
 from infinity_engine.activation.blocks import RepeatedBlock
 from infinity_engine.activation.by_block import cannot_run_again
 from infinity_engine.errors import CapacityError
@@ -56,7 +57,8 @@ class MeasuredWays:
     """Chooses within `room`; `rates` measures the links and drives when they are first asked for.
 
     `clock` is the time in seconds, at which all work that was submitted has ended. Tensors can wait
-    at `homes`. `left_alone` says why there are no blocks.
+    at `homes`. `left_alone` says why there are no blocks. With several ranks, `agreement` lets all
+    choose alike.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class MeasuredWays:
         clock: Callable[[], float],
         homes: Sequence[Tier],
         left_alone: str = "",
+        agreement: Agreement | None = None,
     ) -> None:
-        self._blocks = tuple(blocks)
-        self._index = {block.name: number for number, block in enumerate(blocks)}
+        self._blocks = {block.name: block for block in blocks}
+        self._agreement = agreement or ChosenAlone()
         self._room = room
         self._rates = rates
         self._clock = clock
@@ -115,7 +118,9 @@ class MeasuredWays:
             for way in ways
             if way.home in self._homes and not (way.recomputes and block.name in self._refused)
         ]
-        yield from possible or [BlockWay.KEEP]
+        # What this rank holds now, the others do not know: the same blocks run again on all.
+        alike = [way for way in possible if way.recomputes == wanted.recomputes]
+        yield from (possible if self._agreement.is_alone else alike or possible) or [BlockWay.KEEP]
 
     def _stays(self, block: RepeatedBlock, way: BlockWay, inputs: int) -> int:
         if way.home is not Tier.DEVICE:
@@ -146,12 +151,12 @@ class MeasuredWays:
         if self.choice is not None:
             return
         self._measured[block.name].again_s.append(seconds)
-        number = self._index[block.name]
+        names = list(self._blocks)
+        number = names.index(block.name)
         # From the begin of one block's backward to that of the block before it.
         if self._again and self._again[-1][2] == number + 1:
             began, took, _ = self._again[-1]
-            following = self._blocks[number + 1]
-            self._measured[following.name].backward_s.append(max(start - began - took, 0.0))
+            self._measured[names[number + 1]].backward_s.append(max(start - began - took, 0.0))
         self._again.append((start, seconds, number))
 
     def note_outside(self, nbytes: int) -> None:
@@ -166,14 +171,20 @@ class MeasuredWays:
 
     def end_step(self) -> None:
         """Choose, where enough steps were measured; measure again where blocks save more."""
-        if not any(measured.saved for measured in self._measured.values()):
-            if self._blocks:
-                self._said = "no block of the model was called yet, so all that is saved is kept"
+        if not self._blocks:
+            return
+        called, grown = self._agreement.any_rank(
+            "whether blocks were called, and save more",
+            any(measured.saved for measured in self._measured.values()),
+            self.choice is not None and self._has_grown(),
+        )
+        if not called:
+            self._said = "no block of the model was called yet, so all that is saved is kept"
             return
         self._steps += 1
         if self.choice is None and self._steps >= _MEASURED_STEPS:
             self._choose()
-        elif self.choice is not None and self._has_grown():
+        elif grown:
             self.choice, self._steps, self._ways = None, 0, {}
             self._said = "blocks have saved more than before, and are measured again"
         if self.choice is None:
@@ -190,7 +201,7 @@ class MeasuredWays:
     def _most_saved(self) -> dict[int, int]:
         most: dict[int, int] = {}
         for name, measured in self._measured.items():
-            kind = self._blocks[self._index[name]].kind
+            kind = self._blocks[name].kind
             most[kind] = max(most.get(kind, 0), measured.saved)
         return most
 
@@ -198,9 +209,9 @@ class MeasuredWays:
         """Return the costs of the blocks; those of one kind take the same."""
         of_kind: dict[int, list[_Measured]] = {}
         for name, measured in self._measured.items():
-            of_kind.setdefault(self._blocks[self._index[name]].kind, []).append(measured)
+            of_kind.setdefault(self._blocks[name].kind, []).append(measured)
         costs = []
-        for block in self._blocks:
+        for block in self._blocks.values():
             alike, own = of_kind[block.kind], self._measured[block.name]
             forward = _middle(alike, lambda one: one.forward_s) or 0.0
             again = _middle(alike, lambda one: one.again_s)
@@ -219,13 +230,13 @@ class MeasuredWays:
         return costs
 
     def _choose(self) -> None:
-        costs, rates = self.costs(), self._rates()
-        room = ActivationRoom(
-            device=max(self._room.device - self._outside, 0),
-            host=self._room.host,
-            drives=self._room.drives,
-            staging=self._room.staging,
+        own = ChoiceBasis(
+            costs=tuple(self.costs()),
+            room=replace(self._room, device=max(self._room.device - self._outside, 0)),
+            rates=self._rates(),
         )
+        basis = self._agreement.basis(own)
+        costs, room, rates = basis.costs, basis.room, basis.rates
         try:
             self.choice = choose_ways(costs, room, rates)
             self._said = f"{self._why(self.choice)}{_worth(costs, room, rates, self.choice)}"
@@ -234,9 +245,7 @@ class MeasuredWays:
             predicted = predict_step(costs, ways, rates, staging=room.staging)
             self.choice = ActivationChoice(ways=ways, predicted=predicted)
             self._said = f"every block holds as little as can be, which is too much: {error}"
-        self._ways = {
-            block.name: way for block, way in zip(self._blocks, self.choice.ways, strict=True)
-        }
+        self._ways = dict(zip(self._blocks, self.choice.ways, strict=True))
         self._known = self._most_saved()
 
     def _why(self, choice: ActivationChoice) -> str:

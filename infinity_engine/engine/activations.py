@@ -15,6 +15,7 @@ import torch
 
 from infinity_engine.accel import Accelerator
 from infinity_engine.activation import ActivationOffload, KeptActivations, SavedTensors
+from infinity_engine.activation.agreeing import Agreement, ChosenAlone, ChosenTogether
 from infinity_engine.activation.blocks import RepeatedBlock, find_blocks, recomputing_modules
 from infinity_engine.activation.by_block import BlockActivations, FixedWays
 from infinity_engine.activation.deciding import MeasuredWays
@@ -212,6 +213,7 @@ class _Assembling:
             clock=self._clock(),
             homes=homes,
             left_alone=_left_alone(model),
+            agreement=self._agreement(),
         )
         return self.by_block(
             BlockActivations(blocks, decider, outside=KeptActivations(), moved=moved)
@@ -227,9 +229,16 @@ class _Assembling:
         settings = self.config.activations
         if settings.resident_bytes is not None:
             return settings.resident_bytes
+        # With several ranks, the rest is for whole parameters.
+        if self.planned.sharding is not None:
+            return saved_on_host(settings, self.accelerator, self.planned.budget.host)
         free = self.ledger.free(Tier.DEVICE if self.passes else Tier.HOST)
         part, of = _PART_FOR_SAVED
         return free * part // of
+
+    def _agreement(self) -> Agreement:
+        sharding = self.planned.sharding
+        return ChosenAlone() if sharding is None else ChosenTogether(sharding.cut.ranks.tell)
 
     def _homes(self) -> Iterator[Tier]:
         if self.passes and self.config.activations.host_bytes:

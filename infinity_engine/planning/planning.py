@@ -108,7 +108,7 @@ def check_and_plan(
     config = _without_rates(config) if not trained else config
     check_device(accelerator, alone=ranks is None)
     _check_early_updates(config, trained, unified=accelerator.unified)
-    _check_activations(config, accelerator, alone=ranks is None)
+    _check_activations(config, accelerator)
     previous = PreviousStates(optimizer, trained, rules)
     frozen = collect_frozen(model, trained, config.precision)
     check_memory_of_their_own((*trained, *frozen), dict(model.named_buffers()))
@@ -332,17 +332,9 @@ def saved_on_host(config: ActivationsConfig, accelerator: Accelerator, host: int
     return min(config.resident, host // _UNSET_PART) if unset else config.resident
 
 
-def _check_activations(config: EngineConfig, accelerator: Accelerator, *, alone: bool) -> None:
+def _check_activations(config: EngineConfig, accelerator: Accelerator) -> None:
     """Refuse settings by which saved tensors cannot leave."""
     at = config.activations.at
-    if at is ActivationsAt.AUTO and not alone:
-        # Ranks gather parameters together: they must run the same blocks again.
-        raise ConfigError(
-            field="activations.at",
-            value=at.value,
-            expected='"device", "host" or "nvme" with several ranks, and '
-            'activations.recompute="blocks" to run blocks again: this version chooses on one rank',
-        )
     if at is ActivationsAt.HOST and accelerator.torch_device.type == "cpu":
         raise ConfigError(
             field="activations.at",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import infinity_engine
+from infinity_engine.activation.agreeing import Agreement, ChosenTogether
 from infinity_engine.activation.blocks import RepeatedBlock, find_blocks
 from infinity_engine.activation.deciding import MeasuredWays
 from infinity_engine.engine.engine import Engine
@@ -317,12 +319,17 @@ def decider(
     room: ActivationRoom,
     rates: ActivationRates = NO_MOVES,
     homes: tuple[Tier, ...] = (),
-    depth: int = 4,
+    agreement: Agreement | None = None,
 ) -> tuple[MeasuredWays, tuple[RepeatedBlock, ...]]:
-    blocks = find_blocks(Stack(depth))
+    blocks = find_blocks(Stack(4))
     ticks = iter(range(10**6))
     ways = MeasuredWays(
-        blocks, room, rates=lambda: rates, clock=lambda: float(next(ticks)), homes=homes
+        blocks,
+        room,
+        rates=lambda: rates,
+        clock=lambda: float(next(ticks)),
+        homes=homes,
+        agreement=agreement,
     )
     return ways, blocks
 
@@ -407,3 +414,14 @@ def test_steps_without_blocks_are_not_measured() -> None:
         ways.end_step()
     assert ways.choice is None
     assert "no block of the model was called" in ways.described()
+
+
+def test_a_rank_that_holds_more_moves_but_runs_no_other_block_again() -> None:
+    ways, blocks = decider(
+        ActivationRoom(device=100 * MIB, drives=1 << 40),
+        ActivationRates(to_drives=1e9, from_drives=1e9),
+        homes=(Tier.NVME,),
+        agreement=ChosenTogether(lambda _, value: [json.loads(json.dumps(value))]),
+    )
+    assert set(measured(ways, blocks, 10 * MIB).values()) == {BlockWay.KEEP}
+    assert ways.way(blocks[0], inputs=MIB, held=95 * MIB) is BlockWay.DRIVE
