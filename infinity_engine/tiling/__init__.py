@@ -3,10 +3,18 @@
 Each tile is a module, so an engine fetches and releases its parameters one tile at a time.
 """
 
+from infinity_engine.tiling.choosing import largest_tile, needs_tiles
 from infinity_engine.tiling.cuts import TileCut, cut_evenly, cut_into
 from infinity_engine.tiling.embedding import TiledEmbedding
 from infinity_engine.tiling.linear import TiledLinear
-from infinity_engine.tiling.replacing import Tiled, plan_tiles, tile, tile_sequence
+from infinity_engine.tiling.replacing import (
+    Tiled,
+    plan_tiles,
+    replaceable,
+    tile,
+    tile_sequence,
+    tile_those,
+)
 from infinity_engine.tiling.sequence import SequenceTiles
 from infinity_engine.tiling.weights import TiledValues, TiledWeight, WeightTile
 
@@ -21,7 +29,11 @@ __all__ = [
     "WeightTile",
     "cut_evenly",
     "cut_into",
+    "largest_tile",
+    "needs_tiles",
     "plan_tiles",
+    "replaceable",
     "tile",
     "tile_sequence",
+    "tile_those",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from infinity_engine.tiling.linear import TiledLinear
 from infinity_engine.tiling.sequence import SequenceTiles
 from infinity_engine.units import parse_bytes
 
-__all__ = ["Tiled", "plan_tiles", "tile", "tile_sequence"]
+__all__ = ["Tiled", "plan_tiles", "replaceable", "tile", "tile_sequence", "tile_those"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,22 @@ def tile(model: torch.nn.Module, limit: int | str) -> Tiled:
         ConfigError: the model itself is such a layer, or `limit` is below one element.
     """
     nbytes = parse_bytes(limit, field="limit")
+    return tile_those(model, lambda parameter: _nbytes_of(parameter) > nbytes, nbytes)
+
+
+def tile_those(
+    model: torch.nn.Module, are_large: Callable[[torch.nn.Parameter], bool], limit: int
+) -> Tiled:
+    """Replace the layers with weights that `are_large` by ones with tiles of at most `limit` bytes.
+
+    Raises:
+        ConfigError: as `tile` says.
+    """
     holders: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     large: dict[int, tuple[str, torch.nn.Parameter]] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.numel() * parameter.element_size() > nbytes:
+            if are_large(parameter):
                 holders.setdefault(id(parameter), []).append((module, name))
                 large.setdefault(id(parameter), (f"{path}.{name}" if path else name, parameter))
     left: dict[str, str] = {}
@@ -86,7 +97,7 @@ def tile(model: torch.nn.Module, limit: int | str) -> Tiled:
         if reason:
             left[path] = reason
             continue
-        cuts = _cuts(parameter, [module for module, _ in of_this], nbytes)
+        cuts = _cuts(parameter, [module for module, _ in of_this], limit)
         if cuts is None:
             left[path] = "one entry of the embedding is above the limit"
             continue
@@ -94,6 +105,16 @@ def tile(model: torch.nn.Module, limit: int | str) -> Tiled:
         made = {id(module): _tiled(module, *cuts, list(parts)) for module, _ in of_this}
         names.extend(_replace(model, made))
     return Tiled(tuple(names), left, tiles)
+
+
+def replaceable(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Yield the weights of layers inside `model` that `tile` can cut, each once."""
+    found: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if module is not model and not _reason(model, module, name):
+                found[id(parameter)] = parameter
+    yield from found.values()
 
 
 def tile_sequence(model: torch.nn.Module, name: str, positions: int) -> tuple[str, ...]:
@@ -142,6 +163,10 @@ def _reason(model: torch.nn.Module, module: torch.nn.Module, name: str) -> str:
     if type(weight) is not torch.nn.Parameter:
         return f"its weight is a {type(weight).__name__}"
     return ""
+
+
+def _nbytes_of(parameter: torch.nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size()
 
 
 def _cuts(
