@@ -76,6 +76,14 @@ class Overlap(Enum):
     OFF = "off"  # No: step() ends the update.
 
 
+class Tiling(Enum):
+    """Whether large linear layers and embeddings are cut into tiles."""
+
+    OFF = "off"  # No; your code may have cut them.
+    # Those whose weight and gradient together take more than half of the device's budget.
+    AUTO = "auto"
+
+
 class Replanning(Enum):
     """Whether a plan that `auto` chose changes in training, where measured rates differ."""
 
@@ -602,6 +610,14 @@ class EngineConfig(_Settings):
         metadata=_about(
             _section(ActivationsConfig, short="at"),
             "where what autograd saves waits for the backward",
+        ),
+    )
+    tiling: Tiling = field(
+        default=Tiling.OFF,
+        metadata=_about(
+            _member(Tiling),
+            "whether linear layers and embeddings are cut into tiles; auto: those that the "
+            "device's budget has no room for (activations.md)",
         ),
     )
     accumulation_steps: int = field(

@@ -31,6 +31,7 @@ from infinity_engine.config import EngineConfig, Overlap, Precision, Recording
 from infinity_engine.engine.activations import activations_of, uses_drives, watch_blocks
 from infinity_engine.engine.engine import Engine, close_at_its_end
 from infinity_engine.engine.parts import EngineParts
+from infinity_engine.engine.tiling import tiled_by_budget
 from infinity_engine.errors import CapacityError
 from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.gradients.offloading import GradientOffload, NoOffload
@@ -109,24 +110,25 @@ def assemble(
         accelerator = device
         if accelerator is None:
             accelerator = resources.enter_context(open_accelerator(config.accelerator.value))
-        planned = check_and_plan(
-            model,
-            optimizer,
-            config,
-            accelerator,
-            resources,
-            policy=policy,
-            queue=queue,
-            ranks=ranks,
-            built=built,
-        )
-        # Innermost: closing may set parameters once more, and the model is restored after that.
-        with restored_on_failure(model), _closed_where_it_fails(taken, ranks):
-            parts = _parts(model, optimizer, config, planned, taken, reporter=reporter)
-            engine = Engine(parts)
-            # The engine has all values: what the model and the optimizer had goes only now.
-            release_initial_values(planned.everything, built)
-            planned.previous.release(planned.trained)
+        with tiled_by_budget(model, optimizer, config, accelerator, ranks):
+            planned = check_and_plan(
+                model,
+                optimizer,
+                config,
+                accelerator,
+                resources,
+                policy=policy,
+                queue=queue,
+                ranks=ranks,
+                built=built,
+            )
+            # Innermost: closing may set parameters once more, and the model is restored after that.
+            with restored_on_failure(model), _closed_where_it_fails(taken, ranks):
+                parts = _parts(model, optimizer, config, planned, taken, reporter=reporter)
+                engine = Engine(parts)
+                # The engine has all values: what the model and the optimizer had goes only now.
+                release_initial_values(planned.everything, built)
+                planned.previous.release(planned.trained)
     # Pushed last, so closed first.
     resources.push(taken.pop_all())
     close_at_its_end(engine, resources)

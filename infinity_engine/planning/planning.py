@@ -55,7 +55,14 @@ from infinity_engine.ranks.sharding import Sharding, check_cut
 from infinity_engine.storage import SwapFile
 from infinity_engine.update.replanning import Question, Replanner
 
-__all__ = ["Planned", "check_and_plan", "check_device", "refusing_beside", "saved_on_host"]
+__all__ = [
+    "Planned",
+    "check_and_plan",
+    "check_device",
+    "refusing_beside",
+    "room_for_layers",
+    "saved_on_host",
+]
 
 _UNSET_PART = 4  # of the host, for saved tensors where the caller has set no bytes
 
@@ -358,6 +365,35 @@ def _check_activations(config: EngineConfig, accelerator: Accelerator) -> None:
         )
 
 
+def room_for_layers(
+    config: EngineConfig, accelerator: Accelerator, ranks: Ranks | None = None
+) -> int:
+    """Return the bytes of this rank's device that layers and what updates pass have together.
+
+    All ranks call this, and get the same.
+    """
+    wanted = config.budget or Budget()
+    budget = wanted.resolve(_capacity(wanted, accelerator))
+    room = budget.host if accelerator.unified else budget.device
+    if ranks is not None:
+        own = room // ranks.size if accelerator.unified else room
+        room = ranks.least("room for layers", own)
+    return max(room - config.activation_bytes, 0)
+
+
+def _capacity(wanted: Budget, accelerator: Accelerator) -> Capacity:
+    """Return what this machine has for a budget."""
+    capacity = probe_capacity(
+        wanted.nvme, device_free_bytes=0 if accelerator.unified else accelerator.memory().free
+    )
+    if accelerator.unified:
+        return Capacity(device=capacity.host, host=capacity.host, nvme=capacity.nvme)
+    if accelerator.name == "emulated":
+        # Nothing else lives there that room would have to be left for.
+        return Capacity(device=accelerator.memory().free, host=capacity.host, nvme=capacity.nvme)
+    return capacity
+
+
 def _budget(
     config: EngineConfig, accelerator: Accelerator, built: BuiltModel | None, ranks: Ranks | None
 ) -> ResolvedBudget:
@@ -366,16 +402,7 @@ def _budget(
     That is until it is taken over.
     """
     wanted = config.budget or Budget()
-    capacity = probe_capacity(
-        wanted.nvme, device_free_bytes=0 if accelerator.unified else accelerator.memory().free
-    )
-    if accelerator.unified:
-        capacity = Capacity(device=capacity.host, host=capacity.host, nvme=capacity.nvme)
-    elif accelerator.name == "emulated":
-        # Nothing else lives there that room would have to be left for.
-        capacity = Capacity(
-            device=accelerator.memory().free, host=capacity.host, nvme=capacity.nvme
-        )
+    capacity = _capacity(wanted, accelerator)
     on_host, on_drives = (0, {}) if built is None else _held_by(built)
     every = None if ranks is None or built is None else ranks.held_here(on_host, on_drives)
     budget = wanted.resolve(

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from support.rank_tiling import train_in_tiles
+from support.rank_tiling import train_in_tiles, train_with_device
 from support.ranks import launched
 
 LIMIT = 1024
@@ -23,3 +23,17 @@ def test_tiles_that_are_cut_over_ranks_train_with_the_bits_of_replicas() -> None
         states = replica["states"]
         assert list(states) == ["embed.weight", "body.weight", "body.bias", "head.weight"]
         assert all(torch.equal(gathered["states"][name], states[name]) for name in states)
+
+
+def test_ranks_cut_alike_by_the_device_that_has_least() -> None:
+    ranks = {"bucket_bytes": 1 << 15}
+    settings = {"strategy": "host_only", "subgroup_numel": 1 << 15, "ranks": ranks}
+    auto = {**settings, "tiling": "auto"}
+    whole = launched(2, train_with_device, [32 << 20, 32 << 20], auto)
+    cut = launched(2, train_with_device, [32 << 20, 1 << 20], auto)
+
+    assert [rank["tiles"] for rank in whole] == [0, 0]
+    assert [rank["tiles"] for rank in cut] == [8, 8]
+    for one, other in zip(whole, cut, strict=True):
+        assert list(one["states"]) == list(other["states"])
+        torch.testing.assert_close(one["losses"], other["losses"])

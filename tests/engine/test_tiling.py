@@ -15,10 +15,10 @@ from torch import nn
 
 import infinity_engine
 from infinity_engine.engine.engine import Engine
-from infinity_engine.errors import CapacityError
+from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.losses import chunked_cross_entropy
 from infinity_engine.plan import Tier
-from infinity_engine.tiling import TiledEmbedding, TiledLinear, tile, tile_sequence
+from infinity_engine.tiling import TiledEmbedding, TiledLinear, largest_tile, tile, tile_sequence
 from support.engine_bits import Bits, bits_of, differing
 from support.nvme_training import RATES, emulated
 
@@ -299,3 +299,100 @@ def test_a_tiled_head_computes_in_autocasts_dtype_on_every_tier(tmp_path: Path) 
     assert first == losses("device") == losses("drives")
     assert first[0] == pytest.approx(exact, rel=1e-2)
     assert first[0] != exact
+
+
+# --- tiling="auto" --------------------------------------------------------------------------------
+
+
+def test_auto_cuts_what_the_device_has_no_room_for(tmp_path: Path) -> None:
+    inputs = whole_numbers(TOKENS, WIDTH, seed=9)
+    factor = whole_numbers(TOKENS, WIDE, seed=10)
+    plain = made(Block, exact=True)
+    (plain(inputs) * factor).sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+
+    model = made(Block, exact=True)
+    # Of the whole weights, as a user's program makes it.
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.5)
+    with ExitStack() as stack:
+        engine = opened(model, "device", tmp_path, stack, optimizer, tiling="auto")
+        engine.backward((engine(inputs) * factor).sum())
+        engine.step()
+        found = engine.state_dict()
+        peak = {usage.tier: usage.peak_held for usage in engine.usage()}[Tier.DEVICE]
+
+    assert peak <= DEVICE
+    assert isinstance(model.large, TiledLinear)
+    assert type(model.first) is nn.Linear
+    assert list(found) == list(plain.state_dict())
+    assert differing(found, dict(plain.state_dict())) == []
+    [group] = optimizer.param_groups
+    assert {id(parameter) for parameter in group["params"]} == {
+        id(parameter) for parameter in model.parameters()
+    }
+    assert group["param_names"][-2:] == ["large.tiles.10.weight", "large.bias"]
+
+
+def test_auto_cuts_tied_weights_once_and_trains_with_the_bits_of_tile(tmp_path: Path) -> None:
+    def train_tied(prepare: Callable[[nn.Module], object], **more: Any) -> Bits:
+        model = made(Language)
+        prepare(model)
+        with ExitStack() as stack:
+            engine = opened(model, "device", tmp_path, stack, **more)
+            tokens = torch.arange(2 * TOKENS + 2).view(2, -1)
+            engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+            engine.step()
+            assert isinstance(model.embed, TiledEmbedding)
+            return bits_of(engine)
+
+    by_call = train_tied(lambda model: tile(model, largest_tile(DEVICE)))
+    assert differing(by_call, train_tied(lambda _: None, tiling="auto")) == []
+
+
+def test_auto_leaves_a_model_that_fits_alone(tmp_path: Path) -> None:
+    model = made(Block)
+    with ExitStack() as stack:
+        opened(model, "host", tmp_path, stack, tiling="auto")
+        assert type(model.large) is nn.Linear
+
+
+def test_a_refused_engine_gives_the_model_its_layers_back(tmp_path: Path) -> None:
+    model = made(Block)
+    optimizer = torch.optim.AdamW(model.parameters())
+    modules, parameters = list(model.modules()), list(model.parameters())
+    before = {name: values.clone() for name, values in model.state_dict().items()}
+    with ExitStack() as stack, pytest.raises(CapacityError):
+        opened(
+            model,
+            "device",
+            tmp_path,
+            stack,
+            optimizer,
+            tiling="auto",
+            activation_bytes=DEVICE - (64 << 10),
+        )
+
+    assert list(model.modules()) == modules
+    assert [id(parameter) for parameter in optimizer.param_groups[0]["params"]] == [
+        id(parameter) for parameter in parameters
+    ]
+    assert differing(before, dict(model.state_dict())) == []
+
+
+def test_an_optimizer_with_states_of_a_weight_to_cut_is_refused(tmp_path: Path) -> None:
+    model = made(Block)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with ExitStack() as stack, pytest.raises(ConfigError, match=r"states for large\.weight"):
+        opened(model, "device", tmp_path, stack, optimizer, tiling="auto")
+
+
+def test_auto_leaves_layers_that_were_built_on_drives_alone(tmp_path: Path) -> None:
+    budget = {"host": "256MiB", "nvme": {str(tmp_path): "128MiB"}}
+    with infinity_engine.init_context(budget=budget):
+        model = made(Block)
+    with ExitStack() as stack, pytest.raises(CapacityError):
+        opened(model, "device", tmp_path, stack, tiling="auto")
+    assert type(model.large) is nn.Linear

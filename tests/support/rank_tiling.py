@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from infinity_engine.losses import chunked_cross_entropy
-from infinity_engine.tiling import tile
+from infinity_engine.tiling import WeightTile, tile
 from support.determinism import deterministic_compute
 from support.rank_training import Run, batch_of, engine_of
 from support.small_models import Task
 
-__all__ = ["Vocabulary", "train_in_tiles"]
+__all__ = ["Vocabulary", "train_in_tiles", "train_with_device"]
 
 ENTRIES, WIDTH = 96, 16
 
@@ -52,3 +52,35 @@ def train_in_tiles(settings: Mapping[str, Any], *, limit: int) -> dict[str, Any]
             engine.step()
             losses.append(loss.item())
         return {"losses": losses, "states": engine.state_dict(), "names": names}
+
+
+class _Wide(Task):
+    """A layer of 1 MiB between two small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64)
+        self.large = nn.Linear(64, 4096, bias=False)
+
+    def batch(self, seed: int) -> torch.Tensor:
+        return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.large(torch.tanh(self.first(batch))).square().mean())
+
+
+def train_with_device(sizes: list[int], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Train on devices of so many bytes, rank by rank; return losses, weights and tiles."""
+    torch.manual_seed(0)
+    task, losses = _Wide(), []
+    more = {"parameters": "host", "budget": {"host": "64MiB"}, **settings}
+    run = Run(emulated=True, device_bytes=sizes, settings=more)
+    with deterministic_compute(), ExitStack() as around:
+        engine = engine_of(run, task, torch.optim.AdamW(task.parameters(), lr=1e-2), around)
+        for step in range(3):
+            loss = engine(batch_of(task, step))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        tiles = sum(isinstance(module, WeightTile) for module in task.modules())
+        return {"losses": losses, "states": engine.state_dict(), "tiles": tiles}

@@ -27,6 +27,7 @@ from infinity_engine.config import (
     ShardingStage,
     StorageConfig,
     TelemetryConfig,
+    Tiling,
     settings_table,
 )
 from infinity_engine.errors import ConfigError
@@ -69,6 +70,7 @@ CONFIGS = st.builds(
     accelerator=st.sampled_from(AcceleratorChoice),
     overlap=st.sampled_from(Overlap),
     replanning=st.sampled_from(Replanning),
+    tiling=st.sampled_from(Tiling),
     accumulation_steps=WHOLE,
     max_grad_norm=st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
     subgroup_numel=st.integers(4096, 2**62),
