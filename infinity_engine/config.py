@@ -38,6 +38,7 @@ __all__ = [
     "ShardingStage",
     "StorageConfig",
     "TelemetryConfig",
+    "Tiling",
     "settings_table",
 ]
 

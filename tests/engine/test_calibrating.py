@@ -19,7 +19,13 @@ import torch
 
 import infinity_engine
 from infinity_engine.accel import Accelerator, Emulation, emulated_accelerator
-from infinity_engine.calibration import CalibrationCache, CalibrationWarning, Effort, calibrated
+from infinity_engine.calibration import (
+    FULL,
+    CalibrationCache,
+    CalibrationWarning,
+    Effort,
+    calibrated,
+)
 from infinity_engine.calibration.device import device_identity
 from infinity_engine.calibration.identity import machine_identity
 from infinity_engine.config import EngineConfig
@@ -145,7 +151,7 @@ def test_where_device_and_host_are_one_memory_nothing_is_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "update_bytes"), [("512MiB", calibrating.FULL.update_bytes), ("2GiB", GiB)]
+    ("host", "update_bytes"), [("512MiB", FULL.update_bytes), ("2GiB", GiB)]
 )
 def test_beside_a_gpu_more_memory_is_measured_where_the_budget_has_it(
     host: str, update_bytes: int, device: Accelerator, monkeypatch: pytest.MonkeyPatch
