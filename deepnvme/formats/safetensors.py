@@ -130,11 +130,15 @@ def safetensors_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
         SafetensorsError: it is not a valid file of this format; the message says what is wrong with
             it.
     """
-    with Path(path).open("rb") as file:
-        descriptor = file.fileno()
-        return header_of(
-            partial(os.pread, descriptor), os.fstat(descriptor).st_size, os.fspath(path)
-        )
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise _refusal("it is not a regular file", path)
+        return header_of(partial(os.pread, descriptor), status.st_size, os.fspath(path))
+    finally:
+        os.close(descriptor)
 
 
 def read_safetensors(

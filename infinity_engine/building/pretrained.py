@@ -20,7 +20,7 @@ import torch
 
 from deepnvme.memory.buffers import memory_of
 from infinity_engine.building.built import BuiltModel
-from infinity_engine.building.sources import FileTensor, found_of_pretrained, listed
+from infinity_engine.building.sources import FileTensor, found_of_pretrained, listed, text_of
 from infinity_engine.compact import CompactKind
 from infinity_engine.errors import ConfigError, MissingDependencyError
 from infinity_engine.memory.resident import FreedMemory
@@ -263,7 +263,7 @@ def _config_in(directory: Path) -> Any:
             "peft.PeftModel.from_pretrained",
         )
     try:
-        kind = json.loads(path.read_text())["model_type"]
+        kind = json.loads(text_of(path))["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             field="configuration of the model",

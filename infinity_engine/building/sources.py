@@ -17,7 +17,7 @@ from deepnvme.formats.safetensors import SafetensorsEntry
 from deepnvme.memory.arrays import empty
 from infinity_engine.errors import ConfigError
 
-__all__ = ["FileTensor", "found_in", "found_of_pretrained", "listed"]
+__all__ = ["FileTensor", "found_in", "found_of_pretrained", "listed", "text_of"]
 
 _INDEX = ".safetensors.index.json"
 # What Transformers calls the files of a model; it looks for them in this order.
@@ -81,6 +81,18 @@ def found_of_pretrained(directory: Path) -> dict[str, FileTensor]:
     )
 
 
+def text_of(path: Path) -> str:
+    """Return the text of a regular file.
+
+    Raises:
+        OSError: it cannot be read, or is something else.
+    """
+    # Opening a pipe would wait for a writer.
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is not a regular file")
+    return path.read_text()
+
+
 def listed(names: list[str]) -> str:
     """Return the first of some names, and how many others there are."""
     more = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
@@ -113,7 +125,7 @@ def _found_by(index: Path) -> dict[str, FileTensor]:
 def _files_by_name(index: Path) -> Mapping[str, str]:
     """Return which file has each tensor, as an index says."""
     try:
-        files: Mapping[str, str] = dict(json.loads(index.read_text())["weight_map"])
+        files: Mapping[str, str] = dict(json.loads(text_of(index))["weight_map"])
         # Within the directory: an index that leads elsewhere is none of its own.
         if not files or any(Path(name).name != name for name in files.values()):
             raise ValueError("no map to files of this directory")

@@ -5,6 +5,7 @@ is named.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,20 @@ def test_a_damaged_file_is_named(file: str, said: str, tmp_path: Path, drive: Pa
 
     assert file in str(refused.value)
     assert said in str(refused.value)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("file", ["model-0.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_is_refused_as_a_file_unopened(file: str, tmp_path: Path, drive: Path) -> None:
+    folder = written(tmp_path / "files", values())
+    (folder / file).unlink(missing_ok=True)
+    os.mkfifo(folder / file)
+
+    with pytest.raises(ConfigError, match=f"{file}.*|not a regular file") as refused:
+        load_into(on_meta(), folder, budget(drive))
+
+    assert file in str(refused.value)
+    assert "not a regular file" in str(refused.value)
 
 
 def test_a_model_that_has_values_is_refused(tmp_path: Path, drive: Path) -> None:

@@ -334,6 +334,12 @@ def test_a_directory_without_configuration_or_weights_is_refused(
     refused(folder, drive, "there is config.json; *|model.safetensors")
 
 
+@pytest.mark.timeout(60)
+def test_a_pipe_is_refused_as_a_configuration_unopened(tmp_path: Path, drive: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    refused(tmp_path, drive, "not a regular file")
+
+
 def test_a_directory_of_adapters_is_refused(tmp_path: Path, drive: Path) -> None:
     folder = in_shards(llama(), tmp_path / "given")
     (folder / "adapter_config.json").write_text("{}")

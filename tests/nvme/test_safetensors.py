@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import stat
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -430,6 +432,19 @@ def test_a_length_that_makes_no_sense_is_refused(tmp_path: Path, content: bytes,
 
     with pytest.raises(SafetensorsError, match=flaw):
         safetensors_header(tmp_path / "x")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_what_is_no_regular_file_is_refused_at_once(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "x")
+
+    with pytest.raises(SafetensorsError, match="not a regular file"):
+        safetensors_header(tmp_path / "x")
+    with pytest.raises(OSError, match=r"directory|regular|seek"):
+        read_safetensors(tmp_path / "x")
 
 
 @given(st.data())
