@@ -77,9 +77,9 @@ class CheckpointDirectory:
     def latest(self) -> str | None:
         """Return the newest checkpoint's tag; None where there is no checkpoint."""
         try:
-            with (self.path / LATEST).open("rb") as file:
+            with open_regular(self.path / LATEST) as descriptor:
                 # Bytes that are no ASCII become U+FFFD, which no tag has: the match below fails.
-                named = file.read(_MOST_TAG_BYTES).decode("ascii", "replace").strip()
+                named = os.read(descriptor, _MOST_TAG_BYTES).decode("ascii", "replace").strip()
         except OSError:
             named = ""
         if _TAG.fullmatch(named) and _is_whole(self.path / named):

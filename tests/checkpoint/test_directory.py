@@ -55,6 +55,17 @@ def test_a_damaged_pointer_does_not_hide_checkpoints(tmp_path: Path, content: st
     assert CheckpointDirectory(tmp_path).latest() == "step-1"
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_a_pointer_that_is_no_regular_file_does_not_hide_checkpoints(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    save(tmp_path, "step-1", PARAMETERS, values_of(PARAMETERS), step=1)
+    (tmp_path / "latest").unlink()
+    make(tmp_path / "latest")
+    assert CheckpointDirectory(tmp_path).latest() == "step-1"
+
+
 def test_a_run_that_went_back_keeps_its_newer_checkpoints(tmp_path: Path) -> None:
     values = values_of(PARAMETERS)
     for hour, step in enumerate((200, 300, 150, 160)):  # it went back to one of step 100
