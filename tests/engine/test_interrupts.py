@@ -31,11 +31,33 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 PACKAGE = Path(infinity_engine.__file__).parent
 FILES = tuple(
     str(file)
-    for layer in ("engine", "schedule", "residence", "storage", "memory", "optim")
-    for file in sorted((PACKAGE / layer).glob("*.py"))
-    if file.name != "signals.py"  # who holds signals back is tested by itself
+    for room in (
+        "engine",
+        "gradients",
+        "lanes",
+        "memory",
+        "optim",
+        "parameters",
+        "residence",
+        "schedule",
+        "storage",
+        "update",
+    )
+    for file in sorted((PACKAGE / room).glob("*.py"))
 )
-EVERY = {False: 3000, True: 800}  # lines, on average
+# Where the default run tries more places than one in a few thousand, and every how many lines.
+PASSES: dict[str, tuple[tuple[str, ...], int]] = {
+    "gradients": (tuple(str(file) for file in sorted((PACKAGE / "gradients").glob("*.py"))), 1500),
+    "update": (tuple(str(file) for file in sorted((PACKAGE / "update").glob("*.py"))), 1000),
+    "checksums": (
+        tuple(
+            str(PACKAGE / file)
+            for file in ("update/swapping.py", "optim/host.py", "storage/checksums.py")
+        ),
+        500,
+    ),
+}
+EVERY = {False: 8000, True: 2000}  # lines, on average
 HALF = Interleaved(share=0.5, resident=0.25)
 MEMORY = Case(precision="bf16", accumulation=2, steps=1)
 DRIVES = replace(MEMORY, strategy=NvmeStreamed(), parameters="nvme", host=1 << 20)
@@ -77,17 +99,25 @@ def micro_batches(engine: Engine, task: Task, case: Case, step: int) -> None:
             engine.step()
 
 
-def is_interrupted(engine: Engine, task: Task, case: Case, line: int, *, in_step: bool) -> bool:
+def is_interrupted(
+    engine: Engine,
+    task: Task,
+    case: Case,
+    line: int,
+    *,
+    in_step: bool,
+    files: tuple[str, ...] = FILES,
+) -> bool:
     """Make the second step, with Ctrl-C at a line of the step, or of what is before it; tell
     whether it came.
     """
     done = False
     if in_step:
         micro_batches(engine, task, case, 1)
-        with interrupted_at(line, FILES) as told:
+        with interrupted_at(line, files) as told:
             engine.step()
     else:
-        with interrupted_at(line, FILES) as told:
+        with interrupted_at(line, files) as told:
             micro_batches(engine, task, case, 1)
             done = True
         if not done:
@@ -118,6 +148,27 @@ def test_what_ctrl_c_interrupts_anywhere_can_be_done_again(
             assert differing(in_memory(), bits_of(engine)) == [], line
         times += came
         line += chance.randrange(1, 2 * EVERY[in_step])
+    assert times
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("where", ["drives", "drives, updated early"])
+@pytest.mark.parametrize("place", PASSES)
+def test_what_ctrl_c_interrupts_in_a_pass_can_be_done_again(
+    place: str, where: str, in_step: bool, tmp_path: Path
+) -> None:
+    files, every = PASSES[place]
+    case = fitting(replace(WHERE[where][0], checksum="crc32c"), device=False, drive=tmp_path)
+    chance = random.Random(f"{place} {where}")
+    line, came, times = chance.randrange(1, every // 2), True, 0
+    while came:
+        with opened(case, None, tmp_path) as (engine, task):
+            train(engine, task, case)
+            came = is_interrupted(engine, task, case, line, in_step=in_step, files=files)
+            train(engine, task, case, first=2)
+            assert differing(in_memory(), bits_of(engine)) == [], line
+        times += came
+        line += chance.randrange(1, 2 * every)
     assert times
 
 
