@@ -85,7 +85,7 @@ class CompactLinear(torch.nn.Linear):
         # On the meta device, as it would draw a weight of its own.
         made = torch.nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         with torch.no_grad():
-            made.weight = _frozen(self.expanded(dtype))
+            made.register_parameter("weight", _frozen(self.expanded(dtype)))
         made.register_parameter("bias", self.bias)
         return made.train(self.training)
 

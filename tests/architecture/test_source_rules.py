@@ -137,6 +137,9 @@ WATCHES_READS = "infinity_engine/parameters/hooks.py"
 SHARES_ATTRIBUTES = "infinity_engine/integrations/accelerate.py"
 # Looks through the attributes of what a function keeps on its ctx, all of which vars() gives; sets none.
 READS_CTX = "infinity_engine/parameters/graphs.py"
+# Gives a model of Transformers the name that it takes when it is loaded, before it is known; decision
+# 0055.
+NAMES_ITS_DIRECTORY = "infinity_engine/building/pretrained.py"
 SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__", "vars"}
 
 PURE = {
@@ -400,6 +403,7 @@ def nothing_is_pasted_onto_parameters(root: Path) -> Iterator[str]:
                 watches = node.attr == "__dict__" and module.file in (
                     WATCHES_READS,
                     SHARES_ATTRIBUTES,
+                    NAMES_ITS_DIRECTORY,
                 )
                 owners = [node.value] if stores or (node.attr == "__dict__" and not watches) else []
             elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in SETTERS:
