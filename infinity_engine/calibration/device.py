@@ -41,7 +41,7 @@ _FEWEST_COLUMNS, _COLUMNS = 256, MappingProxyType({"cpu": 2048, "cuda": 4096})
 _LONG_ENOUGH_S = 0.01  # of one product
 # products or updates that a GPU is given at once, so that it seldom waits for the host
 _AT_ONCE = 8
-_GPU_BYTES = GiB  # of its memory: an update through them takes a good part of a millisecond
+_GPU_BYTES = GiB  # of its memory: an update through them takes a millisecond
 
 
 def device_identity(accelerator: Accelerator) -> str:

@@ -66,6 +66,6 @@ def expand_linears(model: torch.nn.Module, dtype: torch.dtype) -> tuple[str, ...
     # load_pretrained says in it what the weights were, for whatever saves the model.
     for module in model.modules():
         config = getattr(module, "config", None)
-        if getattr(config, "quantization_config", None) is not None:
+        if config is not None and getattr(config, "quantization_config", None) is not None:
             config.update({"quantization_config": None})
     return tuple(names)

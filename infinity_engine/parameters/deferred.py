@@ -96,7 +96,7 @@ class DeferredUpdate:
         self._walk.arrive(self._subgroups(parameters))
 
     def go_on(self) -> bool:
-        """Do what needs no wait, with at most one update on the host; tell whether there was one.
+        """Do what needs no wait: one update on the host, or what its thread takes; tell if any.
 
         Raises:
             RuntimeError: as `make`.

@@ -27,7 +27,7 @@ __all__ = ["WAIT_FOR_OPS", "WAIT_FOR_READS", "WAIT_FOR_WRITES", "Carrier", "Exec
 WAIT_FOR_OPS = "wait for ops"
 WAIT_FOR_READS = "wait for reads"
 WAIT_FOR_WRITES = "wait for writes"
-_AHEAD = 2  # updates that the host's thread is given at most: an interrupt waits for these
+_AHEAD = 2  # updates that the host's thread is given at most: so many end after an interrupt
 _DRIVES = MappingProxyType({Lane.NVME_READ: WAIT_FOR_READS, Lane.NVME_WRITE: WAIT_FOR_WRITES})
 
 
@@ -37,8 +37,8 @@ class Carrier(Protocol):
     def carry_out(self, op: Op, after: Sequence[Any]) -> Waitable | None:
         """Submit an op, to begin when `after` have passed; None where it has ended on return.
 
-        `after` are events that it has returned for ops of streams. Ops of the HOST lane end in the
-        order in which they are submitted.
+        `after` are events that it has returned for ops of streams, and of the HOST lane for the ops
+        of that lane, which end in the order in which they are submitted.
         """
 
 
@@ -278,7 +278,7 @@ class Walk:
     def _has_enough_work(self) -> bool:
         """Tell whether the host's thread has as many updates ahead as it takes."""
         while self._working and self._has_ended(self._working[0]):
-            self._working.popleft()
+            self._wait_for(self._working.popleft())  # it has ended: raises its error, if any
         return len(self._working) >= _AHEAD
 
     def _has_ended(self, number: int) -> bool:

@@ -6,6 +6,7 @@ is noted by the thread that asks for its end, never here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -23,9 +24,10 @@ class Times(NamedTuple):
 class HostUpdate:
     """An update that the thread was given; `note` is called once, when its end is first seen."""
 
-    def __init__(self, making: Future[Times], note: Callable[[Times], None]) -> None:
+    def __init__(self, making: Future[Times], note: Callable[[Times], None], process: int) -> None:
         self._making = making
         self._note: Callable[[Times], None] | None = note
+        self._process = process
 
     def done(self) -> bool:
         """Tell whether it has ended."""
@@ -36,6 +38,8 @@ class HostUpdate:
 
     def wait(self) -> None:
         """Wait until it has ended; raise what it failed with."""
+        if not self._making.done():
+            _check_process(self._process)
         times = self._making.result()
         if self._note is not None:
             self._note(times)
@@ -47,11 +51,18 @@ class HostThread:
 
     def __init__(self, clock_ns: Callable[[], int]) -> None:
         self._clock_ns = clock_ns
+        self._process = os.getpid()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="updates on the host")
 
     def begin(self, update: Callable[[], object], note: Callable[[Times], None]) -> HostUpdate:
         """Make an update after those that were begun before."""
-        return HostUpdate(self._executor.submit(self._make, update), note)
+        _check_process(self._process)
+        try:
+            making = self._executor.submit(self._make, update)
+        except RuntimeError:  # Python ends and begins nothing more there: it is made here
+            making = Future()
+            making.set_result(self._make(update))
+        return HostUpdate(making, note, self._process)
 
     def close(self) -> None:
         """Wait for the update under way, and make no other."""
@@ -61,3 +72,12 @@ class HostThread:
         start_ns = self._clock_ns()
         update()
         return Times(start_ns, self._clock_ns())
+
+
+def _check_process(process: int) -> None:
+    """Refuse to wait in a forked process for a thread that it does not have."""
+    if os.getpid() != process:
+        raise RuntimeError(
+            f"this engine belongs to process {process}; this one was forked from it and has no "
+            "thread for its updates: train in the process that made the engine"
+        )

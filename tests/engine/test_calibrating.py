@@ -150,9 +150,7 @@ def test_where_device_and_host_are_one_memory_nothing_is_measured() -> None:
 # --- from a file ---
 
 
-@pytest.mark.parametrize(
-    ("host", "update_bytes"), [("512MiB", FULL.update_bytes), ("2GiB", GiB)]
-)
+@pytest.mark.parametrize(("host", "update_bytes"), [("512MiB", FULL.update_bytes), ("2GiB", GiB)])
 def test_beside_a_gpu_more_memory_is_measured_where_the_budget_has_it(
     host: str, update_bytes: int, device: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
