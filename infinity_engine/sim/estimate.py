@@ -1,13 +1,15 @@
 """A step's time estimated from totals alone: it ranks what is worth simulating.
 
 Pure. Adds up the bytes, updates and operations of each lane for a family of plans, and the memory
-that they need, as if states could be cut anywhere. Chooses nothing: what the search picks is always
-placed and simulated. Called by search.py.
+that they need. Chooses nothing: what the search picks is always placed and simulated. Called by
+search.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -58,6 +60,8 @@ class _OpBytes:
     gradient: float
     kept: float
     """A gradient where it is kept, with the sum of several."""
+    largest_gradient: int
+    """The whole one of the largest parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ class _Computing:
     """How long modules compute in one micro-batch, and in which lane."""
 
     lane: Lane
+    modules: int
     forward_ns: float
     backward_ns: float
 
@@ -72,14 +77,15 @@ class _Computing:
     def of(cls, training: Training, means: Means) -> _Computing:
         """Return that of a training; no time where the rate is unknown."""
         lane, rate = Lane.HOST if means.unified else Lane.DEVICE, means.compute_rate(training)
-        if rate is None:
-            return cls(lane, 0.0, 0.0)
         modules = training.model.modules
+        if rate is None:
+            return cls(lane, len(modules), 0.0, 0.0)
         flops = [module.flops(training.sequence) * training.tokens for module in modules]
         backward = [module.backward_flops(training.sequence) for module in modules]
         again = sum(flops[:-1]) if training.checkpointing else 0
         return cls(
             lane,
+            len(modules),
             forward_ns=1e9 * sum(flops) / rate.forward,
             backward_ns=1e9
             * (again / rate.forward + training.tokens * sum(backward) / rate.backward),
@@ -121,6 +127,7 @@ class StepEstimate:
             copied=width if tier is Tier.DEVICE else 0,
             gradient=gradient,
             kept=4 + gradient if sizing.sums else gradient,
+            largest_gradient=max(sizing.all_gradients.values()),
         )
         free = means.free_lanes()
         self._update = _lane_times(LaneClocks(means.rates.both_at_once(), free=free))
@@ -130,6 +137,7 @@ class StepEstimate:
 
     def ns(self, parts: Parts) -> float:
         """Return about how many nanoseconds a step takes; inf where the parts do not fit."""
+        parts = self._in_whole_subgroups(parts)
         held, needed = self._on_device(parts)
         fetched = self._budget.device - held
         spill = self._spill(parts)
@@ -182,18 +190,26 @@ class StepEstimate:
         if self._means.unified:
             return 0.0, 0.0
         sizing, at = self._sizing, self._bytes
-        gradients = (
-            (4 if sizing.sums else at.gradient) * (parts.resident + parts.visiting) * self._numel
-        )
-        staying = (
-            sizing.activations + gradients if sizing.sums else max(sizing.activations, gradients)
-        )
+        updated = (parts.resident + parts.visiting) * self._numel
+        gradients = at.gradient * updated
+        staying = max(sizing.activations, gradients)
+        if sizing.sums:  # a new sum has its first gradient beside it: as much of it as stays
+            share = parts.visiting / max(1 - parts.resident, parts.visiting, 1e-9)
+            whole = at.gradient * parts.resident * self._numel
+            first = min(share * at.largest_gradient + whole, at.largest_gradient)
+            staying = sizing.activations + 4 * updated + first
         held = at.resident * parts.resident * self._numel
         held += sizing.on_their_way + staying + (0 if self._at_home else self._parameters)
         needed = max(
             sizing.deepest if self._at_home else 0, self._set_bytes if parts.visiting > 0 else 0
         )
         return held, needed
+
+    def _in_whole_subgroups(self, parts: Parts) -> Parts:
+        """Return the parts as a plan will have them."""
+        count = self._numel / self._largest
+        resident = int(count * parts.resident + 1e-6) / count
+        return Parts(resident, min(round(count * parts.visiting) / count, 1 - resident))
 
     @property
     def _set_bytes(self) -> float:
@@ -320,47 +336,98 @@ class StepEstimate:
             lane: time.of(update[lane]) + time.start_ns * moved[lane] / self._largest
             for lane, time in self._update.items()
         }
-        updating = self._pipelined(
-            lanes, spill, fetched, on_host + visiting, visiting / max(numel, 1)
-        )
+        crossing_ns = self._crossing_ns(lanes, fetched) if visiting else 0.0
+        updating = self._pipelined(lanes, spill, crossing_ns, parts)
+        computing = self._computing
         come = self._parameters if self._at_home and not self._means.unified else 0
         again = max(come - fetched, 0)
-        forward = {
-            self._computing.lane: self._computing.forward_ns,
-            Lane.H2D: self._pass[Lane.H2D].of(come),
-            Lane.NVME_READ: self._pass[Lane.NVME_READ].of(values),
-        }
-        backward = {
-            self._computing.lane: self._computing.backward_ns,
-            Lane.H2D: self._pass[Lane.H2D].of(again),
-            Lane.D2H: self._pass[Lane.D2H].of(self._bytes.gradient * on_host),
-            Lane.NVME_READ: self._pass[Lane.NVME_READ].of(again if values else 0),
-            Lane.NVME_WRITE: self._pass[Lane.NVME_WRITE].of(spill.gradients),
-        }
-        forward_ns, backward_ns = max(forward.values()), max(backward.values())
-        first = inf
-        if False in self._overlaps:
-            first = updating + forward_ns
+        read_again = again if values else 0
+        two_modules = sizing.deepest + self._parameters / computing.modules
+        passing = partial(self._passing_ns, waits=bool(again) and fetched < two_modules)
+        forward_ns = passing(computing.forward_ns, come, values)
+        # What the device has room for stays from one micro-batch to the next.
+        next_forward_ns = passing(computing.forward_ns, again, read_again)
+        backward_ns = max(
+            passing(computing.backward_ns, again, read_again),
+            self._sending_ns(self._bytes.gradient * on_host, spill, parts),
+        )
+        updating_ns = updating + forward_ns
         if True in self._overlaps:
-            both = (lanes[lane] + ns for lane, ns in forward.items())
-            first = min(first, max(updating, *both, *lanes.values()))
-        return first + backward_ns + (self._micro_batches - 1) * (forward_ns + backward_ns)
+            if not self._at_home:
+                beside_ns = self._beside_ns(lanes, updating, parts)
+            elif visiting and on_host and not self._is_tight(fetched):
+                # The thread that updates waits for parameters too, so that visitors hold it up.
+                beside_ns = max(updating_ns, lanes[Lane.HOST] + crossing_ns)
+            else:
+                beside_ns = updating_ns
+            updating_ns = min(updating_ns, beside_ns) if False in self._overlaps else beside_ns
+        return (
+            updating_ns + backward_ns + (self._micro_batches - 1) * (next_forward_ns + backward_ns)
+        )
+
+    def _passing_ns(
+        self, computing_ns: float, fetched: float, read: float, *, waits: bool
+    ) -> float:
+        """Return how long all modules take, with so many bytes that they fetch, and read of drives.
+
+        `waits`: there is no room to fetch the next module while one computes.
+        """
+        fetching = [self._pass[Lane.H2D].of(fetched), self._pass[Lane.NVME_READ].of(read)]
+        if waits:
+            return computing_ns + max(fetching)
+        return _overlapped([computing_ns, *fetching], self._computing.modules)
+
+    def _sending_ns(self, nbytes: float, spill: _Spill, parts: Parts) -> float:
+        """Return how long a backward takes with so many bytes of gradients that go down."""
+        resident_ns = parts.resident * self._computing.backward_ns
+        times = [
+            self._computing.backward_ns - resident_ns,
+            self._pass[Lane.D2H].of(nbytes),
+            self._pass[Lane.NVME_WRITE].of(spill.gradients),
+        ]
+        # Residents are the last modules: their gradients stay, and those of others come after them.
+        return resident_ns + _overlapped(times, (1 - parts.resident) * self._computing.modules)
+
+    def _beside_ns(self, lanes: Mapping[Lane, float], updating: float, parts: Parts) -> float:
+        """Return how long an update takes with a forward that begins before its end."""
+        forward_ns = self._computing.forward_ns
+        resident_ns = parts.resident * forward_ns  # their modules come last, after all others
+        count = (1 - parts.resident) * self._computing.modules
+        waiting_ns = resident_ns + _overlapped([updating, forward_ns - resident_ns], count)
+        return max(waiting_ns, lanes[self._computing.lane] + forward_ns)
 
     def _pipelined(
-        self, lanes: dict[Lane, float], spill: _Spill, left: float, moving: float, visits: float
+        self, lanes: Mapping[Lane, float], spill: _Spill, crossing_ns: float, parts: Parts
     ) -> float:
         """Return the update's time: lanes overlap as far as buffers and staging sets allow."""
-        longest, every = max(lanes.values()), sum(lanes.values())
-        count = max(moving / self._largest, 1)
-        found = longest + (every - longest) / count
-        if spill.states or spill.gradients:
-            rests = lanes[Lane.NVME_READ] + lanes[Lane.NVME_WRITE] + lanes[Lane.HOST]
-            found = max(found, rests / spill.buffers)
-        if visits:
-            crossing = lanes[Lane.H2D] + lanes[Lane.D2H] + lanes[Lane.DEVICE]
-            sets = max(min(int(left // self._set_bytes), _STAGING_SETS), 1)
-            found = max(found, crossing / sets)
-        return found
+        moving = (1 - parts.resident) * self._numel
+        found = max(_overlapped(lanes.values(), moving / self._largest), crossing_ns)
+        if not (spill.states or spill.gradients):
+            return found
+        # The host and the device each have a queue, which begins with what stayed in memory: until
+        # one of them is through with that, drives do nothing.
+        read_ns, write_ns = lanes[Lane.NVME_READ], lanes[Lane.NVME_WRITE]
+        away = min(spill.states / (self._bytes.host * max(moving, 1)), 1.0)
+        through = (read_ns + write_ns + away * lanes[Lane.HOST]) / spill.buffers
+        drives_ns = max(read_ns, write_ns, through)
+        part = min(parts.visiting * self._numel / max(moving, 1), 1.0)
+        queues = [(lanes[Lane.HOST], 1 - part), (crossing_ns, part)]
+        here = [((1 - away) * ns, part) for ns, part in queues if part > 0]
+        begin_ns = min(ns for ns, _ in here)
+        return max(found, begin_ns + drives_ns, *(ns + part * drives_ns for ns, part in here))
+
+    def _crossing_ns(self, lanes: Mapping[Lane, float], left: float) -> float:
+        """Return how long visitors take, with as many staging sets as there is room for."""
+        times = [lanes[lane] for lane in (Lane.H2D, Lane.DEVICE, Lane.D2H)]
+        return max(*times, sum(times) / self._sets(left))
+
+    def _sets(self, left: float) -> int:
+        return max(min(int(left // self._set_bytes), _STAGING_SETS), 1)
+
+    def _is_tight(self, left: float) -> bool:
+        """Tell whether staging sets leave no module room: the first one ends the update then."""
+        room = left + self._sizing.on_their_way - self._sets(left) * self._set_bytes
+        return room < self._sizing.deepest
 
 
 class _LaneTime(NamedTuple):
@@ -372,6 +439,12 @@ class _LaneTime(NamedTuple):
     def of(self, amount: float) -> float:
         """Return the nanoseconds that so much takes."""
         return self.each_ns * amount + self.start_ns
+
+
+def _overlapped(times: Collection[float], count: float) -> float:
+    """Return how long so many pieces of work take that pass from one lane to the next."""
+    longest = max(times)
+    return longest + (sum(times) - longest) / max(count, 1)
 
 
 def _lane_times(clocks: LaneClocks) -> dict[Lane, _LaneTime]:

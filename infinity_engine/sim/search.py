@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from math import inf, isinf
+from operator import attrgetter, itemgetter
 from typing import NamedTuple, TypeVar
 
 from infinity_engine.errors import CapacityError, ConfigError
@@ -40,7 +41,8 @@ _ENOUGH = 46  # that are not resident
 _LEAST_NUMEL = 2**20  # a subgroup's transfers below this cost more to start than they take
 _GRID = (0.0, 0.05, 0.1, 0.175, 0.25, 0.35, 0.5, 0.625, 0.75, 0.875, 1.0)
 _OFF = 2.0  # subgroups that rounding may be off by, where a corner does not fit
-_MOST_WORK = 9000  # simulated subgroups: about a second and a half of one core
+_MOST_WORK = 6500  # simulated subgroups: about a second of one core
+_PLACED = 40  # simulated subgroups take as long as to find whether a plan fits
 _EACH_KIND = 2  # of the best estimates of each tier and size, with visitors and without
 _COARSE = 1.08  # times the best estimate: subgroups that large are good enough to explore with
 _APART = 0.05  # of all: parts nearer than that are alike
@@ -53,6 +55,9 @@ _NEAREST = 3  # forms that are placed though they seem not to fit
 _NEAR = 1.12  # times the best: what is slower is not gone on from
 _FIRST_STEPS = (1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of all, to parts nearby
 _LAST_STEPS = (1 / 32, 1 / 128)
+_ESTIMATED_STEPS = (1 / 64, 1 / 16, 1 / 64, 1 / 256)  # the first one crosses an edge nearby
+_STARTS = 4  # of each kind, from which estimates lead on
+_PROMISING = 1.3  # times the best estimate: from what takes longer, none leads to the best
 _WAYS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))  # of what is resident, and what visits
 _AS_GOOD = 1.02  # times the estimate of a step: neighbours with more are not tried
 _TRUSTED = 1.25  # times its estimate: a step that takes longer is not ranked by estimates
@@ -157,8 +162,11 @@ class Search:
         numels = self._numels(_COUNTS)
         entries = list(self._entries(numels))
         explored = _coarsest_near_the_best(entries)
-        for entry in _best_of_each_kind(entry for entry in entries if entry.numel == explored):
+        alike = [entry for entry in entries if entry.numel == explored]
+        alike += self._refined_from(alike, most=_STARTS)
+        for entry in _best_of_each_kind(alike):
             self._simulate(entry)
+        self._explore(alike)
         if self._best is None and not self._first_that_fits():
             self._planner.placed(self._choice(self._frugal, numels[-1]))  # raises what is missing
             raise ConfigError(
@@ -352,6 +360,49 @@ class Search:
         if self._try(entry.form, entry.numel) is None and entry.inside != entry.form:
             self._try(entry.inside, entry.numel)
 
+    def _refined_from(self, entries: list[_Ranked], *, most: int) -> list[_Ranked]:
+        """Return what estimates lead to from the best entries of each kind."""
+        ranked = sorted(entries, key=attrgetter("estimate_ns"))
+        most_ns = _PROMISING * ranked[0].estimate_ns if ranked else inf
+        return [
+            self._refined(entry)
+            for entry in _few_of_each_kind(ranked, most=most)
+            if entry.estimate_ns <= most_ns
+        ]
+
+    def _refined(self, entry: _Ranked) -> _Ranked:
+        """Return the entry with the best parts that estimates alone lead to, downhill from its own.
+
+        Estimates take microseconds, where a simulation takes milliseconds.
+        """
+        estimate_ns, form, numel, inside = entry
+        room = self._room(form.family, numel)
+        if self._given is not None or self._means.unified or isinf(estimate_ns):
+            return entry
+        if room is None or not room.may_visit:
+            return entry
+        for step in _ESTIMATED_STEPS:
+            while step >= room.whole / 2:
+                ways = (room.nearby(form.parts, step * way[0], step * way[1]) for way in _WAYS)
+                around = (replace(form, parts=parts) for parts in ways if room.holds(parts))
+                times = [(self._estimate_ns(there, numel), there) for there in around]
+                there_ns, there = min(times, key=itemgetter(0), default=(inf, form))
+                if there_ns >= _WORTH_IT * estimate_ns:
+                    break
+                form, estimate_ns = there, there_ns
+        parts = form.parts.towards(inside.parts, _OFF * room.whole)
+        return _Ranked(estimate_ns, form, numel, replace(form, parts=parts))
+
+    def _explore(self, entries: list[_Ranked]) -> None:
+        """Simulate more of what is estimated to be better than the best that was simulated.
+
+        Where estimates are right there is none.
+        """
+        ranked = sorted(entries, key=lambda entry: entry.estimate_ns)
+        for entry in _few_of_each_kind(ranked, most=len(ranked)):
+            if entry.estimate_ns < self._least_ns and 2 * self._work <= _MOST_WORK:
+                self._simulate(entry)
+
     def _first_that_fits(self) -> bool:
         for form, numel in self._in_doubt():
             if self._known_of(self._choice(form, numel), form) is not None:
@@ -461,7 +512,9 @@ class Search:
                 if numel != known:
                     inside = self._within(form, numel)
                     tried.append(_Ranked(self._estimate_ns(inside, numel), inside, numel, inside))
-        tried += _best_of_each_kind(entries)
+        for numel in {entry.numel for entry in entries}:
+            alike = [entry for entry in entries if entry.numel == numel]
+            tried += self._refined_from(alike, most=1)
         for entry in sorted(tried, key=lambda entry: entry.estimate_ns):
             expected_ns = entry.estimate_ns * times.get(entry.form.kind, 1.0)
             if expected_ns < self._least_ns:
@@ -523,11 +576,12 @@ class Search:
         if choice not in self._known:
             self._known[choice] = None
             self._forms[choice] = form, choice.subgroup_numel
-            self._work += self._planner.trained_numel // choice.subgroup_numel + 20
+            self._work += _PLACED
             with suppress(CapacityError):
                 below_ns = min(self._least_ns, self._known_ns)
                 candidate = self._planner.candidate(choice, below_ns=below_ns)
                 self._known[choice] = candidate
+                self._work += self._planner.trained_numel // choice.subgroup_numel
                 self._least_ns = min(self._least_ns, candidate.timeline.ns)
                 estimate_ns = self._estimate_ns(form, choice.subgroup_numel)
                 if 0 < estimate_ns < inf:
