@@ -24,6 +24,8 @@ _PLENTY = 1 << 60
 _SOME_DRIVE = "NVMe"
 _SOME_RATE = 1e9
 _CLOSE = 1.01  # times the least amount that fits: near enough
+_LESS = (1.01, 1.03)  # an amount that fits is compared with so many times less
+_STEP = 1.1  # from an amount that fits to the next smaller one, until one does not
 _FURTHER = (1.0, 1.01, 1.02, 1.04, 1.08, 1.16, 1.32)  # times an estimate that may be too small
 _SHORTEST, _TOKENS = 128, 128  # of a sequence, and the steps in which it gets shorter
 _CHECKPOINT = "checkpoint activations (--checkpointing)"
@@ -209,10 +211,15 @@ def _smallest(planner: Planner, there: Needs, name: str) -> Needs | None:
         low = enough
     else:
         return None
-    close = enough / _CLOSE
-    if low < close and fits(close):
-        return raised(_bisected(fits, max(low, enough / 1.1), close)[1])
-    return raised(enough)
+    # Whole subgroups decide: what does not fit with a hundredth less may with three.
+    fitting = (enough / times for times in _LESS if enough / times > low)
+    high = next(filter(fits, fitting), None)
+    if high is None:
+        return raised(enough)
+    below = high / _STEP
+    while below > low and fits(below):
+        high, below = below, below / _STEP
+    return raised(_bisected(fits, max(low, below), high)[1])
 
 
 def _bisected(enough: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:

@@ -81,7 +81,19 @@ def is_planned(training: Training, means: Means) -> bool:
 
 @pytest.mark.parametrize(
     "seed",
-    [0, 1, 2, 4, 17, 23, 31, 40, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 5))],
+    [
+        0,
+        1,
+        2,
+        4,
+        17,
+        23,
+        31,
+        40,
+        48,
+        64,
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 5)),
+    ],
 )
 def test_each_remedy_is_enough_and_a_little_less_is_not(seed: int) -> None:
     assert wrong_remedies(seed) == []
