@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from typing import Any
 
 import torch
 
@@ -65,7 +66,7 @@ def expand_linears(model: torch.nn.Module, dtype: torch.dtype) -> tuple[str, ...
         model.get_submodule(parent).add_module(name, layer.as_linear(dtype))
     # load_pretrained says in it what the weights were, for whatever saves the model.
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and getattr(config, "quantization_config", None) is not None:
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "quantization_config", None) is not None:
             config.update({"quantization_config": None})
     return tuple(names)
