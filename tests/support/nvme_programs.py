@@ -20,6 +20,7 @@ def run_program(
     python: Sequence[str] = (),
     launcher: Sequence[str] = (),
     environment: dict[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> subprocess.CompletedProcess[str]:
     """Run `text` as a script with `arguments`; `python` are options of the interpreter, `launcher`
     what starts it.
@@ -37,7 +38,7 @@ def run_program(
         capture_output=True,
         text=True,
         check=False,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
     )
 
 
