@@ -6,11 +6,10 @@ The file is gone afterwards, also after Ctrl-C, a signal or an error.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import tempfile
 import threading
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +33,7 @@ __all__ = [
     "UnusableError",
     "data_file",
     "progress_bar",
+    "scratch_file",
     "signals_are_exceptions",
     "usable_backend",
     "usable_directory",
@@ -108,18 +108,26 @@ def usable_directory(directory: Path, nbytes: int) -> Path:
 
 
 @contextlib.contextmanager
+def scratch_file(directory: Path, prefix: str) -> Iterator[Path]:
+    """Yield an empty file that is gone afterwards, also after Ctrl-C, a signal or an error."""
+    # Else a signal would end the process without the `finally` below.
+    with signals_are_exceptions():
+        # Named before it is made: an interrupt in between is to find it.
+        path = directory / f"{prefix}{uuid.uuid4().hex}.tmp"
+        try:
+            path.touch(mode=0o600, exist_ok=False)
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
 def data_file(
     directory: Path, nbytes: int, *, backend: str, advance: _Advance, seconds: float = float("inf")
 ) -> Iterator[tuple[Path, int]]:
     """Write up to `nbytes` random bytes, as many as time allows; yield path and length."""
-    with signals_are_exceptions():
-        descriptor, name = tempfile.mkstemp(prefix="deepnvme-", suffix=".tmp", dir=directory)
-        os.close(descriptor)
-        path = Path(name)
-        try:
-            yield path, _write(path, nbytes, backend, advance, time.perf_counter() + seconds)
-        finally:
-            path.unlink(missing_ok=True)
+    with scratch_file(directory, "deepnvme-") as path:
+        yield path, _write(path, nbytes, backend, advance, time.perf_counter() + seconds)
 
 
 def _write(path: Path, nbytes: int, backend: str, advance: _Advance, end: float) -> int:

@@ -5,18 +5,15 @@ Writes one file there, and removes it when it is done, fails or is interrupted. 
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from deepnvme import File, IOQueue
-from deepnvme.cli.scratch import signals_are_exceptions
+from deepnvme.cli.scratch import scratch_file
 from deepnvme.measuring.measure import Workload, cut, fill, pending_for, transfers
 from deepnvme.sizes import PAGE
 from infinity_engine.calibration.contention import Stops, measure_contention, until
@@ -102,7 +99,8 @@ def measure_drive(
     for buffer in buffers:
         # Random bytes: a drive may compress others.
         fill(buffer)
-    with _scratch_file(place) as path, queue.open(path, "w", size=effort.file_bytes) as file:
+    nbytes = effort.file_bytes
+    with scratch_file(place, FILE_PREFIX) as path, queue.open(path, "w", size=nbytes) as file:
         report(f"{directory}: writing a file of {format_bytes(effort.file_bytes)}")
         file_bytes = _write(file, buffers, effort.file_bytes, part.seconds * _FILE_SHARE)
         load = _DriveLoad(file=file, file_bytes=file_bytes, buffers=buffers)
@@ -168,18 +166,3 @@ def _write(file: File, buffers: Sequence[memoryview], nbytes: int, seconds: floa
     file.truncate(written)
     file.sync().result()
     return written
-
-
-@contextmanager
-def _scratch_file(directory: Path) -> Iterator[Path]:
-    """Yield an empty file that is gone afterwards, also after Ctrl-C, a signal or an error."""
-    # Else a signal would end the process without the `finally` below.
-    with signals_are_exceptions():
-        descriptor, name = tempfile.mkstemp(prefix=FILE_PREFIX, suffix=".tmp", dir=directory)
-        path = Path(name)
-        try:
-            # The queue opens the file itself, by its name.
-            os.close(descriptor)
-            yield path
-        finally:
-            path.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepnvme import FaultPlan, IOQueue, Requests
-from deepnvme.cli.scratch import UnusableError
+from deepnvme.cli.scratch import UnusableError, scratch_file
 from infinity_engine.accel import CpuAccelerator, Emulation, StreamKind, emulated_accelerator
 from infinity_engine.calibration import (
     CalibrationCache,
@@ -33,6 +33,7 @@ from infinity_engine.calibration import (
 )
 from infinity_engine.calibration import calibrate as module
 from infinity_engine.calibration.contention import meanwhile
+from infinity_engine.calibration.drives import FILE_PREFIX
 from infinity_engine.calibration.effort import MeasuringTime, repeated, thread_counts
 from infinity_engine.calibration.host import RULES, name_of
 from infinity_engine.calibration.links import Links, measure_links
@@ -701,6 +702,22 @@ def test_a_signal_ends_the_command_and_leaves_no_file(
         running.kill()
 
     assert running.returncode == status, errors
+    assert list(drive.iterdir()) == []
+
+
+def test_an_interrupt_just_after_the_file_was_made_removes_it(
+    drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch = Path.touch
+
+    def interrupted(path: Path, **given: Any) -> None:
+        touch(path, **given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "touch", interrupted)
+    with pytest.raises(KeyboardInterrupt), scratch_file(drive, FILE_PREFIX):
+        pass
+
     assert list(drive.iterdir()) == []
 
 
