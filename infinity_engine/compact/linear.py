@@ -21,10 +21,12 @@ from infinity_engine.compact.weights import (
     nf4_values,
 )
 from infinity_engine.errors import ConfigError
+from infinity_engine.memory.resident import return_freed_memory
 
 __all__ = ["CompactLinear"]
 
 _STATE = "quant_state.bitsandbytes__nf4"
+_LARGE = 4 << 20  # bytes of an expanded weight
 _NESTED = ("nested_absmax", "nested_quant_map")
 
 
@@ -170,6 +172,12 @@ def _frozen(values: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(values, requires_grad=False)
 
 
+def _give_back(nbytes: int, device: torch.device) -> None:
+    """Let the C library give back what a large expanded weight took: small tensors split it."""
+    if device.type == "cpu" and nbytes >= _LARGE:
+        return_freed_memory()
+
+
 def _unnested(
     state_dict: MutableMapping[str, Any], prefix: str, described: torch.Tensor
 ) -> torch.Tensor:
@@ -194,7 +202,11 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(*compact)
         weight, scale, values = compact
         weight = expanded(weight, scale, values, given.dtype).view(-1, given.shape[-1])
-        return functional.linear(given, weight, None if bias is None else bias.to(given.dtype))
+        product = functional.linear(given, weight, None if bias is None else bias.to(given.dtype))
+        nbytes = weight.nbytes
+        del weight
+        _give_back(nbytes, given.device)
+        return product
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -205,6 +217,9 @@ class _Product(torch.autograd.Function):
             weight, scale, values = ctx.saved_tensors
             weight = expanded(weight, scale, values, gradient.dtype)
             of_input = gradient.matmul(weight.view(gradient.shape[-1], -1))
+            nbytes = weight.nbytes
+            del weight
+            _give_back(nbytes, gradient.device)
         if ctx.needs_input_grad[1]:
             of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(dim=0)
         return of_input, of_bias, None, None, None
