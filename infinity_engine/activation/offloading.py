@@ -9,7 +9,6 @@ needs one after the other: what comes next is fetched ahead. See decision 0045.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable
 
 import torch
@@ -19,7 +18,7 @@ from infinity_engine.activation.memories import SavedMemories, SavedMemory, Save
 from infinity_engine.activation.moving import ActivationLimits, ActivationMoves
 from infinity_engine.activation.saved import BlockUse, KeptActivations
 from infinity_engine.lanes.lanes import Lanes
-from infinity_engine.lanes.meter import Cargo
+from infinity_engine.lanes.meter import Cargo, clock_of
 from infinity_engine.memory import BorrowedMemory
 from infinity_engine.plan import Tier
 from infinity_engine.residence import Mover
@@ -49,6 +48,7 @@ class ActivationOffload:
         room: DriveRoom | None,
     ) -> None:
         self._meter = lanes.meter
+        self._clock_ns = clock_of(lanes.accelerator)
         self._most_in_flight = limits.in_flight
         self._kept = KeptActivations()
         self._movable = _Movable(lanes.accelerator.torch_device, limits.small)
@@ -171,16 +171,16 @@ class ActivationOffload:
             saved = self._memories.view(memory, tensor)
             self._moves.admit(memory)
             try:
-                start = time.perf_counter()
+                start = self._clock_ns()
                 self._moves.evict(memory)
                 self._moves.finish_eviction(memory)
-                out = time.perf_counter()
+                out = self._clock_ns()
                 self._bring(memory)
-                back = time.perf_counter()
+                back = self._clock_ns()
             finally:
                 del saved
                 self._settle()
-            return out - start, back - out
+            return (out - start) / 1e9, (back - out) / 1e9
 
     # --- what it decides --------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ The planner has left room for what is reserved here (planning/planning.py).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from infinity_engine.storage import SwapFile
 __all__ = ["activations_of", "uses_drives", "watch_blocks"]
 
 _PART_FOR_SAVED = 3, 4  # of what a plan leaves: modules allocate besides what they save
-_STAGING = 4  # of what may stay, the part for what is on its way
+_STAGING = 2  # of what may stay, the part for what is on its way: with less, fetches do not overlap
 _RECOMPUTED_AT = MappingProxyType(
     {
         ActivationsAt.DEVICE: BlockWay.RECOMPUTE,
@@ -253,12 +252,11 @@ class _Assembling:
 
     def _clock(self) -> Callable[[], float]:
         """Return the time in seconds at which all that was submitted has ended."""
-        if not self.passes:
-            clock = clock_of(self.accelerator)
-            return lambda: clock() / 1e9
+        clock = clock_of(self.accelerator)
 
         def ended() -> float:
-            self.accelerator.synchronize()
-            return time.perf_counter()
+            if self.passes:
+                self.accelerator.synchronize()
+            return clock() / 1e9
 
         return ended

@@ -179,6 +179,7 @@ class FarAccelerator(VirtualAccelerator):
         self._memory = _Memory(emulation.capacity_bytes)
         self._outlived: list[tuple[Event, torch.Tensor]] = []
         self._before: int | None = None
+        self._computed_ns = 0  # when all works have ended that were carried out at once
 
     def allocate(self, nbytes: int, *, idle_bytes: int = 0) -> Buffer:
         """Return a buffer of NaN."""
@@ -238,6 +239,11 @@ class FarAccelerator(VirtualAccelerator):
         self._outlived = [(event, each) for event, each in self._outlived if self._pends(event)]
         self._outlived.append((self.record(stream), tensor))
 
+    def synchronize(self) -> None:
+        """Block the host until all has ended, also what was carried out at once."""
+        super().synchronize()
+        self._now_ns = max(self._now_ns, self._computed_ns)
+
     def stop(self) -> None:
         """Wait for all that was submitted, and keep nothing."""
         super().stop()
@@ -259,4 +265,5 @@ class FarAccelerator(VirtualAccelerator):
     def _carry_out_now(self, event: Event) -> None:
         """Carry out what the event ends, without telling the host."""
         assert isinstance(event, VirtualOperation)
+        self._computed_ns = max(self._computed_ns, event.end_ns)
         self._carry_out_all([event])

@@ -1,0 +1,40 @@
+"""What activations cost on a device with the link and the compute of a 4090.
+
+Seconds are of a clock that is computed from rates, so they are the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from support.far_activations import DEPTH, GPUS, SAVED, seconds_of_ways
+from support.far_programs import far_process
+from support.session import SHARED
+
+GPU = GPUS["RTX 4090"]
+HIDDEN = 8192  # where products take longer than moving what they save
+HALF = SAVED * DEPTH // 2
+
+
+@pytest.fixture(scope="module")
+def far(request: pytest.FixtureRequest) -> Iterator[ProcessPoolExecutor]:
+    with far_process(request.config.stash[SHARED]) as process:
+        yield process
+
+
+def test_half_the_memory_costs_a_tenth_at_most_where_compute_hides_moves(
+    far: ProcessPoolExecutor,
+) -> None:
+    ways = {
+        "kept": {},
+        "host": {"at": "host", "resident_bytes": HALF},
+        "auto": {"at": "auto", "resident_bytes": HALF},
+    }
+
+    seconds = far.submit(seconds_of_ways, GPU, HIDDEN, ways).result()
+
+    assert seconds["host"] <= 1.1 * seconds["kept"], seconds
+    assert seconds["auto"] <= 1.05 * min(seconds["kept"], seconds["host"]), seconds

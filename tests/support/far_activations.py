@@ -1,0 +1,130 @@
+"""Activations on a far device that has the links and the compute of a GPU by its data sheet.
+
+Seconds are those of the device's computed clock: links carry bytes at their rates, modules take the
+time of their products, and the host none. Nothing here depends on how fast the machine is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity_engine
+from infinity_engine.accel import Emulation, TimeCost
+from infinity_engine.plan import Rates
+from support.determinism import deterministic_compute
+from support.far import FAR, FarAccelerator
+
+__all__ = ["GPUS", "Gpu", "seconds_of_ways"]
+
+MIB = 1 << 20
+WIDTH, TOKENS, DEPTH = 32, 256, 8
+SAVED = TOKENS * 9 * WIDTH * 4
+"""Of one block: its input, and what the activation function is given and returns."""
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Operations that products reach, and bytes of one direction of the link, per second."""
+
+    flops_per_s: float
+    link_bytes_per_s: float
+
+
+# Half of the dense bf16 rate of each data sheet; PCIe 4 and 5 with 16 lanes, less a fifth.
+GPUS: Mapping[str, Gpu] = {
+    "RTX 4090": Gpu(165.2e12 / 2, 25e9),
+    "H100 SXM": Gpu(989.4e12 / 2, 50e9),
+}
+
+
+class _Stack(nn.Module):
+    """Feed-forward blocks, as many as there are settings for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(DEPTH)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def seconds_of_ways(
+    gpu: Gpu, hidden: int, ways: Mapping[str, Mapping[str, Any]]
+) -> dict[str, float]:
+    """Return the seconds of the last step with each of these settings of activations.
+
+    A block's products take as long for its bytes as those of a model of `hidden` in bf16.
+    """
+    return {name: _seconds(gpu, hidden, activations) for name, activations in ways.items()}
+
+
+def _seconds(gpu: Gpu, hidden: int, activations: Mapping[str, Any]) -> float:
+    tokens = SAVED / (9 * hidden * 2)
+    ns = round(tokens * 8 * hidden**2 / gpu.flops_per_s * 1e9)  # of one of two products
+    rates = Rates(
+        h2d_bytes_per_s=gpu.link_bytes_per_s,
+        d2h_bytes_per_s=gpu.link_bytes_per_s,
+        host_update_params_per_s=1e9,
+        device_update_params_per_s=1e10,
+    )
+    torch.manual_seed(0)
+    model, seconds = _Stack(), 0.0
+    with (
+        deterministic_compute(),
+        FarAccelerator(Emulation(rates=rates, capacity_bytes=64 * MIB)) as device,
+        infinity_engine.initialize(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1e-3),
+            device=device,
+            strategy="device_only",
+            parameters="device",
+            rates=rates,
+            calibration="off",
+            budget={"host": "64MiB", "device": "48MiB"},
+            activation_bytes="32MiB",
+            activations={"host_bytes": "16MiB", "small_bytes": 0, **activations},
+        ) as engine,
+    ):
+        stream = engine._parts.gradients._lanes.compute
+
+        def passes(nanoseconds: int) -> None:
+            device.run(lambda: None, stream=stream, cost=TimeCost(nanoseconds))
+
+        _take_time(model, ns, passes)
+        batch = torch.randn(TOKENS, WIDTH).to(FAR).requires_grad_()
+        for _ in range(STEPS):
+            device.synchronize()
+            start = device.now_ns
+            engine.backward(engine(batch).square().mean())
+            device.synchronize()
+            seconds = (device.now_ns - start) / 1e9
+            engine.step()
+    return seconds
+
+
+def _take_time(model: nn.Module, ns: int, passes: Any) -> None:
+    """Let each product take its time before its result is there: twice as long in the backward."""
+
+    def before(_module: nn.Module, _given: object) -> None:
+        passes(ns)
+
+    def after(_module: nn.Module, _given: object, made: torch.Tensor) -> None:
+        if made.requires_grad:
+            # torch is
+            made.register_hook(lambda _gradient: passes(2 * ns))  # type: ignore[no-untyped-call]
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(before)
+            module.register_forward_hook(after)
