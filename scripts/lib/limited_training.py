@@ -122,6 +122,7 @@ class Training:
             "baseline": result.baseline_bytes,
             "computing": result.computing_bytes,
             "growth": result.peak_bytes - result.baseline_bytes,
+            "steady growth": result.steady_bytes - result.baseline_bytes,
         }
         if self._limit_bytes is not None:
             taken["limit"] = self._limit_bytes

@@ -27,6 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rival_activations import FORWARDS, Forward
 from rival_step_host import PHASES, make_one_rank, memory_bytes
 
 from memory_group import Group, GroupUnavailableError, memory_group
@@ -431,20 +432,24 @@ def _raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _plain(job: Job, make: Callable[[], TinyGPT]) -> _Trainer:
+def _plain(
+    job: Job, make: Callable[[], TinyGPT], forward_of: Callable[[TinyGPT], Forward] | None = None
+) -> _Trainer:
+    """Train with plain torch; `forward_of` a model says how another library runs its blocks."""
     import torch
 
     # In one dtype throughout, moments too: in bf16 8 bytes per parameter, which is the least that
     # plain torch can do.
     torch.set_default_dtype(getattr(torch, job.dtype))
     model = make()
+    forward = model if forward_of is None else forward_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
     def update() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    return _Trainer(model, model, torch.Tensor.backward, update)
+    return _Trainer(model, forward, torch.Tensor.backward, update)
 
 
 def _deepspeed(job: Job, make: Callable[[], TinyGPT]) -> _Trainer:
@@ -540,6 +545,13 @@ SYSTEMS: Mapping[str, tuple[Callable[[], None], System]] = {
     "ours": (_import_ours, _ours),
     "plain": (lambda: None, _plain),
     "deepspeed": (_import_deepspeed, _deepspeed),
+    **{
+        name: (
+            _import_deepspeed if name.startswith("deepspeed") else lambda: None,
+            partial(_plain, forward_of=forward_of),
+        )
+        for name, forward_of in FORWARDS.items()
+    },
 }
 """Each loads what the system needs, and makes a model in the system's hands."""
 

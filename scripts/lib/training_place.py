@@ -124,7 +124,7 @@ class Place:
 
     def _python(self, job: Job) -> tuple[Path, dict[str, str]]:
         python, environ = Path(sys.executable), environ_of_training(job.threads)
-        if job.system == "deepspeed":
+        if job.system.startswith("deepspeed"):
             try:
                 python = env.rival_venv("deepspeed", PACKAGES)
             except env.EnvironmentMissingError as problem:
