@@ -64,12 +64,17 @@ def whole(model: TinyGPT) -> Forward:
 
 
 def deepspeed(model: TinyGPT) -> Forward:
-    """Run each block again by DeepSpeed's checkpointing, with its inputs on the host."""
+    """Run each block again by DeepSpeed's checkpointing, with its inputs on the host.
+
+    On the CPU they stay: DeepSpeed 0.19.8 loses inputs that are on the host already.
+    """
+    import torch
+
     library: Any = import_module("deepspeed")
     # Its own wrapper of the process group, which its checkpointing asks for ranks.
     library.comm.init_distributed(dist_backend="gloo", verbose=False)
     checkpointing = library.checkpointing
-    checkpointing.configure(None, checkpoint_in_cpu=True)
+    checkpointing.configure(None, checkpoint_in_cpu=torch.cuda.is_available())
     _run_blocks_by(model, checkpointing.checkpoint)
     return model
 
