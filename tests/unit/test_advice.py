@@ -63,7 +63,7 @@ def test_a_purchase_is_what_a_whole_search_finds(on_drives: Decision) -> None:
     budget = replace(on_drives.means.budget, nvme={"a": 200 * GB})
     means = replace(with_drives(on_drives.means, 2.0), budget=budget)
 
-    assert bought.step_s == pytest.approx(decide(on_drives.training, means).best.step_s, rel=0.05)
+    assert bought.step_s == pytest.approx(decide(on_drives.training, means).best.step_s, rel=0.06)
 
 
 @pytest.mark.parametrize("seed", range(1, 5))
