@@ -31,7 +31,6 @@ from infinity_engine.engine.checkpoints.saving import (
     SaveReport,
     SaveRequest,
     Saves,
-    SaveState,
 )
 from infinity_engine.engine.checkpoints.torch_states import (
     load_optimizer_state_dict,
@@ -347,6 +346,8 @@ class Engine:
         if not parts.states.begun:
             self._check_untouched(parts.trained)
         before = self.steps
+        # Also where the update is skipped: the loss scale changes.
+        self._saves.note_change()
         try:
             with parts.telemetry.timed("update"):
                 result = self._update()
@@ -551,6 +552,7 @@ class Engine:
     def _keep_changes(self, known: Sequence[ModelParameter]) -> None:
         """Keep what the body of `gathered` has written."""
         self._parts.ranks.check_same(known)
+        self._saves.note_change()
         for parameter in known:
             # The master first: an interrupt between the two leaves values that check_untouched
             # refuses, not a master that differs from them.
@@ -693,6 +695,7 @@ class Engine:
         """
         self._check_between_steps("load_optimizer_state_dict")
         self._saves.in_flight.wait_for_values()
+        self._saves.note_change()
         self._updates.continue_from(load_optimizer_state_dict(self._saved_run, state_dict))
         for parameter in self._parts.trained:
             parameter.note_values()
@@ -892,15 +895,8 @@ class Engine:
         # The save in flight may be the one that is needed.
         if stops:
             self._saves.finish_before_last()
-            last = self._saves.in_flight.report
-            wanted = (
-                SaveState.COMMITTED,
-                self.steps,
-                Path(path).absolute(),
-                frozenset(extra or {}),
-            )
-            if (last.state, last.step, last.path, last.extra) == wanted:
-                return last.tag, True
+            if self._saves.has_saved(Path(path).absolute(), extra or {}):
+                return self.last_save().tag, True
             # Waited for, and errors raise: the process ends after it.
             return self.save(path, extra=extra, keep=keep), True
         return self.save(path, extra=extra, keep=keep, wait=wait, on_error=on_error), False
@@ -933,6 +929,7 @@ class Engine:
         self._check_between_steps("load", loads=True)
         # A save in flight reads the states that this overwrites.
         self._saves.finish()
+        self._saves.note_change()
         loaded = self._loads.load(
             Path(path),
             tag,

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ import torch
 from infinity_engine.checkpoint import CheckpointDirectory
 from infinity_engine.engine.checkpoints.autosave import PREEMPTED_EXIT_CODE, Autosave, Due
 from infinity_engine.engine.checkpoints.saving import SaveState
+from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
+from infinity_engine.outcome import Outcome
+from support.engine_bits import bits_of, differing
 from support.saved_engines import PLACES, engine_at, one_step, small, steps
 
 PROGRAM = """
@@ -162,6 +166,66 @@ def test_a_step_that_was_just_saved_is_not_saved_again_to_stop(tmp_path: Path) -
         with pytest.raises(SystemExit):
             engine.autosave(tmp_path, every=1)
     assert CheckpointDirectory(tmp_path).tags() == ["step-00000001"]
+
+
+def goes_back(engine: Engine, path: Path) -> None:
+    engine.load(path, "step-00000001")
+    one_step(engine)
+
+
+def takes_other_moments(engine: Engine, _: Path) -> None:
+    states = engine.optimizer_state_dict()
+    for state in states["state"].values():
+        state["exp_avg"].zero_()
+    engine.load_optimizer_state_dict(states)
+
+
+def writes_to_parameters(engine: Engine, _: Path) -> None:
+    with engine.gathered(engine.module.parameters(), modify=True), torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.zero_()
+
+
+@pytest.mark.parametrize("change", [goes_back, takes_other_moments, writes_to_parameters])
+def test_a_run_that_has_changed_since_its_save_is_saved_again_to_stop(
+    tmp_path: Path, change: Callable[[Engine, Path], None]
+) -> None:
+    _, _, engine = small()
+    with engine:
+        for _ in range(2):
+            one_step(engine)
+            engine.save(tmp_path)
+        change(engine, tmp_path)
+        expected = bits_of(engine)
+        engine.preempt()
+        with pytest.raises(SystemExit):
+            engine.autosave(tmp_path, every=100)
+    assert CheckpointDirectory(tmp_path).latest() == "step-00000002.2"
+    _, _, engine = small()
+    with engine:
+        assert engine.resume(tmp_path)
+        assert differing(expected, bits_of(engine)) == []
+
+
+def fp16_step(engine: Engine, *, overflows: bool) -> Outcome:
+    """Make a step; where it overflows, the loss is finite and its gradient is not."""
+    output = engine(torch.ones(3, 8, dtype=torch.float16)).float()
+    loss = output.pow(2).mean()
+    engine.backward(loss + (output * 0).sum().pow(2).sqrt() if overflows else loss)
+    return engine.step().outcome
+
+
+def test_a_skipped_step_is_saved_to_stop_as_the_loss_scale_has_changed(tmp_path: Path) -> None:
+    _, _, engine = small(precision="fp16")
+    with engine:
+        while fp16_step(engine, overflows=False) is Outcome.SKIPPED:
+            pass
+        engine.save(tmp_path)
+        assert fp16_step(engine, overflows=True) is Outcome.SKIPPED
+        engine.preempt()
+        with pytest.raises(SystemExit):
+            engine.autosave(tmp_path, every=100)
+    assert CheckpointDirectory(tmp_path).latest() == "step-00000001.2"
 
 
 def test_a_save_elsewhere_or_of_less_does_not_stand_for_the_last_one(tmp_path: Path) -> None:

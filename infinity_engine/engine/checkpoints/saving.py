@@ -214,6 +214,7 @@ class Saves:
         self._ranks = RunRanks(run.whole)
         self.in_flight = SaveInFlight(run.telemetry, self._ranks)
         self._looked_at = -1  # the step at which the ranks have asked one another
+        self._changed = False  # the run has, since the newest save began
         # The walk calls this before an op changes a subgroup.
         run.states.before_changes(self.in_flight.wait_for_subgroup)
 
@@ -236,10 +237,21 @@ class Saves:
                 _warn(tag, error)
                 return tag
             self.in_flight.begin(save)
+            self._changed = False
         # What the queue has lent must be back before training uses the drives again.
         if request.wait or save.has_lent_memory:
             self.finish()
         return save.tag
+
+    def note_change(self) -> None:
+        """Note that the run is no longer what the newest save has: an update, a load."""
+        self._changed = True
+
+    def has_saved(self, path: Path, extra: Collection[str]) -> bool:
+        """Tell whether the newest save is there, at `path`, with all that the run is now."""
+        last = self.in_flight.report
+        wanted = (SaveState.COMMITTED, path, frozenset(extra))
+        return not self._changed and (last.state, last.path, last.extra) == wanted
 
     def finish_before_last(self) -> None:
         """Do as `finish`, but warn of an error: it must not prevent the run's last save."""
