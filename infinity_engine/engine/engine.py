@@ -853,6 +853,10 @@ class Engine:
             ConfigError: `every` is neither.
             SystemExit: the process was told to stop, and the checkpoint is there.
         """
+        self._ending.check_process()
+        self._ending.check_open()
+        # From the first call on, whether or not a save is due.
+        self._autosave.watch()
         tag, stops = self._autosave_if_due(
             path, every, keep=keep, extra=extra, wait=wait, on_error=on_error
         )
@@ -881,9 +885,6 @@ class Engine:
         on_error: OnError | str,
     ) -> tuple[str | None, bool]:
         """Save if it is time or the process has to stop; return the tag, and whether it has to."""
-        self._ending.check_process()
-        self._ending.check_open()
-        # SIGTERM is watched from the first call on, whether or not a save is due.
         self._autosave.begin(every, self.steps)
         # A deferred update still has the gradients of its step: these are no new ones.
         waiting = self._parts.gradients.any and not self._updates.under_way

@@ -52,9 +52,13 @@ with engine:
 
 
 def started(*arguments: object) -> subprocess.Popen[str]:
+    return run_of(PROGRAM, *arguments)
+
+
+def run_of(program: str, *arguments: object) -> subprocess.Popen[str]:
     tests = Path(__file__).resolve().parents[1]
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
+        [sys.executable, "-c", program, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -276,6 +280,75 @@ def test_sigterm_does_what_it_did_before_once_the_engine_is_closed(tmp_path: Pat
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def watching(folder: Path) -> Engine:
+    """Return an engine that has called autosave."""
+    _, _, engine = small()
+    one_step(engine)
+    engine.autosave(folder, every=100)
+    return engine
+
+
+def stops(engine: Engine, folder: Path) -> bool:
+    """Tell whether the next autosave ends the process."""
+    try:
+        one_step(engine)
+        engine.autosave(folder, every=100)
+    except SystemExit as ended:
+        return ended.code == PREEMPTED_EXIT_CODE
+    return False
+
+
+@pytest.mark.filterwarnings("ignore:An engine for a Sequential was dropped:ResourceWarning")
+def test_an_engine_that_was_dropped_leaves_sigterm_to_the_next_one(tmp_path: Path) -> None:
+    engine = watching(tmp_path / "dropped")
+    del engine
+    with watching(tmp_path / "next") as engine:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stops(engine, tmp_path / "next")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_sigterm_stops_all_engines_of_a_process(tmp_path: Path) -> None:
+    with watching(tmp_path / "first") as first, watching(tmp_path / "second") as second:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stops(first, tmp_path / "first")
+        assert stops(second, tmp_path / "second")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_engine_still_stops_after_another_one_was_closed(tmp_path: Path) -> None:
+    first, second = watching(tmp_path / "first"), watching(tmp_path / "second")
+    first.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stops(second, tmp_path / "second")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_sigterm_ends_a_process_whose_engine_was_dropped(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, warnings
+from support.saved_engines import one_step, small
+
+warnings.simplefilter("ignore", ResourceWarning)
+_, _, engine = small()
+one_step(engine)
+engine.autosave(sys.argv[1], every=100)
+del engine
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    with run_of(program, tmp_path) as run:
+        assert run.wait(300) == -signal.SIGTERM
+
+
+def test_sigterm_ends_a_process_that_was_forked_from_a_run(tmp_path: Path) -> None:
+    with watching(tmp_path):
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
 def test_a_handler_of_the_program_is_left_in_place_and_can_preempt(tmp_path: Path) -> None:
     _, _, engine = small()
     before = signal.signal(signal.SIGTERM, lambda *_: engine.preempt())
@@ -319,7 +392,8 @@ def test_a_schedule_without_a_main_thread_watches_no_signal() -> None:
     import threading
 
     schedule = Autosave(None)
-    thread = threading.Thread(target=schedule.begin, args=(1, 1))
+    thread = threading.Thread(target=schedule.watch)
     thread.start()
     thread.join()
+    assert not schedule.watches
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -1,15 +1,18 @@
 """`Autosave`: when a run saves by itself, and when it ends because the machine is wanted back.
 
-Decides; saves nothing. The handler of SIGTERM sets a flag and does nothing else (decision 0030).
+Decides; saves nothing. The handler of SIGTERM sets flags and does nothing else (decision 0030). All
+engines of a process share it, and it keeps none of them alive.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import signal
 import threading
 import time
+import weakref
 from types import FrameType, MappingProxyType
 
 from infinity_engine.errors import ConfigError
@@ -62,17 +65,16 @@ class Autosave:
         self._whole = whole
         self._due: Due | None = None  # before the first call
         self._told_to_stop = False
-        self._watches = False
+        self._watching_process: int | None = None  # whose SIGTERM stops this run
 
     def stop(self) -> None:
         """Note that the process was told to stop. Signal handlers and other threads may call it."""
         self._told_to_stop = True
 
     def begin(self, every: int | str, steps: int) -> None:
-        """Begin the schedule, or another one; watch for SIGTERM."""
+        """Begin the schedule, or another one."""
         if self._due is None or self._due.every != every:
             self._due = Due(every, steps)
-        self._watch()
 
     def decide(self, steps: int) -> tuple[bool, bool]:
         """Return whether it is time to save, and whether to stop; the same on all ranks."""
@@ -85,19 +87,49 @@ class Autosave:
         self._due.note(steps, saved=due or stops)
         return due, stops
 
+    @property
+    def watches(self) -> bool:
+        """Whether SIGTERM stops this run. A process that was forked from it has no run."""
+        return self._watching_process == os.getpid()
+
+    def watch(self) -> None:
+        """Handle SIGTERM, unless the program does, or this is no main thread.
+
+        Called where no signals are held: a hold replaces handlers.
+        """
+        if not _in_main_thread() or self.watches:
+            return
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _stop_all)
+        if signal.getsignal(signal.SIGTERM) is _stop_all:
+            self._watching_process = os.getpid()
+            _SCHEDULES.add(self)
+
     def close(self) -> None:
-        """Let SIGTERM do what it did before."""
+        """Let SIGTERM do what it did before, unless another engine's schedule watches for it."""
+        self._watching_process = None
         # A handler that the program has installed since stays.
-        if self._watches and signal.getsignal(signal.SIGTERM) == self._handle:
+        if _in_main_thread() and signal.getsignal(signal.SIGTERM) is _stop_all and not _watching():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._watches = False
 
-    def _watch(self) -> None:
-        """Handle SIGTERM, unless the program does, or this is no main thread."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._handle)
-            self._watches = True
 
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        self.stop()
+_SCHEDULES: weakref.WeakSet[Autosave] = weakref.WeakSet()
+"""All that have watched for SIGTERM: an engine may be dropped without close()."""
+
+
+def _watching() -> list[Autosave]:
+    return [schedule for schedule in _SCHEDULES if schedule.watches]
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _stop_all(number: int, _frame: FrameType | None) -> None:
+    """Stop all runs of this process; where there is none, end it as SIGTERM does."""
+    watching = _watching()
+    for schedule in watching:
+        schedule.stop()
+    if not watching:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
