@@ -696,7 +696,7 @@ class Engine:
         self._check_between_steps("load_optimizer_state_dict")
         self._saves.in_flight.wait_for_values()
         self._saves.note_change()
-        self._updates.continue_from(load_optimizer_state_dict(self._saved_run, state_dict))
+        self._continue_from(load_optimizer_state_dict(self._saved_run, state_dict))
         for parameter in self._parts.trained:
             parameter.note_values()
 
@@ -939,7 +939,7 @@ class Engine:
             weights_only=weights_only,
         )
         if not weights_only:
-            self._updates.continue_from(loaded.step)
+            self._continue_from(loaded.step)
         if not self._parts.modules.fetches:
             # Values are loaded without telling autograd, as updates are made.
             increment_version([known.parameter for known in self._parts.trained])
@@ -955,6 +955,10 @@ class Engine:
             return False
         self.load(path, extra=extra)
         return True
+
+    def _continue_from(self, steps: int) -> None:
+        self._updates.continue_from(steps)
+        self._autosave.continue_from(steps)
 
     def _check_between_steps(self, what: str, *, loads: bool = False) -> None:
         """Finish what is in flight. With `loads`, an earlier load may have failed half-way.

@@ -97,6 +97,35 @@ def test_steps_are_counted_from_the_beginning_of_the_run() -> None:
     assert found == [9, 12, 15]
 
 
+def test_a_schedule_goes_on_from_where_the_run_went_back_to() -> None:
+    due = Due(2, 1)
+    due.note(10, saved=True)
+    found = []
+    for step in (4, 5, 6):
+        found += [step] if due.is_due(step) else []
+        due.note(step, saved=False)
+    assert found == [6]
+
+
+@pytest.mark.parametrize("steps_before", [2, 5])
+def test_a_run_that_went_back_saves_at_the_same_steps_again(
+    tmp_path: Path, steps_before: int
+) -> None:
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        engine.save(tmp_path, "first")
+        while engine.steps < steps_before:
+            one_step(engine)
+            engine.autosave(tmp_path / "run", every=2)
+        engine.load(tmp_path, "first")
+        tags = []
+        for _ in range(3):
+            one_step(engine)
+            tags.append(engine.autosave(tmp_path / "run", every=2))
+    assert [bool(tag) for tag in tags] == [True, False, True]
+
+
 @pytest.mark.parametrize(("every", "seconds"), [("30s", 30), ("2 min", 120), ("0.5h", 1800)])
 def test_a_time_is_counted_from_the_save_before(
     every: str, seconds: float, monkeypatch: pytest.MonkeyPatch

@@ -53,9 +53,13 @@ class Due:
 
     def note(self, steps: int, *, saved: bool) -> None:
         """Note a call, and whether it has saved."""
-        self._last_step = max(self._last_step, steps)
+        self._last_step = steps
         if saved:
             self._last_s = time.monotonic()
+
+    def continue_from(self, steps: int) -> None:
+        """Note that the run has loaded a state in which it had made this many steps."""
+        self._last_step = steps
 
 
 class Autosave:
@@ -75,6 +79,11 @@ class Autosave:
         """Begin the schedule, or another one."""
         if self._due is None or self._due.every != every:
             self._due = Due(every, steps)
+
+    def continue_from(self, steps: int) -> None:
+        """Note that the run has loaded a state in which it had made this many steps."""
+        if self._due is not None:
+            self._due.continue_from(steps)
 
     def decide(self, steps: int) -> tuple[bool, bool]:
         """Return whether it is time to save, and whether to stop; the same on all ranks."""
