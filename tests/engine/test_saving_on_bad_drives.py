@@ -123,6 +123,39 @@ def test_permission_that_is_lost_in_a_save_leaves_nothing_after_the_next_one(
         assert saved_whole(engine, tmp_path, tag)
 
 
+def saves_and_stops(engine: Engine, path: Path, tag: str, *, wait: bool) -> None:
+    engine.save(path, tag, keep=1, wait=wait)
+    engine.preempt()
+    with pytest.raises(SystemExit):
+        engine.autosave(path, every=100, keep=1)
+
+
+@pytest.mark.parametrize("wait", WAYS)
+def test_a_save_counts_though_an_older_checkpoint_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
+) -> None:
+    rename = Path.rename
+
+    def refuses_to_remove(self: Path, target: Path) -> Path:
+        if target.suffix == ".removing":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(self))
+        return rename(self, target)
+
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        engine.save(tmp_path, "older")
+        one_step(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", refuses_to_remove)
+            with pytest.warns(RuntimeWarning, match="newer was saved.*could not be removed"):
+                saves_and_stops(engine, tmp_path, "newer", wait=wait)
+        assert engine.last_save().state is SaveState.COMMITTED
+    directory = CheckpointDirectory(tmp_path)
+    assert directory.tags() == ["older", "newer"]
+    assert directory.latest() == "newer"
+
+
 @pytest.mark.parametrize("wait", WAYS)
 def test_a_full_drive_fails_the_save_and_training_goes_on(tmp_path: Path, wait: bool) -> None:
     try:

@@ -274,6 +274,7 @@ class Saves:
         self.in_flight.leave(save)
         if error is not None:
             self._show(save, error)
+        save.warn_of_older_ones()
 
     def look(self, steps: int) -> None:
         """Show the error of a save that has failed in the background; `steps` were made.
@@ -526,6 +527,7 @@ class _Draft:
         self.manifest = manifest
         self.memory = memory
         self.shared_nbytes = source.shared_nbytes
+        self.not_removed = ""  # why older checkpoints stay that were to go
         self._files = files
         self._sources = [source]  # until `write`: its views of states end with that call
         self._keep = keep
@@ -585,7 +587,11 @@ class _Draft:
             self.directory.commit(tag, manifest)
         else:  # Older checkpoints are about to go, so the new one is read back first.
             self.directory.commit(tag, manifest, self._read_back)
-            self.directory.retire(self._keep)
+            try:
+                self.directory.retire(self._keep)
+            # The new checkpoint is there, whatever becomes of older ones.
+            except OSError as error:
+                self.not_removed = str(error)
 
     def give_up(self, why: str) -> None:
         """Wait for no other rank."""
@@ -698,6 +704,16 @@ class _Save:
     def give_up(self, why: str) -> None:
         """Wait for no other rank."""
         self._draft.give_up(why)
+
+    def warn_of_older_ones(self) -> None:
+        """Warn where it is there, and older checkpoints could not be removed."""
+        if self._draft.not_removed:
+            warnings.warn(
+                f"The checkpoint {self.tag} was saved. Older checkpoints could not be removed: "
+                f"{self._draft.not_removed}. The next save with `keep` tries again",
+                RuntimeWarning,
+                stacklevel=6,
+            )
 
     def show(self) -> bool:
         """Tell whether its error has not been shown before, and is from now on."""
