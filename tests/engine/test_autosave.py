@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from infinity_engine.engine.checkpoints.saving import SaveState
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
 from infinity_engine.outcome import Outcome
+from infinity_engine.update.states import StateKeeper
 from support.engine_bits import bits_of, differing
 from support.saved_engines import PLACES, engine_at, one_step, small, steps
 
@@ -140,6 +142,64 @@ def test_a_time_is_counted_from_the_save_before(
         due.note(step, saved=is_due)
         found += [step] if is_due else []
     assert found in ([10, 20, 30], [10, 21, 31], [11, 21, 31], [10, 20, 31])
+
+
+@contextmanager
+def sigterm_in_backward(engine: Engine, _: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Send SIGTERM in each backward of the body; yield how often it was sent."""
+    sent: list[int] = []
+
+    def send(_: torch.Tensor) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        sent.append(1)
+
+    def watch(_module: torch.nn.Module, _inputs: Any, loss: torch.Tensor) -> None:
+        loss.register_hook(send)  # type: ignore[no-untyped-call]  # torch is
+
+    hook = engine.module.register_forward_hook(watch)
+    yield sent
+    hook.remove()
+
+
+@contextmanager
+def sigterm_in_update(_: Engine, patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Send SIGTERM in each op of the body's updates; yield how often it was sent."""
+    sent: list[int] = []
+    carry_out = StateKeeper.carry_out
+
+    def sends(self: StateKeeper, *told: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        sent.append(1)
+        return carry_out(self, *told)
+
+    with patch.context() as within:
+        within.setattr(StateKeeper, "carry_out", sends)
+        yield sent
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("sigterm", [sigterm_in_backward, sigterm_in_update])
+@pytest.mark.parametrize("name", ["host", "drives", "drives, early updates"])
+def test_sigterm_within_a_step_saves_the_whole_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, sigterm: Any
+) -> None:
+    with engine_at(PLACES[name], tmp_path) as (engine, run):
+        steps(engine, run, 0, 4)
+        expected = bits_of(engine)
+    with engine_at(PLACES[name], tmp_path) as (engine, run):
+        steps(engine, run, 0, 1)
+        engine.autosave(tmp_path / "c", every=100)
+        with sigterm(engine, monkeypatch) as sent:
+            steps(engine, run, 1, 1)
+        assert sent
+        with pytest.raises(SystemExit) as ended:
+            engine.autosave(tmp_path / "c", every=100)
+    assert ended.value.code == PREEMPTED_EXIT_CODE
+    assert CheckpointDirectory(tmp_path / "c").tags() == ["step-00000002"]
+    with engine_at(PLACES[name], tmp_path) as (engine, run):
+        assert engine.resume(tmp_path / "c")
+        steps(engine, run, 2, 2)
+        assert differing(expected, bits_of(engine)) == []
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 1.5, "", "soon", "0min", "5 days", None])

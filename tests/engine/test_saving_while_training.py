@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from deepnvme import Pool
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
 from infinity_engine.engine.checkpoints import saving
 from infinity_engine.engine.checkpoints.checkpointing import CheckpointMemory
-from infinity_engine.engine.checkpoints.saving import SaveState, _Save
+from infinity_engine.engine.checkpoints.saving import Saves, SaveState, _Save
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import TransferError
 from infinity_engine.lanes.meter import Wait
@@ -92,6 +93,45 @@ def test_a_save_beside_training_has_the_content_of_one_step(
         assert differing(before, bits_of(engine)) == []
         assert steps(engine, run, 2, 3) == losses
         assert differing(ended, bits_of(engine)) == []
+
+
+def lets_writer_go_on(
+    patch: pytest.MonkeyPatch, kind: type, name: str, go_on: threading.Event
+) -> None:
+    """Let a method that waits for the writer let it go on first."""
+    wait = getattr(kind, name)
+
+    def waits(*arguments: Any) -> Any:
+        go_on.set()
+        return wait(*arguments)
+
+    patch.setattr(kind, name, waits)
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize("steps_after", [0, 1])
+@pytest.mark.parametrize("name", ["host", "drives"])
+def test_sigterm_beside_a_save_lets_it_end_and_saves_what_is_newer(
+    tmp_path: Path, name: str, steps_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_at(PLACES[name], tmp_path) as (engine, run):
+        steps(engine, run, 0, 2)
+        with slow_writer(monkeypatch) as (stopped, go_on):
+            lets_writer_go_on(monkeypatch, CapturedStates, "wait_for", go_on)
+            lets_writer_go_on(monkeypatch, Saves, "finish_before_last", go_on)
+            assert engine.autosave(tmp_path / "saved", every=2) == "step-00000002"
+            assert stopped.wait(60)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert engine.last_save().state is SaveState.WRITING
+            steps(engine, run, 2, steps_after)
+            expected = bits_of(engine)
+            with pytest.raises(SystemExit):
+                engine.autosave(tmp_path / "saved", every=2)
+    tags = ["step-00000002", "step-00000003"][: 1 + steps_after]
+    assert CheckpointDirectory(tmp_path / "saved").tags() == tags
+    with engine_at(PLACES[name], tmp_path) as (engine, run):
+        assert engine.load(tmp_path / "saved").tag == tags[-1]
+        assert differing(expected, bits_of(engine)) == []
 
 
 @pytest.mark.usefixtures("beside")
