@@ -763,9 +763,12 @@ class Engine:
         whole. All ranks call this.
 
         With `wait=False`, it returns as soon as training may go on, and a thread writes beside it
-        what there is now. An error of the drive appears at the next step, save, load or close. It
-        is raised; with `on_error="warn"` it is a warning, now and then. A save that is still under
-        way is waited for first. `last_save()` says how it stands.
+        what there is now. An error of the drive appears at the next step, save, load or close. A
+        save that is still under way is waited for first. `last_save()` says how it stands.
+
+        With `on_error="warn"`, an error of the drive or of another rank is a warning, whenever it
+        appears. No checkpoint has the returned tag then: `last_save().state` is FAILED. Other
+        errors are raised all the same.
 
         Raises:
             RuntimeError: gradients have come since the last step: step() or zero_grad() first.
@@ -773,6 +776,9 @@ class Engine:
             CapacityError: the host's budget has less than 1.2 MiB free.
             TransferError: the drive is full or failed. Earlier checkpoints are as they were, and
                 training can go on.
+            DamagedCheckpoint, ChecksumError: with `keep`, what was read back is not what was
+                written. Earlier checkpoints are as they were. With `on_error="warn"`, it is a
+                warning.
             TypeError: a state dict holds what cannot be kept without pickling: where, and what to
                 do.
             CollectiveError: another rank failed.
@@ -842,8 +848,9 @@ class Engine:
         """Save if it is time, and return the tag then; None if it is not.
 
         Call it at the end of the loop's body, on all ranks. `every` is a number of steps or a time:
-        500, "30min", "1.5h". The other arguments are those of `save`. Between the micro-batches of
-        a step, it does nothing.
+        500, "30min", "1.5h". The other arguments are those of `save`. An error of the drive is a
+        warning by default; other errors of `save` are raised. Between the micro-batches of a step,
+        it does nothing.
 
         From the first call on, SIGTERM lets the next call save, close the engine and raise
         SystemExit(75), unless the program has a handler of its own. That one can call `preempt()`,
@@ -851,6 +858,8 @@ class Engine:
 
         Raises:
             ConfigError: `every` is neither.
+            CapacityError: the host's budget has less than 1.2 MiB free.
+            TransferError: the process was told to stop, and its last save failed.
             SystemExit: the process was told to stop, and the checkpoint is there.
         """
         self._ending.check_process()
