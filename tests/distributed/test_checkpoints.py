@@ -191,6 +191,12 @@ def test_all_ranks_stop_where_one_is_told_to(tmp_path: Path) -> None:
     assert CheckpointDirectory(tmp_path / "c").tags() == ["step-00000004"]
 
 
+def test_all_ranks_save_again_to_stop_where_rank_0_failed_to_commit(tmp_path: Path) -> None:
+    program = rank_checkpoints.stops_after_a_failed_commit
+    ended = launched(2, program, RUNS["parameters"], tmp_path / "c")
+    assert ended == [(75, "step-00000001")] * 2
+
+
 def test_replicas_write_one_copy_and_all_load_it() -> None:
     folder = Path(mkdtemp(prefix="mesh-"))
     mesh = replace(RUNS["parameters"], settings={**ONE_BY_ONE, "ranks": {"shard_ranks": 2}})

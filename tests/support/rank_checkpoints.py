@@ -8,6 +8,7 @@ import errno
 import os
 import signal
 import time
+import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ __all__ = [
     "resumes",
     "saves",
     "steps_after_a_broken_save",
+    "stops_after_a_failed_commit",
 ]
 
 
@@ -257,6 +259,31 @@ def preempts(run: Run, path: Path) -> tuple[int, str]:
                 if step == 3 and where()[0]:
                     os.kill(os.getpid(), signal.SIGTERM)
                 engine.autosave(path, every=3, keep=1)
+        except SystemExit as ended:
+            return int(str(ended.code)), str(CheckpointDirectory(path).latest())
+    return 0, "never stopped"
+
+
+def stops_after_a_failed_commit(run: Run, path: Path) -> tuple[int, str]:
+    """Let rank 0 fail to commit, and tell all to stop; return each one's exit code, and the tag."""
+    task, optimizer = made(run)
+    commit = CheckpointDirectory.commit
+
+    def fails_once(self: CheckpointDirectory, tag: str, *rest: Any) -> Path:
+        if tag == "broken":
+            _refused()
+        return commit(self, tag, *rest)
+
+    with ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        steps(engine, task, 0, 1)
+        around.enter_context(patch.object(CheckpointDirectory, "commit", fails_once))
+        around.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", RuntimeWarning)
+        engine.save(path, "broken", wait=False, on_error="warn")
+        engine.preempt()
+        try:
+            engine.autosave(path, every=3)
         except SystemExit as ended:
             return int(str(ended.code)), str(CheckpointDirectory(path).latest())
     return 0, "never stopped"

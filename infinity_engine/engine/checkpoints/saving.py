@@ -271,6 +271,7 @@ class Saves:
             return
         with self.in_flight.stalling():
             error = self._end(save)
+        save.note_end(error)
         self.in_flight.leave(save)
         if error is not None:
             self._show(save, error)
@@ -704,6 +705,10 @@ class _Save:
     def give_up(self, why: str) -> None:
         """Wait for no other rank."""
         self._draft.give_up(why)
+
+    def note_end(self, error: Exception | None) -> None:
+        """Note how it ended on all ranks: another rank's failure is this one's too."""
+        self.error = error
 
     def warn_of_older_ones(self) -> None:
         """Warn where it is there, and older checkpoints could not be removed."""
