@@ -15,7 +15,8 @@ import torch
 
 import infinity_engine
 from deepnvme import FaultPlan, IOQueue, Requests
-from infinity_engine.checkpoint import CheckpointDirectory
+from deepnvme.volume.syncing import sync_directory
+from infinity_engine.checkpoint import CheckpointDirectory, directory
 from infinity_engine.engine.checkpoints import saving
 from infinity_engine.engine.checkpoints.saving import SaveState
 from infinity_engine.engine.engine import Engine
@@ -123,6 +124,31 @@ def test_permission_that_is_lost_in_a_save_leaves_nothing_after_the_next_one(
         assert saved_whole(engine, tmp_path, tag)
 
 
+def test_a_save_that_may_not_survive_a_power_loss_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_once_it_is_renamed(folder: Path) -> None:
+        if (tmp_path / "newer").exists():
+            raise OSError(errno.EIO, "Input/output error", str(folder))
+        sync_directory(folder)
+
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        engine.save(tmp_path, "older")
+        with monkeypatch.context() as patch:
+            patch.setattr(directory, "sync_directory", fails_once_it_is_renamed)
+            with pytest.warns(RuntimeWarning, match="newer failed: .*Input/output error"):
+                engine.save(tmp_path, "newer", keep=1, on_error="warn")
+        assert engine.last_save().state is SaveState.FAILED
+        assert "older" in CheckpointDirectory(tmp_path).tags()
+        # It does not stand for the last save.
+        engine.preempt()
+        with pytest.raises(SystemExit):
+            engine.autosave(tmp_path, every=100)
+    assert CheckpointDirectory(tmp_path).latest() == "step-00000001"
+
+
 def saves_and_stops(engine: Engine, path: Path, tag: str, *, wait: bool) -> None:
     engine.save(path, tag, keep=1, wait=wait)
     engine.preempt()
@@ -151,9 +177,8 @@ def test_a_save_counts_though_an_older_checkpoint_cannot_be_removed(
             with pytest.warns(RuntimeWarning, match="newer was saved.*could not be removed"):
                 saves_and_stops(engine, tmp_path, "newer", wait=wait)
         assert engine.last_save().state is SaveState.COMMITTED
-    directory = CheckpointDirectory(tmp_path)
-    assert directory.tags() == ["older", "newer"]
-    assert directory.latest() == "newer"
+    assert CheckpointDirectory(tmp_path).tags() == ["older", "newer"]
+    assert CheckpointDirectory(tmp_path).latest() == "newer"
 
 
 @pytest.mark.parametrize("wait", WAYS)

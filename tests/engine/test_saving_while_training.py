@@ -313,7 +313,7 @@ def test_an_error_in_the_background_is_a_warning_where_that_was_asked_for(
         with monkeypatch.context() as patch:
             Failing(patch)
             engine.save(tmp_path, "broken", wait=False, on_error="warn")
-            with pytest.warns(RuntimeWarning, match=r"broken was not saved: .*No space left"):
+            with pytest.warns(RuntimeWarning, match=r"broken failed: .*No space left"):
                 engine.close()
 
 

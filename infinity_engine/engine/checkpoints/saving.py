@@ -863,7 +863,7 @@ def _saved_file(entry: Sequence[Any]) -> SavedFile:
 
 def _warn(tag: str, error: Exception) -> None:
     warnings.warn(
-        f"the checkpoint {tag} was not saved: {error}. Earlier checkpoints are as they were, and "
+        f"Saving the checkpoint {tag} failed: {error}. Earlier checkpoints are as they were, and "
         "training goes on",
         RuntimeWarning,
         stacklevel=6,
