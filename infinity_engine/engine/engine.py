@@ -25,7 +25,7 @@ from infinity_engine.checkpoint.export import SHARD_BYTES
 from infinity_engine.engine.checkpoints.autosave import PREEMPTED_EXIT_CODE, Autosave
 from infinity_engine.engine.checkpoints.checkpointing import Run, Stateful
 from infinity_engine.engine.checkpoints.exporting import export_dtype, export_weights
-from infinity_engine.engine.checkpoints.loading import Loaded, Loads
+from infinity_engine.engine.checkpoints.loading import Loaded, Loads, Overwritten
 from infinity_engine.engine.checkpoints.saving import (
     OnError,
     SaveReport,
@@ -692,11 +692,15 @@ class Engine:
             ConfigError: its groups or states are others. Nothing has changed.
             RuntimeError: gradients have come since the last step: step() or zero_grad() first.
             CollectiveError: the ranks were given other states.
+            TransferError: the drive failed. Until this or `load` succeeds, the engine refuses to
+                train.
         """
-        self._check_between_steps("load_optimizer_state_dict")
+        self._check_between_steps("load_optimizer_state_dict", loads=True)
         self._saves.in_flight.wait_for_values()
         self._saves.note_change()
-        self._continue_from(load_optimizer_state_dict(self._saved_run, state_dict))
+        self._continue_from(
+            load_optimizer_state_dict(self._saved_run, self._loads, state_dict)
+        )
         for parameter in self._parts.trained:
             parameter.note_values()
 
@@ -1139,10 +1143,16 @@ class Engine:
 
     def _leave_no_half(self, *, deferred_too: bool = True, half_loaded_too: bool = False) -> None:
         self._ending.check_open()
-        if self._loads.half_loaded and not half_loaded_too:
+        half_loaded = frozenset() if half_loaded_too else self._loads.half_loaded
+        if Overwritten.WEIGHTS in half_loaded:
             raise RuntimeError(
                 "A load failed half-way, so some values are the checkpoint's and the rest are "
                 "older. Call load() again until it succeeds"
+            )
+        if half_loaded:
+            raise RuntimeError(
+                "A load failed half-way, so some of the optimizer's states are new and the rest "
+                "are older. Call load_optimizer_state_dict() or load() again until it succeeds"
             )
         # A deferred update that has failed goes on first.
         self._updates.resume()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 import infinity_engine
+from infinity_engine.building.previous import PreviousStates
+from infinity_engine.checkpoint import CheckpointReader
 from infinity_engine.engine import engine as engine_module
 from infinity_engine.engine.engine import Engine
-from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from support.saved_engines import PLACES, engine_at, steps
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -136,6 +139,81 @@ def test_states_of_another_optimizer_are_refused_and_nothing_changes() -> None:
             engine.load_optimizer_state_dict(other)
         assert str(engine.optimizer_state_dict()) == str(before)
         engine_steps(engine, 1, 1)
+
+
+def failing_at(nth: int, does: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what does the same until its `nth` call, which fails as a drive does."""
+    calls = count()
+
+    def call(*arguments: Any) -> Any:
+        if next(calls) == nth:
+            raise TransferError(errno=5, path="drive", offset=0, asked=1, done=0)
+        return does(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("place", ["host", "drives"])
+def test_states_that_are_half_overwritten_must_be_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    with engine_at(PLACES[place], tmp_path) as (engine, run):
+        steps(engine, run, 0, 2)
+        states = engine.optimizer_state_dict()
+        steps(engine, run, 2, 1)
+        with monkeypatch.context() as patch:
+            # Two moments a segment: this is the second segment.
+            patch.setattr(PreviousStates, "fill", failing_at(2, PreviousStates.fill))
+            with pytest.raises(TransferError):
+                engine.load_optimizer_state_dict(states)
+        again = pytest.raises(RuntimeError, match=r"Call load_optimizer_state_dict\(\) or load\(\)")
+        with again:
+            steps(engine, run, 2, 1)
+        with again:
+            engine.save(tmp_path / "mixed")
+        engine.load_optimizer_state_dict(states)
+        found = engine.optimizer_state_dict()
+        for number, state in states["state"].items():
+            for key, value in state.items():
+                assert torch.equal(found["state"][number][key], value)
+        steps(engine, run, 2, 1)
+
+
+def test_a_load_makes_good_only_what_it_overwrites(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = made("AdamW")
+    with engine_of(model, optimizer) as engine:
+        engine_steps(engine, 0, 2)
+        states = engine.optimizer_state_dict()
+        engine.save(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointReader, "read", failing_at(4, CheckpointReader.read))
+            with pytest.raises(TransferError):
+                engine.load(tmp_path)
+        engine.load_optimizer_state_dict(states)
+        with pytest.raises(RuntimeError, match=r"Call load\(\) again"):
+            engine_steps(engine, 2, 1)
+        engine.load(tmp_path, weights_only=True)
+        engine_steps(engine, 2, 1)
+
+
+def test_weights_alone_do_not_make_half_loaded_states_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = made("AdamW")
+    with engine_of(model, optimizer) as engine:
+        engine_steps(engine, 0, 2)
+        engine.save(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointReader, "read", failing_at(4, CheckpointReader.read))
+            with pytest.raises(TransferError):
+                engine.load(tmp_path)
+        engine.load(tmp_path, weights_only=True)
+        with pytest.raises(RuntimeError, match=r"Call load_optimizer_state_dict\(\) or load\(\)"):
+            engine_steps(engine, 2, 1)
+        engine.load(tmp_path)
+        engine_steps(engine, 2, 1)
 
 
 def test_states_that_do_not_fit_are_refused_with_their_size(

@@ -6,8 +6,9 @@ What can be refused is refused before anything changes. Each rank reads the slic
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from infinity_engine.errors import DamagedCheckpoint, ManifestMismatch
 from infinity_engine.gradients.scaling import LossScale
 from infinity_engine.optim import Segment
 
-__all__ = ["Loaded", "Loads"]
+__all__ = ["Loaded", "Loads", "Overwritten"]
 
 _ALIGNED = 16  # bytes of the largest element
 # What a state dict of any structure may raise; RuntimeError is of torch's generators.
@@ -59,14 +60,29 @@ class Loaded:
     run: the name, what was expected and what was found. They are as they were."""
 
 
+class Overwritten(Enum):
+    """What a load overwrites."""
+
+    WEIGHTS = "weights"  # masters, frozen parameters and buffers
+    STATES = "states"  # moments, step counts and the optimizer's groups
+
+
 class Loads:
     """Loads checkpoints into one engine. Called between steps, with nothing under way."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._ranks = RunRanks(run.whole)
-        self.half_loaded = False
-        """Whether the newest load failed after it had begun to overwrite the model."""
+        self.half_loaded: frozenset[Overwritten] = frozenset()
+        """What a load had begun to overwrite when it failed, and no later load has overwritten."""
+
+    @contextmanager
+    def overwriting(self, *parts: Overwritten) -> Iterator[None]:
+        """Overwrite these in the body. Where that fails, they are half loaded."""
+        self.half_loaded |= frozenset(parts)
+        yield
+        # Only where the body succeeded: else the engine refuses to train.
+        self.half_loaded -= frozenset(parts)
 
     def load(
         self,
@@ -105,14 +121,13 @@ class Loads:
             # Fetched copies would go on showing the old values.
             if run.provider is not None:
                 run.provider.give_up()
-            self.half_loaded = True
-            ranks.on_all("reading the checkpoint", load.read_trained)
-            if run.provider is not None:
-                run.provider.changed(known.number for known in run.trained)
-            load.read_others()
-            load.restore(extra, ranks.rank)
-            # Last: a failure above leaves it set, and the engine refuses to train.
-            self.half_loaded = False
+            parts = (Overwritten.WEIGHTS,) if weights_only else tuple(Overwritten)
+            with self.overwriting(*parts):
+                ranks.on_all("reading the checkpoint", load.read_trained)
+                if run.provider is not None:
+                    run.provider.changed(known.number for known in run.trained)
+                load.read_others()
+                load.restore(extra, ranks.rank)
             return load.loaded
 
 

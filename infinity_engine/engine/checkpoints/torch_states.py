@@ -10,6 +10,7 @@ import torch
 
 from infinity_engine.building.previous import PreviousStates
 from infinity_engine.engine.checkpoints.checkpointing import Run
+from infinity_engine.engine.checkpoints.loading import Loads, Overwritten
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim import Segment, rules_of
 
@@ -52,8 +53,10 @@ def optimizer_state_dict(run: Run, state_of: _StateOf) -> dict[str, Any]:
     return {"state": states, "param_groups": groups}
 
 
-def load_optimizer_state_dict(run: Run, state_dict: Mapping[str, Any]) -> int:
+def load_optimizer_state_dict(run: Run, loads: Loads, state_dict: Mapping[str, Any]) -> int:
     """Overwrite moments, step counts and groups; return the largest step count.
+
+    Where that fails half-way, `loads` knows it.
 
     Raises:
         ConfigError: it is of an optimizer with other groups or states. Nothing has changed.
@@ -93,10 +96,11 @@ def load_optimizer_state_dict(run: Run, state_dict: Mapping[str, Any]) -> int:
             if not has:
                 piece.fill_(rule.initial_state)
 
-    run.states.overwrite_segments(fill)
     steps = {known.number: previous.steps_of(known.number) for known in run.trained}
-    for number, made in steps.items():
-        run.states.set_steps(number, made)
+    with loads.overwriting(Overwritten.STATES):
+        run.states.overwrite_segments(fill)
+        for number, made in steps.items():
+            run.states.set_steps(number, made)
     return max(steps.values(), default=0)
 
 
