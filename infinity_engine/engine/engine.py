@@ -691,16 +691,14 @@ class Engine:
         Raises:
             ConfigError: its groups or states are others. Nothing has changed.
             RuntimeError: gradients have come since the last step: step() or zero_grad() first.
-            CollectiveError: the ranks were given other states.
+            CollectiveError: the ranks were given other states, or another rank failed.
             TransferError: the drive failed. Until this or `load` succeeds, the engine refuses to
                 train.
         """
         self._check_between_steps("load_optimizer_state_dict", loads=True)
         self._saves.in_flight.wait_for_values()
         self._saves.note_change()
-        self._continue_from(
-            load_optimizer_state_dict(self._saved_run, self._loads, state_dict)
-        )
+        self._continue_from(load_optimizer_state_dict(self._saved_run, self._loads, state_dict))
         for parameter in self._parts.trained:
             parameter.note_values()
 

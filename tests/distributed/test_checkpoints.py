@@ -223,6 +223,39 @@ def test_a_rank_that_cannot_save_fails_all_and_leaves_nothing(tmp_path: Path) ->
     assert list((tmp_path / "c").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("what", "error"), [("own state", "ValueError"), ("frozen weight", "TransferError")]
+)
+def test_a_rank_that_cannot_restore_its_state_fails_the_load_of_all(
+    tmp_path: Path, what: str, error: str
+) -> None:
+    program = rank_checkpoints.fails_to_load_on_one_rank
+    first, last = launched(2, program, RUNS["odd"], tmp_path / "c", what)
+    assert first[0].startswith("CollectiveError: ")
+    assert "rank 1 failed" in first[0]
+    assert last[0].startswith(error)
+    assert first[1] == last[1]
+    assert "Call load() again" in first[1]
+
+
+def test_a_rank_that_cannot_overwrite_states_fails_all() -> None:
+    program = rank_checkpoints.fails_to_load_states_on_one_rank
+    first, last = launched(2, program, RUNS["parameters"])
+    assert first[0].startswith("CollectiveError: ")
+    assert "rank 1 failed" in first[0]
+    assert last[0].startswith("OSError: ")
+    assert first[1] == last[1]
+    assert "Call load_optimizer_state_dict() or load() again" in first[1]
+
+
+def test_a_rank_that_fails_while_it_shares_blocks_fails_the_save_of_all(tmp_path: Path) -> None:
+    program = rank_checkpoints.fails_to_share_on_one_rank
+    first, last = launched(2, program, RUNS["parameters"], tmp_path / "c")
+    assert first[0].startswith("CollectiveError: ")
+    assert last[0].startswith("MemoryError")
+    assert first[1:] == last[1:] == ["latest", "whole"]
+
+
 def test_ranks_that_load_other_checkpoints_are_told(tmp_path: Path) -> None:
     path, _ = saved(1, "parameters")
     ranks = launch(2, rank_checkpoints.goes_on, RUNS["parameters"], tmp_path / "nothing")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -137,6 +138,20 @@ def test_a_drive_without_room_for_what_updates_write_gets_copies(
         )
         engine.save(disk / "saved")
         assert engine.last_save().shared_nbytes == 0
+
+
+def test_a_drive_that_does_not_say_its_free_bytes_gets_copies(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: Path) -> object:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with engine_at(PLACES["drives"], disk) as (engine, run):
+        steps(engine, run, 0, 1)
+        monkeypatch.setattr("infinity_engine.engine.checkpoints.saving.shutil.disk_usage", refused)
+        engine.save(disk / "saved")
+        report = engine.last_save()
+        assert (report.state, report.shared_nbytes) == (SaveState.COMMITTED, 0)
 
 
 def test_a_failure_between_two_shared_files_leaves_none(

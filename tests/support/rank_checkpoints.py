@@ -9,6 +9,7 @@ import os
 import signal
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,13 @@ from unittest.mock import patch
 
 import torch
 
-from infinity_engine.checkpoint import CheckpointDirectory
+from infinity_engine.building.previous import PreviousStates
+from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
+from infinity_engine.checkpoint.sharing import share_runs
+from infinity_engine.checkpoint.streams import SavedStream
+from infinity_engine.engine.checkpoints import saving
 from infinity_engine.engine.engine import Engine
-from infinity_engine.errors import CollectiveError, InfinityError
+from infinity_engine.errors import CollectiveError, InfinityError, TransferError
 from infinity_engine.update.captured import RunInMemory
 from support.determinism import deterministic_compute
 from support.kills import Kill
@@ -32,6 +37,9 @@ __all__ = [
     "fails_beside_on_one_rank",
     "fails_beside_on_rank_0",
     "fails_on_one_rank",
+    "fails_to_load_on_one_rank",
+    "fails_to_load_states_on_one_rank",
+    "fails_to_share_on_one_rank",
     "goes_on",
     "passes_on",
     "preempts",
@@ -171,6 +179,96 @@ def fails_on_one_rank(run: Run, path: Path) -> str:
         except (CollectiveError, TypeError) as error:
             return f"{type(error).__name__}: {error}"
     return "it was saved"
+
+
+class Restored:
+    """A state that the last rank cannot restore the first time."""
+
+    def __init__(self) -> None:
+        self.fails = where()[0] == where()[1] - 1
+
+    def state_dict(self) -> Any:
+        return {}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        fails, self.fails = self.fails, False
+        if fails:
+            raise ValueError("another epoch")
+
+
+def fails_to_load_on_one_rank(run: Run, path: Path, what: str) -> list[str]:
+    """Let the last rank fail to load the run's own state, or a frozen weight, once.
+
+    Return what each is told by the load and by a step after it. A second load works.
+    """
+    read = CheckpointReader.read
+
+    def broken(self: CheckpointReader, stream: SavedStream, *arguments: Any) -> None:
+        if stream.name == "value":
+            raise TransferError(errno=5, path="drive", offset=0, asked=1, done=0)
+        read(self, stream, *arguments)
+
+    task, optimizer = made(run)
+    with ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        steps(engine, task, 0, 1)
+        extra = {"restored": Restored()} if what == "own state" else {}
+        engine.save(path, extra=extra)
+        is_broken = what == "frozen weight" and where()[0] == where()[1] - 1
+        with patch.object(CheckpointReader, "read", broken if is_broken else read):
+            told = [_error_of(lambda: engine.load(path, extra=extra))]
+        told.append(_error_of(lambda: steps(engine, task, 1, 1)))
+        engine.load(path, extra=extra)
+        steps(engine, task, 1, 1)
+    return told
+
+
+def fails_to_load_states_on_one_rank(run: Run) -> list[str]:
+    """Let the last rank fail once while it overwrites the optimizer's states.
+
+    Return what each is told by the load and by a step after it. A second load works.
+    """
+    fill = PreviousStates.fill
+    task, optimizer = made(run)
+    with ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        steps(engine, task, 0, 1)
+        states = engine.optimizer_state_dict()
+        is_broken = where()[0] == where()[1] - 1
+        with patch.object(PreviousStates, "fill", _refused if is_broken else fill):
+            told = [_error_of(lambda: engine.load_optimizer_state_dict(states))]
+        told.append(_error_of(lambda: steps(engine, task, 1, 1)))
+        engine.load_optimizer_state_dict(states)
+        steps(engine, task, 1, 1)
+    return told
+
+
+def fails_to_share_on_one_rank(run: Run, path: Path) -> list[str]:
+    """Let the last rank fail where it would share blocks; return what each is told, and what is
+    left. After that, a save works.
+    """
+    share = share_runs
+    task, optimizer = made(run)
+    with ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        steps(engine, task, 0, 1)
+        is_broken = where()[0] == where()[1] - 1
+        with patch.object(saving, "share_runs", _out_of_memory if is_broken else share):
+            told = [_error_of(lambda: engine.save(path, "broken"))]
+        engine.save(path, "whole")
+    return [*told, *sorted(entry.name for entry in path.iterdir())]
+
+
+def _error_of(does: Callable[[], object]) -> str:
+    try:
+        does()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "it worked"
+
+
+def _out_of_memory(*_: Any) -> None:
+    raise MemoryError
 
 
 def fails_beside_on_one_rank(run: Run, path: Path) -> list[str]:

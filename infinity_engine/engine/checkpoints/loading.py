@@ -30,6 +30,7 @@ from infinity_engine.engine.checkpoints.checkpointing import (
 from infinity_engine.errors import DamagedCheckpoint, ManifestMismatch
 from infinity_engine.gradients.scaling import LossScale
 from infinity_engine.optim import Segment
+from infinity_engine.parameters.parameters import ModelParameter
 
 __all__ = ["Loaded", "Loads", "Overwritten"]
 
@@ -126,8 +127,12 @@ class Loads:
                 ranks.on_all("reading the checkpoint", load.read_trained)
                 if run.provider is not None:
                     run.provider.changed(known.number for known in run.trained)
-                load.read_others()
-                load.restore(extra, ranks.rank)
+
+                def read_rest() -> None:
+                    load.read_others()
+                    load.restore(extra, ranks.rank)
+
+                ranks.on_all("restoring the rest of the run", read_rest)
             return load.loaded
 
 
@@ -296,17 +301,20 @@ class _Load:
 
     def read_others(self) -> None:
         """Read frozen parameters and buffers."""
-        provider = self._run.provider
+        failures: list[Exception] = []
         for parameter in self._run.frozen:
             saved = self._wanted.get(parameter.name)
             if saved is None or not parameter.parameter.numel():
                 continue
+            # All ranks gather each of them, so this rank does too after its first failure.
             with self._run.shown(parameter):
-                self._read_weight(saved, 0, parameter.parameter.data.reshape(-1))
-                # At home as well: it is fetched from there again.
-                if provider is not None:
-                    provider.write_home(parameter.number)
-                parameter.note_values()
+                try:
+                    if not failures:
+                        self._read_frozen(saved, parameter)
+                except Exception as error:
+                    failures.append(error)
+        if failures:
+            raise failures[0]
         for name, buffer in self._run.model.named_buffers():
             saved = self._wanted.get(name)
             if saved is None or not buffer.numel():
@@ -318,6 +326,14 @@ class _Load:
                 read = torch.empty(buffer.shape, dtype=buffer.dtype)
                 self._read_weight(saved, 0, read.view(-1))
                 self._overwrite(name, values, read)
+
+    def _read_frozen(self, saved: SavedTensor, parameter: ModelParameter) -> None:
+        """Read a parameter that is shown."""
+        self._read_weight(saved, 0, parameter.parameter.data.reshape(-1))
+        # At home as well: it is fetched from there again.
+        if self._run.provider is not None:
+            self._run.provider.write_home(parameter.number)
+        parameter.note_values()
 
     def _overwrite(self, name: str, buffer: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite a buffer whose elements do not follow one another in memory.

@@ -417,8 +417,16 @@ class Saves:
         files = [_saved_file(entry) for entry in written[ranks.rank]["files"]]
         source = _BackgroundStreams(run, captured, tensors, self._frozen_in_memory())
         source.add(objects[0], small.copies() if ranks.rank == 0 else ())
-        with _as_transfer(request.path):
-            source.share(folder, shard_names(ranks.rank, _shards(files)), ranks.size)
+
+        def share() -> None:
+            with _as_transfer(request.path):
+                source.share(folder, shard_names(ranks.rank, _shards(files)), ranks.size)
+
+        try:
+            ranks.on_all("sharing what rests on drives", share)
+        except BaseException:
+            source.close_shared_files()
+            raise
         draft = _Draft(
             directory,
             manifest,
@@ -812,7 +820,7 @@ class _BackgroundStreams:
         sharing would let a later update fail.
         """
         room = ranks * sum(part.nbytes for part in self.slices())
-        if shutil.disk_usage(draft).free < room:
+        if _free_bytes(draft) < room:
             return
         runs = [run for run in self.captured.runs_on_drives() if run.nbytes >= LEAST_BYTES]
         slices = [(run, [self._states.slice_of(piece) for piece in run.pieces]) for run in runs]
@@ -831,8 +839,12 @@ class _BackgroundStreams:
         try:
             yield self._shared
         finally:
-            for file in self._shared:
-                file.close()
+            self.close_shared_files()
+
+    def close_shared_files(self) -> None:
+        """Let go of them, finished or not."""
+        for file in self._shared:
+            file.close()
 
     def use(self, rooms: Sequence[memoryview]) -> None:
         """Copy and read through this memory."""
@@ -848,6 +860,14 @@ class _BackgroundStreams:
         for part, values in self._whole:
             for piece in bytes_of(values, self._rooms[0]):
                 take(part, piece)
+
+
+def _free_bytes(path: Path) -> int:
+    """Return what the drive has free; 0 where it does not say, so that nothing is shared."""
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return 0
 
 
 def _shards(files: Sequence[SavedFile]) -> int:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from infinity_engine.building.previous import PreviousStates
-from infinity_engine.engine.checkpoints.checkpointing import Run
+from infinity_engine.engine.checkpoints.checkpointing import Run, RunRanks
 from infinity_engine.engine.checkpoints.loading import Loads, Overwritten
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim import Segment, rules_of
@@ -60,7 +60,7 @@ def load_optimizer_state_dict(run: Run, loads: Loads, state_dict: Mapping[str, A
 
     Raises:
         ConfigError: it is of an optimizer with other groups or states. Nothing has changed.
-        CollectiveError: the ranks were given other states.
+        CollectiveError: the ranks were given other states, or another rank failed.
     """
     groups, states = state_dict["param_groups"], state_dict["state"]
     _check_groups(run.optimizer, groups)
@@ -98,7 +98,9 @@ def load_optimizer_state_dict(run: Run, loads: Loads, state_dict: Mapping[str, A
 
     steps = {known.number: previous.steps_of(known.number) for known in run.trained}
     with loads.overwriting(Overwritten.STATES):
-        run.states.overwrite_segments(fill)
+        RunRanks(run.whole).on_all(
+            "overwriting the optimizer's states", lambda: run.states.overwrite_segments(fill)
+        )
         for number, made in steps.items():
             run.states.set_steps(number, made)
     return max(steps.values(), default=0)
