@@ -44,6 +44,20 @@ def test_the_program_of_a_page_runs_and_prints_what_the_page_says(
     run_page(name, tmp_path)
 
 
+def test_the_quickstart_that_was_stopped_ends_with_the_same_bits(tmp_path: Path) -> None:
+    page = (ROOT / "docs/quickstart.md").read_text()
+    program, *_ = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    program += "\nprint(torch.cat([value.flatten() for value in model.parameters()]).tolist())\n"
+    stopped = program.replace("eng.steps < 20", "eng.steps < 11").replace('"30min"', "1")
+    assert stopped != program.replace('"30min"', "1")
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    straight.mkdir()
+    resumed.mkdir()
+    expected = output_of(run_program(program, folder=straight))
+    assert output_of(run_program(stopped, folder=resumed)) != expected
+    assert output_of(run_program(program, folder=resumed)) == expected
+
+
 def test_the_program_of_the_page_on_hugging_face_runs_as_the_page_says(tmp_path: Path) -> None:
     for package in ("transformers", "peft"):
         if find_spec(package) is None:
