@@ -22,6 +22,7 @@ from infinity_engine.checkpoint.manifest import encode
 from infinity_engine.checkpoint.rewriting import reshard
 from infinity_engine.config import EngineConfig
 from infinity_engine.engine.checkpoints.saving import _Draft
+from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import (
     ChecksumError,
     ConfigError,
@@ -259,6 +260,57 @@ def test_another_model_is_refused_by_name_and_nothing_changes(tmp_path: Path) ->
         assert names == ["0.weight", "0.bias", "2.weight"]
         assert loaded.mismatched[1] == "0.bias: expected shape (17,), found shape (16,)"
         assert not torch.equal(other.state_dict()["2.bias"], before["2.bias"])
+
+
+class Counting(torch.nn.Module):
+    """A layer, and a buffer of some dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+        self.register_buffer("seen", torch.tensor([1, 3], dtype=dtype))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(values)
+        return found
+
+
+def counting(dtype: torch.dtype) -> Engine:
+    model = Counting(dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return infinity_engine.initialize(model, optimizer, budget={"host": "64MiB"}, accelerator="cpu")
+
+
+@pytest.mark.parametrize(
+    ("saved", "found"),
+    [
+        (torch.float32, torch.int64),
+        (torch.int64, torch.float32),
+        (torch.int64, torch.bool),
+        (torch.complex64, torch.float32),
+    ],
+)
+def test_a_buffer_of_another_kind_of_numbers_is_refused(
+    tmp_path: Path, saved: torch.dtype, found: torch.dtype
+) -> None:
+    with counting(saved) as engine:
+        engine.save(tmp_path)
+    with counting(found) as engine:
+        before = engine.state_dict()["seen"].clone()
+        with pytest.raises(ManifestMismatch, match="seen should be 'a buffer of"):
+            engine.load(tmp_path)
+        [difference] = engine.load(tmp_path, strict=False).mismatched
+        assert difference.startswith("seen: expected a buffer of")
+        assert torch.equal(engine.state_dict()["seen"], before)
+
+
+def test_a_buffer_of_another_width_is_converted(tmp_path: Path) -> None:
+    with counting(torch.int64) as engine:
+        engine.save(tmp_path)
+    with counting(torch.int32) as engine:
+        engine.state_dict()
+        engine.load(tmp_path)
+        assert engine.state_dict()["seen"].tolist() == [1, 3]
 
 
 def test_weights_alone_begin_with_a_new_optimizer(tmp_path: Path) -> None:

@@ -214,6 +214,11 @@ class _Load:
         trained = not self._weights_only and mine.kind is Kind.TRAINED
         if trained and dict(saved.streams) != dict(mine.streams):
             return _Difference(mine.name, ", ".join(mine.streams), ", ".join(saved.streams))
+        # Widths are converted. Floats in a buffer of integers would lose their fractions.
+        found = saved.streams.get("value", saved.dtype)
+        is_buffer = mine.kind in (Kind.BUFFER, Kind.TRANSIENT)
+        if is_buffer and _numbers_of(mine.dtype) != _numbers_of(found):
+            return _Difference(mine.name, f"a buffer of {mine.dtype}", found)
         return None
 
     def _check_objects(self, name: str) -> None:
@@ -410,6 +415,12 @@ class _Difference(NamedTuple):
     def __str__(self) -> str:
         """Say what it is."""
         return f"{self.name}: expected {self.expected}, found {self.found}"
+
+
+def _numbers_of(code: str) -> tuple[bool, bool, bool]:
+    """Return which kind of numbers a dtype has. A conversion to another kind changes them."""
+    dtype = empty(code, (0,), Returns.TORCH).dtype
+    return (dtype.is_floating_point, dtype.is_complex, dtype is torch.bool)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
