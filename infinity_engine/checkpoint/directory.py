@@ -176,6 +176,28 @@ class CheckpointDirectory:
         The files are written and synced by now. `check` may read them back and raise. When this
         returns, the checkpoint survives a power loss.
         """
+        return self._commit(tag, manifest, check, lambda: True)
+
+    def commit_rewritten(self, tag: str, manifest: Manifest) -> Path:
+        """Commit as `commit` does, but leave `latest` where it names a newer checkpoint.
+
+        What was rewritten keeps its age, and a run goes on from its newest checkpoint.
+        """
+
+        def is_newest() -> bool:
+            latest = self.latest()
+            age = (0, manifest.created, manifest.step)
+            return latest is None or _age(self.path / latest)[:3] <= age
+
+        return self._commit(tag, manifest, lambda draft: None, is_newest)
+
+    def _commit(
+        self,
+        tag: str,
+        manifest: Manifest,
+        check: Callable[[Path], object],
+        is_newest: Callable[[], bool],
+    ) -> Path:
         draft, target = self.draft_of(tag), self.path / tag
         # The manifest comes last: every file that it names is whole by now.
         path = draft / MANIFEST
@@ -188,13 +210,14 @@ class CheckpointDirectory:
         # In one turn: another save neither replaces the new pointer nor removes it as a leftover.
         with self._turn():
             # Written before the rename, so that a full drive refuses here, and not half-way.
-            pointer = self._pointer_to(tag)
+            pointer = self._pointer_to(tag) if is_newest() else None
             # The commit. A kill before it leaves a draft for the next save to remove.
             draft.rename(target)
             sync_directory(self.path)
             # A kill before this leaves `latest` at the checkpoint before: a whole one as well.
-            pointer.replace(self.path / LATEST)
-            sync_directory(self.path)
+            if pointer is not None:
+                pointer.replace(self.path / LATEST)
+                sync_directory(self.path)
         self._unlock(tag)
         return target
 

@@ -52,8 +52,8 @@ def reshard(
 ) -> Path:
     """Write an open checkpoint as that of `ranks` ranks; return where it is.
 
-    Its streams keep their bits. The state dicts of all ranks go along, also those of ranks that
-    there will not be, so the way back loses nothing.
+    Its streams keep their bits, and it keeps its age. The state dicts of all ranks go along, also
+    those of ranks that there will not be, so the way back loses nothing.
 
     Raises:
         ConfigError: `ranks` is below 1, or `directory` has a checkpoint of that tag.
@@ -67,7 +67,7 @@ def reshard(
             _copy(reader, file, draft)
         return others
 
-    described = replace(manifest, tag=tag or manifest.tag, ranks=_checked(ranks), created=_now())
+    described = replace(manifest, tag=tag or manifest.tag, ranks=_checked(ranks))
     # Before anything is written.
     reader.check_slices()
     return _write(directory, described, reader, copy_others, file_bytes)
@@ -142,7 +142,7 @@ def _write(
                 )
             ]
             files += write_others(draft, queue)
-        return directory.commit(tag, replace(manifest, files=tuple(files)))
+        return directory.commit_rewritten(tag, replace(manifest, files=tuple(files)))
     # Ctrl-C ends here too.
     except BaseException:
         directory.abandon(tag)

@@ -135,6 +135,24 @@ def test_the_command_reshards_into_the_same_directory(
     assert CheckpointDirectory(tmp_path / "run").latest() == "three"
 
 
+def test_an_older_checkpoint_that_is_resharded_does_not_become_the_newest(tmp_path: Path) -> None:
+    values = values_of(TRAINED)
+    old = save(tmp_path / "run", "old", TRAINED, values)
+    save(tmp_path / "run", "new", TRAINED, values, step=5, created="2026-01-02T00:00:00+00:00")
+    directory = CheckpointDirectory(tmp_path / "run")
+    with CheckpointReader(old) as reader:
+        reshard(reader, directory, 2, tag="old-for-2")
+    assert directory.latest() == "new"
+    assert directory.tags() == ["old", "old-for-2", "new"]
+    with CheckpointReader(tmp_path / "run" / "old-for-2") as reader:
+        assert reader.manifest.created == "2026-01-01T00:00:00+00:00"
+    # Without the pointer, the checkpoints themselves say which is the newest.
+    (tmp_path / "run" / "latest").unlink()
+    with CheckpointReader(old) as reader:
+        reshard(reader, directory, 3, tag="old-for-3")
+    assert directory.latest() == "new"
+
+
 @pytest.mark.parametrize("ranks", ["0", "-2"])
 def test_a_number_of_ranks_below_one_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: str
