@@ -1,12 +1,15 @@
 """Writes the weights of a checkpoint as a folder that `from_pretrained` and `load_into` read.
 
 Streams: a few MiB of memory, whatever the size of the model. Tied weights are written once, by
-their first name. Each file appears whole, the index last; a failed export removes its files.
+their first name. Files are written into a draft and moved when all of them are whole, the index
+last. A failed export removes its files; those of a killed one, the next export removes.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -25,7 +28,15 @@ from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.checkpoint.rounding import FLOATS, converted
 from infinity_engine.errors import ConfigError
 
-__all__ = ["MEMORY_BYTES", "SHARD_BYTES", "Dtype", "check_free", "dtype_in", "export"]
+__all__ = [
+    "MEMORY_BYTES",
+    "SHARD_BYTES",
+    "Dtype",
+    "check_free",
+    "dtype_in",
+    "export",
+    "remove_killed",
+]
 
 SHARD_BYTES = 5_000_000_000
 """The most bytes of tensors in one file; a larger tensor has a file of its own."""
@@ -34,6 +45,9 @@ MEMORY_BYTES = 48 << 20
 """The memory that an export takes where the caller asks for no other."""
 
 _INDEX = "model.safetensors.index.json"
+
+_DRAFT = ".export.writing"
+_SHARD_NAME = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 
 _METADATA = MappingProxyType({"format": "pt"})  # without which transformers does not open a file
 
@@ -80,22 +94,58 @@ def export(
     Raises:
         ConfigError: `path` has weights already, which are left alone.
     """
+    remove_killed(path)
     check_free(path)
-    path.mkdir(parents=True, exist_ok=True)
+    draft = path / _DRAFT
+    draft.mkdir(parents=True)
     shards = _shards(_weights(reader, dtype, trainable_only=trainable_only), shard_bytes)
     names = [_file_name(number, len(shards)) for number in range(len(shards))]
     try:
         for name, weights in zip(names, shards, strict=True):
-            _write_shard(reader, path / name, weights, queue, memory_bytes)
+            _write_shard(reader, draft / name, weights, queue, memory_bytes)
         if len(shards) > 1:
-            _write_index(path, dict(zip(names, shards, strict=True)))
+            # Before the first move: after a kill, it says which files were moved.
+            _write_index(draft, dict(zip(names, shards, strict=True)))
             names.append(_INDEX)
+        _move(draft, path, names)
     # Ctrl-C ends here too. Whole shards go as well: without the index they are no model.
     except BaseException:
         for name in names:
             (path / name).unlink(missing_ok=True)
+        shutil.rmtree(draft, ignore_errors=True)
         raise
     return tuple(path / name for name in names)
+
+
+def _move(draft: Path, path: Path, names: Sequence[str]) -> None:
+    """Move all files to their places, the last one when the others would survive a power loss."""
+    *others, last = names
+    for name in others:
+        (draft / name).replace(path / name)
+    sync_directory(path)
+    (draft / last).replace(path / last)
+    shutil.rmtree(draft, ignore_errors=True)
+    sync_directory(path)
+
+
+def remove_killed(path: Path) -> None:
+    """Remove what a killed export has left in a directory. Weights that are whole stay."""
+    draft = path / _DRAFT
+    if not draft.is_dir():
+        return
+    # Where the index is still in the draft, shards that it names may have their places already.
+    for name in _named_in(draft / _INDEX):
+        (path / name).unlink(missing_ok=True)
+    shutil.rmtree(draft)
+
+
+def _named_in(index: Path) -> set[str]:
+    """Return the shards that an index names; none where it is not whole."""
+    try:
+        found = json.loads(index.read_text())["weight_map"].values()
+        return {name for name in found if _SHARD_NAME.fullmatch(name)}
+    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError):
+        return set()
 
 
 def _write_shard(
@@ -114,17 +164,14 @@ def _write_shard(
 
 
 def _write_index(path: Path, shards: Mapping[str, Sequence[_Weight]]) -> None:
-    """Write the index of several files: it names whole files only, and appears whole."""
+    """Write the index of several files, which are whole."""
     weight_map = {
         weight.tensor.name: name for name, weights in shards.items() for weight in weights
     }
     total = sum(weight.nbytes for weights in shards.values() for weight in weights)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    # Replaced, so a reader finds no half of an index. It comes last, as it names the other files.
-    draft = path / f".{_INDEX}.writing"
-    draft.write_text(json.dumps(index, indent=2) + "\n")
-    sync_file(draft)
-    draft.replace(path / _INDEX)
+    (path / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    sync_file(path / _INDEX)
     sync_directory(path)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from deepnvme import IOQueue
 from deepnvme.memory.arrays import ITEMSIZES
 from infinity_engine.checkpoint.directory import CheckpointDirectory
-from infinity_engine.checkpoint.export import Dtype, check_free, dtype_in, export
+from infinity_engine.checkpoint.export import Dtype, check_free, dtype_in, export, remove_killed
 from infinity_engine.checkpoint.manifest import Kind, Manifest, SavedFile, SavedTensor
 from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.checkpoint.rounding import converted
@@ -51,6 +51,7 @@ class WeightDraft:
         Raises:
             ConfigError: `path` has weights already, which are left alone.
         """
+        remove_killed(self.path)
         check_free(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         # What a killed export left.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -160,3 +163,60 @@ def test_a_failed_export_leaves_no_files(tmp_path: Path) -> None:
     with CheckpointReader(path) as reader, pytest.raises(CheckpointError, match=shard.name):
         export(reader, tmp_path / "out", dtype=Dtype.FP32, shard_bytes=45_000)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from itertools import count
+from pathlib import Path
+from infinity_engine.checkpoint import CheckpointReader, export as module
+
+owner = Path if sys.argv[3] == "replace" else module
+does, calls = getattr(owner, sys.argv[3]), count()
+
+def dies(*arguments):
+    if next(calls) == int(sys.argv[4]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return does(*arguments)
+
+setattr(owner, sys.argv[3], dies)
+with CheckpointReader(sys.argv[1]) as reader:
+    module.export(reader, Path(sys.argv[2]), dtype=module.Dtype.FP32, shard_bytes=45_000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "nth"),
+    [("_write_shard", 1), ("_write_index", 0), *(("replace", nth) for nth in range(7))],
+)
+def test_an_export_that_was_killed_is_repeated(tmp_path: Path, call: str, nth: int) -> None:
+    parameters = parameters_of({f"layer.{number}": (100, 50) for number in range(5)})
+    values = values_of(parameters)
+    path, out = save(tmp_path / "c", "tag", parameters, values), tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("mine")
+    command = [sys.executable, "-c", KILLED, str(path), str(out), call, str(nth)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    with CheckpointReader(path) as reader:
+        files = export(reader, out, dtype=Dtype.FP32, shard_bytes=30_000)
+    assert sorted(entry.name for entry in out.iterdir()) == sorted(
+        ["config.json", *(file.name for file in files)]
+    )
+    index = json.loads(files[-1].read_text())
+    for name, file in index["weight_map"].items():
+        assert np.array_equal(load_file(out / file)[name].reshape(-1), values[name, "master"])
+
+
+def test_an_index_that_a_killed_export_did_not_write_removes_nothing(tmp_path: Path) -> None:
+    parameters = parameters_of({"weight": (4,)})
+    path = save(tmp_path / "c", "tag", parameters, values_of(parameters))
+    out = tmp_path / "out"
+    (out / ".export.writing").mkdir(parents=True)
+    (tmp_path / "mine.safetensors").write_bytes(b"mine")
+    index = {"weight_map": {"weight": "../mine.safetensors"}}
+    (out / ".export.writing" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with CheckpointReader(path) as reader:
+        export(reader, out)
+    assert (tmp_path / "mine.safetensors").read_bytes() == b"mine"
+    assert [entry.name for entry in out.iterdir()] == ["model.safetensors"]

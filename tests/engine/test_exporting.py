@@ -121,6 +121,22 @@ def test_a_directory_with_weights_is_refused_and_left_alone(tmp_path: Path) -> N
     assert not (tmp_path / "other").exists()
 
 
+def test_what_a_killed_export_left_is_removed(tmp_path: Path) -> None:
+    _, engine = trained(tmp_path)
+    out = tmp_path / "out"
+    with engine:
+        engine.export(tmp_path / "whole", shard_bytes=2000)
+        # As after a kill when the first of two shards had its place.
+        (out / ".draft" / ".weights.writing").mkdir(parents=True)
+        (out / ".export.writing").mkdir()
+        shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+        index = {"weight_map": {str(number): name for number, name in enumerate(shards)}}
+        (out / ".export.writing" / "model.safetensors.index.json").write_text(json.dumps(index))
+        (out / shards[0]).write_bytes(b"half of a model")
+        files = engine.export(out, shard_bytes=2000)
+    assert sorted(entry.name for entry in out.iterdir()) == sorted(file.name for file in files)
+
+
 def test_transformers_load_the_export_and_give_the_same_logits(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
