@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import re
+import sys
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -38,7 +40,7 @@ _KIND, _VERSION = "infinity-checkpoint", 1
 _MOST = (1 << 63) - 1
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _STREAM = re.compile(r"[a-z0-9_]{1,64}")
-_CHECKSUM_DIGITS = 8
+_CHECKSUM, _CHECKSUM_DIGITS = "I", 8  # the code of `array` for 4 bytes
 _MOST_PARTS = 10_000_000
 
 
@@ -85,7 +87,11 @@ class SavedFile:
 
     name: str
     nbytes: int
-    checksums: tuple[int, ...]
+    checksums: Sequence[int]
+
+    def __post_init__(self) -> None:
+        # 4 bytes each instead of 40: a file of some TiB has millions.
+        object.__setattr__(self, "checksums", array(_CHECKSUM, self.checksums))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,9 +257,9 @@ def _file(entry: Any, where: str) -> SavedFile:
             f"{where}.checksums has {len(digits)} characters, expected {8 * blocks} hexadecimal "
             "digits"
         )
-    checksums = tuple(
-        int(digits[at : at + 8], 16) for at in range(0, len(digits), _CHECKSUM_DIGITS)
-    )
+    checksums = array(_CHECKSUM, bytes.fromhex(digits))
+    if sys.byteorder == "little":
+        checksums.byteswap()
     return SavedFile(name=name, nbytes=nbytes, checksums=checksums)
 
 

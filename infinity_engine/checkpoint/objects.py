@@ -33,7 +33,7 @@ from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.errors import DamagedCheckpoint
 from infinity_engine.storage import transfer_error
 
-__all__ = ["COPIED_BYTES", "RankObjects", "objects_file", "read_objects"]
+__all__ = ["COPIED_BYTES", "RankObjects", "nbytes_of_objects", "objects_file", "read_objects"]
 
 COPIED_BYTES = 1 << 20
 """Up to here the tensors of objects are copied, and no budget counts the copies."""
@@ -89,15 +89,32 @@ def _copied(leaf: Description) -> Description:
     return leaf._replace(memory=memory_of(values, writable=False))
 
 
+def nbytes_of_objects(reader: CheckpointReader, rank: int) -> int:
+    """Return how many bytes the tensors have that `read_objects` returns, without reading them.
+
+    Raises:
+        DamagedCheckpoint: the file's header is not what the format demands.
+    """
+    name = _file_for(reader, rank)
+    if name not in reader.manifest.objects:
+        return 0
+    entries = reader.tensors_of(name).tensors.values()
+    return sum(nbytes_of(entry.dtype, entry.shape) for entry in entries)
+
+
+def _file_for(reader: CheckpointReader, rank: int) -> str:
+    """Return the file that has a rank's objects: that of rank 0 where the run had fewer ranks."""
+    name = objects_file(rank)
+    return name if name in reader.manifest.objects else objects_file(0)
+
+
 def read_objects(reader: CheckpointReader, rank: int) -> Any:
     """Return the objects that a rank saved; those of rank 0 where the run had fewer ranks.
 
     Raises:
         DamagedCheckpoint: the structure or its tensors are not what the format demands.
     """
-    name = objects_file(rank)
-    if name not in reader.manifest.objects:
-        name = objects_file(0)
+    name = _file_for(reader, rank)
     try:
         structure = reader.manifest.objects[name]
         kinds = leaves(structure)

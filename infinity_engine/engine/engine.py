@@ -935,6 +935,7 @@ class Engine:
                 shows while values are being read, the engine refuses to train until a load
                 succeeds.
             ManifestMismatch: it is of another model or optimizer.
+            CapacityError: the host has no room for the state dicts in it, whose size is named.
             RuntimeError: gradients have come since the last step: step() or zero_grad() first.
             CollectiveError: another rank failed.
         """

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import shutil
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -408,3 +409,18 @@ def test_a_manifest_of_countless_parts_is_refused_before_it_is_built(
     with pytest.raises(DamagedCheckpoint, match="parts"):
         CheckpointReader(small)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+def test_checksums_of_a_huge_file_take_no_more_than_their_digits() -> None:
+    blocks = 1 << 20  # of a file of 1 TiB
+    huge = SavedFile(name=SHARD, nbytes=blocks * BLOCK_BYTES, checksums=(0xDEADBEEF,) * blocks)
+    manifest = Manifest(tag="tag", step=1, created="now", ranks=1, tensors=(), files=(huge,))
+    data = encode(manifest)
+    tracemalloc.start()
+    try:
+        found = parse(data)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found == manifest
+    assert held < len(data)

@@ -21,9 +21,11 @@ from infinity_engine.checkpoint.directory import read_manifest
 from infinity_engine.checkpoint.manifest import encode
 from infinity_engine.checkpoint.rewriting import reshard
 from infinity_engine.config import EngineConfig
+from infinity_engine.engine.checkpoints import loading
 from infinity_engine.engine.checkpoints.saving import _Draft
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import (
+    CapacityError,
     ChecksumError,
     ConfigError,
     DamagedCheckpoint,
@@ -260,6 +262,22 @@ def test_another_model_is_refused_by_name_and_nothing_changes(tmp_path: Path) ->
         assert names == ["0.weight", "0.bias", "2.weight"]
         assert loaded.mismatched[1] == "0.bias: expected shape (17,), found shape (16,)"
         assert not torch.equal(other.state_dict()["2.bias"], before["2.bias"])
+
+
+def test_state_that_would_not_fit_into_memory_is_refused_with_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(torch.zeros(1 << 18))
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        engine.save(tmp_path, extra={"kept": kept})
+        before = engine.state_dict()
+        monkeypatch.setattr(loading, "free_for_copies", lambda: 100_000)
+        with pytest.raises(CapacityError, match=r"cannot hold .*1\.01 MiB\).*state dicts of"):
+            engine.load(tmp_path, extra={"kept": kept})
+        assert str(engine.state_dict()) == str(before)
+        engine.load(tmp_path, weights_only=True)
 
 
 class Counting(torch.nn.Module):

@@ -17,7 +17,7 @@ import torch
 from deepnvme import IOQueue, Pool
 from deepnvme.memory.arrays import ITEMSIZES, Returns, code_of, empty
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, Kind, SavedTensor
-from infinity_engine.checkpoint.objects import objects_file, read_objects
+from infinity_engine.checkpoint.objects import nbytes_of_objects, objects_file, read_objects
 from infinity_engine.engine.checkpoints.checkpointing import (
     CheckpointMemory,
     Run,
@@ -27,10 +27,13 @@ from infinity_engine.engine.checkpoints.checkpointing import (
     set_random_state,
     try_random_state,
 )
-from infinity_engine.errors import DamagedCheckpoint, ManifestMismatch
+from infinity_engine.errors import CapacityError, DamagedCheckpoint, ManifestMismatch
 from infinity_engine.gradients.scaling import LossScale
+from infinity_engine.machine.capacity import free_for_copies
+from infinity_engine.machine.memory import probe_memory
 from infinity_engine.optim import Segment
 from infinity_engine.parameters.parameters import ModelParameter
+from infinity_engine.plan import Tier
 
 __all__ = ["Loaded", "Loads", "Overwritten"]
 
@@ -186,6 +189,7 @@ class _Load:
         ]
         self._reader.check_slices()
         if not self._weights_only:
+            self._check_room_for_objects(rank)
             self._objects = read_objects(self._reader, rank)
             self._check_objects(objects_file(rank))
             mismatched += self._unlike_objects(extra)
@@ -220,6 +224,25 @@ class _Load:
         if is_buffer and _numbers_of(mine.dtype) != _numbers_of(found):
             return _Difference(mine.name, f"a buffer of {mine.dtype}", found)
         return None
+
+    def _check_room_for_objects(self, rank: int) -> None:
+        """Refuse state dicts that would not fit: the kernel would kill the process.
+
+        Raises:
+            CapacityError: their tensors are larger than this rank's part of the free memory.
+        """
+        whole = self._run.whole
+        free = free_for_copies() // (1 if whole is None else whole.ranks.neighbours)
+        nbytes = nbytes_of_objects(self._reader, rank)
+        if nbytes > free:
+            raise CapacityError(
+                tier=Tier.HOST.name,
+                asked=nbytes,
+                free=free,
+                limit=probe_memory().usable_bytes,
+                change=f"give the process more memory beside the budget's host for the state dicts "
+                f"of {self._reader.path}, or load with weights_only=True, which reads none",
+            )
 
     def _check_objects(self, name: str) -> None:
         """Try state dicts on objects of no consequence, before anything changes.
