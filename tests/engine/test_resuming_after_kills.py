@@ -22,7 +22,13 @@ from infinity_engine.engine.checkpoints.saving import _Save
 from support import rank_checkpoints
 from support.determinism import deterministic_compute
 from support.engine_bits import bits_of
-from support.kills import Kill, any_kill
+from support.kills import (
+    Kill,
+    any_kill,
+    committed_step,
+    note_commits,
+    one_kill_at_each_place,
+)
 from support.nvme_training import STREAMED, Case, digest_of, opened, train
 from support.rank_training import Run
 from support.ranks import PRELOADED, launch
@@ -43,8 +49,9 @@ class Killed:
 def run(kind: Killed, checkpoints: Path, kill: Kill | None, digest: Path | None) -> None:
     """Train to the end, from the newest checkpoint on, and save after each step.
 
-    Write a digest of the last bits.
+    What was committed before is not trained again. Write a digest of the last bits.
     """
+    note_commits(checkpoints)
     case = replace(STREAMED, clip=None, steps=1) if kind.drives else Case(precision="bf16", steps=1)
     _Save.has_lent_memory = False  # type: ignore[method-assign,assignment]  # saves go on beside
     with deterministic_compute(), ExitStack() as around:
@@ -56,6 +63,7 @@ def run(kind: Killed, checkpoints: Path, kill: Kill | None, digest: Path | None)
             kill.arm()
         if CheckpointDirectory(checkpoints).latest() is not None:
             engine.load(checkpoints)
+        assert engine.steps >= committed_step(checkpoints)
         while engine.steps < STEPS:
             train(engine, task, case, first=engine.steps)
             engine.save(checkpoints, keep=2, wait=not kind.beside)
@@ -69,11 +77,6 @@ def started(*arguments: Any) -> Any:
     process = context.Process(target=run, args=arguments)
     process.start()
     return process
-
-
-def long_run(few: int, many: int) -> list[object]:
-    """Return the parameters of a test that is short by default."""
-    return [few, pytest.param(many, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 
 
 def killed_again_and_again(
@@ -121,17 +124,41 @@ def ranks_of(
     return launch(2, rank_checkpoints.resumes, *arguments, timeout_s=200)
 
 
-@pytest.mark.parametrize("rounds", long_run(4, 40))
-@pytest.mark.parametrize(
-    "kind",
-    [Killed(), Killed(drives=True), Killed(beside=True), Killed(drives=True, beside=True)],
-    ids=["host", "drives", "host, beside", "drives, beside"],
-)
-def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
-    tmp_path: Path, kind: Killed, rounds: int
+LONG = [pytest.mark.slow, pytest.mark.timeout(3600)]
+KINDS = [
+    Killed(drives=drives, beside=beside) for beside in (False, True) for drives in (False, True)
+]
+
+
+def name_of(kind: Killed) -> str:
+    return f"{'drives' if kind.drives else 'host'}, {'beside' if kind.beside else 'waited for'}"
+
+
+def assert_goes_on_to_the_bits_of_a_whole_run(kind: Killed, path: Path) -> None:
+    digest = path.with_name("found")
+    last = started(kind, path, None, digest)
+    last.join()
+    assert last.exitcode == 0
+    assert digest.read_text() == bits_of_a_whole_run(kind.drives)
+    assert not [entry for entry in path.iterdir() if entry.name.startswith(".")]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_a_run_killed_once_at_each_place_ends_with_the_bits_of_a_whole_one(
+    tmp_path: Path, kind: Killed
 ) -> None:
-    expected = bits_of_a_whole_run(kind.drives)
-    chosen = random.Random(rounds + kind.drives + 2 * kind.beside)
+    for kill in one_kill_at_each_place(random.Random(name_of(kind))):
+        process = started(kind, tmp_path / "killed", kill, None)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, kill
+    assert_goes_on_to_the_bits_of_a_whole_run(kind, tmp_path / "killed")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=LONG) for kind in KINDS], ids=name_of)
+def test_a_run_killed_at_40_instants_ends_with_the_bits_of_a_whole_one(
+    tmp_path: Path, kind: Killed
+) -> None:
+    chosen = random.Random(name_of(kind))
 
     def start(path: Path, kill: Kill | None) -> bool:
         process = started(kind, path, kill, None)
@@ -143,35 +170,47 @@ def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
         assert process.exitcode in (0, -signal.SIGKILL)
         return bool(process.exitcode)
 
-    path, killed = killed_again_and_again(tmp_path, rounds, chosen, start)
-    last = started(kind, path, None, tmp_path / "found")
-    last.join()
-    assert last.exitcode == 0
-    assert (tmp_path / "found").read_text() == expected
+    path, killed = killed_again_and_again(tmp_path, 40, chosen, start)
     assert killed
-    assert not [entry for entry in path.iterdir() if entry.name.startswith(".")]
+    assert_goes_on_to_the_bits_of_a_whole_run(kind, path)
 
 
-@pytest.mark.parametrize("rounds", long_run(2, 20))
-@pytest.mark.parametrize("beside", [False, True], ids=["waited for", "beside"])
-@pytest.mark.parametrize("drives", [False, True], ids=["host", "drives"])
-def test_two_ranks_of_which_one_is_killed_end_with_the_bits_of_a_whole_run(
-    tmp_path: Path, drives: bool, beside: bool, rounds: int
+def is_killed(ranks: list[Any]) -> bool:
+    """Tell whether one of the ranks was killed. None may find an older step than it should."""
+    assert not any(isinstance(rank.error, AssertionError) for rank in ranks), ranks
+    return -signal.SIGKILL in [rank.exitcode for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [KINDS[0], KINDS[3], *(pytest.param(kind, marks=LONG) for kind in KINDS[1:3])],
+    ids=name_of,
+)
+def test_ranks_of_which_one_is_killed_at_each_place_end_with_the_bits_of_a_whole_run(
+    tmp_path: Path, kind: Killed
 ) -> None:
-    expected = bits_of_whole_ranks(drives)
-    chosen = random.Random(rounds + drives + 2 * beside)
+    chosen = random.Random(name_of(kind))
+    for kill in one_kill_at_each_place(chosen):
+        # Rank 0 alone commits, and removes older checkpoints.
+        victim = 0 if kill.place in ("commit", "removal") else chosen.randrange(2)
+        path, beside = tmp_path / "killed", kind.beside
+        ranks = ranks_of(path, kind.drives, beside=beside, kill=kill, victim=victim)
+        assert is_killed(ranks), (kill, ranks)
+    last = ranks_of(tmp_path / "killed", kind.drives, beside=kind.beside, kill=None, victim=0)
+    assert [rank.value for rank in last] == bits_of_whole_ranks(kind.drives)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=LONG) for kind in KINDS], ids=name_of)
+def test_ranks_of_which_one_is_killed_20_times_end_with_the_bits_of_a_whole_run(
+    tmp_path: Path, kind: Killed
+) -> None:
+    chosen = random.Random(name_of(kind))
 
     def start(path: Path, kill: Kill | None) -> bool:
-        ranks = ranks_of(
-            path,
-            drives,
-            beside=beside,
-            kill=kill or Kill("step", 3),
-            victim=chosen.randrange(2),
-        )
-        return -signal.SIGKILL in [rank.exitcode for rank in ranks]
+        kill, victim = kill or Kill("step", 3), chosen.randrange(2)
+        return is_killed(ranks_of(path, kind.drives, beside=kind.beside, kill=kill, victim=victim))
 
-    path, killed = killed_again_and_again(tmp_path, rounds, chosen, start)
-    last = ranks_of(path, drives, beside=beside, kill=None, victim=0)
-    assert [rank.value for rank in last] == expected
+    path, killed = killed_again_and_again(tmp_path, 20, chosen, start)
     assert killed
+    last = ranks_of(path, kind.drives, beside=kind.beside, kill=None, victim=0)
+    assert [rank.value for rank in last] == bits_of_whole_ranks(kind.drives)

@@ -27,7 +27,7 @@ from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CollectiveError, InfinityError, TransferError
 from infinity_engine.update.captured import RunInMemory
 from support.determinism import deterministic_compute
-from support.kills import Kill
+from support.kills import Kill, committed_step, note_commits
 from support.nvme_training import digest_of
 from support.rank_training import Run, batch_of, engine_of, made, states_of, where
 from support.small_models import Task
@@ -132,8 +132,9 @@ def resumes(
 ) -> str:
     """Go on from the newest checkpoint to so many steps, saving after each; return a digest.
 
-    The rank `victim` is killed on the way.
+    The rank `victim` is killed on the way. What was committed before is not trained again.
     """
+    note_commits(path)
     task, optimizer = made(run)
     with deterministic_compute(), ExitStack() as around:
         engine = engine_of(with_drive(run, drive), task, optimizer, around)
@@ -141,6 +142,7 @@ def resumes(
             kill.arm()
         if CheckpointDirectory(path).latest() is not None:
             engine.load(path)
+        assert engine.steps >= committed_step(path)
         while engine.steps < count:
             steps(engine, task, engine.steps, 1)
             engine.save(path, keep=2, wait=not beside)
