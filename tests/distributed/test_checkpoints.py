@@ -5,7 +5,6 @@ goes on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -35,7 +34,8 @@ RUNS: dict[str, Run] = {
     "drives": Run(settings=DRIVES),
     "odd": Run(model="odd", settings={"storage": {"small_bytes": 0}}),
 }
-
+MESH = Run(settings={**ONE_BY_ONE, "ranks": {"shard_ranks": 2}})  # of four ranks: two copies
+ALL_RUNS = {**RUNS, "mesh": MESH}
 
 WITH_DEVICE = {
     **ONE_BY_ONE,
@@ -48,6 +48,7 @@ MIXED_RUNS: dict[str, Run] = {
     "host only": Run(settings={**ONE_BY_ONE, "strategy": "host_only"}),
     "interleaved": Run(settings={**WITH_DEVICE, "strategy": INTERLEAVED}, emulated=True),
     "device only": Run(settings={**WITH_DEVICE, "strategy": "device_only"}, emulated=True),
+    "mesh": MESH,
 }
 
 
@@ -61,7 +62,7 @@ def saved(size: int, name: str) -> tuple[Path, list[dict[str, Any]]]:
     """Return a checkpoint of so many ranks, and what they went on to."""
     folder = Path(mkdtemp(prefix="ranks-"))
     return folder / "c", launched(
-        size, rank_checkpoints.saves, RUNS[name], folder / "c", drive_of(name)
+        size, rank_checkpoints.saves, ALL_RUNS[name], folder / "c", drive_of(name)
     )
 
 
@@ -70,7 +71,7 @@ def drive_of(name: str) -> Path | None:
 
 
 def gone_on(size: int, name: str, path: Path) -> list[dict[str, Any]]:
-    return launched(size, rank_checkpoints.goes_on, RUNS[name], path, drive_of(name))
+    return launched(size, rank_checkpoints.goes_on, ALL_RUNS[name], path, drive_of(name))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -93,6 +94,7 @@ def test_as_many_ranks_go_on_with_the_same_bits(name: str) -> None:
         (1, "drives", 2, "drives"),
         (3, "parameters", 2, "optimizer"),
         (2, "odd", 3, "odd"),
+        (4, "mesh", 3, "parameters"),
         pytest.param(1, "parameters", 4, "drives", marks=pytest.mark.slow),
         pytest.param(4, "optimizer", 3, "parameters", marks=pytest.mark.slow),
         pytest.param(4, "drives", 1, "drives", marks=pytest.mark.slow),
@@ -121,8 +123,10 @@ def streams_of(path: Path) -> dict[tuple[str, str], bytes]:
     return found
 
 
-SHORT = [(1, "drives"), (3, "interleaved"), (2, "parameters")]
-MATRIX = [(size, name) for name in MIXED_RUNS for size in (3, 1, 4, 2)]
+SHORT = [(1, "drives"), (3, "interleaved"), (4, "mesh")]
+MATRIX = [
+    (size, name) for name in MIXED_RUNS for size in ((4,) if name == "mesh" else (3, 1, 4, 2))
+]
 
 
 @pytest.mark.parametrize(
@@ -198,18 +202,14 @@ def test_all_ranks_save_again_to_stop_where_rank_0_failed_to_commit(tmp_path: Pa
 
 
 def test_replicas_write_one_copy_and_all_load_it() -> None:
-    folder = Path(mkdtemp(prefix="mesh-"))
-    mesh = replace(RUNS["parameters"], settings={**ONE_BY_ONE, "ranks": {"shard_ranks": 2}})
-    before = launched(4, rank_checkpoints.saves, mesh, folder / "c")
-    with CheckpointReader(CheckpointDirectory(folder / "c").resolve()) as reader:
+    path, before = saved(4, "mesh")
+    with CheckpointReader(CheckpointDirectory(path).resolve()) as reader:
         reader.check_slices()
         assert [file.name for file in reader.manifest.files if file.name.startswith("rank-")] == [
             "rank-00000-00000.safetensors",
             "rank-00001-00000.safetensors",
         ]
-    for rank, found in zip(
-        before, launched(4, rank_checkpoints.goes_on, mesh, folder / "c"), strict=True
-    ):
+    for rank, found in zip(before, gone_on(4, "mesh", path), strict=True):
         assert differing(rank["ended"], found["ended"]) == []
 
 
