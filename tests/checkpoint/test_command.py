@@ -5,6 +5,8 @@ asked for.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,3 +129,44 @@ def test_verify_names_files_that_are_not_of_the_checkpoint(
     (saved / "s2" / "notes.txt").write_text("mine")
     assert main(["checkpoint", "verify", str(saved / "s2")]) == 0
     assert "notes.txt: not a file of this checkpoint" in capsys.readouterr().out
+
+
+MEASURED = """
+import resource, sys
+sys.modules["torch"] = None
+from infinity_engine.cli.main import main
+
+path, other, to = sys.argv[1:]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for status, *command in (
+    (0, "inspect", path, "--tensors"),
+    (0, "verify", path),
+    (1, "diff", path, other),
+    (0, "export", path, f"{to}/weights", "--dtype", "bf16"),
+    (0, "export", path, f"{to}/dcp", "--format", "dcp"),
+    (0, "reshard", path, f"{to}/three", "--ranks", "3"),
+):
+    assert main(["checkpoint", *command]) == status, command
+    print("peak", command[0], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_checkpoint_and_torch_is_not_needed(tmp_path: Path) -> None:
+    peaks = []
+    for rows in (4_000, 12_000):
+        large, folder = parameters_of({"weight": (rows, 1000)}), tmp_path / str(rows)
+        values = values_of(large)  # 48 MB, then 144 MB
+        one = save(folder / "one", "tag", large, values)
+        other = save(folder / "other", "tag", large, {name: -it for name, it in values.items()})
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURED, str(one), str(other), str(folder)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        lines = [line.split() for line in done.stdout.splitlines() if line.startswith("peak ")]
+        peaks.append([(command, int(kib) << 10) for _, command, kib in lines])
+    for (command, small), (_, large_peak) in zip(*peaks, strict=True):
+        assert large_peak < 160 << 20, command
+        assert large_peak - small < 24 << 20, command

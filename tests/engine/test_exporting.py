@@ -12,6 +12,8 @@ import torch
 import infinity_engine
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
+from infinity_engine.memory import ResidentMemory
+from support.ranks import launched
 
 load_file = pytest.importorskip("safetensors.torch").load_file
 
@@ -64,12 +66,31 @@ def test_weights_are_written_as_modules_compute_with_them(tmp_path: Path, place:
     with engine:
         files = engine.export(tmp_path / "out")
         assert [file.name for file in files] == ["model.safetensors"]
+        assert all(usage.peak_held <= usage.limit for usage in engine.usage())
     found = load_file(files[0])
     expected = model.state_dict()
     assert set(expected) - set(found) == {"head.weight"}  # which is the embedding's
     for name, tensor in found.items():
         assert tensor.dtype is expected[name].dtype
         assert torch.equal(tensor, expected[name]), name
+
+
+def grown_while_exporting(path: Path) -> int:
+    """Export 96 MiB of masters; return by how many bytes the process grew meanwhile."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    settings = {"strategy": "host_only", "accelerator": "cpu", "budget": {"host": "1GiB"}}
+    with infinity_engine.initialize(model, optimizer, settings) as engine:
+        resident = ResidentMemory()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        engine.export(path, dtype=torch.bfloat16)
+        return (resident.peak_bytes() or 0) - resident.baseline_bytes
+
+
+def test_an_export_takes_little_memory_beside_the_model(tmp_path: Path) -> None:
+    [grown] = launched(1, grown_while_exporting, tmp_path / "out")
+    # 32 MiB are a checkpoint's part of the budget; a queue without drives has memory of its own.
+    assert 0 <= grown < 64 << 20
 
 
 def test_masters_are_rounded_to_the_dtype_that_was_asked_for(tmp_path: Path) -> None:
