@@ -232,7 +232,9 @@ def _parts(reader: CheckpointReader, weight: _Weight, part_bytes: int) -> Iterat
     """Yield the bytes of a tensor in the dtype that it is written in."""
     tensor = weight.tensor
     stream = tensor.stream("master" if "master" in tensor.streams else "value")
-    step = max(1, part_bytes // ITEMSIZES[stream.dtype])
+    # A conversion has several arrays of the part's size at once.
+    room = part_bytes if weight.dtype == stream.dtype else part_bytes // 4
+    step = max(1, room // ITEMSIZES[stream.dtype])
     for first in range(0, tensor.numel, step):
         numel = min(step, tensor.numel - first)
         raw = np.empty(numel * ITEMSIZES[stream.dtype], np.uint8)

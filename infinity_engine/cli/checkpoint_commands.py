@@ -1,6 +1,6 @@
 """What the commands of `infinity checkpoint` do: read checkpoints, and print.
 
-Memory stays within a few tens of MiB, whatever the size of the checkpoint.
+Memory stays within about 100 MiB, whatever the size of the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from infinity_engine.units import format_bytes
 
 __all__ = ["COMMANDS"]
 
-_COMPARED_BYTES = 16 << 20  # of a stream at once, from each of the two checkpoints
+_COMPARED_BYTES = 4 << 20  # of a stream at once, from each of the two checkpoints
 
 
 def _resolved(path: Path, tag: str | None) -> Path:
