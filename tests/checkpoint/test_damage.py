@@ -35,6 +35,7 @@ from infinity_engine.errors import (
     DamagedCheckpoint,
     IncompleteCheckpoint,
 )
+from support.flipped_bits import flip, regions
 from support.saved_streams import parameters_of, save, values_of
 
 PARAMETERS = parameters_of({"weight": (1100, 1000), "bias": (1000,)})
@@ -68,14 +69,6 @@ def read_all(path: Path) -> None:
                 reader.read(parameter.stream(name), 0, np.empty(parameter.numel, np.float32))
         if reader.manifest.objects:
             read_objects(reader, 0)
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x10]))
 
 
 def test_an_untouched_checkpoint_is_read(saved: Path) -> None:
@@ -300,23 +293,6 @@ def small(tmp_path: Path) -> Path:
         piece_numel=1000,
         objects=state,
     )
-
-
-def regions(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield offsets in each region of a file: of a shard, its length, header and each tensor."""
-    data = path.read_bytes()
-    if path.name == "manifest":
-        end = data.index(b"\n") + 1
-        yield from (("first line", at) for at in range(0, end, 7))
-        yield from (("JSON", at) for at in range(end, len(data), max(1, len(data) // 40)))
-        return
-    header = int.from_bytes(data[:8], "little")
-    yield from (("length", at) for at in range(8))
-    yield from (("header", at) for at in range(8, 8 + header, max(1, header // 20)))
-    for name, entry in json.loads(data[8 : 8 + header]).items():
-        start, end = (8 + header + at for at in entry["data_offsets"])
-        if start < end:
-            yield from ((name, at) for at in (start, (start + end) // 2, end - 1))
 
 
 def test_a_flipped_bit_in_any_region_of_any_file_is_found_by_load_and_by_verify(

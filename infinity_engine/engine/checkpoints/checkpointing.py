@@ -19,6 +19,7 @@ from deepnvme.memory.arrays import code_of, described, storable
 from infinity_engine.checkpoint import Kind, SavedTensor
 from infinity_engine.errors import CollectiveError, ConfigError
 from infinity_engine.gradients.scaling import LossScale
+from infinity_engine.kept_errors import again, kept
 from infinity_engine.memory import Ledger
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
 from infinity_engine.parameters.providing import Provider
@@ -196,7 +197,7 @@ class RunRanks:
         try:
             done = act()
         except Exception as error:
-            failed = error
+            failed = kept(error)
         # With one rank nothing is exchanged, and any value may be returned.
         answer = {"failed": None, "done": done}
         if self._whole is not None:
@@ -205,7 +206,7 @@ class RunRanks:
         said = self.tell(what, answer)
         # After the exchange, so that no other rank is left waiting.
         if failed is not None:
-            raise failed
+            raise again(failed)
         self.check(what, [answer["failed"] for answer in said])
         return [answer["done"] for answer in said]
 
