@@ -33,10 +33,29 @@ from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.errors import DamagedCheckpoint
 from infinity_engine.storage import transfer_error
 
-__all__ = ["COPIED_BYTES", "RankObjects", "nbytes_of_objects", "objects_file", "read_objects"]
+__all__ = [
+    "COPIED_BYTES",
+    "RankObjects",
+    "nbytes_of_objects",
+    "objects_file",
+    "read_objects",
+    "savable",
+]
 
 COPIED_BYTES = 1 << 20
 """Up to here the tensors of objects are copied, and no budget counts the copies."""
+
+
+def savable(thing: Any) -> Storable:
+    """Return what `storable` does, of a tensor or array that a checkpoint can hold.
+
+    Raises:
+        TypeError: it has no bytes, or a dtype that safetensors does not have.
+    """
+    found = storable(thing)
+    if found.code == "C128":
+        raise TypeError("safetensors has no complex128: keep the real and imaginary parts as two")
+    return found
 
 
 def objects_file(rank: int) -> str:
@@ -57,7 +76,7 @@ class RankObjects:
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.structure, found = flatten(dict(state))
         kept: dict[str, Storable] = {
-            name: described(name, leaf, storable) for name, leaf in found.items()
+            name: described(name, leaf, savable) for name, leaf in found.items()
         }
         self.must_be_written = sum(leaf.nbytes for leaf in kept.values()) > COPIED_BYTES
         if not self.must_be_written:

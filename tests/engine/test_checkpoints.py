@@ -465,6 +465,18 @@ def test_a_tensor_without_values_is_refused_by_its_name(tmp_path: Path) -> None:
         engine.save(tmp_path, extra={"kept": Kept(torch.eye(3).to_sparse())})
 
 
+def test_complex128_is_refused_by_its_name(tmp_path: Path) -> None:
+    values = torch.ones(3, dtype=torch.complex128)
+    model, _, engine = small()
+    with engine:
+        with pytest.raises(TypeError, match=r"extra\.kept\.value.*no complex128"):
+            engine.save(tmp_path, extra={"kept": Kept(values)})
+        model.register_buffer("turns", values)
+        with pytest.raises(TypeError, match=r"turns.*no complex128"):
+            engine.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_relative_path_is_that_of_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from infinity_engine.checkpoint import (
 )
 from infinity_engine.checkpoint.objects import RankObjects, objects_file
 
-Streams = Mapping[tuple[str, str], npt.NDArray[np.float32]]
+Streams = Mapping[tuple[str, str], npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ArraySource:
         """Call `take` with the slices and their bytes."""
         for part in self.slices():
             values = self.values[part.stream.parameter, part.stream.name]
-            take(part, values[part.first : part.first + part.numel].data.cast("B"))
+            take(part, values[part.first : part.first + part.numel].view(np.uint8).data)
 
 
 def parameters_of(shapes: Mapping[str, tuple[int, ...]]) -> tuple[SavedTensor, ...]:

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from deepnvme import IOQueue
-from deepnvme.memory.arrays import code_of, described, storable
+from deepnvme.memory.arrays import code_of, described
 from infinity_engine.checkpoint import Kind, SavedTensor
+from infinity_engine.checkpoint.objects import savable
 from infinity_engine.errors import CollectiveError, ConfigError
 from infinity_engine.gradients.scaling import LossScale
 from infinity_engine.kept_errors import again, kept
@@ -123,8 +124,8 @@ class Run:
             if name not in module._non_persistent_buffers_set
         }
         for name, buffer in self.model.named_buffers():
-            # Refuses by its name what has no bytes to save: sparse, quantized, on "meta".
-            dtype = described(name, buffer, storable).code
+            # Refuses by its name what cannot be saved: sparse, quantized, on "meta", complex128.
+            dtype = described(name, buffer, savable).code
             yield SavedTensor(
                 name=name,
                 kind=Kind.BUFFER if name in kept else Kind.TRANSIENT,
