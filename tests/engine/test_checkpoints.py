@@ -110,14 +110,16 @@ def test_random_numbers_and_schedulers_go_on_where_they_were(tmp_path: Path) -> 
             one_step(engine)
             scheduler.step()
         engine.save(tmp_path, extra={"scheduler": scheduler})
-        expected = [one_step(engine), random.random(), optimizer.param_groups[0]["lr"]]
+        expected = [one_step(engine), random.random(), np.random.random()]
+        expected.append(optimizer.param_groups[0]["lr"])
         scheduler.step()
         expected += [one_step(engine), optimizer.param_groups[0]["lr"]]
     _, optimizer, engine = small()
     with engine:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         engine.load(tmp_path, extra={"scheduler": scheduler})
-        found = [one_step(engine), random.random(), optimizer.param_groups[0]["lr"]]
+        found = [one_step(engine), random.random(), np.random.random()]
+        found.append(optimizer.param_groups[0]["lr"])
         scheduler.step()
         found += [one_step(engine), optimizer.param_groups[0]["lr"]]
     assert found == expected
