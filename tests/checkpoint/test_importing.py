@@ -36,6 +36,7 @@ else:
     torch = pytest.importorskip("torch")
 
 from support.foreign_checkpoints import STREAMS, TAG, Saved, save_universal, save_zero
+from support.ranks import launched
 
 
 def imported(path: Path, to: Path, **more: Any) -> tuple[Path, tuple[str, ...]]:
@@ -223,6 +224,47 @@ def test_dcp_checkpoints_keep_their_bits(tmp_path: Path, flat: bool) -> None:
             value = optimizer.state[model.bias][moment]
             assert torch.equal(stream_of(found, "bias", moment), value)
     assert any("epoch" in name for name in left)
+
+
+def saves_shards(path: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """Train and save on ranks that FSDP shards over; return the whole masters and moments."""
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    try:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(3):
+            model(torch.randn(4, 5)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        save({"model": of_model, "optim": of_optimizer}, checkpoint_id=str(path))
+        streams: dict[tuple[str, str], Any] = {}
+        for name, parameter in model.named_parameters():
+            state = {"master": parameter.detach(), **optimizer.state[parameter]}
+            streams |= {(name, stream): state[stream].full_tensor() for stream in STREAMS}
+        return streams
+    finally:
+        dist.destroy_process_group()
+
+
+def test_shards_of_fsdp_keep_their_bits(tmp_path: Path) -> None:
+    streams, _ = launched(2, saves_shards, tmp_path / "dcp")
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 2
+    found, _ = imported(tmp_path / "dcp", tmp_path / "run")
+    assert len(streams) == 4 * len(STREAMS)
+    for (name, stream), values in streams.items():
+        assert torch.equal(stream_of(found, name, stream), values), (name, stream)
+    with CheckpointReader(found) as reader:
+        assert [tensor.steps for tensor in reader.manifest.tensors] == [3] * 4
+        assert [group["lr"] for group in read_objects(reader, 0)["optimizer_groups"]] == [0.01]
 
 
 def test_plain_files_keep_their_bits(tmp_path: Path) -> None:
