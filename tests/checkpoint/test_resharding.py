@@ -23,7 +23,7 @@ from infinity_engine.checkpoint.objects import RankObjects, objects_file, read_o
 from infinity_engine.checkpoint.rewriting import reshard
 from infinity_engine.cli.main import main
 from infinity_engine.errors import CheckpointError, ConfigError
-from support.saved_streams import ArraySource, Streams, parameters_of, values_of
+from support.saved_streams import ArraySource, Streams, parameters_of, save, values_of
 
 TRAINED = parameters_of(
     {"embed.weight": (701, 401), "a b/c#d@1.weight": (3, 5), "scale": (), "empty": (0, 4)}
