@@ -99,11 +99,13 @@ class Ranks:
         """Which of this process's cores are this rank's, after `share_budget`."""
         self._first_here = collectives.rank
         self.collectives = collectives
+        # Before the others are asked: each rank is to tell it, whichever leaves first.
+        self._check_mesh(config.shard_ranks)
         # Before any group is made: groups of other meshes would not match.
         self.agree_again_on("the mesh", {"ranks.shard_ranks": config.shard_ranks})
         self.shards, self.replicas = collectives, None
         if config.shard_ranks not in {None, collectives.size}:
-            self.shards, self.replicas = self._split(config.shard_ranks)
+            self.shards, self.replicas = collectives.split(config.shard_ranks)
         # All ranks make it here, at the same place: making a group is a collective.
         self.gradients = self.shards.beside()
 
@@ -123,14 +125,13 @@ class Ranks:
             collectives.close(error)
             raise
 
-    def _split(self, shard_ranks: int | None) -> tuple[Collectives, Collectives]:
-        if shard_ranks is None or self.size % shard_ranks:
+    def _check_mesh(self, shard_ranks: int | None) -> None:
+        if shard_ranks is not None and self.size % shard_ranks:
             fitting = ", ".join(
                 str(divisor) for divisor in range(1, self.size + 1) if self.size % divisor == 0
             )
             expected = f"a divisor of the {self.size} ranks: {fitting}"
             raise ConfigError(field="ranks.shard_ranks", value=shard_ranks, expected=expected)
-        return self.collectives.split(shard_ranks)
 
     @property
     def rank(self) -> int:
