@@ -6,6 +6,7 @@ the values of each as it is set. Imported by `pretrained` alone, when it is aske
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -121,7 +122,7 @@ class _Compactor(HfQuantizer):  # type: ignore[misc]  # untyped
         return _Rounded(self)
 
     def get_load_operations(self) -> dict[str, type[ConversionOps]]:
-        return {"deserialize": _Collected}
+        return {"deserialize": _SavedByBitsandbytes}
 
     def postprocess_model(self, model: PreTrainedModel, **_others: object) -> PreTrainedModel:
         self.remove_quantization_config(model)
@@ -163,7 +164,7 @@ def _is_ours(conversion: Any) -> bool:
     return any(isinstance(known, _Conversion) for known in getattr(conversion, "operations", ()))
 
 
-class _Conversion(ConversionOps):  # type: ignore[misc]  # untyped
+class _Conversion(ConversionOps, ABC):  # type: ignore[misc]  # untyped
     """Makes the parameters of a compact layer out of what files have for it."""
 
     def __init__(self, hf_quantizer: _Compactor) -> None:
@@ -199,10 +200,11 @@ class _Conversion(ConversionOps):  # type: ignore[misc]  # untyped
             name: torch.nn.Parameter(value, requires_grad=False) for name, value in found.items()
         }
 
+    @abstractmethod
     def _converted(
         self, layer: CompactLinear, prefix: str, values: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
+        """Return the layer's parameters by their whole names; `values` are by theirs."""
 
 
 class _Rounded(_Conversion):
@@ -222,7 +224,7 @@ class _Rounded(_Conversion):
         }
 
 
-class _Collected(_Conversion):
+class _SavedByBitsandbytes(_Conversion):
     """Takes the entries that bitsandbytes has saved."""
 
     def _converted(

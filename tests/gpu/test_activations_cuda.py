@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,21 +46,6 @@ WAYS: tuple[dict[str, object], ...] = (
     {"at": "nvme", "recompute": "blocks"},
     {"at": "auto"},
 )
-
-
-@pytest.fixture
-def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let torch compute the same bits each time."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def device() -> Iterator[Accelerator]:
-    with open_accelerator("cuda") as accelerator:
-        yield accelerator
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity_engine
-from infinity_engine.accel import Accelerator, open_accelerator
+from infinity_engine.accel import Accelerator
 from infinity_engine.compact import CompactKind, CompactLinear, compact_linears
 from support.nvme_training import RATES
 
@@ -30,21 +29,6 @@ pytestmark = [
 DEVICE = "1GiB"
 CUDA = torch.device("cuda")
 KINDS = list(CompactKind)
-
-
-@pytest.fixture
-def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let torch compute the same bits each time."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def device() -> Iterator[Accelerator]:
-    with open_accelerator("cuda") as accelerator:
-        yield accelerator
 
 
 def layer() -> nn.Linear:

@@ -5,7 +5,6 @@ tests/parity/test_far_device.py shows the same on a device that only torch takes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -36,21 +35,6 @@ pytestmark = [
 MIB = 1 << 20
 # cuBLAS takes 32 MiB of it for each thread that computes, and for some products as much again
 DEVICE = "1GiB"
-
-
-@pytest.fixture
-def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let torch compute the same bits each time."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def device() -> Iterator[Accelerator]:
-    with open_accelerator("cuda") as accelerator:
-        yield accelerator
 
 
 @cache

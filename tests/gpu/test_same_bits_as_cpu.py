@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity_engine.accel import Accelerator, open_accelerator
+from infinity_engine.accel import Accelerator
 from infinity_engine.plan import HostOnly, Interleaved, NvmeStreamed, Strategy
 from infinity_engine.plan.ops import LoadStates
 from support.device_training import STRATEGIES
@@ -29,12 +28,6 @@ pytestmark = [
 DEVICE = "1GiB"
 STEPS = 10
 PRECISIONS = [("fp32", 1, None), ("bf16", 2, 0.05), ("fp16", 2, 0.05)]
-
-
-@pytest.fixture
-def device() -> Iterator[Accelerator]:
-    with open_accelerator("cuda") as accelerator:
-        yield accelerator
 
 
 @cache

@@ -4,7 +4,6 @@ CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity_engine.accel import Accelerator, open_accelerator
+from infinity_engine.accel import Accelerator
 from infinity_engine.engine.engine import Engine
 from infinity_engine.plan import HostOnly, Interleaved, NvmeStreamed, StaticSplit
 from infinity_engine.plan.strategy import DeviceOnly
@@ -46,21 +45,6 @@ PLACES = {
         host="32MiB",
     ),
 }
-
-
-@pytest.fixture
-def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let torch compute the same bits each time."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def device() -> Iterator[Accelerator]:
-    with open_accelerator("cuda") as accelerator:
-        yield accelerator
 
 
 def place(name: str, precision: str) -> Case:

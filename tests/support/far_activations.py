@@ -44,7 +44,7 @@ GPUS: Mapping[str, Gpu] = {
 
 
 class _Stack(nn.Module):
-    """Feed-forward blocks, as many as there are settings for."""
+    """Feed-forward blocks."""
 
     def __init__(self) -> None:
         super().__init__()

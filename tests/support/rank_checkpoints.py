@@ -201,7 +201,7 @@ class Restored:
 def fails_to_load_on_one_rank(run: Run, path: Path, what: str) -> list[str]:
     """Let the last rank fail to load the run's own state, or a frozen weight, once.
 
-    Return what each is told by the load and by a step after it. A second load works.
+    Return the errors of this rank: of the load, and of a step after it. A second load works.
     """
     read = CheckpointReader.read
 
@@ -228,7 +228,7 @@ def fails_to_load_on_one_rank(run: Run, path: Path, what: str) -> list[str]:
 def fails_to_load_states_on_one_rank(run: Run) -> list[str]:
     """Let the last rank fail once while it overwrites the optimizer's states.
 
-    Return what each is told by the load and by a step after it. A second load works.
+    Return the errors of this rank: of the load, and of a step after it. A second load works.
     """
     fill = PreviousStates.fill
     task, optimizer = made(run)
@@ -246,8 +246,8 @@ def fails_to_load_states_on_one_rank(run: Run) -> list[str]:
 
 
 def fails_to_share_on_one_rank(run: Run, path: Path) -> list[str]:
-    """Let the last rank fail where it would share blocks; return what each is told, and what is
-    left. After that, a save works.
+    """Let the last rank fail while it shares blocks; return this rank's error, and the files that
+    are left. A second save works.
     """
     share = share_runs
     task, optimizer = made(run)
