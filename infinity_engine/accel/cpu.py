@@ -16,7 +16,7 @@ from infinity_engine.accel.base import Buffer, DeviceBytes, Event, Stream
 from infinity_engine.accel.operation import Failure, Operation, Work
 from infinity_engine.accel.ordered import OrderedAccelerator
 from infinity_engine.errors import CapacityError
-from infinity_engine.machine.memory import probe_memory
+from infinity_engine.machine.memory import free_host_bytes, probe_memory
 
 __all__ = ["CpuAccelerator"]
 
@@ -83,12 +83,7 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
 
     def memory(self) -> DeviceBytes:
         """Return how much host memory this process may use, and how much of it is free."""
-        memory = probe_memory()
-        # MemAvailable is the machine's figure and knows nothing of a limit around this process.
-        free = memory.available_bytes
-        if memory.cgroup is not None and memory.cgroup.used_bytes is not None:
-            free = max(min(free, memory.cgroup.limit_bytes - memory.cgroup.used_bytes), 0)
-        return DeviceBytes(free=free, total=memory.usable_bytes)
+        return DeviceBytes(free=free_host_bytes(), total=probe_memory().usable_bytes)
 
     def _start(self, operation: Operation, behind: Sequence[Operation]) -> None:
         failure = operation.inherited()

@@ -7,28 +7,22 @@ memory: no torch here. Called when an engine starts, before anything is planned.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from deepnvme.machine.probing import (
     HOST_ROOTS,
     SystemRoots,
     find_mount,
-    read_kernel_file,
     read_mounts,
 )
 from infinity_engine.errors import ConfigError
-from infinity_engine.machine.memory import CgroupMemory, probe_cgroup_limits, probe_memory
+from infinity_engine.machine.memory import free_host_bytes
 from infinity_engine.plan import Capacity
 from infinity_engine.units import GiB, MiB
 
 __all__ = ["capacity_of", "free_for_copies", "probe_capacity"]
-
-# File cache not used lately: as version 2 writes it, and version 1 with that of the groups below.
-_RECLAIMABLE = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
 
 
 def probe_capacity(
@@ -49,7 +43,7 @@ def probe_capacity(
     """
     return capacity_of(
         device=device_free_bytes,
-        host=_free_host_bytes(roots),
+        host=free_host_bytes(roots),
         nvme=_drives(tuple(directories), roots),
     )
 
@@ -60,7 +54,7 @@ def free_for_copies(roots: SystemRoots = HOST_ROOTS) -> int:
     Of the memory left by the machine and the control groups around this process, a twentieth and at
     least 64 MiB stay for the rest of the process: a group kills a process that takes more.
     """
-    return _without(_free_host_bytes(roots), part=20, at_least=64 * MiB)
+    return _without(free_host_bytes(roots), part=20, at_least=64 * MiB)
 
 
 def capacity_of(*, device: int, host: int, nvme: Mapping[str, int]) -> Capacity:
@@ -77,23 +71,6 @@ def _without(free: int, *, part: int, at_least: int = 0) -> int:
     """Return `free` less one of `part` parts, rounded up, and less `at_least` bytes at least."""
     # A floor division of the negated number rounds up.
     return max(free - max(-(-free // part), at_least), 0)
-
-
-def _free_host_bytes(roots: SystemRoots) -> int:
-    # Not the smallest limit alone: a larger one above it may be used up by others.
-    left = [limit.limit_bytes - _used_for_good(limit) for limit in probe_cgroup_limits(roots)]
-    # MemAvailable counts the file cache that the kernel can drop as free.
-    return min([probe_memory(roots).available_bytes, *left])
-
-
-def _used_for_good(cgroup: CgroupMemory) -> int:
-    """Return the bytes that the group uses, less file cache that the kernel can drop.
-
-    Without this, a group that has read as many bytes of files as its limit would have nothing left.
-    """
-    # Version 1 lists the group's own figure and the total with the groups below: the larger counts.
-    reclaimable = _RECLAIMABLE.findall(read_kernel_file(Path(cgroup.directory) / "memory.stat"))
-    return max((cgroup.used_bytes or 0) - max(map(int, reclaimable), default=0), 0)
 
 
 def _drives(directories: tuple[str, ...], roots: SystemRoots) -> dict[str, int]:

@@ -5,15 +5,24 @@ Facts only. Called by doctor, and by engine and calibration for a default host b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
-from deepnvme.machine.probing import HOST_ROOTS, SystemRoots
+from deepnvme.machine.probing import HOST_ROOTS, SystemRoots, read_kernel_file
 from infinity_engine.machine.cgroup import cgroup_directories, read_number
 
-__all__ = ["CgroupMemory", "Memory", "probe_cgroup_limits", "probe_cgroup_memory", "probe_memory"]
+__all__ = [
+    "CgroupMemory",
+    "Memory",
+    "free_host_bytes",
+    "probe_cgroup_limits",
+    "probe_cgroup_memory",
+    "probe_memory",
+]
 
 # A limit and the usage that counts against it: version 2, its throttling limit, version 1.
 _LIMIT_FILES = (
@@ -23,6 +32,8 @@ _LIMIT_FILES = (
 )
 # Version 1 writes "no limit" as the largest multiple of the page size, which differs.
 _NO_LIMIT = 2**62
+# File cache not used lately: as version 2 writes it, and version 1 with that of the groups below.
+_RECLAIMABLE = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,3 +84,21 @@ def probe_cgroup_limits(roots: SystemRoots = HOST_ROOTS) -> Iterator[CgroupMemor
             if limit is not None and limit < _NO_LIMIT:
                 used = read_number(directory / used_file)
                 yield CgroupMemory(limit_bytes=limit, used_bytes=used, directory=str(directory))
+
+
+def free_host_bytes(roots: SystemRoots = HOST_ROOTS) -> int:
+    """Return what this process may still take of the machine and within the limits on it."""
+    # Not the smallest limit alone: a larger one above it may be used up by others.
+    left = [limit.limit_bytes - _used_for_good(limit) for limit in probe_cgroup_limits(roots)]
+    # MemAvailable counts the file cache that the kernel can drop as free.
+    return max(min([probe_memory(roots).available_bytes, *left]), 0)
+
+
+def _used_for_good(cgroup: CgroupMemory) -> int:
+    """Return the bytes that the group uses, less file cache that the kernel can drop.
+
+    Without this, a group that has read as many bytes of files as its limit would have nothing left.
+    """
+    # Version 1 lists the group's own figure and the total with the groups below: the larger counts.
+    reclaimable = _RECLAIMABLE.findall(read_kernel_file(Path(cgroup.directory) / "memory.stat"))
+    return max((cgroup.used_bytes or 0) - max(map(int, reclaimable), default=0), 0)

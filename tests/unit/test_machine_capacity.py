@@ -150,6 +150,29 @@ def test_a_real_control_group_limits_the_capacity() -> None:
     assert 0 < int(done.stdout) < limit - GiB
 
 
+def test_files_read_in_a_real_group_leave_the_cpu_as_a_device_its_memory(tmp_path: Path) -> None:
+    """A calibration sizes what it moves by that; files in the cache must not shrink it to nothing."""
+    pytest.importorskip("torch", reason="the CPU as a device needs it")
+    limit = 1 * GiB
+    program = (
+        "import sys; from pathlib import Path; from infinity_engine.accel.cpu import CpuAccelerator; "
+        "file = Path(sys.argv[1]); file.write_bytes(bytes(600 << 20)); accelerator = CpuAccelerator(); "
+        "import os; os.sync(); print(accelerator.memory().free, accelerator.memory().total)"
+    )
+    try:
+        with memory_limited_group(limit) as group:
+            command = [*group.launcher, sys.executable, "-c", program, str(tmp_path / "file")]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except GroupUnavailableError as reason:
+        pytest.skip(str(reason))
+
+    free, total = map(int, done.stdout.split())
+    if psutil.virtual_memory().available < limit:
+        pytest.skip("this machine has less than that available")
+    assert free > 500 * MiB
+    assert total == limit
+
+
 # --- device ---
 
 
