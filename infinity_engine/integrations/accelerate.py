@@ -203,8 +203,9 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Return a model's state dict; of an engine, copies on the host. All ranks call this."""
-        if isinstance(model, Engine) or (self.engine is not None and model is self.engine.module):
-            assert self.engine is not None, "an engine that Accelerate gave away"
+        if isinstance(model, Engine):
+            return model.state_dict()
+        if self.engine is not None and model is self.engine.module:
             return self.engine.state_dict()
         return super().get_state_dict(model, unwrap)
 

@@ -15,7 +15,10 @@ __all__ = ["TileCut", "cut_evenly", "cut_into"]
 
 @dataclass(frozen=True, slots=True)
 class TileCut:
-    """`length` elements in tiles of `size` each; the last tile may be shorter."""
+    """`length` elements in tiles of `size` each; the last tile may be shorter.
+
+    No elements are one tile without any, so that layers of such a size have a tile.
+    """
 
     length: int
     size: int
@@ -27,11 +30,11 @@ class TileCut:
             raise ConfigError(field="TileCut.size", value=self.size, expected="1 or more")
 
     def __len__(self) -> int:
-        return (self.length + self.size - 1) // self.size
+        return max(1, (self.length + self.size - 1) // self.size)
 
     def __iter__(self) -> Iterator[slice]:
         """Yield the tiles in order; together they have each element once."""
-        for start in range(0, self.length, self.size):
+        for start in range(0, max(self.length, 1), self.size):
             yield slice(start, min(start + self.size, self.length))
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import infinity_engine
 from infinity_engine.errors import ConfigError
 from support.families import transformers
 from support.trainers import language_model, rows
@@ -116,6 +117,19 @@ def test_the_model_is_unwrapped_and_its_weights_returned() -> None:
 
     assert run.accelerator.unwrap_model(run.model) is model
     assert run.accelerator.get_state_dict(run.model).keys() == model.state_dict().keys()
+    run.accelerator.end_training()
+
+
+def test_the_weights_of_an_engine_made_by_hand_are_its_own() -> None:
+    model = torch.nn.Linear(2, 2)
+    run = Run(with_engine())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with infinity_engine.initialize(model, optimizer, accelerator="cpu") as own:
+        for accelerator in (with_engine(), run.accelerator):
+            found = accelerator.get_state_dict(own)
+
+            assert found.keys() == {"weight", "bias"}
+            assert torch.equal(found["weight"], own.state_dict()["weight"])
     run.accelerator.end_training()
 
 

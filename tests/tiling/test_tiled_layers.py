@@ -87,6 +87,21 @@ def test_a_tiled_linear_layer_has_the_bits_of_a_whole_one(
         assert torch.equal(found["gradients"]["bias"], expected["gradients"]["bias"])
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(("inputs", "outputs"), [(0, 3), (3, 0), (0, 0)])
+def test_a_layer_without_features_is_as_that_of_torch(inputs: int, outputs: int) -> None:
+    whole, tiled = nn.Linear(inputs, outputs), TiledLinear(inputs, outputs)
+    tiled.load_state_dict(whole.state_dict())
+    batch = torch.ones(2, inputs, requires_grad=True)
+
+    found = tiled(batch)
+    found.sum().backward()
+
+    assert torch.equal(found, whole(batch))
+    assert batch.grad is not None
+    assert torch.equal(tiled.state_dict()["weight"], whole.weight)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("outputs", "inputs"), CUTS)
 def test_any_values_differ_by_roundings_only(outputs: int, inputs: int, dtype: torch.dtype) -> None:
