@@ -50,7 +50,7 @@ __all__ = ["STAGING_BYTES", "CheckpointReader", "Damage"]
 STAGING_BYTES = 32 << 20
 """The memory that blocks are read to, where the caller asks for no other. At least one block."""
 
-_READ_BLOCKS = 8  # of one operation that reads to where the bytes belong
+_READ_BLOCKS = 4  # of one operation that reads to where the bytes belong
 _IN_FLIGHT = 4  # operations
 _SHOWN_TENSORS = 20
 
@@ -325,7 +325,8 @@ class _CheckedFile:
         head, tail = first * BLOCK_BYTES - offset, end - last * BLOCK_BYTES
         if head:
             self._copy(offset, into.part(0, head))
-        self._read_blocks(first, last, into.part(head, (last - first) * BLOCK_BYTES))
+        whole = into.part(head, (last - first) * BLOCK_BYTES)
+        self._read_blocks(first, last, whole, and_edge=tail > 0)
         if tail:
             self._copy(last * BLOCK_BYTES, into.part(into.nbytes - tail, tail))
         return None
@@ -410,20 +411,31 @@ class _CheckedFile:
 
     def _block(self, block: int) -> bytes:
         """Return a checked block. The last one is kept: the next slice often begins in it."""
-        if self._edge is None or self._edge[0] != block:
-            room = self._staging[0].part(0, self._block_bytes(block))
-            self._wait(self._begin(block, room), block, room)
-            # Copied: the staging memory serves the next read of any file.
-            self._edge = (block, bytes(_view(room)))
-        return self._edge[1]
+        if self._edge is not None and self._edge[0] == block:
+            return self._edge[1]
+        room = self._staging[0].part(0, self._block_bytes(block))
+        self._wait(self._begin(block, room), block, room)
+        return self._kept(block, room)
 
-    def _read_blocks(self, first: int, last: int, into: Memory) -> None:
-        """Read whole blocks to where they belong, several reads at a time, and check them there."""
+    def _kept(self, block: int, room: Memory) -> bytes:
+        # Copied: the staging memory serves the next read of any file.
+        values = bytes(_view(room))
+        self._edge = (block, values)
+        return values
+
+    def _read_blocks(self, first: int, last: int, into: Memory, *, and_edge: bool) -> None:
+        """Read whole blocks to where they belong, several reads at a time, and check them there.
+
+        `and_edge` reads the block `last` beside them, and keeps it.
+        """
+        edge = self._staging[0].part(0, self._block_bytes(last) if and_edge else 0)
+        rooms = [(last, edge)] if and_edge else []
+        for block in range(first, last, _READ_BLOCKS):
+            count = min(_READ_BLOCKS, last - block)
+            rooms.append((block, into.part((block - first) * BLOCK_BYTES, count * BLOCK_BYTES)))
         reading: deque[tuple[IOFuture[int], int, Memory]] = deque()
         try:
-            for block in range(first, last, _READ_BLOCKS):
-                count = min(_READ_BLOCKS, last - block)
-                room = into.part((block - first) * BLOCK_BYTES, count * BLOCK_BYTES)
+            for block, room in rooms:
                 reading.append((self._begin(block, room), block, room))
                 if len(reading) == _IN_FLIGHT:
                     self._wait(*reading.popleft())
@@ -432,6 +444,8 @@ class _CheckedFile:
         finally:
             for future, _, _ in reading:  # the owner of the memory may let go of it after this
                 future.exception()
+        if and_edge:
+            self._kept(last, edge)
 
     def _begin(self, block: int, room: Memory) -> IOFuture[int]:
         return once_there_is_room(partial(self._opened().pread, room, block * BLOCK_BYTES))
