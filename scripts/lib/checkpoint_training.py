@@ -4,7 +4,7 @@ A program of one system: trains a stack of linear layers in fp32 with AdamW, sav
 prints one JSON object of numbers. Bytes count as saved when they are on the drive: what the rivals
 leave in the page cache is synced within their time. Loads begin with cold files. Memory is what the
 kernel says of the process, not what the engine counts.
-Usage: system, layers, width, directory.
+Usage: system, layers, width, rows of a step, directory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -23,10 +24,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["STATE_BYTES", "SYSTEMS", "parameters_of"]
+__all__ = ["STATE_BYTES", "SYSTEMS", "Size", "parameters_of"]
 
 STATE_BYTES = 12  # of a parameter: master and two moments, all fp32
-WARM_UP, STEPS, BATCH = 2, 4, 256
+WARM_UP, STEPS = 2, 4
 SAVES = 3  # beside training; the first one warms up
 
 
@@ -35,14 +36,25 @@ def parameters_of(layers: int, width: int) -> int:
     return layers * width * width
 
 
-def _model(layers: int, width: int) -> torch.nn.Module:
+def _model(size: Size) -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+    return torch.nn.Sequential(
+        *(torch.nn.Linear(size.width, size.width, bias=False) for _ in range(size.layers))
+    )
 
 
-def _loss(model: Any, width: int, step: int) -> torch.Tensor:
+@dataclass(frozen=True)
+class Size:
+    """How large the model is, and how many rows it is trained on in a step."""
+
+    layers: int
+    width: int
+    rows: int
+
+
+def _loss(model: Any, size: Size, step: int) -> torch.Tensor:
     made = torch.Generator().manual_seed(step)
-    loss: torch.Tensor = model(torch.randn(BATCH, width, generator=made)).pow(2).mean()
+    loss: torch.Tensor = model(torch.randn(size.rows, size.width, generator=made)).pow(2).mean()
     return loss
 
 
@@ -122,21 +134,21 @@ class _Steps:
         return time.perf_counter() - began - count * self.seconds
 
 
-def _ours(layers: int, width: int, folder: Path, *, drives: bool) -> dict[str, float]:
+def _ours(size: Size, folder: Path, *, drives: bool) -> dict[str, float]:
     engine_module: Any = import_module("infinity_engine")
-    state = STATE_BYTES * parameters_of(layers, width)
+    state = STATE_BYTES * parameters_of(size.layers, size.width)
     host = state * 5 // 6 if drives else (256 << 20) + state * 2
     settings: dict[str, Any] = {"strategy": "host_only", "budget": {"host": host}}
     if drives:
         (folder / "drive").mkdir()
         budget = {"host": host, "nvme": {str(folder / "drive"): 2 * state + (64 << 20)}}
         settings = {"strategy": "nvme_streamed", "budget": budget}
-    model = _model(layers, width)
+    model = _model(size)
     optimizer = torch.optim.AdamW(model.parameters())
     with engine_module.initialize(model, optimizer, accelerator="cpu", **settings) as engine:
 
         def step(number: int) -> None:
-            engine.backward(_loss(engine, width, number))
+            engine.backward(_loss(engine, size, number))
             engine.step()
 
         steps = _Steps(step)
@@ -168,20 +180,20 @@ def _ours(layers: int, width: int, folder: Path, *, drives: bool) -> dict[str, f
     }
 
 
-def _plain(layers: int, width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, _Steps]:
-    model = _model(layers, width)
+def _plain(size: Size) -> tuple[torch.nn.Module, torch.optim.Optimizer, _Steps]:
+    model = _model(size)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(number: int) -> None:
-        _loss(model, width, number).backward()  # type: ignore[no-untyped-call]
+        _loss(model, size, number).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
     return model, optimizer, _Steps(step)
 
 
-def _torch_save(layers: int, width: int, folder: Path) -> dict[str, float]:
-    model, optimizer, steps = _plain(layers, width)
+def _torch_save(size: Size, folder: Path) -> dict[str, float]:
+    model, optimizer, steps = _plain(size)
     path = folder / "saved.pt"
 
     def save() -> None:
@@ -199,11 +211,11 @@ def _torch_save(layers: int, width: int, folder: Path) -> dict[str, float]:
     return {**numbers, "step": steps.seconds, "load": loading, "memory": steps.added_bytes()}
 
 
-def _dcp(layers: int, width: int, folder: Path) -> dict[str, float]:
+def _dcp(size: Size, folder: Path) -> dict[str, float]:
     dcp: Any = import_module("torch.distributed.checkpoint")
     states: Any = import_module("torch.distributed.checkpoint.state_dict")
     _one_rank()
-    model, optimizer, steps = _plain(layers, width)
+    model, optimizer, steps = _plain(size)
 
     def state() -> dict[str, Any]:
         of_model, of_optimizer = states.get_state_dict(model, optimizer)
@@ -247,13 +259,13 @@ def _dcp(layers: int, width: int, folder: Path) -> dict[str, float]:
     }
 
 
-def _deepspeed(layers: int, width: int, folder: Path) -> dict[str, float]:
+def _deepspeed(size: Size, folder: Path) -> dict[str, float]:
     deepspeed: Any = import_module("deepspeed")
     _one_rank()
-    model = _model(layers, width)
+    model = _model(size)
     optimizer = torch.optim.AdamW(model.parameters())
     config = {
-        "train_micro_batch_size_per_gpu": BATCH,
+        "train_micro_batch_size_per_gpu": size.rows,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3},
         "zero_allow_untested_optimizer": True,
@@ -262,7 +274,7 @@ def _deepspeed(layers: int, width: int, folder: Path) -> dict[str, float]:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def step(number: int) -> None:
-        engine.backward(_loss(engine, width, number))
+        engine.backward(_loss(engine, size, number))
         engine.step()
 
     def save() -> None:
@@ -285,9 +297,9 @@ def _one_rank() -> None:
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
-SYSTEMS: Mapping[str, Callable[[int, int, Path], dict[str, float]]] = {
-    "ours": lambda layers, width, folder: _ours(layers, width, folder, drives=False),
-    "ours, on drives": lambda layers, width, folder: _ours(layers, width, folder, drives=True),
+SYSTEMS: Mapping[str, Callable[[Size, Path], dict[str, float]]] = {
+    "ours": lambda size, folder: _ours(size, folder, drives=False),
+    "ours, on drives": lambda size, folder: _ours(size, folder, drives=True),
     "torch.save": _torch_save,
     "DCP": _dcp,
     "DeepSpeed": _deepspeed,
@@ -297,10 +309,10 @@ SYSTEMS: Mapping[str, Callable[[int, int, Path], dict[str, float]]] = {
 def main() -> None:
     """Measure one system once."""
     warnings.simplefilter("ignore")
-    system, layers, width, folder = sys.argv[1:]
+    system, *numbers_of_size, folder = sys.argv[1:]
     said = os.dup(1)
     os.dup2(2, 1)  # whatever libraries print is no part of the answer
-    numbers = SYSTEMS[system](int(layers), int(width), Path(folder))
+    numbers = SYSTEMS[system](Size(*map(int, numbers_of_size)), Path(folder))
     os.write(said, (json.dumps(numbers) + "\n").encode())
 
 

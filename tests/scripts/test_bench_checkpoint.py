@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from training_place import environ_of_training
 
+import bench
 import env
 from support.scripts import load_script
 
@@ -23,3 +24,11 @@ def test_malloc_keeps_no_holes_of_tensors_in_any_system(
     _, environ = CHECKPOINT.python_of(system)
     for name in ("MALLOC_MMAP_THRESHOLD_", "OMP_NUM_THREADS"):
         assert environ[name] == environ_of_training()[name]
+
+
+def test_long_steps_are_those_of_our_states_on_the_drive_alone() -> None:
+    run = bench.Bench("checkpoint", True, frozenset({CHECKPOINT.LONG_STEPS}))
+
+    CHECKPOINT.define(run)
+
+    assert run.units.keys() == {CHECKPOINT.DRIVE, CHECKPOINT.ON_DRIVES}
