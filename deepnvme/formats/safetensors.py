@@ -581,7 +581,17 @@ class SafetensorsWriter:
 
     def append(self, part: Memory) -> None:
         """Write the next bytes of the current tensor. Their memory is free when this returns."""
+        self.begin(part)
+        self.settle()
+
+    def begin(self, part: Memory) -> None:
+        """Begin to write the next bytes. Their memory must not change before `settle`, or the end
+        of the block.
+        """
         self._pages.append(part)
+
+    def settle(self) -> None:
+        """Wait until the memory of all that was begun is free."""
         self._pages.wait()
 
     def end_tensor(self) -> None:

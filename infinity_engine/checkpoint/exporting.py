@@ -8,7 +8,7 @@ hold the weights twice until then. Knows no engine, only a `StreamSource`.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from infinity_engine.checkpoint.export import Dtype, check_free, dtype_in, expor
 from infinity_engine.checkpoint.manifest import Kind, Manifest, SavedFile, SavedTensor
 from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.checkpoint.rounding import converted
-from infinity_engine.checkpoint.streams import Slice, StreamSource
+from infinity_engine.checkpoint.streams import Slice, SliceSink, StreamSource
 from infinity_engine.checkpoint.writer import write_shard
 
 __all__ = ["WeightDraft"]
@@ -134,20 +134,26 @@ class _Weights:
             self._drafted_slice(part) for part in self._source.slices() if self._is_weight(part)
         ]
 
-    def hand_out(self, take: Callable[[Slice, memoryview], None]) -> None:
-        def take_converted(part: Slice, values: memoryview) -> None:
-            if not self._is_weight(part):
-                return
-            drafted = self._drafted_slice(part)
-            have, want = part.stream.dtype, drafted.stream.dtype
-            # No copy: `values` is valid until this call returns.
-            raw = np.frombuffer(values, np.uint8)
-            # Without a conversion the bytes go on as they are, in one call.
-            step = raw.nbytes if have == want else self._step(have, want)
-            for at in range(0, raw.nbytes, max(1, step)):
-                take(drafted, converted(raw[at : at + step], have, want).data)
+    def hand_out(self, sink: SliceSink) -> None:
+        self._source.hand_out(_Converting(self, sink))
 
-        self._source.hand_out(take_converted)
+    def take(self, part: Slice, values: memoryview, sink: SliceSink) -> None:
+        """Hand out the next bytes of a slice, converted."""
+        if not self._is_weight(part):
+            return
+        drafted = self._drafted_slice(part)
+        have, want = part.stream.dtype, drafted.stream.dtype
+        # No copy: `values` stay as they are until they are settled.
+        raw = np.frombuffer(values, np.uint8)
+        # Without a conversion the bytes go on as they are, in one call.
+        if have == want:
+            sink.take(drafted, raw.data)
+            return
+        step = self._step(have, want)
+        for at in range(0, raw.nbytes, step):
+            sink.take(drafted, converted(raw[at : at + step], have, want).data)
+            # The converted bytes are gone after this.
+            sink.settle()
 
     def _step(self, have: str, want: str) -> int:
         """Return how many bytes are converted at once; a conversion may need fp32 beside both."""
@@ -161,3 +167,17 @@ class _Weights:
     def _drafted_slice(self, part: Slice) -> Slice:
         tensor = self._drafted[part.stream.parameter]
         return Slice(tensor.stream("value"), part.first, part.numel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Converting:
+    """Hands out what it takes in other dtypes."""
+
+    weights: _Weights
+    sink: SliceSink
+
+    def take(self, part: Slice, values: memoryview) -> None:
+        self.weights.take(part, values, self.sink)
+
+    def settle(self) -> None:
+        self.sink.settle()

@@ -24,7 +24,7 @@ from infinity_engine.checkpoint.exchange.found import ForeignCheckpoint, Foreign
 from infinity_engine.checkpoint.manifest import Kind, Manifest, SavedFile, SavedTensor
 from infinity_engine.checkpoint.objects import RankObjects, objects_file
 from infinity_engine.checkpoint.reader import CheckpointReader
-from infinity_engine.checkpoint.streams import SHARD, SavedStream, Slice
+from infinity_engine.checkpoint.streams import SHARD, SavedStream, Slice, SliceSink
 from infinity_engine.checkpoint.writer import FILE_BYTES, write_shard
 from infinity_engine.errors import ConfigError
 
@@ -183,11 +183,12 @@ class _CutStreams:
         )
         return start, end
 
-    def hand_out(self, take: Callable[[Slice, memoryview], None]) -> None:
+    def hand_out(self, sink: SliceSink) -> None:
         for part in self.slices():
             values = self.room[: part.nbytes]
             self.streams.read(part.stream, part.first, values)
-            take(part, values.data)
+            sink.take(part, values.data)
+            sink.settle()
 
 
 def _copy(reader: CheckpointReader, file: SavedFile, draft: Path) -> None:

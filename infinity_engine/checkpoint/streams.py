@@ -8,13 +8,22 @@ and reader call it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from deepnvme.memory.arrays import ITEMSIZES
 
-__all__ = ["SHARD", "SavedStream", "Slice", "StreamSource", "fill_name", "is_fill", "parse_tensor"]
+__all__ = [
+    "SHARD",
+    "SavedStream",
+    "Slice",
+    "SliceSink",
+    "StreamSource",
+    "fill_name",
+    "is_fill",
+    "parse_tensor",
+]
 
 SHARD = "rank-"
 """The first characters of the names of files that hold slices of streams."""
@@ -55,6 +64,18 @@ class Slice:
         return f"{self.stream.parameter}#{self.stream.name}@{self.first}"
 
 
+class SliceSink(Protocol):
+    """What slices are handed out to, such as the files of a shard."""
+
+    def take(self, part: Slice, values: memoryview) -> None:
+        """Take the next bytes of a slice. They must not change before `settle` returns."""
+        ...
+
+    def settle(self) -> None:
+        """Return when all that was taken may change."""
+        ...
+
+
 class StreamSource(Protocol):
     """An engine, which has streams in memory or on drives and hands them out slice by slice."""
 
@@ -62,11 +83,11 @@ class StreamSource(Protocol):
         """Return the slices that this rank has, in the order in which it can hand them out."""
         ...
 
-    def hand_out(self, take: Callable[[Slice, memoryview], None]) -> None:
-        """Call `take` with each slice and its bytes, in the order of `slices`.
+    def hand_out(self, sink: SliceSink) -> None:
+        """Hand out each slice and its bytes, in the order of `slices`.
 
-        They are valid until it returns. A slice may come in several calls, with its next bytes in
-        each.
+        A slice may come in several calls, with its next bytes in each. Bytes that are not settled
+        at the end stay as they are until the sink is closed.
         """
         ...
 

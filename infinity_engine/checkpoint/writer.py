@@ -53,7 +53,7 @@ def write_shard(
     # Known before the first byte: a file begins with the names of all its tensors.
     to_write = list(_files(source.slices(), file_bytes))
     with _ShardFiles(directory, names, to_write, queue, staging_bytes) as files:
-        source.hand_out(files.take)
+        source.hand_out(files)
     return tuple(files.saved)
 
 
@@ -102,14 +102,14 @@ class _ShardFiles:
         self._writer: SafetensorsWriter | None = None
 
     def take(self, part: Slice, values: memoryview) -> None:
-        """Write the next bytes of the next slice."""
+        """Begin to write the next bytes of the next slice. They must not change before `settle`."""
         with self._raising_transfer_errors():
             writer = self._writer or self._open()
             assert part == self._slices[0], "a source hands out its slices in their order"
             # It is 0 at the first bytes of a slice.
             self._left = self._left or part.nbytes
             if len(values):
-                writer.append(memory_of(values, writable=False))
+                writer.begin(memory_of(values, writable=False))
             self._left -= len(values)
             assert self._left >= 0, "a source hands out the bytes that a slice has"
             if not self._left:
@@ -117,6 +117,13 @@ class _ShardFiles:
                 self._slices.popleft()
             if not self._slices:
                 self._end()
+
+    def settle(self) -> None:
+        """Wait until the drive has what was taken."""
+        # A file that has ended has waited for all.
+        if self._writer is not None:
+            with self._raising_transfer_errors():
+                self._writer.settle()
 
     def _open(self) -> SafetensorsWriter:
         slices = self._to_write.popleft()

@@ -27,10 +27,10 @@ __all__ = [
     "CapturedStates",
     "CapturedSubgroup",
     "CheckShared",
+    "PieceSink",
     "RunInMemory",
     "RunOnDrives",
     "StateDrives",
-    "TakePart",
     "bytes_of",
 ]
 
@@ -50,8 +50,16 @@ class CapturedPiece:
         return _BYTES * self.segment.numel
 
 
-TakePart = Callable[[CapturedPiece, memoryview], None]
-"""Called with a piece and its next bytes, which are valid until it returns."""
+class PieceSink(Protocol):
+    """What pieces are handed out to."""
+
+    def take(self, piece: CapturedPiece, values: memoryview) -> None:
+        """Take the next bytes of a piece. They must not change before `settle` returns."""
+        ...
+
+    def settle(self) -> None:
+        """Return when all that was taken may change."""
+        ...
 
 
 CheckShared = Callable[[int, Memory], DamageError | None]
@@ -78,8 +86,11 @@ class CapturedRun(Protocol):
         """The pieces, in the order of their bytes."""
         ...
 
-    def hand_out(self, take: TakePart, rooms: Sequence[memoryview]) -> None:
-        """Call `take` with all bytes in order; `rooms` are for what has to be copied or read."""
+    def hand_out(self, sink: PieceSink, rooms: Sequence[memoryview]) -> None:
+        """Hand out all bytes in order; `rooms` are for what has to be copied or read.
+
+        What lies in rooms is settled at the end; the rest stays where it is.
+        """
         ...
 
 
@@ -95,10 +106,12 @@ class RunInMemory:
         """The piece."""
         return (self.piece,)
 
-    def hand_out(self, take: TakePart, rooms: Sequence[memoryview]) -> None:
+    def hand_out(self, sink: PieceSink, rooms: Sequence[memoryview]) -> None:
         """Hand out the host's memory as it lies, that of a device through a room."""
         for part in bytes_of(self.values, rooms[0]):
-            take(self.piece, part)
+            sink.take(self.piece, part)
+            if self.values.device.type != "cpu":
+                sink.settle()  # the room is filled again
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +131,16 @@ class RunOnDrives:
         """Let another file have the bytes without a copy; see `SwapFile.share`."""
         return self.drives.share(self.place, descriptor, offset)
 
-    def hand_out(self, take: TakePart, rooms: Sequence[memoryview]) -> None:
+    def hand_out(self, sink: PieceSink, rooms: Sequence[memoryview]) -> None:
         """Read through the rooms in turn, so that the next part is read while one is handed out."""
         pieces = _Cursor(self.pieces)
         for part in self._parts(rooms):
             done = 0
             while done < len(part):
                 piece, nbytes = pieces.take(len(part) - done)
-                take(piece, part[done : done + nbytes])
+                sink.take(piece, part[done : done + nbytes])
                 done += nbytes
+            sink.settle()  # the room is filled again
 
     def _parts(self, rooms: Sequence[memoryview]) -> Iterator[memoryview]:
         step = min(map(len, rooms))  # whole MiB, and so whole blocks of checksums
@@ -230,12 +244,13 @@ class CapturedStates:
         """Return those of no subgroup, for which nothing waits."""
         return cls(())
 
-    def hand_out(self, take: TakePart, rooms: Sequence[memoryview]) -> None:
-        """Call `take` with the bytes of each piece, in the order of `pieces`. Once."""
+    def hand_out(self, sink: PieceSink, rooms: Sequence[memoryview]) -> None:
+        """Hand out the bytes of each piece, in the order of `pieces`. Once."""
         while self._subgroups:
             subgroup = self._subgroups.popleft()
             for run in subgroup.runs:
-                run.hand_out(take, rooms)
+                run.hand_out(sink, rooms)
+            sink.settle()
             # Last: from here on an update may change the bytes that were handed out.
             self._let_go([subgroup.index])
 

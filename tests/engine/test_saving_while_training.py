@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,11 @@ from infinity_engine.engine.checkpoints.saving import Saves, SaveState, _Save
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import TransferError
 from infinity_engine.lanes.meter import Wait
-from infinity_engine.update.captured import CapturedPiece, CapturedStates, RunInMemory, RunOnDrives
+from infinity_engine.update.captured import CapturedStates, PieceSink, RunInMemory, RunOnDrives
 from support.engine_bits import bits_of, differing
 from support.saved_engines import PLACES, engine_at, one_step, small, steps
 
 pytestmark = pytest.mark.usefixtures("deterministic")
-
-Take = Callable[[CapturedPiece, memoryview], None]
 
 
 @pytest.fixture
@@ -54,11 +52,11 @@ def slow_writer(
     handed = iter(range(1 << 30))
 
     def stopping(hand_out: Any) -> Any:
-        def stops(self: Any, take: Take, rooms: Sequence[memoryview]) -> None:
+        def stops(self: Any, sink: PieceSink, rooms: Sequence[memoryview]) -> None:
             if next(handed) == pieces:
                 stopped.set()
                 assert go_on.wait(60)
-            hand_out(self, take, rooms)
+            hand_out(self, sink, rooms)
 
         return stops
 
@@ -259,8 +257,8 @@ def test_frozen_parameters_are_saved_beside_training_and_wait_for_changes(
         stopped, go_on = threading.Event(), threading.Event()
         hand_out = CapturedStates.hand_out
 
-        def stops(self: CapturedStates, take: Take, rooms: Sequence[memoryview]) -> None:
-            hand_out(self, take, rooms)
+        def stops(self: CapturedStates, sink: PieceSink, rooms: Sequence[memoryview]) -> None:
+            hand_out(self, sink, rooms)
             stopped.set()
             assert go_on.wait(60)
 

@@ -116,7 +116,7 @@ def _while_removing(die: Callable[[], None]) -> None:
 
 PLACES = {
     "step": _before(StateKeeper, "carry_out"),
-    "save": _before(SafetensorsWriter, "append"),
+    "save": _before(SafetensorsWriter, "begin"),
     "commit": _in_commit,
     "load": _before(CheckpointReader, "read"),
     "removal": _while_removing,

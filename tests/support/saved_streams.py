@@ -4,7 +4,7 @@ checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from infinity_engine.checkpoint import (
     Manifest,
     SavedTensor,
     Slice,
+    SliceSink,
     write_shard,
 )
 from infinity_engine.checkpoint.objects import RankObjects, objects_file
@@ -51,11 +52,11 @@ class ArraySource:
                     found.append(Slice(stream, first, min(self.piece_numel, end - first)))
         return found
 
-    def hand_out(self, take: Callable[[Slice, memoryview], None]) -> None:
-        """Call `take` with the slices and their bytes."""
+    def hand_out(self, sink: SliceSink) -> None:
+        """Hand out the slices and their bytes."""
         for part in self.slices():
             values = self.values[part.stream.parameter, part.stream.name]
-            take(part, values[part.first : part.first + part.numel].view(np.uint8).data)
+            sink.take(part, values[part.first : part.first + part.numel].view(np.uint8).data)
 
 
 def parameters_of(shapes: Mapping[str, tuple[int, ...]]) -> tuple[SavedTensor, ...]:

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from deepnvme import IOQueue, Pool
-from infinity_engine.checkpoint import SavedFile, SavedTensor, Slice
+from infinity_engine.checkpoint import SavedFile, SavedTensor, Slice, SliceSink
 from infinity_engine.checkpoint.export import Dtype
 from infinity_engine.checkpoint.exporting import WeightDraft
 from infinity_engine.engine.checkpoints.checkpointing import CheckpointMemory, Run, RunRanks
-from infinity_engine.engine.checkpoints.sources import StateStreams, TakeSlice, UntrainedStreams
+from infinity_engine.engine.checkpoints.sources import StateStreams, UntrainedStreams
 from infinity_engine.errors import ConfigError
 from infinity_engine.update.captured import CapturedStates
 
@@ -111,7 +111,7 @@ class _RunStreams:
         """Return what there is."""
         return [*self._states.slices(), *self._others.slices()]
 
-    def hand_out(self, take: TakeSlice) -> None:
+    def hand_out(self, sink: SliceSink) -> None:
         """Hand out the bytes of all slices; all ranks take part."""
-        self._states.hand_out(take, self._rooms)
-        self._others.hand_out(take)
+        self._states.hand_out(sink, self._rooms)
+        self._others.hand_out(sink)

@@ -32,6 +32,7 @@ from infinity_engine.checkpoint import (
     SavedFile,
     SavedTensor,
     Slice,
+    SliceSink,
 )
 from infinity_engine.checkpoint.directory import tag_of_step
 from infinity_engine.checkpoint.objects import RankObjects, objects_file
@@ -49,8 +50,8 @@ from infinity_engine.engine.checkpoints.checkpointing import (
 from infinity_engine.engine.checkpoints.sources import (
     SmallBuffers,
     StateStreams,
-    TakeSlice,
     UntrainedStreams,
+    hand_out,
     whole_of,
 )
 from infinity_engine.errors import (
@@ -64,7 +65,7 @@ from infinity_engine.kept_errors import again, kept
 from infinity_engine.lanes.meter import Wait
 from infinity_engine.parameters.parameters import ModelParameter
 from infinity_engine.telemetry import Telemetry
-from infinity_engine.update.captured import CapturedStates, bytes_of
+from infinity_engine.update.captured import CapturedStates
 
 __all__ = ["OnError", "SaveInFlight", "SaveReport", "SaveRequest", "SaveState", "Saves"]
 
@@ -854,12 +855,11 @@ class _BackgroundStreams:
         """Return what is written."""
         return [*self._states.slices(), *(part for part, _ in self._whole)]
 
-    def hand_out(self, take: TakeSlice) -> None:
+    def hand_out(self, sink: SliceSink) -> None:
         """Hand out the bytes of all slices."""
-        self._states.hand_out(take, self._rooms)
+        self._states.hand_out(sink, self._rooms)
         for part, values in self._whole:
-            for piece in bytes_of(values, self._rooms[0]):
-                take(part, piece)
+            hand_out(part, values, self._rooms[0], sink)
 
 
 def _free_bytes(path: Path) -> int:

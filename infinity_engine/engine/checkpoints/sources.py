@@ -6,20 +6,18 @@ are made of these sources.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from infinity_engine.checkpoint import SavedTensor, Slice
+from infinity_engine.checkpoint import SavedTensor, Slice, SliceSink
 from infinity_engine.checkpoint.objects import COPIED_BYTES
 from infinity_engine.engine.checkpoints.checkpointing import Run
 from infinity_engine.parameters.parameters import ModelParameter
 from infinity_engine.update.captured import CapturedPiece, CapturedStates, RunOnDrives, bytes_of
 
-__all__ = ["SmallBuffers", "StateStreams", "TakeSlice", "UntrainedStreams", "flat", "whole_of"]
-
-TakeSlice = Callable[[Slice, memoryview], None]
-"""Called with a slice and its next bytes, which are valid until it returns."""
+__all__ = ["SmallBuffers", "StateStreams", "UntrainedStreams", "flat", "hand_out", "whole_of"]
 
 
 class StateStreams:
@@ -42,19 +40,29 @@ class StateStreams:
         """Return what is written."""
         return [self.slice_of(piece) for piece in self.captured.pieces]
 
-    def hand_out(self, take: TakeSlice, rooms: Sequence[memoryview]) -> None:
+    def hand_out(self, sink: SliceSink, rooms: Sequence[memoryview]) -> None:
         """Hand out the bytes of all slices; `rooms` are for what has to be copied or read."""
-
-        def take_piece(piece: CapturedPiece, values: memoryview) -> None:
-            take(self.slice_of(piece), values)
-
-        self.captured.hand_out(take_piece, rooms)
+        self.captured.hand_out(_Pieces(self, sink), rooms)
 
     def slice_of(self, piece: CapturedPiece) -> Slice:
         """Return the slice that a piece is."""
         tensor, first = self._streams[piece.segment.parameter]
         stream = tensor.stream(piece.stream)
         return Slice(stream, first + piece.segment.first_element, piece.segment.numel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Hands out captured pieces as slices."""
+
+    states: StateStreams
+    sink: SliceSink
+
+    def take(self, piece: CapturedPiece, values: memoryview) -> None:
+        self.sink.take(self.states.slice_of(piece), values)
+
+    def settle(self) -> None:
+        self.sink.settle()
 
 
 class UntrainedStreams:
@@ -97,18 +105,17 @@ class UntrainedStreams:
         names = [known.name for known in self._frozen] + [name for name, _ in self._buffers]
         return [whole_of(self._tensors[name]) for name in names] if self._is_first else []
 
-    def hand_out(self, take: TakeSlice) -> None:
+    def hand_out(self, sink: SliceSink) -> None:
         """Hand out the bytes of all slices; all ranks take part."""
         for known in self._frozen:
             with self._run.shown(known):
-                self._hand_out(known.name, known.parameter.data, take)
+                self._hand_out(known.name, known.parameter.data, sink)
         for name, buffer in self._buffers:
-            self._hand_out(name, buffer, take)
+            self._hand_out(name, buffer, sink)
 
-    def _hand_out(self, name: str, tensor: torch.Tensor, take: TakeSlice) -> None:
+    def _hand_out(self, name: str, tensor: torch.Tensor, sink: SliceSink) -> None:
         if self._is_first:
-            for part in bytes_of(flat(tensor), self._room):
-                take(whole_of(self._tensors[name]), part)
+            hand_out(whole_of(self._tensors[name]), flat(tensor), self._room, sink)
 
 
 class SmallBuffers:
@@ -134,6 +141,13 @@ class SmallBuffers:
 def whole_of(tensor: SavedTensor) -> Slice:
     """Return all of a tensor that nothing trains."""
     return Slice(tensor.stream("value"), 0, tensor.numel)
+
+
+def hand_out(part: Slice, values: torch.Tensor, room: memoryview, sink: SliceSink) -> None:
+    """Hand out a flat tensor, through a room if it is on a device; it may change afterwards."""
+    for piece in bytes_of(values, room):
+        sink.take(part, piece)
+        sink.settle()
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
