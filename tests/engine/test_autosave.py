@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from infinity_engine.outcome import Outcome
 from infinity_engine.update.states import StateKeeper
 from support.engine_bits import bits_of, differing
 from support.saved_engines import PLACES, engine_at, one_step, small, steps
+from support.warm_programs import WITH_SUPPORT, WarmProgram
 
 PROGRAM = """
 import sys
@@ -53,26 +52,13 @@ with engine:
 """
 
 
-def started(*arguments: object) -> subprocess.Popen[str]:
-    return run_of(PROGRAM, *arguments)
-
-
-def run_of(program: str, *arguments: object) -> subprocess.Popen[str]:
-    tests = Path(__file__).resolve().parents[1]
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{tests}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-    )
+def run_of(program: str, *arguments: object) -> WarmProgram:
+    return WarmProgram(program, *arguments, environment=WITH_SUPPORT)
 
 
 def test_a_run_that_is_told_to_stop_saves_and_ends_with_its_own_code(tmp_path: Path) -> None:
     path, bits, whole = tmp_path / "c", tmp_path / "bits", tmp_path / "whole"
-    run = started(path, bits, "wait")
-    assert run.stdin is not None
-    assert run.stdout is not None
+    run = run_of(PROGRAM, path, bits, "wait")
     while run.stdout.readline() != "5\n":
         pass
     run.send_signal(signal.SIGTERM)
@@ -83,7 +69,7 @@ def test_a_run_that_is_told_to_stop_saves_and_ends_with_its_own_code(tmp_path: P
     assert CheckpointDirectory(path).tags() == ["step-00000005"]
     assert not bits.exists()
     for arguments in ((path, bits), (tmp_path / "none", whole)):
-        run = started(*arguments)
+        run = run_of(PROGRAM, *arguments)
         run.communicate(timeout=300)
         assert run.returncode == 0
     assert bits.read_text() == whole.read_text()
@@ -425,8 +411,9 @@ engine.autosave(sys.argv[1], every=100)
 del engine
 os.kill(os.getpid(), signal.SIGTERM)
 """
-    with run_of(program, tmp_path) as run:
-        assert run.wait(300) == -signal.SIGTERM
+    run = run_of(program, tmp_path)
+    run.communicate(timeout=300)
+    assert run.returncode == -signal.SIGTERM
 
 
 def test_sigterm_ends_a_process_that_was_forked_from_a_run(tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ from infinity_engine.plan import HostOnly, Tier
 from infinity_engine.storage import Hop, Place, SwapFile
 from support.block_ways import activations_by_block, take_turns
 from support.engine_bits import Bits, bits_of, differing
-from support.nvme_programs import run_program
 from support.nvme_training import Case, opened
 from support.small_models import MODELS
+from support.warm_programs import WITH_SUPPORT, run_warm
 
 ROWS = 64
 SAVED = ROWS * (3 * 256 + 64) * 4  # of a block, about
@@ -302,8 +302,7 @@ engine.backward(loss)
 def test_a_kill_in_the_backward_leaves_nothing_on_the_drive(tmp_path: Path) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
-    tests = str(Path(__file__).resolve().parents[1])
-    done = run_program(KILLED, drive, folder=tmp_path, environment={"PYTHONPATH": tests})
+    done = run_warm(KILLED, drive, folder=tmp_path, environment=WITH_SUPPORT)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert done.stdout, "the forward has ended"
     assert list(drive.iterdir()) == []

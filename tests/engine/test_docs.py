@@ -12,6 +12,7 @@ import pytest
 
 from infinity_engine.config import settings_table
 from support.nvme_programs import output_of, run_program
+from support.warm_programs import run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,9 +54,9 @@ def test_the_quickstart_that_was_stopped_ends_with_the_same_bits(tmp_path: Path)
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     straight.mkdir()
     resumed.mkdir()
-    expected = output_of(run_program(program, folder=straight))
-    assert output_of(run_program(stopped, folder=resumed)) != expected
-    assert output_of(run_program(program, folder=resumed)) == expected
+    expected = output_of(run_warm(program, folder=straight))
+    assert output_of(run_warm(stopped, folder=resumed)) != expected
+    assert output_of(run_warm(program, folder=resumed)) == expected
 
 
 def test_the_program_of_the_page_on_hugging_face_runs_as_the_page_says(tmp_path: Path) -> None:
@@ -88,8 +89,7 @@ def run_page(name: str, folder: Path, *allowed: str) -> None:
         for comment in re.findall(r"^\s*print\(.*\)  # (.*)$", program, re.MULTILINE)
     ]
 
-    warnings = [option for warning in ("error", *allowed) for option in ("-W", warning)]
-    printed = output_of(run_program(program, folder=folder, python=warnings)).splitlines()
+    printed = output_of(run_warm(program, folder=folder, warned=("error", *allowed))).splitlines()
 
     assert sorted(printed) == sorted(said)
 

@@ -26,6 +26,7 @@ from infinity_engine.update.updating import Updates
 from support.nvme_held import until
 from support.nvme_training import RATES, emulated
 from support.unnamed_files import unnamed_files
+from support.warm_programs import run_warm
 
 PLACES = ["host", "device", "drives", "drives of a device"]
 DROPPED = "An engine for a Sequential was dropped without close"
@@ -336,8 +337,8 @@ print(engine.steps)
 @pytest.mark.parametrize("place", ["host", "drives"])
 def test_a_forked_process_ends_as_python_does(tmp_path: Path, place: str, ending: str) -> None:
     drive = str(tmp_path) if place == "drives" else ""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, drive, ending]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    warned = ["ignore::DeprecationWarning"]
+    ended = run_warm(FORKED, drive, ending, folder=tmp_path, warned=warned, timeout_s=240)
 
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "2\n", "")
 

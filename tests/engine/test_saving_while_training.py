@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +26,7 @@ from infinity_engine.lanes.meter import Wait
 from infinity_engine.update.captured import CapturedStates, PieceSink, RunInMemory, RunOnDrives
 from support.engine_bits import bits_of, differing
 from support.saved_engines import PLACES, engine_at, one_step, small, steps
+from support.warm_programs import WITH_SUPPORT, run_warm
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -423,13 +422,8 @@ assert CheckpointDirectory(path).tags() == ["mine", "next"]
 
 @pytest.mark.parametrize("ending", ["leaves", "closes", "uses", "exits", "exits a block"])
 def test_a_process_forked_in_a_save_leaves_it_alone(tmp_path: Path, ending: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, str(tmp_path), ending],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-        timeout=600,
-        check=False,
+    done = run_warm(
+        FORKS, tmp_path, ending, folder=tmp_path, environment=WITH_SUPPORT, timeout_s=600
     )
     assert done.returncode == 0, done.stderr
     with CheckpointReader(CheckpointDirectory(tmp_path).resolve("mine")) as reader:
