@@ -11,8 +11,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -1161,39 +1159,6 @@ def test_a_module_that_is_attached_late_computes_with_its_own_and_with_fetched_p
     with fetching(mlp) as made:
         assert run(made) == expected[0]
         assert differing(expected[1], made.state_dict()) == []
-
-
-def test_nothing_depends_on_asserts() -> None:
-    program = """
-import sys
-import torch, infinity_engine
-from infinity_engine.accel import Emulation, emulated_accelerator
-from infinity_engine.plan import Rates
-assert False, "python -O"
-rates = Rates(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, host_update_params_per_s=1e8, device_update_params_per_s=1e9)
-torch.set_num_threads(1)
-
-def trained(**settings):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    with infinity_engine.initialize(model, optimizer, update_threads=1, **settings) as engine:
-        for _ in range(3):
-            engine.backward(engine(torch.ones(2, 8)).pow(2).mean())
-            engine.step()
-        return engine.state_dict()
-
-with emulated_accelerator(Emulation(rates=rates, capacity_bytes=1 << 20)) as device:
-    budget = {"host": "16MiB", "device": 5 * 1024}
-    fetched = trained(device=device, parameters="host", strategy="host_only", budget=budget)
-plain = trained(accelerator="cpu", budget={"host": "16MiB"})
-sys.exit(not all(torch.equal(plain[name], fetched[name]) for name in plain))
-"""
-    done = subprocess.run(
-        [sys.executable, "-O", "-c", program], capture_output=True, text=True, check=False
-    )
-
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_collected_frames_of_an_error_make_room_again() -> None:

@@ -37,7 +37,7 @@ def told():
             train(engine, task, STREAMED)
             bits = bits_of(engine)
             (used,) = queue.stats().drives.values()
-    return {"bits": digest_of(bits), "registered_bytes": used.registered_bytes, "asserts": __debug__}
+    return {"bits": digest_of(bits), "registered_bytes": used.registered_bytes}
 
 with deterministic_compute():
     if user:
@@ -60,9 +60,7 @@ def open_folder() -> Iterator[Path]:
         yield folder
 
 
-def told_by_training(
-    folder: Path, *python: str, user: int = 0, drive: Path | None = None
-) -> dict[str, Any]:
+def told_by_training(folder: Path, *, user: int = 0, drive: Path | None = None) -> dict[str, Any]:
     """Train in a process of its own, as this user, with this drive or the folder for one."""
     paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     run = run_program(
@@ -70,7 +68,6 @@ def told_by_training(
         drive or folder,
         user,
         folder=folder,
-        python=python,
         environment={"PYTHONPATH": paths},
     )
     told: dict[str, Any] = json.loads(output_of(run))
@@ -109,10 +106,3 @@ def test_two_jobs_train_at_once_on_one_directory_which_is_empty_after_them(tmp_p
 
     assert [each["bits"] for each in told] == [bits_in_memory()] * 2
     assert list(drive.iterdir()) == []
-
-
-def test_without_asserts_training_from_drives_comes_to_the_same_bits(tmp_path: Path) -> None:
-    told = told_by_training(tmp_path, "-O")
-
-    assert not told["asserts"]
-    assert told["bits"] == bits_in_memory()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
-import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -24,9 +22,7 @@ from infinity_engine.engine import assemble
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan import Rates, Tier
-from support.nvme_programs import output_of, run_program
 from support.unnamed_files import unnamed_files
-from support.wrong_uses import told
 
 RATES = Rates(
     h2d_bytes_per_s=1e9,
@@ -682,31 +678,6 @@ def test_dropping_gradients_after_every_micro_batch_is_warned_of() -> None:
             train(made)
         train(made)
         made.zero_grad()
-
-
-# --- python -O ------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_without_asserts_the_same_is_told_and_trained(tmp_path: Path) -> None:
-    program = """
-import json
-from support.determinism import deterministic_compute
-from support.wrong_uses import told
-
-with deterministic_compute():
-    print(json.dumps({**told(), "asserts": __debug__}))
-"""
-    paths = os.pathsep.join(
-        [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
-    )
-    run = run_program(program, folder=tmp_path, python=["-O"], environment={"PYTHONPATH": paths})
-
-    without = json.loads(output_of(run))
-
-    assert without.pop("asserts") is False
-    assert without == told()
-    assert "nothing" not in without.values()
 
 
 def test_two_engines_in_one_process_do_not_disturb_each_other() -> None:
