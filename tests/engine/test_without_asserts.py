@@ -18,7 +18,8 @@ from support.warm_programs import WITH_SUPPORT
 from support.wrong_uses import told
 
 PROGRAM = """
-import json, sys
+import io, json, sys
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import torch
@@ -43,12 +44,14 @@ def states(**settings):
             engine.step()
         return engine.state_dict()
 
-with emulated_accelerator(Emulation(rates=rates, capacity_bytes=1 << 20)) as device:
-    budget = {"host": "16MiB", "device": 5 * 1024}
-    fetched = states(device=device, parameters="host", strategy="host_only", budget=budget)
-plain = states(accelerator="cpu", budget={"host": "16MiB"})
+with redirect_stderr(io.StringIO()) as said:
+    with emulated_accelerator(Emulation(rates=rates, capacity_bytes=1 << 20)) as device:
+        budget = {"host": "16MiB", "device": 5 * 1024}
+        fetched = states(device=device, parameters="host", strategy="host_only", budget=budget)
+    plain = states(accelerator="cpu", budget={"host": "16MiB"})
 print(json.dumps({
     "asserts": __debug__,
+    "said": said.getvalue(),
     "unlike": [name for name in plain if not torch.equal(plain[name], fetched[name])],
 }))
 with deterministic_compute():
@@ -69,6 +72,7 @@ def test_fetched_parameters_are_trained_to_the_same_bits(printed: list[str]) -> 
 
     assert not fetched["asserts"]
     assert fetched["unlike"] == []
+    assert fetched["said"] == ""
 
 
 def test_wrong_uses_are_told_the_same(printed: list[str]) -> None:

@@ -44,9 +44,12 @@ class WarmProgram:
         folder: Path | None = None,
         environment: Mapping[str, str] | None = None,
         warned: Sequence[str] = (),
+        imported: tuple[str, ...] = (),
         errors: TextIO | None = None,
     ) -> None:
-        """Start it in `folder`; `warned` are what options -W of the interpreter say."""
+        """Start it in `folder`; `warned` are what options -W of the interpreter say, `imported`
+        modules that are there beside PRELOADED.
+        """
         self.args = arguments
         self.returncode: int | None = None
         standard_input, to_it = os.pipe()
@@ -59,7 +62,7 @@ class WarmProgram:
             "environment": {**_inherited(), **(environment or {})},
             "warned": list(warned),
         }
-        self._server = _server()
+        self._server = _server(imported)
         ends = [standard_input, standard_output, 2 if errors is None else errors.fileno()]
         socket.send_fds(self._server, [json.dumps(request).encode()], ends)
         os.close(standard_input)
@@ -104,6 +107,7 @@ def run_warm(
     folder: Path,
     environment: Mapping[str, str] | None = None,
     warned: Sequence[str] = (),
+    imported: tuple[str, ...] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> subprocess.CompletedProcess[str]:
     """Run `text` as a script with `arguments`; return how it ended, and what it printed."""
@@ -114,6 +118,7 @@ def run_warm(
             folder=folder,
             environment=environment,
             warned=warned,
+            imported=imported,
             errors=errors,
         )
         printed, _ = program.communicate(timeout_s)
@@ -128,15 +133,15 @@ def _inherited() -> dict[str, str]:
 
 
 @cache
-def _server() -> socket.socket:
-    """Return this process's end of the socket to its server, which ends with it."""
+def _server(imported: tuple[str, ...]) -> socket.socket:
+    """Return this process's end of the socket to a server, which ends with it."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for side in (here, there):
         side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LONGEST)
     with there:
         process = subprocess.Popen(
-            [sys.executable, __file__, str(there.fileno())],
-            env=_inherited(),
+            [sys.executable, __file__, str(there.fileno()), *imported],
+            env={**_inherited(), "HF_HUB_OFFLINE": "1"},  # which is read by an import
             pass_fds=[there.fileno()],
         )
 
@@ -151,9 +156,9 @@ def _server() -> socket.socket:
 # --- the server -----------------------------------------------------------------------------------
 
 
-def serve(requests: socket.socket) -> dict[str, Any]:
+def serve(requests: socket.socket, imported: Sequence[str]) -> dict[str, Any]:
     """Fork for each request; return it in the process that is to run it."""
-    for module in PRELOADED:
+    for module in (*PRELOADED, *imported):
         import_module(module)
     gc.collect()
     gc.freeze()
@@ -178,6 +183,10 @@ def serve(requests: socket.socket) -> dict[str, Any]:
 
 def become(request: Mapping[str, Any]) -> None:
     """Run the program that is asked for, as if this process had begun with it."""
+    # Made anew: those of the server know of its own files whether they can be sought in.
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
@@ -192,4 +201,4 @@ def become(request: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     del sys.path[0]  # the folder of this file: its modules belong to a package
-    become(serve(socket.socket(fileno=int(sys.argv[1]))))
+    become(serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]))

@@ -17,10 +17,10 @@ import torch
 
 from infinity_engine.errors import CapacityError, ConfigError
 from support.families import peft, transformers
-from support.nvme_programs import run_program
 from support.nvme_training import emulated
 from support.tiny_directory import LINES, TEXT, json_lines, tiny_directory
 from support.training_runs import MEMORY, Heard, digest, on_drives, settings_of, train_it
+from support.warm_programs import WITH_SUPPORT, run_warm
 
 transformers()
 pytest.importorskip("tokenizers", reason="it makes the model's tokenizer")
@@ -169,9 +169,7 @@ with deterministic_compute():
 
 
 def killed(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
-    tests = Path(__file__).resolve().parents[1]
-    paths = f"import sys; sys.path[:0] = [{str(tests)!r}, {str(tests.parent)!r}]\n"
-    return run_program(paths + KILLED, *arguments, folder=folder)
+    return run_warm(KILLED, *arguments, folder=folder, environment=WITH_SUPPORT)
 
 
 def test_a_run_killed_in_the_middle_ends_with_the_same_bits(

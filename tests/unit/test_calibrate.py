@@ -43,6 +43,8 @@ from infinity_engine.optim import SGD, AdamW
 from infinity_engine.plan import BlockShape, Calibration, Figure, Rates, Unit
 from infinity_engine.units import MiB
 from paced_device import PacedAccelerator
+from support.nvme_programs import output_of
+from support.warm_programs import WarmProgram, run_warm
 
 TINY = Effort(
     seconds=0.1, rounds=2, update_bytes=MiB, io_bytes=MiB, file_bytes=2 * MiB, shortest_s=0.001
@@ -484,16 +486,7 @@ print(peak() - before, effort.memory_bytes)
 
 
 def test_measuring_takes_no_more_memory_than_it_says(drive: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED_MEMORY, str(drive)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-
-    assert done.returncode == 0, done.stderr
-    grown, said = map(int, done.stdout.split())
+    grown, said = map(int, output_of(run_warm(MEASURED_MEMORY, drive, folder=drive)).split())
     assert grown <= said
 
 
@@ -685,23 +678,23 @@ def test_wrong_usage_gives_exit_status_2(
     assert "usage: infinity" in capsys.readouterr().err
 
 
+COMMAND = "from infinity_engine.cli.main import main\nraise SystemExit(main())"
+
+
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_a_signal_ends_the_command_and_leaves_no_file(
     number: signal.Signals, status: int, drive: Path
 ) -> None:
-    running = command("--quick", "--seconds", "3", drive)
-    try:
-        deadline = time.monotonic() + 250
-        while not list(drive.iterdir()) and running.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        running.send_signal(number)
-        _, errors = running.communicate(timeout=60)
-    finally:
-        running.kill()
+    running = WarmProgram(COMMAND, "calibrate", "--quick", "--seconds", "3", drive)
+    deadline = time.monotonic() + 250
+    while not list(drive.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    running.send_signal(number)
+    running.communicate(timeout=60)
 
-    assert running.returncode == status, errors
+    assert running.returncode == status
     assert list(drive.iterdir()) == []
 
 
