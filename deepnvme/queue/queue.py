@@ -874,6 +874,9 @@ def _shut_down(
             target=_shut_down,
             args=(native, pending, completer, staging, owner),
             name="deepnvme-close",
+            # Else it would be a daemon, as the thread that starts it is: the program could end
+            # while operations wait for the drive.
+            daemon=False,
         ).start()
         return
     pending.send()

@@ -602,7 +602,10 @@ class TensorStore:
             self._volume.close()
             return False
         if self._threads.is_current:  # a callback closes: it would wait for itself
-            threading.Thread(target=self._end, args=(let_go,), name="deepnvme-close").start()
+            # No daemon, which it may inherit: the program's end waits for it.
+            threading.Thread(
+                target=self._end, args=(let_go,), name="deepnvme-close", daemon=False
+            ).start()
             return False
         # In this order: nothing more begins, what has begun ends, and the drives go last.
         self._threads.take_no_more()

@@ -10,6 +10,8 @@ import asyncio
 import concurrent.futures
 import gc
 import logging
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -292,6 +294,26 @@ def test_a_callback_may_close_the_queue(tmp_path: Path, backend: str) -> None:
         file.pwrite(b"abc").add_done_callback(close)
         assert closed.wait(TIMEOUT_S)
     assert queue.closed
+
+
+CLOSING_IN_A_CALLBACK = """
+import sys
+from deepnvme import FaultPlan, IOQueue
+
+# One request after the other, each 5 ms long: most wait when the program ends.
+queue = IOQueue(max_requests=1, faults=FaultPlan().delay(delay_us=5000, every=1))
+file = queue.open(sys.argv[1], "w")
+first, *_ = [file.pwrite(bytes(65536), 65536 * place) for place in range(40)]
+first.add_done_callback(lambda _: queue.close())
+while not queue.closed:
+    pass
+"""
+
+
+def test_program_end_waits_for_a_queue_closed_in_a_callback(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CLOSING_IN_A_CALLBACK, str(tmp_path / "file")]
+    subprocess.run(command, check=True, timeout=TIMEOUT_S)
+    assert (tmp_path / "file").stat().st_size == 40 * 65536
 
 
 # --- a full queue ---------------------------------------------------------------------------------
