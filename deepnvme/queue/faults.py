@@ -36,6 +36,7 @@ class FaultPlan:
     """
 
     def __init__(self, seed: int = 0) -> None:
+        # A queue copies it when it is made, and each of its drives counts for itself.
         self.native = _native.FaultPlan(whole_number("seed", seed))
 
     def fail(

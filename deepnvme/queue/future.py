@@ -106,7 +106,10 @@ class _MadeWhenSeen(Generic[_T]):
             raise AttributeError(f"only a future has {self._name}")
         if not future._seen:
             future._seen = True  # before it is there: see _end_unheard
+            # Else its end could stay unnoticed for 100 ms: this thread may sleep at the lock made
+            # below.
             future._waiter.hear(future._ticket)
+        # In one step: of two threads that make one, both get the first.
         made: _T = future.__dict__.setdefault(self._name, self._make())
         return made
 
@@ -175,6 +178,7 @@ class IOFuture(concurrent.futures.Future[_T]):
             return True
         if self.done() or not self._ticket.cancel():
             return False
+        # Only now: the ticket decides whether this call or the drive was first.
         cancelled = super().cancel()
         # Threads that wait sleep in native code, and the drive may come to the operation late.
         self._ticket.release_waiters()
@@ -229,6 +233,7 @@ class IOFuture(concurrent.futures.Future[_T]):
         """Forget a callback, as asyncio.wait does; return how often it was there."""
         with self._condition:
             # An _OnLoop equals the function that it wraps.
+            # A new list: the thread that ends the future goes through the old one without the lock.
             kept = [callback for callback in self._done_callbacks if callback != fn]
             removed = len(self._done_callbacks) - len(kept)
             self._done_callbacks = kept
@@ -241,7 +246,9 @@ class IOFuture(concurrent.futures.Future[_T]):
         if self._state in _UNDER_WAY:
             loop = asyncio.get_running_loop()
             waiting = loop.create_future()
+            # Listed before any other thread is asked to tell: from here on it finds who waits.
             self._awaiting.append(waiting)
+            # If it was submitted on this loop, its bell was named then, and no call is needed.
             if loop is not self._loop:
                 self._waiter.hear_on(loop, self._ticket)
             # Another thread may have ended it before it could see who waits.
@@ -249,6 +256,7 @@ class IOFuture(concurrent.futures.Future[_T]):
                 yield from waiting
         if self._state == _FINISHED and self._exception is None:  # as in result()
             return self._result  # type: ignore[return-value]
+        # Future's own raises that of concurrent.futures, which asyncio takes for an ordinary error.
         if self.cancelled():
             raise asyncio.CancelledError
         return self.result()
@@ -281,15 +289,19 @@ class IOFuture(concurrent.futures.Future[_T]):
         # `_seen`, which is read again below.
         if not self._seen:
             self._result, self._exception = result, error
+            # After the result: threads read the state without a lock, and the result once it is
+            # this.
             self._state = _FINISHED
             if not self._seen:
                 return True
         with self._condition:
+            # Not here: this may be a thread in result(), and callbacks may do anything.
             if self._done_callbacks or self._waiters:
                 return False
             if self._state in _UNDER_WAY:
                 self._result, self._exception = result, error
                 self._state = _FINISHED
+            # Threads that came by concurrent.futures sleep here, and not in native code.
             self._condition.notify_all()
             return True
 
@@ -304,6 +316,7 @@ class IOFuture(concurrent.futures.Future[_T]):
                 for waiter in self._waiters:
                     (waiter.add_result if self._exception is None else waiter.add_exception)(self)
                 self._condition.notify_all()
+            # Without the lock: a callback may ask the future, or submit and wait for room.
             self._invoke_callbacks()  # type: ignore[attr-defined]  # as set_result does
 
     def _end_cancelled(self) -> None:
@@ -318,6 +331,8 @@ class IOFuture(concurrent.futures.Future[_T]):
         The lock is replaced: the thread that held it at the fork may not exist here.
         """
         self._memory = None
+        # So that no attribute below asks native code, whose locks threads of the parent may have
+        # held.
         self._seen = True
         self._condition = threading.Condition()
         self._done_callbacks = []
@@ -337,6 +352,7 @@ class _OnLoop:
             self._loop.call_soon_threadsafe(self._fn, future)
 
     def __eq__(self, other: object) -> bool:
+        # asyncio.wait removes the function that it added, and knows nothing of this wrapper.
         return self._fn == (other._fn if isinstance(other, _OnLoop) else other)
 
     def __hash__(self) -> int:

@@ -76,6 +76,8 @@ class Pending:
         self._backend = backend
         self._max_pending = max_pending
         # Each holds the memory of its operation. The file is held by the native operation.
+        # No lock: any thread adds, pops and looks up, each in one step under the GIL. So does
+        # next() below.
         self._futures: dict[int, IOFuture[Any]] = {}
         self._numbers = itertools.count()
         self._want_room: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -110,6 +112,8 @@ class Pending:
         address, asked = (memory.address, memory.nbytes) if memory else (0, 0)
         ticket = _native.Ticket()
         loop = listener = None
+        # Only once a coroutine has awaited here: CPython 3.11 asks for the process's number each
+        # time that it looks for the running loop.
         if self._latest is not _NO_LOOP:
             loop, listener = self._loop_here()
         about = verb, file.path, offset, asked, at_end
@@ -160,6 +164,8 @@ class Pending:
         about = verb, file.path, offset, nbytes, _FAILS
         future: IOFuture[int] = IOFuture(ticket, self, about, memory)
         number = next(self._numbers)
+        # Before it is gathered: another thread may send it, and it may end, before this call
+        # returns.
         self._futures[number] = future
         self._unsent.append(
             (number, verb, file, address, nbytes, offset, _FAILS, ticket, 0, NO_DEADLINE_S)
@@ -177,9 +183,13 @@ class Pending:
         while group := list(self._unsent):
             try:
                 has_all = self._native.submit_many(group, SLICE_S)
+            # The callers have their futures already: these must end, as this call may be of another
+            # operation.
             except (ClosedError, ForkedError) as error:
                 self._fail_unsent(group, error)
                 return
+            # Not by `has_all` alone: of a group that had room for a part, that part must not be
+            # sent again.
             for operation in group:
                 if operation[_TICKET].taken:
                     self._forget_unsent(operation)
@@ -260,6 +270,7 @@ class Pending:
         """Let that loop complete the operation once it ends. Called on the loop."""
         if self._unsent:
             self.send()
+        # Each loop comes on its own thread only, so no two make a listener for one loop.
         listener = self._listeners.get(loop)
         if listener is None:
             listener = self._listeners[loop] = _Listener()
@@ -283,6 +294,7 @@ class Pending:
         known, listener = self._latest
         if known is None:
             return None, None
+        # The one with the underscore returns None where no loop runs, and the public one raises.
         loop = sys.modules["asyncio"]._get_running_loop()
         if loop is None or known() is loop:
             return loop, listener if loop else None
@@ -293,6 +305,7 @@ class Pending:
 
     def _answer(self, listener: _Listener) -> None:
         """Issue what was submitted on an event loop, and complete what has ended. On that loop."""
+        # First: what is submitted from here on needs another turn of the loop.
         listener.answers_soon = False
         self._native.serve_loop(listener.bell, self._complete_unheard)
 
@@ -323,6 +336,7 @@ class Pending:
                 "this queue belongs to the parent process; a forked child makes its own"
             )
         while self._native.pending >= self._max_pending:
+            # Listed before the second look: an end in between finds it.
             told = loop.create_future()
             self._want_room.append((loop, told))
             # or the last one ended before it could tell
@@ -331,6 +345,8 @@ class Pending:
 
     def forget_parents(self) -> None:
         """End in a forked child what the parent submitted: it would be waited for here for ever."""
+        # First: ending the futures looks at their operations, and the lock of the native queue may
+        # be held by a thread that is not here.
         self._of_a_parent = True
         self._unsent.clear()
         for future in self._futures.values():
@@ -348,9 +364,13 @@ class Pending:
         over, declined, awaited = [], [], []
         for place, (number, ending, done, error) in enumerate(ended):
             future = futures.get(number)
+            # It was completed before a signal interrupted the last call, which had got the same
+            # list.
             if future is None:
                 continue
             error_of = None if ending == _SUCCEEDED else self._error_of(future, ending, done, error)
+            # What was cancelled has callbacks to call and states to pass: for the queue's own
+            # thread.
             if ending == _CANCELLED or not future._end_unheard(done, error_of):
                 declined.append(place)
                 continue
@@ -368,6 +388,7 @@ class Pending:
 
     def _complete(self, number: int, ending: int, done: int, error: int) -> None:
         future = self._futures.pop(number, None)
+        # Before the future ends: its callbacks may take long, or raise.
         self._tell_of_room()
         if future is None:
             return

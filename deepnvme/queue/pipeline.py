@@ -117,11 +117,14 @@ class Pipeline:
 
     def wait_for_room(self) -> None:
         """End the oldest steps until there is room for another."""
+        # Before the step counts: one that is larger than the limit travels alone, and never waits
+        # for ever.
         while self._nbytes >= self._most_bytes:
             self.finish_oldest()
 
     def finish_oldest(self) -> None:
         """Wait for the oldest step and land it."""
+        # It stays listed: where wait() or land() raises, __exit__ still drains and releases it.
         step = self._steps[0]
         step.batch.wait()
         # Before its memory is released: landing copies out of it.
@@ -130,6 +133,7 @@ class Pipeline:
 
     def _drop(self) -> None:
         step = self._steps[0]
+        # After a failed wait there are futures left; after a good one this does nothing.
         step.batch.drain()
         step.release()
         self._steps.popleft()  # not before: interrupted, all of it is done again
@@ -152,6 +156,8 @@ class Pipeline:
                 try:
                     self._drop()
                 except KeyboardInterrupt:
+                    # Ctrl-C does not end this: memory that a drive still writes to would be used
+                    # again.
                     interrupted = True
         if interrupted:
             raise KeyboardInterrupt

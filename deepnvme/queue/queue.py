@@ -178,10 +178,13 @@ class IOQueue:
         self._patience_s = None if self.when_full is WhenFull.BLOCK else 0.0
         self._require = require
         self._closed = False
+        # Backends that a warning has named: one warning for each, not one for each file.
         self._told: set[str] = set()
         self._settle = partial(
             settle, chunk_bytes=chunk_bytes, inflight_bytes=inflight_bytes, user_memory=user_memory
         )
+        # The native queue makes its first ring now: what does not work here fails before a file is
+        # open.
         self.backend, self._native = start_on(
             backend,
             require,
@@ -198,6 +201,9 @@ class IOQueue:
         told = None not in (chunk_bytes, inflight_bytes, user_memory)
         self._profile = Profile() if told or self.backend == "memory" else load_profile()
         self._pending = Pending(self._native, self.backend, max_pending)
+        # It has `Pending` and not the queue, which could never be collected otherwise. A daemon, as
+        # the interpreter waits for other threads before it runs finalizers, and this one ends with
+        # the queue.
         self._completer = threading.Thread(
             target=self._pending.run, name="deepnvme-futures", daemon=True
         )
@@ -216,6 +222,7 @@ class IOQueue:
         # Runs when the queue is collected, and at the interpreter's exit. It holds no queue.
         self._finalizer = weakref.finalize(self, self._shut_down)
         IOQueue._living.add(self)
+        # After the finalizer, which ends the thread and the ring if this raises.
         if pool is not None:
             self.use_pool(pool)
 
@@ -249,6 +256,7 @@ class IOQueue:
         if "\0" in str(path):
             raise ValueError(f"a path has no null bytes; got {str(path)!r}")
         drive = self.settings_for(path).native()
+        # Errors name the file so, after a chdir too. Links stay in the name, as the caller gave it.
         absolute = str(Path(path).absolute())
         # Before it is opened, which may make or empty the file.
         refuse_where_threads_must(self.backend, self._require, absolute)
@@ -287,6 +295,8 @@ class IOQueue:
         return self._settle(self._profile.for_path(path))
 
     def _tell_of_fallback(self, file: File) -> None:
+        # A queue with faults wraps its backend, which is called fault(NAME) then. On FUSE, threads
+        # are the rule and no fallback (decision 0003).
         used = self._native.backend_of(file._open()).removeprefix("fault(").removesuffix(")")
         if used == self.backend or used in self._told or file._open().on_fuse:
             return
@@ -313,10 +323,12 @@ class IOQueue:
 
     def forget_pool(self, pool: Pool) -> None:
         """Take the pool's registration back."""
+        # Waited for: the pages stay locked in memory until the rings have forgotten them.
         self._native.forget_pool(pool._native)
         self._until_pools_are_settled()
 
     def _until_pools_are_settled(self) -> None:
+        # In slices, for Ctrl-C: a drive settles when what it has in flight has ended.
         while not self._native.pools_settled(SLICE_S):
             pass
 
@@ -330,6 +342,8 @@ class IOQueue:
     def stats(self) -> QueueStats:
         """Return what was done so far."""
         drives = {device: DriveStats(**stats) for device, stats in self._native.stats().items()}
+        # Pieces of device arrays count twice: as operations of a drive, and by the operation they
+        # are of.
         return QueueStats(self.backend, self._native.pending + self._staging.pending, drives)
 
     @property
@@ -348,6 +362,8 @@ class IOQueue:
         self._closed = True
         if self._finalizer.alive:
             self._shut_down()
+            # Last: after an interrupted wait it still runs, at the latest at the interpreter's
+            # exit.
             self._finalizer.detach()
         IOQueue._living.discard(self)
 
@@ -410,12 +426,15 @@ class IOQueue:
         writable = verb is _READ
         urgency, seconds = terms = _terms(priority, deadline_s)
         try:
+            # Host memory first, as it is the usual case. A device array has no buffer protocol: a
+            # TypeError.
             memory = memory_of(buffer, writable=writable)
         except TypeError:
             array = device_array_of(buffer, writable=writable)
             if array is None:
                 raise
         else:
+            # Not in the `try`: a TypeError of this call says nothing about where the memory is.
             return self._pending.submit(
                 verb,
                 file,
@@ -508,6 +527,7 @@ class File:
     def __init__(self, queue: IOQueue, native: _native.OpenFile) -> None:
         self._queue = queue
         self._native: _native.OpenFile | None = native
+        # Kept here: errors and the repr name the file after close(), which lets the native one go.
         self.path = native.path
 
     def show_as(self, name: str) -> None:
@@ -689,6 +709,8 @@ class File:
 
     def close(self) -> None:
         """Take no more operations. Those under way keep the file open until they have ended."""
+        # Operations hold the native file themselves. The kernel closes it when the last one drops
+        # it.
         self._native = None
 
     async def __aenter__(self) -> File:
@@ -760,6 +782,7 @@ class Batch:
         """
         # From the last one: when that has ended most have, which saves wake-ups.
         ends = [_end_of(future) for future in reversed(self.futures)]
+        # Not before all have ended: if a signal interrupts the wait, drain() still finds them.
         futures, self.futures = self.futures, []
         # in the order of submission again
         errors = [end for end in reversed(ends) if isinstance(end, NVMeError)]
@@ -772,6 +795,7 @@ class Batch:
 
     def drain(self) -> None:
         """Wait for all, however they end, and forget them: memory is free again."""
+        # Not cleared one by one: an interrupted drain begins anew, and ended futures cost nothing.
         for future in self.futures:
             _end_of(future)
         self.futures.clear()
@@ -843,6 +867,7 @@ def _pieces_of(
     for place, nbytes in zip(places, sizes, strict=True):
         if not 0 <= place <= _LARGEST_FILE - nbytes:
             _check_range("offset", place, nbytes)
+    # Filled by slices: no Python object for each piece, of which there may be thousands.
     numbers = array("Q", bytes(3 * 8 * count))
     numbers[0::3], numbers[1::3] = array("Q", addresses), array("Q", sizes)
     numbers[2::3] = array("Q", places)
@@ -879,13 +904,16 @@ def _shut_down(
             daemon=False,
         ).start()
         return
+    # What a batch gathered counts as submitted, so it is drained as well.
     pending.send()
+    # Before the drives, which its pieces still need.
     staging.close()
     while not native.close(SLICE_S):  # in slices: Ctrl-C may end the wait
         pass
     # It may be: the last reference to a queue can go in a callback.
     if completer is not threading.current_thread():
         completer.join()
+    # After the last future has ended: until then a loop may complete some.
     pending.leave_loops()
 
 

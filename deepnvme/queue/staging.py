@@ -61,6 +61,7 @@ class _Operation:
     def done(self) -> int:
         """How long the prefix is that was moved without a gap."""
         done = 0
+        # Pieces end in any order.
         for start, nbytes in sorted(self.moved):
             if start != done:
                 break
@@ -94,10 +95,12 @@ class _PieceMemory:
         if self.pool is None:
             pool = Pool(self._nbytes)
             self._native.use_pool(pool._native)
+            # Last: an error before it leaves nothing half made, and the next operation tries again.
             self.pool = pool
 
     def give_back(self) -> None:
         """Hold no memory any more: all pieces have ended."""
+        # The native queue holds it too, until it closes: the rings have its pages registered.
         self.pool = None
 
     def has_room(self, operation: _Operation) -> bool:
@@ -191,6 +194,8 @@ class Staging:
             self._prepare()
             asked = 0 if array is None else array.nbytes
             about = verb, file.path, offset, asked, at_end
+            # No drive knows this ticket: it is there to be cancelled, until the staging thread
+            # begins.
             future: IOFuture[int] = IOFuture(_native.Ticket(), self, about)
             operation = _Operation(verb, file, array, offset, at_end, future, asked)
             # Kept here: the caller may drop the future, and the array must live until it is moved.
@@ -296,11 +301,13 @@ class Staging:
         callbacks may do anything.
         """
         with self._changed:
+            # Before new pieces: news free memory and end operations.
             act = self._news.popleft() if self._news else None
             following = None if act else self._with_room()
             if not act and not following:
                 if self._closing and not self._pending:
                     return False
+                # Woken for any reason, it looks at everything anew in the next step.
                 self._changed.wait()
                 return True
         if act:
@@ -326,6 +333,7 @@ class Staging:
         piece, nbytes, event = copy
         failure = None
         try:
+            # With no lock held: the device may take long, and the staging thread goes on meanwhile.
             event.synchronize()
         except Exception as error:
             failure = error
@@ -344,16 +352,20 @@ class Staging:
 
     def _issue(self, operation: _Operation) -> None:
         if self._current is None:
+            # Only the staging thread takes from the front; submit() appends.
             self._waiting.popleft()
             if not operation.future.set_running_or_notify_cancel():
                 self._forget(operation)
                 return
             self._current = operation
             if operation.array is not None and not self._attempt(operation, operation.array.begin):
+                # Nothing of it was issued, and _attempt() has noted why: it ends here.
                 self._end_if_over(operation)
                 return
         piece = self._next_piece(operation)
         start = (
+            # A write goes through the device's copy first, a read through the drive first. An empty
+            # one has nothing to copy.
             self._copy if operation.verb is _native.Verb.WRITE and piece.nbytes else self._submit
         )
         if not self._attempt(operation, partial(start, piece, piece.nbytes)):
@@ -398,6 +410,8 @@ class Staging:
         error = future.exception()
         moved = error.done if isinstance(error, NVMeError) else 0 if error else future.result()
         if error or moved < piece.nbytes:
+            # A short piece without an error: the file has ended, and what follows lies behind its
+            # end.
             self._stop(operation, error)
         # What a failed read moved still goes to the device: `done` of its error counts it.
         if operation.verb is not _native.Verb.READ or not moved:
@@ -412,6 +426,7 @@ class Staging:
             self._end_piece(piece, 0)
         elif operation.verb is _native.Verb.READ:
             self._end_piece(piece, nbytes)
+        # A copy of a write that failed meanwhile is not written: the file keeps what it has there.
         elif operation.failure or not self._attempt(
             operation, partial(self._submit, piece, nbytes)
         ):
@@ -447,6 +462,7 @@ class Staging:
             return
         error = _error_of(operation, self._backend)
         done = operation.done()
+        # Before the future ends: a thread that it wakes finds room, and the array free.
         self._forget(operation)
         if error is None:
             operation.future.set_result(done)
