@@ -200,9 +200,10 @@ class Pending:
         for operation in group:
             self._forget_unsent(operation)
             if not operation[_TICKET].taken:
-                future = self._futures.pop(operation[0])
-                future._end(None, error)
-                tell_loops((future,))
+                future = self._futures.pop(operation[0], None)
+                if future is not None:  # else another thread, which got the same error, ended it
+                    future._end(None, error)
+                    tell_loops((future,))
 
     def _forget_unsent(self, operation: tuple[Any, ...]) -> None:
         with suppress(ValueError):  # another thread was faster

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
-from deepnvme import BatchError, FaultPlan, File, IOQueue, NVMeError
+from deepnvme import BatchError, ClosedError, FaultPlan, File, IOQueue, NVMeError
 from deepnvme.queue.queue import Batch
 from support.nvme_held import held
 from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, contents, pattern
@@ -249,3 +250,31 @@ def test_a_batch_interrupted_where_it_is_left_keeps_its_memory_until_the_drive_i
         assert [future.result() for future in futures] == [CHUNK] * 3
         for buffer in buffers:
             buffer.append(0)
+
+
+class RefusedBeside:
+    """A closed native queue: while it refuses a batch, another thread's call was refused too."""
+
+    def __init__(self, queue: IOQueue) -> None:
+        self._queue = queue
+        self._is_alone = True
+
+    def submit_many(self, _group: Any, _patience_s: float) -> bool:
+        if self._is_alone:
+            self._is_alone = False
+            self._queue._pending.send()
+        raise ClosedError("the queue is closed")
+
+
+def test_two_threads_whose_batch_is_refused_end_each_future_once(tmp_path: Path) -> None:
+    with IOQueue("memory") as queue, queue.open(tmp_path / "file", "w") as file:
+        batch = queue.batch()
+        three_writes(batch, file)
+        native = queue._native
+        queue._pending._native = RefusedBeside(queue)  # type: ignore[assignment]
+        try:
+            queue._pending.send()
+        finally:
+            queue._pending._native = native
+        with pytest.raises(BatchError, match="3 operations of the batch failed"):
+            batch.wait()
