@@ -51,6 +51,7 @@ def slices(extents: Iterable[Extent], start: int, nbytes: int) -> tuple[Extent, 
     for extent in extents:
         first, last = max(start - passed, 0), min(end - passed, extent.nbytes)
         if first < last:
+            # Its constructor refuses what begins inside a page.
             found.append(Extent(extent.member, extent.offset + first, last - first))
         passed += extent.nbytes
     if not 0 <= start <= end <= passed:
@@ -211,6 +212,7 @@ class SpaceMap:
         if self._under_way is None:
             return
         gone, new = self._under_way
+        # The lengths first, and from them the rest: how far the others got is not known.
         for offset in gone:
             self._lengths.pop(offset, None)
         self._lengths.update(new)

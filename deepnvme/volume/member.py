@@ -59,6 +59,7 @@ MEASURED_BYTES = 64 << 20
 
 _UNNAMED = "(unnamed)"  # what errors call the file of a temporary member
 # What file systems answer that cannot make a file without a name.
+# EISDIR comes from where O_TMPFILE is not known: its other bit is O_DIRECTORY.
 _NEED_A_NAME = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL})
 _KIND = "deepnvme-volume"
 _VERSION = 1
@@ -191,6 +192,7 @@ class MemberFile:
             VolumeError: the directory has something in it, or cannot be made.
         """
         try:
+            # Made first and looked at then: two processes cannot both have made it.
             directory.mkdir(mode=0o700)
             made = True
         except FileExistsError:
@@ -267,6 +269,7 @@ class MemberFile:
                 self._temporary or self.path, "r" if self.access is Access.READ else "r+"
             )
         finally:
+            # Also where it could not be opened: no start would ever remove it.
             self._drop_name()
         self._file.show_as(str(self.path.absolute()))
         self._queue = queue
@@ -285,6 +288,7 @@ class MemberFile:
             VolumeError: the drive has not so much.
         """
         with self._room_for(nbytes):
+            # To cut as well: measuring may have reserved more than the member gets.
             self.file.truncate(nbytes)
             self.file.preallocate(nbytes)
 
@@ -307,6 +311,7 @@ class MemberFile:
                 raise file_error(error.errno or 0, "preallocate", self.file.path) from None
         if not self._temporary:
             with _naming(self.directory):
+                # Before a header counts on these bytes.
                 os.fsync(self._lock)
 
     def cut_off(self, length: int) -> None:
@@ -337,6 +342,8 @@ class MemberFile:
     def write_header(self, header: Header) -> None:
         """Write the first page; it is durable when this returns, unless temporary."""
         with _naming(self.directory):
+            # Through the page cache: from now on no direct operation of the queue touches this
+            # page, as extents begin behind it.
             os.pwrite(self._lock, header.encode(), 0)
             if not self._temporary:
                 os.fsync(self._lock)
@@ -348,6 +355,7 @@ class MemberFile:
         self.directory.chmod(0o700)
         parent = [self.directory.absolute().parent] if self._made_directory else []
         for directory in (self.directory, *parent):
+            # The name `data` is durable with its directory, a new directory's with its parent.
             with _opened(directory) as descriptor, _naming(directory):
                 os.fsync(descriptor)
 
@@ -435,7 +443,7 @@ class MemberFile:
         self._stop()
         try:
             # First: children that were forked meanwhile may keep the file open, and so its space,
-            # as long as they live. what went wrong there, the next line says with the file's name
+            # as long as they live. Errors are left to the next lines, which name the file.
             with suppress(OSError):
                 os.ftruncate(self._lock, 0)
             if self._temporary is None:
@@ -476,10 +484,12 @@ class MemberFile:
     def _note(self, future: IOFuture[int]) -> None:
         """Remember it until it has ended."""
         self._under_way.append(future)
+        # From the front alone: to look at all would cost more with each operation that is pending.
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft()
 
     def _close_lock(self) -> None:
+        # Before it is closed: a second close could hit another file, which got the same number.
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
@@ -506,6 +516,7 @@ def _made_and_locked(path: Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
         os.close(lock)
+        # O_EXCL made it, so it is ours.
         path.unlink(missing_ok=True)
         raise
     return lock
@@ -519,6 +530,7 @@ def _opened_and_locked(directory: Path, access: Access) -> int:
                 lock, (fcntl.LOCK_SH if access is Access.READ else fcntl.LOCK_EX) | fcntl.LOCK_NB
             )
     except BaseException as error:
+        # Before it is closed: the file's numbers are what /proc/locks knows it by.
         status = os.fstat(lock)
         os.close(lock)
         if isinstance(error, BlockingIOError):
@@ -576,6 +588,7 @@ def _naming(directory: Path) -> Iterator[None]:
     """Name the directory in errors of calls on descriptors, which cannot."""
     try:
         yield
+    # A lock that another process has: the caller tells who.
     except BlockingIOError:
         raise
     except OSError as error:
@@ -597,6 +610,8 @@ def _use_told(status: os.stat_result) -> str:
 
 def _locks(status: os.stat_result, roots: SystemRoots) -> Iterator[tuple[str, int]]:
     """Yield kind and process of each flock on the file."""
+    # On btrfs, whose subvolumes have device numbers of their own, no line matches: the holder stays
+    # unknown.
     file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     for line in read_kernel_file(roots.proc / "locks").splitlines():
         fields = line.split()  # 1: FLOCK ADVISORY WRITE 4711 fe:00:1310733 0 EOF
@@ -618,6 +633,7 @@ def _opened(directory: Path) -> Iterator[int]:
 def measure_rates(files: Sequence[File], nbytes: int) -> list[float]:
     """Return the bytes per second of each file, its first `nbytes` read and overwritten in turn."""
     operation = min(_OPERATION, nbytes)
+    # Not page-locked for CUDA: the memory lives for a fraction of a second.
     pool = Pool(_PENDING * operation, cuda=Cuda.NEVER)
     buffers = cut(pool.buffer(pool.capacity), operation, _PENDING)
     for buffer in buffers:
@@ -649,6 +665,8 @@ def _after_fork_in_child() -> None:
     for member in list(MemberFile._living):
         member._changing = threading.Lock()  # the thread that held it is not here
         with suppress(OSError):  # closed at that moment
+            # This unlocks nothing: a flock is of the open file, which the parent has open too. An
+            # open copy would hold it beyond the parent's end.
             member._close_lock()
 
 

@@ -184,6 +184,7 @@ class Volume:
                     "made"
                 )
         with ExitStack() as undo:
+            # First, so undone last: the files close while their queue still works.
             own = _own_queue(specs, queue, undo)
             held = []
             for spec in specs:
@@ -355,6 +356,7 @@ class Volume:
         """
         batch = Batch()
         with batch:
+            # All are asked before any is waited for: the drives sync at the same time.
             for part in self._parts:
                 # A queue that refuses when it is full would leave a member without its sync.
                 batch.futures.append(once_there_is_room(part.member.file.sync))
@@ -402,10 +404,13 @@ class Volume:
             with ExitStack() as undo:
                 for part, end, header in grown:
                     part.member.check_growing(header)
+                    # Before it is lengthened, which may fail when a part of it is done.
                     undo.callback(part.member.cut_off, part.member.length)
                     part.member.lengthen(part.space.end, end)
                 undo.pop_all()  # a header on a drive may count on the new bytes from here on
             for part, end, header in grown:
+                # A crash between two headers leaves members of old and of new capacity, each sound
+                # for itself.
                 part.member.write_header(header)
                 # Not before the header is durable, which says how far there is something.
                 with self._changing:
@@ -452,6 +457,8 @@ class Volume:
         # First: other threads take and write no more while the files are being closed.
         self._closed = True
         if state := self._finalizer.peek():
+            # Not by calling the finalizer: that counts as run from its first line on, and would not
+            # go on after Ctrl-C.
             _, shut_down, arguments, _ = state
             shut_down(*arguments)
             self._finalizer.detach()  # last: interrupted before, it is done again
@@ -533,6 +540,8 @@ class Volume:
         """Take room for `nbytes`, which there is: in one piece, best of member `first`; else in the
         largest pieces.
         """
+        # Any member in one piece rather than the right one in several: each piece is one operation
+        # more.
         for index in (first, *self._by_need(nbytes)):
             offset = self._parts[index].space.take(nbytes)
             if offset is not None:
@@ -556,6 +565,7 @@ class Volume:
         ]
         index = fitting[0] if fitting else self._roomiest()
         space = self._parts[index].space
+        # The ends ascend, so those that fit are the first ones.
         count = sum(end <= space.largest for end in ends)
         start = space.take(ends[count - 1]) if count else None
         if start is None:
@@ -638,6 +648,7 @@ def _made(
             assert through is not None
             file.open(through)
             files.append(file)
+        # Before the space is shared out, which goes by them.
         rates = _rates(specs, files, capacity)
         name = uuid.uuid4().hex
         headers = [
@@ -723,6 +734,7 @@ def _rates(
         else capacity // len(specs)
     )
     nbytes = whole_pages(max(1, min(smallest, MEASURED_BYTES)))
+    # Reserved first: a write that also allocates is slower than those that are to come.
     for file in files:
         file.reserve_space(nbytes)
     return tuple(measure_rates([file.file for file in files], nbytes))
@@ -737,6 +749,7 @@ def _capacities(specs: Sequence[Member], rates: Sequence[float], capacity: int |
 
 def _shared_out(nbytes: int, rates: Sequence[float]) -> list[int]:
     """Return each member's part of them, in whole pages."""
+    # Rounded up for each: together they hold at least what was asked for.
     return [whole_pages(max(1, math.ceil(nbytes * rate / sum(rates)))) for rate in rates]
 
 
@@ -744,6 +757,7 @@ def _check_together(held: Sequence[tuple[Header, Path]]) -> None:
     """Check that these are all members of one volume. They are in the order of their headers."""
     first, home = held[0]
     for header, directory in held:
+        # Not the capacities: an interrupted growth leaves members with more than their share.
         if (header.volume, header.rates) != (first.volume, first.rates):
             raise VolumeError(
                 errno.EINVAL,
@@ -771,6 +785,7 @@ def _check_together(held: Sequence[tuple[Header, Path]]) -> None:
 
 def _shut_down(files: Sequence[MemberFile], own: IOQueue | None) -> None:
     """Close the members; the queue ends last, when it has nothing to do."""
+    # It calls the last one first, and all of them, whatever one raises.
     with ExitStack() as ends:
         if own is not None:
             ends.callback(own.close)
