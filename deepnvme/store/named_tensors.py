@@ -196,17 +196,23 @@ class NamedTensors:
         extents = self._volume.allocate(record.nbytes)
         try:
             after = self._slices.write_copy(name, record, extents, part.runs(), memory)
-            with self.changing() as holdings:
-                if holdings.record(name).places != record.places:
+        except BaseException:
+            self._volume.release(extents)
+            raise
+        with self.lock:
+            try:
+                self._check_open()
+                self._check_changing()
+                if self.holdings.record(name).places != record.places:
                     raise StoreError(
                         errno.EBUSY,
                         f"{name!r} was replaced while a part of it was written: put the part again",
                         path=str(self._volume.directories[0]),
                     )
-                holdings.name({name: after})
-        except BaseException:
-            self._volume.release(extents)
-            raise
+                self.holdings.name({name: after})
+            except (NVMeError, KeyError):  # of these alone it is certain that no name has the space
+                self.holdings.give_back((after,))
+                raise
 
     def damage(self, names: Iterable[str], progress: Callable[[str, int], None]) -> list[Damage]:
         """Read the tensors of these names; tell `progress` of each, return what is damaged."""
