@@ -14,6 +14,8 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypedDict
@@ -180,6 +182,9 @@ def training_of(options: argparse.Namespace, model: ModelShape, precision: str) 
     # fp32 parameters are the masters themselves, and have no format of their own.
     formats = {"bf16": FloatFormat.BF16, "fp16": FloatFormat.FP16, "fp32": None}
     sequence = options.sequence
+    if options.offload_inputs and not options.checkpointing:
+        expected = "--checkpointing with it: the inputs of blocks are all that is kept then"
+        raise ConfigError(field="--offload-inputs", value="yes", expected=expected)
     return Training(
         model=model,
         batch=options.batch,
@@ -187,7 +192,7 @@ def training_of(options: argparse.Namespace, model: ModelShape, precision: str) 
         sequence=min(_TOKENS, model.positions or _TOKENS) if sequence is None else sequence,
         accumulation_steps=options.accumulation,
         checkpointing=options.checkpointing,
-        inputs_moved=options.offload_inputs and options.checkpointing,
+        inputs_moved=options.offload_inputs,
         # Autocast changes what operations compute in, not what parameters are kept in.
         formats=Formats(parameter=formats[precision.removesuffix("_autocast")]),
         state_names=_states(options.optimizer),
@@ -271,11 +276,11 @@ def run_of(options: argparse.Namespace, gpu_watts: float | None = None) -> Train
 def _count(given: str, field: str) -> int:
     """Return a whole number, 1 or more, written as 5000, 10M or 1.5B."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKMBT]?)", given.strip())
-    number = round(float(found[1]) * _THOUSANDS[found[2]]) if found else 0
-    if not 1 <= number <= _MOST_COUNT:
+    number = Fraction(found[1]) * _THOUSANDS[found[2]] if found else Fraction(0)
+    if not 1 <= number <= _MOST_COUNT or number.denominator != 1:
         expected = "a number such as 5000, 10M or 1.5B (K, M, B and T are powers of 1,000)"
         raise ConfigError(field=field, value=given, expected=expected)
-    return number
+    return int(number)
 
 
 def _more_than_nothing(given: float | None, field: str) -> float | None:
@@ -324,7 +329,6 @@ def model_of(options: argparse.Namespace) -> ModelShape:
 
 
 def _whole(given: str | None) -> ModelShape:
-    from infinity_engine.sim.configs import read_config
     from infinity_engine.sim.presets import PRESETS, preset
 
     if given is None:
@@ -337,12 +341,32 @@ def _whole(given: str | None) -> ModelShape:
     if given.lower() in PRESETS:
         return preset(given)
     if path.exists() or path.suffix == ".json":
-        return read_config(path)
+        return _described(path)
     if len(path.parts) == _PARTS_OF_ID and not path.is_absolute():
-        return read_config(_cached(given))
+        return _described(_cached(given))
     if len(path.parts) > 1:
-        return read_config(path)
+        return _described(path)
     return preset(given)
+
+
+def _described(path: Path) -> ModelShape:
+    """Return the model of a config.json: of a family that is not known, by Transformers, where that
+    is installed.
+    """
+    from infinity_engine.sim.configs import FAMILIES, model_of_config, open_config
+
+    config, name = open_config(path)
+    if isinstance(config, dict) and config.get("model_type") not in FAMILIES and _can_make_models():
+        from infinity_engine.integrations.model_shapes import shape_of_config
+
+        model = shape_of_config(config, name=name)
+        if model is not None:
+            return model
+    return model_of_config(config, name=name)
+
+
+def _can_make_models() -> bool:
+    return all(find_spec(package) is not None for package in ("torch", "transformers"))
 
 
 def _cached(name: str) -> Path:

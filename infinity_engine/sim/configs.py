@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from infinity_engine.errors import ConfigError
 from infinity_engine.placement.models import Activations, ModelShape, ModuleShape, ParameterShape
 
-__all__ = ["FAMILIES", "model_of_config", "read_config"]
+__all__ = ["FAMILIES", "model_of_config", "open_config", "read_config"]
 
 _MISSING = object()
 # what is more is no size that is meant
@@ -32,6 +32,16 @@ def read_config(path: Path) -> ModelShape:
     Raises:
         ConfigError: there is none, it is no JSON object, or it describes no model that is known.
     """
+    config, name = open_config(path)
+    return model_of_config(config, name=name)
+
+
+def open_config(path: Path) -> tuple[object, str]:
+    """Return what a config.json says, or that in this directory, and the name of its model.
+
+    Raises:
+        ConfigError: there is none, or it is no JSON.
+    """
     file = path / "config.json" if path.is_dir() else path
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
@@ -43,7 +53,7 @@ def read_config(path: Path) -> ModelShape:
             field="model", value=str(path), expected=f"a file in JSON ({error})"
         ) from error
     name = file.parent.name if file.name == "config.json" and file.parent.name else file.stem
-    return model_of_config(given, name=name)
+    return given, name
 
 
 def model_of_config(config: object, *, name: str) -> ModelShape:
@@ -62,10 +72,11 @@ def model_of_config(config: object, *, name: str) -> ModelShape:
     kind = str(config.get("model_type"))
     family = FAMILIES.get(kind)
     if family is None:
+        part = ", and only its text part" if isinstance(config.get("text_config"), Mapping) else ""
         config, family = _alike(config, kind)
         notes.append(
             f"models of type {kind} are not known: this one is planned by its layers, its width "
-            "and its vocabulary, so its parameters are an estimate"
+            f"and its vocabulary{part}, so its parameters are an estimate"
         )
     modules, activations, positions = family(_Fields(config))
     return ModelShape(
@@ -116,6 +127,10 @@ class _Fields:
         if value > most:
             raise ConfigError(field=f"config.{name}", value=value, expected=f"at most {most:,}")
         return value
+
+    def count(self, name: str) -> int:
+        """Return a whole number, 0 or more; 0 where it is missing or null."""
+        return 0 if self._given.get(name) in (None, 0) else self.whole(name)
 
     def divisor(self, name: str, default: int, *, of: str) -> int:
         """Return a whole number that divides the field `of` without remainder."""
@@ -225,6 +240,8 @@ class _Experts:
     """The layers that have them; others have one for all tokens."""
     gate_first: bool
     """Whether the gate is registered before them."""
+    shared: int = 0
+    """The inner width of what all tokens go through beside them."""
 
 
 class _Heads(NamedTuple):
@@ -319,6 +336,23 @@ def _qwen3_moe(config: _Fields) -> _Model:
     return _gated(config, _Gated(qkv_bias=bias, out_bias=bias, norm_of="each head"), experts)
 
 
+def _with_experts(config: _Fields) -> _Model:
+    """Return a model of a family that is not known, of which some layers have experts."""
+    count = config.whole("num_local_experts", most=_MOST_EXPERTS)
+    inner = config.whole("moe_intermediate_size", config.whole("intermediate_size"))
+    layers = config.whole("num_hidden_layers", most=_MOST_LAYERS)
+    shared = config.count("shared_expert_intermediate_size")
+    experts = _Experts(
+        count=count,
+        chosen=min(config.whole("num_experts_per_tok", 2), count),
+        inner=inner,
+        layers=frozenset(range(config.count("first_k_dense_replace"), layers)),
+        gate_first=True,
+        shared=shared or config.count("n_shared_experts") * inner,
+    )
+    return _gated(config, _Gated(), experts)
+
+
 def _gated(config: _Fields, kind: _Gated, experts: _Experts | None = None) -> _Model:
     hidden, inner = config.whole("hidden_size"), config.whole("intermediate_size")
     layers, vocabulary = (
@@ -348,7 +382,7 @@ def _gated(config: _Fields, kind: _Gated, experts: _Experts | None = None) -> _M
     # most of any layer.
     one_for_all = 4 * inner if experts is None or len(experts.layers) < layers else 0
     mixed = (
-        (4 * experts.inner + 2 * hidden) * experts.chosen
+        (4 * experts.inner + 2 * hidden) * experts.chosen + 4 * experts.shared
         if experts is not None and experts.layers
         else 0
     )
@@ -419,7 +453,12 @@ def _mixture(at: str, hidden: int, experts: _Experts) -> list[ModuleShape]:
         ),
         flops_per_token=2 * of_one * experts.chosen,
     )
-    return [gate, all_of_them] if experts.gate_first else [all_of_them, gate]
+    shared = (
+        _feed_forward(f"{at}.shared_experts", _Gated(), hidden, experts.shared)
+        if experts.shared
+        else []
+    )
+    return [gate, all_of_them, *shared] if experts.gate_first else [all_of_them, gate]
 
 
 def _gpt2(config: _Fields) -> _Model:
@@ -510,7 +549,8 @@ def _gpt_neox(config: _Fields) -> _Model:
         config.whole("num_hidden_layers", most=_MOST_LAYERS),
     )
     inner, vocabulary = config.whole("intermediate_size"), config.whole("vocab_size")
-    config.divisor("num_attention_heads", 1, of="hidden_size")
+    heads = config.heads(hidden)
+    made, attended = heads.queries + 2 * heads.keys, heads.queries
     bias = config.flag("attention_bias", default=True)
     modules = [_embedding("gpt_neox.embed_in", vocabulary, hidden)]
     for layer in range(layers):
@@ -518,8 +558,8 @@ def _gpt_neox(config: _Fields) -> _Model:
         modules += [
             _norm(f"{at}.input_layernorm", hidden, bias=True),
             _norm(f"{at}.post_attention_layernorm", hidden, bias=True),
-            _linear(f"{at}.attention.query_key_value", 3 * hidden, hidden, bias=bias),
-            _linear(f"{at}.attention.dense", hidden, hidden, bias=bias, attention=hidden),
+            _linear(f"{at}.attention.query_key_value", made, hidden, bias=bias),
+            _linear(f"{at}.attention.dense", hidden, attended, bias=bias, attention=attended),
             _linear(f"{at}.mlp.dense_h_to_4h", inner, hidden, bias=True),
             _linear(f"{at}.mlp.dense_4h_to_h", hidden, inner, bias=True),
         ]
@@ -542,7 +582,8 @@ def _alike(config: Mapping[str, object], kind: str) -> tuple[Mapping[str, object
     """Return a config of a family that is known, with the sizes of one that is not.
 
     Raises:
-        ConfigError: layers, width or vocabulary are missing, by every name that is known for them.
+        ConfigError: layers, width or vocabulary are missing, by every name that is known for them;
+            or it is of a kind of which nothing like it is known.
     """
     inner = config.get("text_config")
     sizes = {**config, **inner} if isinstance(inner, Mapping) else dict(config)
@@ -553,25 +594,37 @@ def _alike(config: Mapping[str, object], kind: str) -> tuple[Mapping[str, object
     hidden = named["hidden_size"]
     if None in {hidden, named["num_hidden_layers"], named["vocab_size"]}:
         raise ConfigError.unknown_name(field="config.model_type", name=kind, known=FAMILIES)
-    named["num_attention_heads"] = named["num_attention_heads"] or 1
+    if named["num_attention_heads"] is None or sizes.get("state_size") is not None:
+        expected = (
+            f"a family that is known ({', '.join(FAMILIES)}), or one like these: with attention"
+        )
+        raise ConfigError(field="config.model_type", value=kind, expected=expected)
+    if sizes.get("is_encoder_decoder"):
+        expected = "one stack of layers: encoders with decoders are not planned"
+        raise ConfigError(field="config.is_encoder_decoder", value=True, expected=expected)
     if isinstance(hidden, int) and named["intermediate_size"] is None:
         named["intermediate_size"] = 4 * hidden
-    if named["num_local_experts"] is not None and sizes.get("moe_intermediate_size") is not None:
-        named["intermediate_size"] = sizes["moe_intermediate_size"]
+    if named["num_key_value_heads"] is None and sizes.get("multi_query") is True:
+        named["num_key_value_heads"] = 1
     found = {**sizes, **{name: value for name, value in named.items() if value is not None}}
+    # Transformers leaves out of a config.json what most families have: a tied head.
+    if found.get("tie_word_embeddings") is None:
+        found["tie_word_embeddings"] = True
     if named["num_local_experts"] is not None:
-        return found, _mixtral
-    # A gate is what activations such as silu are used with; others have two products.
-    gated = str(sizes.get("hidden_act", sizes.get("hidden_activation", "silu"))) in _GATES
+        return found, _with_experts
+    # A gate is what activations such as silu are used with, and Gemmas; others have two products.
+    activation = str(sizes.get("hidden_act", sizes.get("hidden_activation", "silu")))
+    gated = activation in _GATES or "gemma" in str(sizes.get("model_type", kind))
     return found, _llama if gated else _gpt_neox
 
 
-_GATES = frozenset({"silu", "swiglu", "gelu_pytorch_tanh", "geglu", "swish"})
+_GATES = frozenset({"silu", "swiglu", "geglu", "swish"})
 _OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "hidden_size": ("hidden_size", "n_embd", "d_model", "hidden_dim"),
         "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
         "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+        "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
         "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "d_ff"),
         "vocab_size": ("vocab_size",),
         "num_local_experts": ("num_local_experts", "num_experts", "n_routed_experts"),

@@ -295,7 +295,8 @@ def test_a_model_of_an_unknown_type_is_planned_by_its_sizes_and_says_so() -> Non
         for name, value in LLAMA.items()
         if name not in {"hidden_size", "num_hidden_layers"}
     }
-    alike = model_of_config({**others, **renamed, "model_type": "novel"}, name="small")
+    novel = {**others, **renamed, "model_type": "novel", "tie_word_embeddings": False}
+    alike = model_of_config(novel, name="small")
 
     assert alike.modules == known.modules
     assert known.notes == ()
@@ -303,13 +304,91 @@ def test_a_model_of_an_unknown_type_is_planned_by_its_sizes_and_says_so() -> Non
 
 
 def test_the_text_part_of_an_unknown_model_of_several_counts() -> None:
-    inner = model_of_config({"model_type": "x", "text_config": LLAMA}, name="small")
+    text = {**LLAMA, "tie_word_embeddings": False}
+    inner = model_of_config({"model_type": "x", "text_config": text}, name="small")
 
     assert inner.numel == model_of_config(LLAMA, name="small").numel
+    assert "and only its text part" in inner.notes[0]
+
+
+def test_an_unknown_model_whose_config_does_not_say_it_has_a_tied_head() -> None:
+    """Transformers writes it down only where it is not so."""
+    tied, own = (
+        model_of_config({**LLAMA, "model_type": "novel", **more}, name="small").numel
+        for more in ({}, {"tie_word_embeddings": False})
+    )
+
+    assert own - tied == LLAMA["vocab_size"] * LLAMA["hidden_size"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"is_encoder_decoder": True}, r"config\.is_encoder_decoder: expected one stack of layers"),
+        ({"num_attention_heads": None}, r"config\.model_type: expected a family that is known"),
+        ({"state_size": 16}, r"config\.model_type: expected a family that is known"),
+    ],
+)
+def test_an_unknown_model_that_is_like_none_is_refused(
+    changed: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        model_of_config({**LLAMA, "model_type": "novel", **changed}, name="small")
+
+
+# Sizes of families that are not known, small: what they have beside layers, width and vocabulary.
+UNKNOWN: dict[str, dict[str, object]] = {
+    "gemma2": {"head_dim": 16},
+    "cohere": {},
+    "glm4": {"head_dim": 16, "pad_token_id": 0},
+    "starcoder2": {"hidden_act": "gelu_pytorch_tanh"},
+    "phi": {"hidden_act": "gelu_new"},
+    "falcon": {"multi_query": True, "activation": "gelu", "hidden_act": "gelu"},
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 96,
+    },
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_the_estimate_of_an_unknown_family_is_within_a_sixth(kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    sizes = {**LLAMA, "num_hidden_layers": 4, "vocab_size": 1000, **UNKNOWN[kind]}
+    sizes.pop("model_type")
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(config)
+
+    estimated = model_of_config({**config.to_dict(), "model_type": kind}, name="small")
+    assert estimated.numel == pytest.approx(made.num_parameters(), rel=1 / 6)
 
 
 def test_an_unknown_model_with_experts_has_them() -> None:
-    everywhere = {**EXPERTS, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    everywhere = {
+        **EXPERTS,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        "tie_word_embeddings": False,
+    }
     experts = model_of_config({**everywhere, "model_type": "novel_moe"}, name="small")
     known = model_of_config(everywhere, name="small")
 

@@ -1,0 +1,118 @@
+"""Families that the planner does not know: planned with the parameters that Transformers makes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from infinity_engine.cli.main import main
+from infinity_engine.integrations.model_shapes import shape_of_config
+from infinity_engine.placement.models import ModelShape
+from infinity_engine.sim.configs import model_of_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 96,
+}
+
+
+def made(kind: str, **more: Any) -> tuple[dict[str, Any], ModelShape]:
+    """Return a config of this family, and the model in numbers."""
+    config = AutoConfig.for_model(kind, **{**SIZES, **more}).to_dict()
+    shape = shape_of_config(config, name="small")
+    assert shape is not None
+    return config, shape
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("gemma2", {"head_dim": 16}),
+        ("starcoder2", {}),
+        ("qwen2_moe", EXPERTS),
+        ("llama", {}),
+        ("mamba", {}),
+    ],
+)
+def test_parameters_are_those_of_the_model_by_name_order_and_size(
+    kind: str, more: dict[str, Any]
+) -> None:
+    _, shape = made(kind, **more)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **more}))
+
+    expected = [(name, parameter.numel()) for name, parameter in model.named_parameters()]
+    assert sorted((each.name, each.numel) for each in shape.parameters) == sorted(expected)
+    assert f"models of type {kind} are not known" in shape.notes[0]
+
+
+def test_work_and_adapters_are_those_of_a_family_that_is_known() -> None:
+    config, shape = made("llama", tie_word_embeddings=False)
+    known = model_of_config(config, name="small")
+
+    assert shape.forward_flops_per_token(256) == known.forward_flops_per_token(256)
+    assert [module.sides for module in shape.modules if module.sides != (0, 0)] == [
+        module.sides for module in known.modules if module.sides != (0, 0)
+    ]
+    assert (shape.activations, shape.positions) == (known.activations, known.positions)
+    assert shape.deepest_numel == known.deepest_numel
+
+
+def test_a_tied_head_has_its_work_and_no_parameters_of_its_own() -> None:
+    _, shape = made("gemma2", head_dim=16)
+
+    head = shape.modules[-1]
+    assert (head.numel, head.shared_numel) == (0, 64 * 1000)
+    assert head.flops_per_token == 2 * 64 * 1000
+
+
+def test_a_token_goes_through_some_of_the_experts() -> None:
+    _, shape = made("qwen2_moe", **EXPERTS)
+    _, all_of_them = made("qwen2_moe", **{**EXPERTS, "num_experts_per_tok": 8})
+
+    experts = 3 * 48 * 64 * 8 * SIZES["num_hidden_layers"]
+    work = shape.forward_flops_per_token(0)
+    assert all_of_them.forward_flops_per_token(0) - work == 2 * experts * 6 // 8
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "novel"}, {"model_type": "qwen2_moe", "hidden_size": "wide"}]
+)
+def test_what_transformers_makes_no_model_of_is_none(config: dict[str, Any]) -> None:
+    assert shape_of_config(config, name="small") is None
+
+
+def test_a_plan_says_that_activations_alone_are_an_estimate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, shape = made("gemma2", head_dim=16)
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    there = ("--gpu-mem", "8GiB", "--ram", "16GiB", "--sequence", "128", "--json")
+
+    assert main(["plan", "--model", str(tmp_path), *there]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["parameters"] == shape.numel
+    assert any("activations are an estimate" in note for note in answer["notes"])
