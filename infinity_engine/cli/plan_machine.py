@@ -20,14 +20,13 @@ from infinity_engine.errors import ConfigError
 if TYPE_CHECKING:
     from infinity_engine.advice.doubt import RateSource
     from infinity_engine.machine.catalogue import DriveSheet, GpuSheet
-    from infinity_engine.placement.training import Means
+    from infinity_engine.placement.training import Means, Training
     from infinity_engine.plan import BlockRates, Calibration, Capacity, Rates
     from infinity_engine.sim.hardware import MachineModel
 
 __all__ = ["AskedMachine", "add_arguments", "describe_parts", "free", "machine_of"]
 
 _ASSUMED = "desktop_4090"
-_OF_PEAK = 0.4  # of its peak a GPU computes, where no achieved rate is published
 _QUEUE_BYTES = 16 << 20  # of the host for each drive, as deepnvme's queues take them
 _LEAST_TFLOPS, _MOST_TFLOPS = 1e-6, 1e9
 _MOST_GPUS = 64
@@ -119,13 +118,14 @@ class _Known:
     calibration: Calibration | None = None
 
 
-def machine_of(options: argparse.Namespace, precision: str) -> AskedMachine:
-    """Return the means of the machine that the arguments describe.
+def machine_of(options: argparse.Namespace, precision: str, training: Training) -> AskedMachine:
+    """Return the means of the machine that the arguments describe, less what moved inputs of the
+    training's blocks take.
 
     Raises:
         ConfigError: they describe none, or one that cannot be.
     """
-    from infinity_engine.placement.training import Means
+    from infinity_engine.placement.training import Means, beside_inputs
     from infinity_engine.plan import ResolvedBudget
 
     known = _known(options)
@@ -133,10 +133,7 @@ def machine_of(options: argparse.Namespace, precision: str) -> AskedMachine:
     if not 0 <= gpus <= known.most_gpus:
         expected = f"a number of GPUs, 0 to {known.most_gpus}: a plan is for one machine"
         raise ConfigError(field="--gpus", value=gpus, expected=expected)
-    if gpus == 0 and options.gpu_mem is not None:
-        raise ConfigError(
-            field="--gpu-mem", value=options.gpu_mem, expected="no size, as --gpus is 0"
-        )
+    _check_gpus(options, known, gpus)
     left = _capacity(options, known, gpus)
     drives = bool(sum(left.nvme.values()))
     ranks = max(gpus, 1)  # without GPUs, one rank trains on the CPU
@@ -164,7 +161,20 @@ def machine_of(options: argparse.Namespace, precision: str) -> AskedMachine:
         io_bytes=_QUEUE_BYTES if drives else 0,
     )
     watts = None if known.watts is None else float(known.watts * gpus)
+    means = beside_inputs(training, means)
     return AskedMachine(means, (*known.notes, found.note), found.source, rated_bytes, watts)
+
+
+def _check_gpus(options: argparse.Namespace, known: _Known, gpus: int) -> None:
+    """Refuse what is said of GPUs where there are none, and more GPUs than this machine has."""
+    told = {"--gpu": options.gpu, "--gpu-mem": options.gpu_mem, "--pcie": options.pcie}
+    for option, given in told.items():
+        if gpus == 0 and given is not None:
+            expected = "nothing, as there are no GPUs (--gpus is 0)"
+            raise ConfigError(field=option, value=given, expected=expected)
+    if known.capacity is not None and gpus > known.gpus and options.gpu_mem is None:
+        expected = f"at most {known.gpus}, as this machine has so many; or --gpu-mem beside it"
+        raise ConfigError(field="--gpus", value=gpus, expected=expected)
 
 
 def free(device: int, host: int, drives: int) -> Capacity:
@@ -357,14 +367,25 @@ def _rates(
             unified=unified,
             drives=drives,
         )
-    return _published(known, ranks=ranks, unified=unified, drives=drives)
+    return _published(options, known, precision, ranks=ranks, unified=unified, drives=drives)
 
 
-def _published(known: _Known, *, ranks: int, unified: bool, drives: bool) -> _FoundRates:
+def _published(
+    options: argparse.Namespace,
+    known: _Known,
+    precision: str,
+    *,
+    ranks: int,
+    unified: bool,
+    drives: bool,
+) -> _FoundRates:
     from infinity_engine.advice.doubt import RateSource
     from infinity_engine.sim.hardware import sharing_memory
 
-    model = known.model
+    model, fp32 = known.model, precision == "fp32"
+    if drives and model.drives is None:
+        expected = f"--drive beside it: a {model.title} has no drives whose rates are published"
+        raise ConfigError(field="--nvme", value=options.nvme, expected=expected)
     alone = replace(
         model.rates(min(ranks, model.gpus)),
         host_update_params_per_s=model.host.update_params_per_s / ranks,
@@ -375,12 +396,13 @@ def _published(known: _Known, *, ranks: int, unified: bool, drives: bool) -> _Fo
         [drive] = alone.nvme.values()
         alone = replace(alone, nvme=dict.fromkeys(known.capacity.nvme, drive))
     rates = sharing_memory(alone, links=not unified, drives=drives)
-    gpu = model.gpu
-    flops_per_s = gpu.achieved_flops_per_s or _OF_PEAK * gpu.peak_flops_per_s
+    # Autocast computes in 16 bits, whatever parameters are kept in.
+    flops_per_s = None if unified else model.gpu.training_flops_per_s(fp32=fp32)
+    without_tf32 = "; GPUs are taken to compute fp32 without TF32" if fp32 and flops_per_s else ""
     return _FoundRates(
         rates,
-        _Compute(None if unified else flops_per_s, alone=alone),
-        _where_from(known),
+        _Compute(flops_per_s, alone=alone),
+        _where_from(known) + without_tf32,
         RateSource.PUBLISHED,
         wire=True,
     )

@@ -2,7 +2,7 @@
 
 Pure data; measures nothing. `source` names the document in which a figure is stated. Figures were
 entered from memory; `compared` says with what a line was compared since, and which of its figures
-were found nowhere. What is assumed says so.
+were found nowhere. Rates in fp32 were not compared. What is assumed says so.
 Called by the command line, for machines that are described by their parts.
 """
 
@@ -33,13 +33,14 @@ _TERA = 10**12
 
 @dataclass(frozen=True, slots=True)
 class GpuSheet:
-    """A GPU: its memory, what it computes in bf16 (dense, fp32 sums), its memory's rate, its PCIe
-    generation (16 lanes) and what it draws at most.
+    """A GPU: its memory, what it computes in bf16 (dense, fp32 sums) and in fp32 (without TF32),
+    its memory's rate, its PCIe generation (16 lanes) and what it draws at most.
     """
 
     name: str
     memory_bytes: int
     flops_per_s: float
+    fp32_flops_per_s: float
     memory_bytes_per_s: float
     pcie: int
     watts: int
@@ -164,45 +165,46 @@ _GA102 = "NVIDIA Ampere GA102 white paper V2 (2020)"
 _ADA = "NVIDIA Ada white paper V2 (2023)"
 _BLACKWELL = "NVIDIA RTX Blackwell white paper (2025)"
 
-# name, GiB, Tflop/s, GB/s of its memory, PCIe, W. Of several that fit a name the first is taken.
-_GPUS: tuple[tuple[str, int, float, float, int, int, str], ...] = (
-    ("RTX 3080 10 GB", 10, 59.5, 760, 4, 320, _GA102),
-    ("RTX 3090 24 GB", 24, 71, 936, 4, 350, _GA102),
-    ("RTX 4070 Ti 12 GB", 12, 80.2, 504, 4, 285, _ADA),
-    ("RTX 4080 16 GB", 16, 97.5, 716.8, 4, 320, _ADA),
-    ("RTX 4090 24 GB", 24, 165.2, 1008, 4, 450, _ADA),
-    ("RTX 5070 12 GB", 12, 61.7, 672, 5, 250, _BLACKWELL),
-    ("RTX 5070 Ti 16 GB", 16, 87.9, 896, 5, 300, _BLACKWELL),
-    ("RTX 5080 16 GB", 16, 112.6, 960, 5, 360, _BLACKWELL),
-    ("RTX 5090 32 GB", 32, 209.5, 1792, 5, 575, _BLACKWELL),
-    ("RTX A5000 24 GB", 24, 111.1, 768, 4, 230, "NVIDIA RTX A5000 data sheet (2021)"),
-    ("RTX A6000 48 GB", 48, 154.8, 768, 4, 300, _GA102),
-    ("RTX 6000 Ada 48 GB", 48, 364.2, 960, 4, 300, "NVIDIA RTX 6000 Ada data sheet (2023)"),
+# name, GiB, Tflop/s in bf16 and in fp32, GB/s of its memory, PCIe, W. Of several that fit a name
+# the first is taken.
+_GPUS: tuple[tuple[str, int, float, float, float, int, int, str], ...] = (
+    ("RTX 3080 10 GB", 10, 59.5, 29.8, 760, 4, 320, _GA102),
+    ("RTX 3090 24 GB", 24, 71, 35.6, 936, 4, 350, _GA102),
+    ("RTX 4070 Ti 12 GB", 12, 80.2, 40.1, 504, 4, 285, _ADA),
+    ("RTX 4080 16 GB", 16, 97.5, 48.7, 716.8, 4, 320, _ADA),
+    ("RTX 4090 24 GB", 24, 165.2, 82.6, 1008, 4, 450, _ADA),
+    ("RTX 5070 12 GB", 12, 61.7, 30.9, 672, 5, 250, _BLACKWELL),
+    ("RTX 5070 Ti 16 GB", 16, 87.9, 43.9, 896, 5, 300, _BLACKWELL),
+    ("RTX 5080 16 GB", 16, 112.6, 56.3, 960, 5, 360, _BLACKWELL),
+    ("RTX 5090 32 GB", 32, 209.5, 104.8, 1792, 5, 575, _BLACKWELL),
+    ("RTX A5000 24 GB", 24, 111.1, 27.8, 768, 4, 230, "NVIDIA RTX A5000 data sheet (2021)"),
+    ("RTX A6000 48 GB", 48, 154.8, 38.7, 768, 4, 300, _GA102),
+    ("RTX 6000 Ada 48 GB", 48, 364.2, 91.1, 960, 4, 300, "NVIDIA RTX 6000 Ada data sheet (2023)"),
     (
         "RTX PRO 6000 Blackwell 96 GB",
-        *(96, 500, 1792, 5, 600),
+        *(96, 500, 125, 1792, 5, 600),
         "NVIDIA RTX PRO 6000 data sheet (2025): an eighth of its sparse FP4",
     ),
-    ("A10 24 GB", 24, 125, 600, 4, 150, "NVIDIA A10 data sheet (2021)"),
-    ("A30 24 GB", 24, 165, 933, 4, 165, "NVIDIA A30 data sheet (2022)"),
-    ("A40 48 GB", 48, 149.7, 696, 4, 300, "NVIDIA A40 data sheet (2022)"),
-    ("A100 PCIe 80 GB", 80, 312, 1935, 4, 300, "NVIDIA A100 data sheet (2022)"),
-    ("A100 SXM 80 GB", 80, 312, 2039, 4, 400, "NVIDIA A100 data sheet (2022)"),
-    ("A100 PCIe 40 GB", 40, 312, 1555, 4, 250, "NVIDIA A100 40GB PCIe brief (2020)"),
-    ("L4 24 GB", 24, 121, 300, 4, 72, "NVIDIA L4 data sheet (2023)"),
-    ("L40 48 GB", 48, 181.05, 864, 4, 300, "NVIDIA L40 data sheet (2023)"),
-    ("L40S 48 GB", 48, 362.05, 864, 4, 350, "NVIDIA L40S data sheet (2023)"),
-    ("H100 SXM 80 GB", 80, 989.4, 3350, 5, 700, "NVIDIA H100 data sheet (2023)"),
-    ("H100 PCIe 80 GB", 80, 756, 2000, 5, 350, "NVIDIA H100 data sheet (2023)"),
-    ("H100 NVL 94 GB", 94, 835, 3900, 5, 400, "NVIDIA H100 data sheet (2024)"),
-    ("H200 SXM 141 GB", 141, 989.4, 4800, 5, 700, "NVIDIA H200 data sheet (2024)"),
-    ("B200 180 GB", 180, 2250, 7700, 5, 1000, "NVIDIA HGX B200 data sheet (2025)"),
+    ("A10 24 GB", 24, 125, 31.2, 600, 4, 150, "NVIDIA A10 data sheet (2021)"),
+    ("A30 24 GB", 24, 165, 10.3, 933, 4, 165, "NVIDIA A30 data sheet (2022)"),
+    ("A40 48 GB", 48, 149.7, 37.4, 696, 4, 300, "NVIDIA A40 data sheet (2022)"),
+    ("A100 PCIe 80 GB", 80, 312, 19.5, 1935, 4, 300, "NVIDIA A100 data sheet (2022)"),
+    ("A100 SXM 80 GB", 80, 312, 19.5, 2039, 4, 400, "NVIDIA A100 data sheet (2022)"),
+    ("A100 PCIe 40 GB", 40, 312, 19.5, 1555, 4, 250, "NVIDIA A100 40GB PCIe brief (2020)"),
+    ("L4 24 GB", 24, 121, 30.3, 300, 4, 72, "NVIDIA L4 data sheet (2023)"),
+    ("L40 48 GB", 48, 181.05, 90.5, 864, 4, 300, "NVIDIA L40 data sheet (2023)"),
+    ("L40S 48 GB", 48, 362.05, 91.6, 864, 4, 350, "NVIDIA L40S data sheet (2023)"),
+    ("H100 SXM 80 GB", 80, 989.4, 67, 3350, 5, 700, "NVIDIA H100 data sheet (2023)"),
+    ("H100 PCIe 80 GB", 80, 756, 51, 2000, 5, 350, "NVIDIA H100 data sheet (2023)"),
+    ("H100 NVL 94 GB", 94, 835, 60, 3900, 5, 400, "NVIDIA H100 data sheet (2024)"),
+    ("H200 SXM 141 GB", 141, 989.4, 67, 4800, 5, 700, "NVIDIA H200 data sheet (2024)"),
+    ("B200 180 GB", 180, 2250, 75, 7700, 5, 1000, "NVIDIA HGX B200 data sheet (2025)"),
 )
 
 
 GPU_SHEETS = tuple(
-    GpuSheet(name, gib * GiB, tflops * _TERA, gb_per_s * GB, pcie, watts, source)
-    for name, gib, tflops, gb_per_s, pcie, watts, source in _GPUS
+    GpuSheet(name, gib * GiB, bf16 * _TERA, fp32 * _TERA, gb_per_s * GB, pcie, watts, source)
+    for name, gib, bf16, fp32, gb_per_s, pcie, watts, source in _GPUS
 )
 
 _STEADY = "stated for a drive that is in use, so it is what it holds"

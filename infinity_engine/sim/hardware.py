@@ -43,8 +43,8 @@ __all__ = [
 class GpuModel:
     """One GPU.
 
-    Work is of 16 bits, dense; `achieved_flops_per_s` is what training of large models gets of the
-    peak.
+    Work is of 16 bits, dense, but for the rate in fp32; `achieved_flops_per_s` is what training of
+    large models gets of the peak.
     """
 
     name: str
@@ -53,6 +53,16 @@ class GpuModel:
     hbm_bytes_per_s: float
     update_params_per_s: float
     achieved_flops_per_s: float | None = None
+    fp32_flops_per_s: float | None = None
+    """A peak, without TF32."""
+
+    def training_flops_per_s(self, *, fp32: bool) -> float | None:
+        """Return what training gets of a peak where no achieved rate is published; None: not
+        known.
+        """
+        if fp32:
+            return None if self.fp32_flops_per_s is None else _OF_PEAK * self.fp32_flops_per_s
+        return self.achieved_flops_per_s or _OF_PEAK * self.peak_flops_per_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +203,7 @@ class MachineModel:
             peak_flops_per_s=sheet.flops_per_s,
             hbm_bytes_per_s=sheet.memory_bytes_per_s,
             update_params_per_s=sheet.memory_bytes_per_s / GPU_UPDATE_BYTES,
+            fp32_flops_per_s=sheet.fp32_flops_per_s,
         )
         return replace(self, gpu=gpu).with_link(PCIE_BYTES_PER_S[sheet.pcie])
 
@@ -266,6 +277,7 @@ _OF_MEMORY = (
     "duplex_d2h_bytes_per_s",
     "host_update_params_per_s",
 )
+_OF_PEAK = 0.4  # of its peak a GPU computes, where no achieved rate is published
 _BILLION = 10**9
 _TERA = 10**12
 GPU_UPDATE_BYTES = 28
@@ -298,6 +310,7 @@ H200_NODE = MachineModel(
         memory_bytes=141 * GB,
         peak_flops_per_s=H100_PEAK_FLOPS_PER_S,
         achieved_flops_per_s=H100_ACHIEVED_FLOPS_PER_S,
+        fp32_flops_per_s=67 * _TERA,
         hbm_bytes_per_s=4800 * GB,
         update_params_per_s=4800 * GB / GPU_UPDATE_BYTES,
     ),
@@ -316,6 +329,7 @@ H200_NODE = MachineModel(
             "gpu.memory_bytes": "NVIDIA H200 data sheet; one GPU's",
             "gpu.peak_flops_per_s": "NVIDIA H200 data sheet, dense; one GPU's",
             "gpu.achieved_flops_per_s": f"{H100_UTILISATION}; the H200 computes as fast",
+            "gpu.fp32_flops_per_s": "NVIDIA H200 data sheet; one GPU's",
             "gpu.hbm_bytes_per_s": "NVIDIA H200 data sheet; one GPU's",
             "gpu.update_params_per_s": GPU_AT_PEAK,
             "link.h2d_bytes_per_s": f"PCIe 5 x16, as {_DOS} measured it on JLSE; one GPU's",
@@ -345,6 +359,7 @@ DESKTOP_4090 = MachineModel(
         name="RTX 4090 24 GB",
         memory_bytes=24 * GiB,
         peak_flops_per_s=165.2 * _TERA,
+        fp32_flops_per_s=82.6 * _TERA,
         hbm_bytes_per_s=1008 * GB,
         update_params_per_s=1008 * GB / GPU_UPDATE_BYTES,
     ),
@@ -360,6 +375,7 @@ DESKTOP_4090 = MachineModel(
             "gpus": "assumed",
             "gpu.memory_bytes": "NVIDIA RTX 4090 specifications; one GPU's",
             "gpu.peak_flops_per_s": "NVIDIA Ada white paper: BF16, sums in FP32, dense; one GPU's",
+            "gpu.fp32_flops_per_s": "NVIDIA Ada white paper; one GPU's",
             "gpu.hbm_bytes_per_s": "NVIDIA RTX 4090 specifications; one GPU's",
             "gpu.update_params_per_s": GPU_AT_PEAK,
             "link.h2d_bytes_per_s": f"{_DOS}, section 4.1: achievable on PCIe 4; one GPU's",
@@ -384,6 +400,7 @@ GH200 = MachineModel(
         memory_bytes=96 * GB,
         peak_flops_per_s=H100_PEAK_FLOPS_PER_S,
         achieved_flops_per_s=H100_ACHIEVED_FLOPS_PER_S,
+        fp32_flops_per_s=67 * _TERA,
         hbm_bytes_per_s=4000 * GB,
         update_params_per_s=4000 * GB / GPU_UPDATE_BYTES,
     ),
@@ -404,6 +421,7 @@ GH200 = MachineModel(
             "gpu.memory_bytes": "NVIDIA GH200 data sheet; one GPU's",
             "gpu.peak_flops_per_s": "NVIDIA GH200 data sheet, dense; one GPU's",
             "gpu.achieved_flops_per_s": f"{H100_UTILISATION}; its GPU is an H100",
+            "gpu.fp32_flops_per_s": "NVIDIA GH200 data sheet; one GPU's",
             "gpu.hbm_bytes_per_s": "NVIDIA GH200 data sheet; one GPU's",
             "gpu.update_params_per_s": GPU_AT_PEAK,
             "link.h2d_bytes_per_s": "NVIDIA GH200 data sheet: NVLink-C2C 900 GB/s both ways, so "

@@ -41,7 +41,6 @@ from papers.machines import DGX2, JLSE_H100
 
 __all__ = ["RUNS", "PlannedRun", "PublishedRun", "Setting", "planned", "rows"]
 
-_OF_PEAK = 0.4  # of a GPU's peak, where no achieved rate is published
 _RECOMPUTED = 8  # operations for a parameter and a token, with a second forward
 _TERA = 10**12
 
@@ -196,7 +195,7 @@ def _means(run: PublishedRun) -> Means:
         ),
         rates=machine.rates(run.ranks),
         ranks=run.ranks,
-        flops_per_s=machine.gpu.achieved_flops_per_s or _OF_PEAK * machine.gpu.peak_flops_per_s,
+        flops_per_s=machine.gpu.training_flops_per_s(fp32=False),
         wire_bytes_per_s=machine.wire_bytes_per_s(run.ranks),
         io_bytes=16 << 20 if has_rates else 0,
     )

@@ -66,7 +66,7 @@ def plan_first(
         return PlannedTraining(fits=None, sections=[("Plan", [("", words)])])
     precision = _precision(str(engine.get("precision", "model")), model)
     training = training_of(asked, model, precision)
-    machine = machine_of(asked, precision)
+    machine = machine_of(asked, precision, training)
     try:
         means = _within(machine.means, Budget.from_mapping(engine.get("budget") or {}))
     except CapacityError as error:
