@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from infinity_engine.cli.plan_answer import seconds_in_words
+from infinity_engine.cli.plan_answer import seconds_in_words, show
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
 from infinity_engine.cli.plan_machine import machine_of
 from infinity_engine.cli.plan_question import (
@@ -51,6 +51,8 @@ class ComparedMachine:
     tokens_per_s: float | None = None
     written_bytes_per_day: float | None = None
     bound_by: str | None = None
+    notes: tuple[str, ...] = ()
+    """What is assumed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,8 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "machines",
         nargs="+",
         metavar="MACHINE",
-        help='a known machine, "here" for this one, or its parts: "2 x 4090 + 128GiB + samsung 990 '
-        'pro"; the first size is the RAM, a second one that of the drives',
+        help='a known machine, "here" for this one ("here + DIR" with a drive), or its parts: "2 x '
+        '4090 + 128GiB + samsung 990 pro"; the first size is the RAM, a second one that of the '
+        "drives",
     )
     add_training(parser)
     parser.add_argument(
@@ -94,11 +97,12 @@ def _compared(options: argparse.Namespace, machine: str) -> ComparedMachine:
     model = model_of(asked)
     precision = precision_of(asked.precision, model)
     training = training_of(asked, model, precision)
-    found = machine_of(asked, precision)
+    found = machine_of(asked, precision, training)
     try:
         decision = decide(training, found.means)
     except CapacityError:
-        return ComparedMachine(machine=machine, fits=False)
+        notes = (*found.notes, *model.notes)
+        return ComparedMachine(machine=machine, fits=False, notes=notes)
     report = report_of(decision)
     longest = max(report.phases, key=lambda phase: phase.seconds)
     return ComparedMachine(
@@ -109,6 +113,7 @@ def _compared(options: argparse.Namespace, machine: str) -> ComparedMachine:
         tokens_per_s=report.tokens_per_s,
         written_bytes_per_day=0.0 if report.wear is None else report.wear.written_per_day,
         bound_by=longest.binding,
+        notes=(*found.notes, *report.notes),
     )
 
 
@@ -120,17 +125,20 @@ def _options_of(options: argparse.Namespace, machine: str) -> argparse.Namespace
 
 
 def _arguments(machine: str) -> Iterator[str]:
+    from infinity_engine.machine.catalogue import find_gpu
     from infinity_engine.sim.hardware import MACHINES
 
-    if machine == _HERE:
-        yield "--here"
+    parts = [part.strip() for part in machine.split("+")]
+    if parts[0] == _HERE:
+        yield from ("--here", *parts[1:])
         return
     if machine in MACHINES:
         yield from ("--machine", machine)
         return
     sizes = iter(("--ram", "--nvme"))
     gpus = 0
-    for part in (part.strip() for part in machine.split("+")):
+    kinds: set[str] = set()
+    for part in parts:
         if _SIZE.fullmatch(part):
             option = next(sizes, None)
             if option is None:
@@ -142,6 +150,10 @@ def _arguments(machine: str) -> Iterator[str]:
         option = _kind(name, machine)
         if option == "--gpu":
             gpus += count
+            kinds.add(find_gpu(name)[0].name)
+            if len(kinds) > 1:
+                expected = f"GPUs of one kind in a machine, not {' and '.join(sorted(kinds))}"
+                raise ConfigError(field="MACHINE", value=machine, expected=expected)
         yield from [option, name] * (count if option == "--drive" else 1)
     # no GPU among the parts: the CPU alone
     yield from ("--gpus", str(gpus))
@@ -161,8 +173,8 @@ def _kind(name: str, machine: str) -> str:
 
 def _wrong(machine: str) -> ConfigError:
     expected = (
-        'a known machine, "here", or parts such as "4090 + 64GiB + samsung 990 pro" (infinity plan '
-        "--models lists them)"
+        'a known machine, "here", or parts such as "4090 + 64GiB + samsung 990 pro", sizes with '
+        "their units (infinity plan --models lists parts)"
     )
     return ConfigError(field="MACHINE", value=machine, expected=expected)
 
@@ -178,6 +190,14 @@ def _show(found: Sequence[ComparedMachine]) -> None:
     for machine in found:
         table.add_row(*_cells(machine))
     Output().print(table)
+    show([("Notes", _notes(found))])
+
+
+def _notes(found: Sequence[ComparedMachine]) -> Iterator[tuple[str, str]]:
+    """Yield each note once, with the machines that it is about, or none where that is all."""
+    for note in dict.fromkeys(note for machine in found for note in machine.notes):
+        named = [machine.machine for machine in found if note in machine.notes]
+        yield "" if len(named) == len(found) else "; ".join(named), note
 
 
 def _cells(machine: ComparedMachine) -> tuple[str, ...]:

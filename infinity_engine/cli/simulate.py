@@ -52,11 +52,14 @@ class WhatIf:
     planned: StepTimeline
     same: StepTimeline | None
     again: StepTimeline | None
+    computes: bool
+    """Whether the rate of computing is known; else a step is its update and transfers alone."""
+    notes: tuple[str, ...]
 
     def to_mapping(self) -> dict[str, object]:
         """Return it as lists and mappings, ready for JSON."""
         steps = {"planned": self.planned, "same_plan": self.same, "planned_again": self.again}
-        return {
+        told: dict[str, object] = {
             name: None
             if step is None
             else {
@@ -65,6 +68,7 @@ class WhatIf:
             }
             for name, step in steps.items()
         }
+        return {**told, "computing_is_known": self.computes, "notes": list(self.notes)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,14 +116,21 @@ def run(options: argparse.Namespace) -> int:
 def _simulated(options: argparse.Namespace) -> WhatIf:
     from infinity_engine.advice.doubt import retimed
     from infinity_engine.sim.planner import decide
+    from infinity_engine.sim.report import report_of
 
     model = model_of(options)
     precision = precision_of(options.precision, model)
     training = training_of(options, model, precision)
-    means = machine_of(options, precision).means
+    machine = machine_of(options, precision, training)
+    means = machine.means
+    computes = means.compute_rate(training) is not None
+    if options.compute_at is not None and not computes:
+        expected = "--tflops, or --rates of a calibration beside it: how fast modules compute"
+        raise ConfigError(field="--compute-at", value=options.compute_at, expected=expected)
     changed = _changed(options, means)
     settings = settings_of(options)
-    best = decide(training, means, **settings).best
+    decision = decide(training, means, **settings)
+    best = decision.best
     try:
         again = decide(training, changed, **settings).best.timeline
     except CapacityError:
@@ -127,7 +138,13 @@ def _simulated(options: argparse.Namespace) -> WhatIf:
     # Only drives get smaller here; memory stays as it was planned.
     still_fits = best.plan.demand.nvme <= sum(changed.of_one_rank().nvme.values())
     same = retimed(best, training, changed) if still_fits else None
-    return WhatIf(planned=best.timeline, same=same, again=again)
+    return WhatIf(
+        planned=best.timeline,
+        same=same,
+        again=again,
+        computes=computes,
+        notes=(*machine.notes, *report_of(decision).notes),
+    )
 
 
 def _changed(options: argparse.Namespace, means: Means) -> Means:
@@ -150,6 +167,9 @@ def _changed(options: argparse.Namespace, means: Means) -> Means:
         if option.startswith("--drives") and not means.budget.nvme:
             expected = "--nvme or --drive beside it: the plan has no drives"
             raise ConfigError(field=option, value=times, expected=expected)
+        if option == "--links-at" and means.unified:
+            expected = "a machine with a GPU: the CPU alone has no link to a device"
+            raise ConfigError(field=option, value=times, expected=expected)
         means = change(means, times)
     if all(times is None for times, _ in changes.values()):
         expected = f"what changes: one of {', '.join(changes)}"
@@ -167,16 +187,22 @@ def _with_part_of_drives(means: Means, part: float) -> Means:
 def _show(found: WhatIf) -> None:
     from infinity_engine.cli.plan_answer import show
 
-    show([("What if", _rows(found))])
+    show([("What if", _rows(found)), ("Notes", [("", note) for note in found.notes])])
 
 
 def _rows(found: WhatIf) -> Iterator[tuple[str, str]]:
-    yield "as planned", _in_words(found.planned)
+    in_words = _in_words if found.computes else _without_computing
+    yield "as planned", in_words(found.planned)
     same = "cannot be carried out: the drives that are left hold too little"
-    yield "the same plan", same if found.same is None else _in_words(found.same)
-    yield "planned again", "nothing fits" if found.again is None else _in_words(found.again)
+    yield "the same plan", same if found.same is None else in_words(found.same)
+    yield "planned again", "nothing fits" if found.again is None else in_words(found.again)
 
 
 def _in_words(step: StepTimeline) -> str:
     phases = ", ".join(f"{phase.name} {seconds_in_words(phase.ns / 1e9)}" for phase in step.phases)
     return f"{seconds_in_words(step.ns / 1e9)} a step: {phases}"
+
+
+def _without_computing(step: StepTimeline) -> str:
+    update = seconds_in_words(step.update_ns / 1e9)
+    return f"update {update} + forward and backward: unknown"

@@ -67,6 +67,8 @@ class Refusal:
     there: Needs
     least: Needs
     remedies: tuple[Remedy, ...]
+    notes: tuple[str, ...] = ()
+    """What was assumed of the model."""
 
     def to_mapping(self) -> dict[str, object]:
         """Return it as lists and mappings, ready for JSON."""
@@ -79,6 +81,7 @@ class Refusal:
                 {"change": remedy.change, "more_bytes": _plain(remedy.more)}
                 for remedy in self.remedies
             ],
+            "notes": list(self.notes),
         }
 
 
@@ -107,6 +110,7 @@ def explain_refusal(
         there=there,
         least=_least_of_each(planner),
         remedies=tuple(remedies),
+        notes=training.model.notes,
     )
 
 
@@ -270,7 +274,8 @@ def _other(planner: Planner) -> Iterator[Remedy]:
     nothing, training = Needs(0, 0, 0), planner.training
     for words, changed in _changes(planner):
         before, after = training.activation_bytes(), changed.activation_bytes()
-        means = beside_inputs(changed, planner.means)
+        # Inputs that are moved already are not in these means.
+        means = planner.means if training.inputs_moved else beside_inputs(changed, planner.means)
         if planner.with_training(changed).with_means(means).fits():
             saved = f", which saves {format_bytes(before - after)} of activations"
             yield Remedy(words + (saved if after < before else ""), nothing)

@@ -17,6 +17,7 @@ from infinity_engine.plan.step import Home, StepPlan
 from infinity_engine.sim.candidate import Candidate
 from infinity_engine.sim.planner import Decision, Planner
 from infinity_engine.sim.timeline import StepTimeline
+from infinity_engine.units import format_bytes
 
 __all__ = [
     "Alternative",
@@ -487,6 +488,12 @@ def _notes(decision: Decision) -> Iterable[str]:
     yield from training.model.notes
     if training.model.activations is None:
         yield "activations of this model are not known, and not counted"
+    if training.inputs_moved:
+        yield (
+            f"the {format_bytes(means.ranks * training.input_bytes())} of inputs of blocks that "
+            "wait elsewhere are taken off the budget, but the time that they take on links and "
+            "drives is in no phase"
+        )
     if means.compute_rate(training) is None:
         yield (
             "the rate of computing is not known: forward and backward take the time of their "

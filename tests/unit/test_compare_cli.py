@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +115,8 @@ def test_energy_of_a_run_is_that_of_the_gpus_where_no_other_is_given(infinity: A
         (("--gpu", "4090", "--ram", "64GiB", "--drive", "floppy"), "--drive: expected one of"),
         (("--here", "--gpu", "4090"), "--here: expected without --machine, --gpu and --drive"),
         (("--pcie", "4"), "--pcie: expected --gpu beside it"),
+        (("--gpu", "4090", "--gpus", "0", "--ram", "64GiB"), "--gpu: expected nothing, as there"),
+        (("--machine", "gh200", "--nvme", "2TB"), "--nvme: expected --drive beside it: a GH200"),
         (("--here", "/absent"), "Budget.nvme: expected a directory that can be used"),
     ],
 )
@@ -163,6 +166,28 @@ def test_a_gpu_that_the_catalogue_lacks_has_the_rates_of_the_desktop(
     assert any("assumed to be those of a desktop with one RTX 4090" in note for note in notes)
 
 
+def test_more_gpus_than_this_machine_has_are_refused_unless_their_memory_is_given(
+    infinity: Any, this_machine: Any
+) -> None:
+    this_machine(calibrated=False)
+    status, _, err = infinity("plan", *SMALL, "--here", "--gpus", "2")
+
+    assert status == 2
+    assert "--gpus: expected at most 1, as this machine has so many" in err
+    assert infinity("plan", *SMALL, "--here", "--gpus", "2", "--gpu-mem", "80GiB")[0] == 0
+
+
+def test_a_gpu_computes_fp32_at_its_rate_without_tensor_cores(infinity: Any) -> None:
+    asked = ("plan", "--model", "gpt2-xl", "--gpu", "a100 sxm", "--ram", "200GiB", "--json")
+    fast, slow = (
+        json.loads(infinity(*asked, "--precision", precision)[1])
+        for precision in ("bf16_autocast", "fp32")
+    )
+
+    assert slow["step_s"] > 10 * fast["step_s"]
+    assert any("without TF32" in note for note in slow["notes"])
+
+
 def test_drives_of_directories_hold_what_memory_does_not(infinity: Any, this_machine: Any) -> None:
     this_machine(calibrated=False)
     asked = ("plan", "--model", "llama-3-8b", "--here", "/mnt/a", "/mnt/b", "--gpu-mem", "8GiB")
@@ -183,7 +208,7 @@ def test_machines_are_compared_in_a_line_each(infinity: Any, this_machine: Any) 
     status, out, _ = infinity("compare", *SMALL, *machines)
 
     assert status == 0
-    lines = out.splitlines()
+    lines = out.split("\nNotes\n")[0].splitlines()
     assert len(lines) == 1 + len(machines)
     assert re.search(
         r"^4090 \+ 64GiB +[\d.]+ m?s +[\d.]+ m?s to [\d.]+ m?s +[\d,]+ +nothing", out, re.M
@@ -205,6 +230,48 @@ def test_a_comparison_is_what_plan_answers_of_each(infinity: Any) -> None:
 
 def test_where_no_machine_is_enough_the_status_says_so(infinity: Any) -> None:
     assert infinity("compare", "--model", "llama-3-8b", "4090 + 8GiB", "16GiB")[0] == 1
+
+
+def test_a_comparison_says_what_is_assumed_once_for_all_machines(
+    infinity: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "novel"
+    folder.mkdir()
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "novel", "vocab_size": 1000, **sizes}
+    (folder / "config.json").write_text(json.dumps(config))
+    machines = ("4090 + 64GiB", "990 pro + 4090 + 16GiB", "16MiB")
+
+    out = infinity("compare", "--model", str(folder), *machines)[1].split("Notes")[1]
+    told = json.loads(infinity("compare", "--model", str(folder), *machines, "--json")[1])
+
+    assert out.count("models of type novel are not known") == 1
+    assert re.search(r"^990 pro \+ 4090 \+ 16GiB +--drive 990 pro is taken to be", out, re.M)
+    assert all("novel" in str(machine["notes"]) for machine in told["machines"])
+
+
+def test_inputs_that_wait_on_the_host_are_taken_off_it_in_a_comparison_as_well(
+    infinity: Any,
+) -> None:
+    asked = ("--model", "opt-1.3b", "--batch", "8", "--offload-inputs")
+
+    assert infinity("plan", *asked, "--gpu", "3090", "--ram", "8GiB")[0] == 1
+    assert infinity("compare", *asked, "3090 + 8GiB")[0] == 1
+    assert infinity("compare", *asked, "3090 + 9GiB")[0] == 0
+
+
+def test_gpus_of_two_kinds_are_no_machine_of_a_plan(infinity: Any) -> None:
+    status, _, err = infinity("compare", *SMALL, "4090 + 5090 + 64GiB")
+
+    assert status == 2
+    assert "GPUs of one kind" in err
+
+
+def test_this_machine_can_have_drives_in_a_comparison(infinity: Any, this_machine: Any) -> None:
+    this_machine(calibrated=False)
+    _, out, _ = infinity("compare", "--model", "llama-2-13b", "here", "here + /mnt/a", "--json")
+
+    assert [machine["fits"] for machine in json.loads(out)["machines"]] == [False, True]
 
 
 @pytest.mark.parametrize("machine", ["voodoo + 64GiB", "1GiB + 2GiB + 3GiB", "4090", "+"])

@@ -84,6 +84,33 @@ def test_drives_that_a_plan_lacks_cannot_change(simulate: Any) -> None:
     assert "--drives-at: expected --nvme or --drive beside it" in err
 
 
+def test_links_that_a_cpu_alone_lacks_cannot_change(simulate: Any) -> None:
+    status, _, err = simulate(
+        "--model", "gpt2", "--gpus", "0", "--ram", "16GiB", "--links-at", "0.5"
+    )
+
+    assert status == 2
+    assert "--links-at: expected a machine with a GPU" in err
+
+
+def test_where_the_rate_of_computing_is_unknown_no_step_is_promised(simulate: Any) -> None:
+    there = ("--model", "gpt2", "--gpus", "0", "--ram", "16GiB")
+    status, out, _ = simulate(*there, "--updates-at", "0.5")
+    refused, _, err = simulate(*there, "--compute-at", "0.5")
+
+    assert status == 0
+    assert " a step" not in out.split("Notes")[0]
+    assert "forward and backward: unknown" in out
+    assert refused == 2
+    assert "--compute-at: expected --tflops" in err
+
+
+def test_what_is_assumed_is_said(simulate: Any) -> None:
+    answer = json.loads(simulate(*ON_DRIVES, "--drives-at", "0.5", "--json")[1])
+
+    assert any("assumed to be those of a desktop" in note for note in answer["notes"])
+
+
 def test_what_never_fits_has_no_plan_to_change(simulate: Any) -> None:
     status, _, err = simulate(
         "--model", "llama-3-70b", "--gpu-mem", "8GiB", "--ram", "16GiB", "--links-at", "0.5"
