@@ -71,7 +71,7 @@ def activation_advice(decision: Decision, report: PlanReport) -> ActivationAdvic
     room, rates = _room(training, means, report, costs[0]), _rates(means, report)
     try:
         choice = choose_ways(costs, room, rates)
-        gains = gains_of_more(costs, room, rates)
+        gains = gains_of_more(choice, costs, room, rates)
     # The plan fits by rounding of its own; there is nothing to add to it.
     except CapacityError:
         return None

@@ -10,7 +10,7 @@ from math import ceil
 
 from infinity_engine.placement.training import Training
 from infinity_engine.plan import Lane
-from infinity_engine.sim.planner import Decision, Planner
+from infinity_engine.sim.planner import Decision
 
 __all__ = ["Prices", "RunForecast", "TrainingRun", "forecast"]
 
@@ -86,7 +86,7 @@ def forecast(decision: Decision, run: TrainingRun) -> RunForecast:
     accumulated = None
     if training.accumulation_steps < _MORE:
         more = replace(training, accumulation_steps=_MORE)
-        found = Planner(more, means).look()
+        found = decision.planner.with_training(more).look()
         if found is not None:
             fewer = ceil(tokens / _tokens(more, means.ranks))
             accumulated = _of(

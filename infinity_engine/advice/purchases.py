@@ -15,8 +15,8 @@ from infinity_engine.advice.doubt import retimed
 from infinity_engine.advice.means import with_compute, with_drives, with_links
 from infinity_engine.machine.capacity import capacity_of
 from infinity_engine.placement.training import Means
-from infinity_engine.plan import Lane
-from infinity_engine.sim.planner import Decision, Planner
+from infinity_engine.plan import Auto, Lane
+from infinity_engine.sim.planner import Decision
 from infinity_engine.units import GB, GiB
 
 __all__ = ["Purchase", "Worth", "purchases", "worths"]
@@ -58,15 +58,17 @@ class _Offer:
 def purchases(decision: Decision) -> tuple[Purchase, ...]:
     """Return what each purchase would bring, the best first."""
     best, means = decision.best, decision.means
-    planner = Planner(decision.training, means)
+    planner = decision.planner
     numel = best.choice.subgroup_numel
     before_ns = planner.least_estimate_ns(numel)
+    # Estimates know nothing of a strategy that was asked for.
+    is_given = not isinstance(planner.strategy, Auto | None)
     found = []
     computes = means.compute_rate(decision.training) is not None
     for offer in _offers(means, computes=computes):
         there = planner.with_means(offer.means)
         ns, written = best.timeline.ns, best.timeline.moved.get(Lane.NVME_WRITE, 0)
-        if there.least_estimate_ns(numel) < (1 - _HOPELESS) * before_ns:
+        if is_given or there.least_estimate_ns(numel) < (1 - _HOPELESS) * before_ns:
             # Today's plan can still be carried out, so no purchase is a loss.
             plans = [retimed(best, decision.training, offer.means)]
             if (shorter := there.look(below_ns=plans[0].ns)) is not None:
@@ -112,7 +114,7 @@ def worths(decision: Decision) -> tuple[Worth, ...]:
     """Return what one more GiB or GB/s of each resource saves, of those that save something."""
     best = decision.best
     numel = best.choice.subgroup_numel
-    planner = Planner(decision.training, decision.means)
+    planner = decision.planner
     before_ns = planner.least_estimate_ns(numel)
     if isinf(before_ns) or not before_ns:
         return ()

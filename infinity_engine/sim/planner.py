@@ -27,13 +27,23 @@ __all__ = ["Decision", "Planner", "decide"]
 class Decision:
     """The best candidate, and what it was chosen from."""
 
-    training: Training
-    means: Means
+    planner: Planner
+    """What was asked."""
     best: Candidate
     others: tuple[Candidate, ...]
     """The best of each other strategy and tier, the fastest first."""
     least_update_ns: float | None
     """What no plan with as much resident can update in less, None where a rate is missing."""
+
+    @property
+    def training(self) -> Training:
+        """What is trained."""
+        return self.planner.training
+
+    @property
+    def means(self) -> Means:
+        """What there is to train with."""
+        return self.planner.means
 
 
 def decide(
@@ -67,8 +77,7 @@ class Planner(Evaluator):
         for candidate in ranked:
             kinds.setdefault(_kind(candidate.choice), candidate)
         return Decision(
-            training=self.training,
-            means=self.means,
+            planner=self,
             best=best,
             others=tuple(kinds.values())[1:],
             least_update_ns=self._least_ns(best),

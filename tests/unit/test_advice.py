@@ -14,7 +14,7 @@ from infinity_engine.advice.doubt import RateSource, step_range
 from infinity_engine.advice.means import with_drives, with_updates
 from infinity_engine.advice.purchases import Purchase, purchases, worths
 from infinity_engine.placement.training import Means
-from infinity_engine.plan import DriveRates, Lane, Rates, ResolvedBudget
+from infinity_engine.plan import DriveRates, HostOnly, Lane, Rates, ResolvedBudget, Tier
 from infinity_engine.sim.planner import Decision, decide
 from infinity_engine.units import GB, GiB
 from support.plannings import model_of, random_case, training_of
@@ -81,6 +81,21 @@ def test_purchases_come_best_first_and_those_without_gain_say_so() -> None:
     assert [it.saved for it in found] == sorted((it.saved for it in found), reverse=True)
     assert named(found, "more RAM").saved == 0
     assert named(found, "computes twice as fast").saved > 0.1
+
+
+def test_a_purchase_keeps_to_what_was_asked_for() -> None:
+    budget = ResolvedBudget(device=3 * GB, host=20 * GB)
+    means = Means(budget=budget, rates=replace(RATES, nvme={}), flops_per_s=80e12)
+    asked = decide(training_of(SMALL), means, strategy=HostOnly(), parameters=Tier.DEVICE)
+    run = forecast(asked, TrainingRun(steps=80))
+
+    # Nothing of this plan has use for more memory; without the strategy another plan would.
+    assert named(purchases(asked), "GPU memory").saved == 0
+    assert named(purchases(asked), "RAM").saved == 0
+    more = replace(training_of(SMALL), accumulation_steps=8)
+    alike = decide(more, means, strategy=HostOnly(), parameters=Tier.DEVICE).best
+    assert run.accumulated is not None
+    assert run.accumulated.seconds >= 0.999 * run.accumulated.steps * alike.step_s
 
 
 def test_without_drives_and_without_a_gpu_neither_is_offered() -> None:
