@@ -105,7 +105,6 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
     from infinity_engine.advice.activations import activation_advice
     from infinity_engine.advice.advising import advise
     from infinity_engine.cli.plan_page import page, refusal_page
-    from infinity_engine.placement.training import beside_inputs
     from infinity_engine.sim.planner import decide
     from infinity_engine.sim.remedies import explain_refusal
     from infinity_engine.sim.report import report_of
@@ -113,14 +112,14 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
     model = model_of(options)
     precision = precision_of(options.precision, model)
     training = training_of(options, model, precision)
-    means, sources, rates_are, rated_bytes, watts = machine_of(options, precision)
-    means = beside_inputs(training, means)
+    means, sources, rates_are, rated_bytes, watts = machine_of(options, precision, training)
     run = run_of(options, watts)
     settings = settings_of(options)
     try:
         decision = decide(training, means, **settings)
     except CapacityError as error:
         refusal = with_options(explain_refusal(training, means, **settings))
+        refusal = replace(refusal, notes=(*sources, *refusal.notes))
         return PlanAnswer(
             status=1,
             sections=refused(refusal),
@@ -149,7 +148,7 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
             "advice": advice.to_mapping(),
             "activations": None if ways is None else ways.to_mapping(),
         },
-        page=partial(page, report, training),
+        page=partial(page, report, training, advice, ways),
     )
 
 

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Section",
     "answer",
+    "range_in_words",
     "refused",
     "seconds_in_words",
     "setting_in_words",
     "show",
     "step_in_words",
+    "what_follows",
     "with_options",
 ]
 
@@ -77,7 +79,7 @@ def answer(
     full: bool = False,
 ) -> Iterator[Section]:
     """Yield what a plan that fits says: what fits on one screen, or every figure."""
-    title = f"{report.model} fits: {step_in_words(report)}{_range_in_words(report, advice)}"
+    title = f"{report.model} fits: {step_in_words(report)}{range_in_words(report, advice)}"
     yield title, _summary(report, training)
     yield "Settings", [(name, setting_in_words(value)) for name, value in report.settings.items()]
     if full:
@@ -85,6 +87,15 @@ def answer(
     else:
         yield f"Memory{_of_each_rank(report)}", _memory(report)
         yield "Time", _phases(report)
+    yield from what_follows(report, advice, ways)
+    if report.notes:
+        yield "Notes", [("", note) for note in report.notes]
+
+
+def what_follows(
+    report: PlanReport, advice: Advice, ways: ActivationAdvice | None
+) -> Iterator[Section]:
+    """Yield what follows from a plan: activations, wear, the run, the next purchase."""
     if ways is not None:
         yield "Activations", _activations(ways)
     if report.wear is not None:
@@ -93,8 +104,6 @@ def answer(
         rated = None if report.wear is None else report.wear.rated_bytes
         yield "The run", _run(advice.run, rated_bytes=rated)
     yield "Next purchase", _purchases(report, advice)
-    if report.notes:
-        yield "Notes", [("", note) for note in report.notes]
 
 
 def _every_figure(report: PlanReport) -> Iterator[Section]:
@@ -284,7 +293,7 @@ def _wear(report: PlanReport) -> Rows:
         yield "drives' life", f"{life} of steps, at {wear.rated_bytes / 1e12:,.0f} TB rated"
 
 
-def _range_in_words(report: PlanReport, advice: Advice) -> str:
+def range_in_words(report: PlanReport, advice: Advice) -> str:
     """Return between which seconds a step is expected, and by which rates; nothing where a step
     is not known.
     """
@@ -371,6 +380,8 @@ def refused(refusal: Refusal) -> Iterator[Section]:
             "Any of these would do",
             [(f"{number}.", remedy.change) for number, remedy in enumerate(refusal.remedies, 1)],
         )
+    if refusal.notes:
+        yield "Notes", [("", note) for note in refusal.notes]
 
 
 def with_options(refusal: Refusal) -> Refusal:

@@ -12,12 +12,20 @@ from html import escape
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from infinity_engine.cli.plan_answer import refused, setting_in_words, step_in_words
+from infinity_engine.cli.plan_answer import (
+    range_in_words,
+    refused,
+    setting_in_words,
+    step_in_words,
+    what_follows,
+)
 from infinity_engine.plan import Lane, Tier
 from infinity_engine.reporting.page import COLOURS, binned, document, strip_rectangles, table
 from infinity_engine.units import format_bytes
 
 if TYPE_CHECKING:
+    from infinity_engine.advice.activations import ActivationAdvice
+    from infinity_engine.advice.advising import Advice
     from infinity_engine.placement.training import Training
     from infinity_engine.sim.remedies import Refusal
     from infinity_engine.sim.report import Holding, PlanReport
@@ -38,7 +46,9 @@ _LANES = MappingProxyType(
 )
 
 
-def page(report: PlanReport, training: Training) -> str:
+def page(
+    report: PlanReport, training: Training, advice: Advice, ways: ActivationAdvice | None = None
+) -> str:
     """Return the page."""
     parts = [
         f"{report.ranks} x {report.micro_batches} x {training.batch} sequences of "
@@ -49,7 +59,8 @@ def page(report: PlanReport, training: Training) -> str:
         else f"{report.tokens_per_s:,.1f} tokens/s",
     ]
     body = [
-        f"<h1>{escape(report.model)}: {escape(step_in_words(report))}</h1>",
+        f"<h1>{escape(report.model)}: {escape(step_in_words(report))}"
+        f"{escape(range_in_words(report, advice))}</h1>",
         f"<p>{report.parameters:,} parameters; {escape('; '.join(parts))}.</p>",
         "<h2>Phases</h2>",
         table(("phase", "seconds", "bound by"), _phases(report)),
@@ -62,9 +73,18 @@ def page(report: PlanReport, training: Training) -> str:
             ("setting", "value"),
             [(name, setting_in_words(value)) for name, value in report.settings.items()],
         ),
+        *_what_follows(report, advice, ways),
         *(f"<p>{escape(note)}.</p>" for note in report.notes),
     ]
     return document(f"Plan for {report.model}", body)
+
+
+def _what_follows(
+    report: PlanReport, advice: Advice, ways: ActivationAdvice | None
+) -> Iterator[str]:
+    for title, rows in what_follows(report, advice, ways):
+        yield f"<h2>{escape(title)}</h2>"
+        yield table(("", ""), [(label, str(value)) for label, value in rows])
 
 
 def refusal_page(refusal: Refusal) -> str:

@@ -250,6 +250,33 @@ def test_the_page_stands_by_itself(plan: Any, tmp_path: Path) -> None:
         assert any(re.search(r"\d s$", each) for each in words), "how long it is"
 
 
+def test_a_refusal_says_what_is_assumed_of_the_model(plan: Any, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**CONFIG, "model_type": "novel"}))
+    asked = ("--model", str(file), "--gpu-mem", "1GiB", "--ram", "2GiB", "--sequence", "65536")
+
+    status, out, _ = plan(*asked)
+
+    assert status == 1
+    assert "models of type novel are not known" in out
+    assert any("novel" in note for note in json.loads(plan(*asked, "--json")[1])["notes"])
+
+
+def test_the_page_says_what_a_run_takes_and_what_to_buy(plan: Any, tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    plan("--model", "llama-3-8b", *DESKTOP, "--tokens", "1M", "--html", str(file))
+    page = file.read_text()
+
+    for words in ("Next purchase", "The run", "Wear", "Activations", "published rates"):
+        assert words in page
+
+
+def test_moved_inputs_are_said_to_take_no_time_in_a_plan(plan: Any) -> None:
+    _, out, _ = plan("--model", "gpt2", "--offload-inputs", *DESKTOP, "--json")
+
+    assert any("is in no phase" in note for note in json.loads(out)["notes"])
+
+
 def test_a_refusal_has_a_page_with_what_would_do(plan: Any, tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
     status, _, err = plan(
@@ -607,7 +634,7 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
         ),
         (
             ("--model", "gpt2", "--gpus", "0", "--gpu-mem", "8GiB", "--ram", "64GiB"),
-            "--gpu-mem: expected no size",
+            "--gpu-mem: expected nothing, as there are no GPUs",
         ),
         (
             ("--model", "gpt2", *DESKTOP[:6], "--strategy", "nvme_streamed"),
@@ -618,6 +645,11 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
         (("--model", "gpt2", *DESKTOP, "--rates", "/absent.json"), "--rates: expected a file"),
         (("--model", "gpt2", *DESKTOP, "--tokens", "10Q"), "--tokens: expected a number such as"),
         (("--model", "gpt2", *DESKTOP, "--steps", "0"), "--steps: expected a number such as"),
+        (("--model", "gpt2", *DESKTOP, "--steps", "1.5"), "--steps: expected a number such as"),
+        (
+            ("--model", "gpt2", *DESKTOP, "--offload-inputs", "--no-checkpointing"),
+            "--offload-inputs: expected --checkpointing with it",
+        ),
         (
             ("--model", "gpt2", *DESKTOP, "--steps", "5", "--tokens", "1M"),
             "--steps: expected --tokens or --steps, not both",
