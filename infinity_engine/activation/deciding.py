@@ -276,7 +276,7 @@ def _worth(
     choice: ActivationChoice,
 ) -> str:
     """Return what the next GiB would save, where that is worth saying."""
-    gains = gains_of_more(costs, room, rates)
+    gains = gains_of_more(choice, costs, room, rates)
     best = max(gains, key=lambda tier: gains[tier])
     saves = gains[best]
     if saves <= _WORTH_SAYING * choice.predicted.seconds:

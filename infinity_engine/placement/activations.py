@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import reduce
 from types import MappingProxyType
+from typing import NamedTuple
 
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan import Tier
@@ -153,8 +155,7 @@ class ActivationChoice:
         return ", ".join(f"{count} {way.value}" for way, count in self.counts().items())
 
 
-@dataclass(frozen=True, slots=True)
-class _Effect:
+class _Effect(NamedTuple):
     """What one way of a block, or of neighbours, adds to a step."""
 
     resident: int  # that stays through the rest of the forward
@@ -245,14 +246,17 @@ def safest_ways(
 
 
 def gains_of_more(
+    choice: ActivationChoice,
     costs: Sequence[BlockCost],
     room: ActivationRoom,
     rates: ActivationRates,
     *,
     more: int = 1 << 30,
 ) -> Mapping[Tier, float]:
-    """Return the seconds of a step that `more` bytes would save, by the tier that gets them."""
-    now = choose_ways(costs, room, rates).predicted.seconds
+    """Return the seconds of a step that `more` bytes would save, by the tier that gets them;
+    `choice` is what was chosen without them.
+    """
+    now = choice.predicted.seconds
     larger = {
         Tier.DEVICE: replace(room, device=room.device + more),
         Tier.HOST: replace(room, host=room.host + more),
@@ -491,20 +495,25 @@ class _Search:
     def _mended(self, ways: Sequence[BlockWay]) -> list[BlockWay]:
         """Change one block after another, as long as that is better."""
         mended = list(ways)
-        best = self._rank(mended)
+        best = self._rank(self._effect(mended))
         improved = True
         while improved:
-            improved = False
+            improved, before = False, _NO_EFFECT
             for number, effects in enumerate(self._effects):
-                for way in effects:
-                    tried = [*mended[:number], way, *mended[number + 1 :]]
-                    rank = self._rank(tried)
+                after = [
+                    others[way]
+                    for others, way in zip(
+                        self._effects[number + 1 :], mended[number + 1 :], strict=True
+                    )
+                ]
+                for way, effect in effects.items():
+                    rank = self._rank(reduce(_Effect.then, after, before.then(effect)))
                     if rank < best:
-                        mended, best, improved = tried, rank, True
+                        mended[number], best, improved = way, rank, True
+                before = before.then(effects[mended[number]])
         return mended
 
-    def _rank(self, ways: Sequence[BlockWay]) -> tuple[float, ...]:
-        effect = self._effect(ways)
+    def _rank(self, effect: _Effect) -> tuple[float, ...]:
         if not self._fits(effect):
             return (math.inf,)
         return self._seconds(effect), effect.drives, effect.recompute_s, effect.host

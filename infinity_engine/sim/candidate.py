@@ -210,11 +210,13 @@ class Evaluator:
         """
         if not self.means.for_all:
             return 0
-        largest = max(
-            (parameter.numel for parameter in self.training.ordered() if parameter.trained),
-            default=0,
-        )
-        return sizing.width * largest + self.gathered(sizing)
+        return sizing.width * self._largest_numel + self.gathered(sizing)
+
+    @cached_property
+    def _largest_numel(self) -> int:
+        """Elements of the largest parameter that is trained, whole."""
+        every = self.training.model.parameters
+        return max((parameter.numel for parameter in every if parameter.trained), default=0)
 
     def gathered(self, sizing: Sizing) -> int:
         """Return the bytes of modules gathered from all ranks: the one that computes, and the

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from infinity_engine.plan import Lane, LaneClocks, ResolvedBudget, Tier
 from infinity_engine.plan.step import Home
 from infinity_engine.sim.room import Parts
 
-__all__ = ["StepEstimate"]
+__all__ = ["Pace", "StepEstimate"]
 
 _STAGING_SETS = 3
 _LEAST_BUFFERS = 2  # for states on drives where gradients stay in memory; else 1 is enough
@@ -92,6 +92,27 @@ class _Computing:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long lanes and modules take: alike for all families of plans and sizes of subgroups."""
+
+    update: Mapping[Lane, _LaneTime]
+    """While an update goes both ways."""
+    passing: Mapping[Lane, _LaneTime]
+    """In a forward or a backward."""
+    computing: _Computing
+
+    @classmethod
+    def of(cls, training: Training, means: Means) -> Pace:
+        """Return that of a training with certain means."""
+        free = means.free_lanes()
+        return cls(
+            _lane_times(LaneClocks(means.rates.both_at_once(), free=free)),
+            _lane_times(LaneClocks(means.alone or means.rates, free=free)),
+            _Computing.of(training, means),
+        )
+
+
 class StepEstimate:
     """Estimates for parameters in one tier, states on drives or not, and one size of subgroups."""
 
@@ -101,11 +122,13 @@ class StepEstimate:
         training: Training,
         means: Means,
         budget: ResolvedBudget,
+        pace: Pace,
         *,
         tier: Tier,
         drives: bool,
     ) -> None:
         self._sizing = sizing
+        self._pace = pace
         self._means = means
         self._budget = budget
         self._tier = tier
@@ -129,10 +152,6 @@ class StepEstimate:
             kept=4 + gradient if sizing.sums else gradient,
             largest_gradient=max(sizing.all_gradients.values()),
         )
-        free = means.free_lanes()
-        self._update = _lane_times(LaneClocks(means.rates.both_at_once(), free=free))
-        self._pass = _lane_times(LaneClocks(means.alone or means.rates, free=free))
-        self._computing = _Computing.of(training, means)
         self._overlaps = {None: (True, False), True: (True,), False: (False,)}[training.overlap]
 
     def ns(self, parts: Parts) -> float:
@@ -170,16 +189,16 @@ class StepEstimate:
     def _rests(self, spill: _Spill) -> float:
         return spill.states + spill.gradients * self._micro_batches + self._values_on_drives
 
-    @property
+    @cached_property
     def _at_home(self) -> bool:
         """Whether parameters reside elsewhere, and come to the device for their modules."""
         return self._tier is not Tier.DEVICE
 
-    @property
+    @cached_property
     def _drives_there(self) -> int:
         return sum(self._budget.nvme.values())
 
-    @property
+    @cached_property
     def _values_on_drives(self) -> int:
         return self._parameters if self._tier is Tier.NVME else 0
 
@@ -211,7 +230,7 @@ class StepEstimate:
         resident = int(count * parts.resident + 1e-6) / count
         return Parts(resident, min(round(count * parts.visiting) / count, 1 - resident))
 
-    @property
+    @cached_property
     def _set_bytes(self) -> float:
         sizing = self._sizing
         copied = sizing.width if self._at_home and sizing.formats.parameter is not None else 0
@@ -236,7 +255,7 @@ class StepEstimate:
             buffer=self._largest * (widest + passing),
         )
 
-    @property
+    @cached_property
     def _uses_drives(self) -> bool:
         return self._drives or (self._tier is Tier.NVME and not self._sizing.unified)
 
@@ -283,11 +302,11 @@ class StepEstimate:
                 return _Spill(True, states=states * away, gradients=wire * away, buffers=buffers)
         return _Spill(False)
 
-    @property
+    @cached_property
     def _gradients_in_a_buffer(self) -> float:
         return self._largest * self._bytes.gradient * self._micro_batches
 
-    @property
+    @cached_property
     def _wire_part(self) -> float:
         """The part of a kept gradient, with its sum, that is the gradient as it came."""
         return self._bytes.gradient / self._bytes.kept
@@ -334,11 +353,11 @@ class StepEstimate:
         }
         lanes = {
             lane: time.of(update[lane]) + time.start_ns * moved[lane] / self._largest
-            for lane, time in self._update.items()
+            for lane, time in self._pace.update.items()
         }
         crossing_ns = self._crossing_ns(lanes, fetched) if visiting else 0.0
         updating = self._pipelined(lanes, spill, crossing_ns, parts)
-        computing = self._computing
+        computing = self._pace.computing
         come = self._parameters if self._at_home and not self._means.unified else 0
         again = max(come - fetched, 0)
         read_again = again if values else 0
@@ -372,29 +391,32 @@ class StepEstimate:
 
         `waits`: there is no room to fetch the next module while one computes.
         """
-        fetching = [self._pass[Lane.H2D].of(fetched), self._pass[Lane.NVME_READ].of(read)]
+        fetching = [
+            self._pace.passing[Lane.H2D].of(fetched),
+            self._pace.passing[Lane.NVME_READ].of(read),
+        ]
         if waits:
             return computing_ns + max(fetching)
-        return _overlapped([computing_ns, *fetching], self._computing.modules)
+        return _overlapped([computing_ns, *fetching], self._pace.computing.modules)
 
     def _sending_ns(self, nbytes: float, spill: _Spill, parts: Parts) -> float:
         """Return how long a backward takes with so many bytes of gradients that go down."""
-        resident_ns = parts.resident * self._computing.backward_ns
+        resident_ns = parts.resident * self._pace.computing.backward_ns
         times = [
-            self._computing.backward_ns - resident_ns,
-            self._pass[Lane.D2H].of(nbytes),
-            self._pass[Lane.NVME_WRITE].of(spill.gradients),
+            self._pace.computing.backward_ns - resident_ns,
+            self._pace.passing[Lane.D2H].of(nbytes),
+            self._pace.passing[Lane.NVME_WRITE].of(spill.gradients),
         ]
         # Residents are the last modules: their gradients stay, and those of others come after them.
-        return resident_ns + _overlapped(times, (1 - parts.resident) * self._computing.modules)
+        return resident_ns + _overlapped(times, (1 - parts.resident) * self._pace.computing.modules)
 
     def _beside_ns(self, lanes: Mapping[Lane, float], updating: float, parts: Parts) -> float:
         """Return how long an update takes with a forward that begins before its end."""
-        forward_ns = self._computing.forward_ns
+        forward_ns = self._pace.computing.forward_ns
         resident_ns = parts.resident * forward_ns  # their modules come last, after all others
-        count = (1 - parts.resident) * self._computing.modules
+        count = (1 - parts.resident) * self._pace.computing.modules
         waiting_ns = resident_ns + _overlapped([updating, forward_ns - resident_ns], count)
-        return max(waiting_ns, lanes[self._computing.lane] + forward_ns)
+        return max(waiting_ns, lanes[self._pace.computing.lane] + forward_ns)
 
     def _pipelined(
         self, lanes: Mapping[Lane, float], spill: _Spill, crossing_ns: float, parts: Parts

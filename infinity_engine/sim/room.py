@@ -11,17 +11,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim.policy import HOST_BUFFERS
 from infinity_engine.placement.sizing import Sizing
 from infinity_engine.placement.training import Means
-from infinity_engine.plan import ResolvedBudget, Tier
+from infinity_engine.plan import Rates, ResolvedBudget, Tier
 from infinity_engine.plan.step import BytesPerParameter, Home
 from infinity_engine.sim.bound import update_bound
 
 __all__ = ["MemoryEdges", "Parts"]
 
+_ROUNDING = 1e-9  # of all: parts so little beyond an edge are at it
 _AHEAD = 2  # of the largest modules at once: one computes, and the next one comes
 
 
@@ -63,9 +65,6 @@ class _Edge:
     most: float
     hard: bool = True
 
-    def holds(self, parts: Parts) -> bool:
-        return self.resident * parts.resident + self.visiting * parts.visiting <= self.most + 1e-9
-
     def left(self, parts: Parts, way: tuple[float, float]) -> float:
         """Return how much of the way from these parts on is within."""
         nearer = self.resident * way[0] + self.visiting * way[1]
@@ -87,7 +86,7 @@ _NONE_VISITING = _Edge(0, -1, 0)
 _ALL = _Edge(1, 1, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MemoryEdges:
     """The edges of what fits, with parameters in a certain tier, and states on drives or not, and
     the best share.
@@ -142,7 +141,7 @@ class MemoryEdges:
             if activations:
                 edges.append(_Edge(resident, 0, left, hard=not number))
         edges += _on_host(sizing, means, budget, tier=tier, drives=drives)
-        share = _best_share(means, limits.per_parameter, at_home=at_home)
+        share = _best_share(means.rates, limits.per_parameter, at_home=at_home)
         if share is not None:
             edges.append(_Edge(share, 1, share, hard=False))
         return cls(
@@ -156,7 +155,17 @@ class MemoryEdges:
 
     def holds(self, parts: Parts) -> bool:
         """Tell whether there is room for these."""
-        return all(edge.holds(parts) for edge in self.edges if edge.hard)
+        resident, visiting = parts.resident, parts.visiting
+        # A search asks hundreds of thousands of times.
+        for edge in self._hard:
+            if edge.resident * resident + edge.visiting * visiting > edge.most + _ROUNDING:
+                return False
+        return True
+
+    @cached_property
+    def _hard(self) -> tuple[_Edge, ...]:
+        """The edges beyond which there is no room."""
+        return tuple(edge for edge in self.edges if edge.hard)
 
     def nearby(self, parts: Parts, resident: float, visiting: float) -> Parts:
         """Return parts, none less than nothing, that differ by so much, or by as much of it as
@@ -176,12 +185,12 @@ class MemoryEdges:
         room.
         """
         way = other.resident - parts.resident, other.visiting - parts.visiting
-        far = min((edge.left(parts, way) for edge in self.edges if edge.hard), default=1.0)
+        far = min((edge.left(parts, way) for edge in self._hard), default=1.0)
         return parts.moved(far * way[0], far * way[1])
 
     def _along(self, parts: Parts, *, resident_gives: bool) -> Parts:
         """Return parts of which this one is less, so that there is room for the other."""
-        hard = [edge for edge in self.edges if edge.hard]
+        hard = self._hard
         if resident_gives:
             most = min(
                 (edge.most - edge.visiting * parts.visiting) / edge.resident
@@ -249,12 +258,15 @@ def _on_host(
     yield _Edge(-host, states[Home.VISITING] - host, left - host, hard=not drives)
 
 
-def _best_share(means: Means, per_parameter: BytesPerParameter, *, at_home: bool) -> float | None:
+@lru_cache(maxsize=64)
+def _best_share(rates: Rates, per_parameter: BytesPerParameter, *, at_home: bool) -> float | None:
     """Return the share of all that should visit where nothing is resident, by the bound; None: a
     rate is missing.
+
+    Kept, as it is the same for all sizes of subgroups, and exact fractions take time.
     """
     try:
-        rates = means.rates.both_at_once()
-        return float(update_bound(rates, per_parameter=per_parameter, at_home=at_home).best_share)
+        both = rates.both_at_once()
+        return float(update_bound(both, per_parameter=per_parameter, at_home=at_home).best_share)
     except ConfigError:
         return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby, product
 from math import inf, isinf
 from operator import attrgetter, itemgetter
@@ -30,7 +31,7 @@ from infinity_engine.plan import (
 )
 from infinity_engine.plan.step import Home
 from infinity_engine.sim.candidate import Candidate, Choice, Evaluator
-from infinity_engine.sim.estimate import StepEstimate
+from infinity_engine.sim.estimate import Pace, StepEstimate
 from infinity_engine.sim.room import MemoryEdges, Parts
 
 __all__ = ["Search"]
@@ -299,10 +300,15 @@ class Search:
                     planner.training,
                     self._means,
                     planner.left(sizing),
+                    self._pace,
                     tier=family.tier,
                     drives=family.drives,
                 )
         return self._estimates[known]
+
+    @cached_property
+    def _pace(self) -> Pace:
+        return Pace.of(self._planner.training, self._means)
 
     def _split(self) -> Parts:
         """Return the split with which neither device nor host waits, where all has room."""

@@ -122,10 +122,11 @@ def test_the_safest_ways_keep_least() -> None:
 
 def test_more_room_is_worth_what_it_saves() -> None:
     costs = [block()] * 4
-    gains = gains_of_more(costs, ActivationRoom(device=150 * MIB), NO_MOVES, more=1 << 30)
+    tight, roomy = ActivationRoom(device=150 * MIB), ActivationRoom(device=1 << 40)
+    gains = gains_of_more(choose_ways(costs, tight, NO_MOVES), costs, tight, NO_MOVES, more=1 << 30)
     assert list(gains) == [Tier.DEVICE]
     assert gains[Tier.DEVICE] == pytest.approx(0.3)
-    assert gains_of_more(costs, ActivationRoom(device=1 << 40), FAST)[Tier.HOST] == 0.0
+    assert gains_of_more(choose_ways(costs, roomy, FAST), costs, roomy, FAST)[Tier.HOST] == 0.0
 
 
 def test_choices_say_how_many_blocks_go_which_way() -> None:
