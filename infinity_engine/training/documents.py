@@ -6,7 +6,7 @@ Knows no tokens. Reads a piece at a time, so that a file may be larger than memo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,14 +37,29 @@ def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
     """
     for path in paths:
         try:
-            with path.open(encoding="utf-8", newline="\n") as file:
-                yield from _of_lines(path, file) if path.suffix in _LINES else _of_text(file)
+            with path.open("rb") as file:
+                lines = _decoded(path, file)
+                yield from _of_lines(path, lines) if path.suffix in _LINES else _of_text(lines)
         except OSError as error:
             expected = f"a file of text or JSON lines ({error.strerror})"
             raise ConfigError(field="data", value=str(path), expected=expected) from error
+
+
+def _decoded(path: Path, lines: Iterable[bytes]) -> Iterator[str]:
+    """Yield a file's lines as text, without the byte-order mark that it may begin with.
+
+    Raises:
+        ConfigError: a line is not UTF-8; names its number.
+    """
+    for number, line in enumerate(lines, start=1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            expected = f"a file in UTF-8 ({error.reason} at byte {error.start} of what was read)"
-            raise ConfigError(field="data", value=str(path), expected=expected) from error
+            place = f"{path}, line {number}"
+            value = line.strip()[:_SHOWN].decode("utf-8", "backslashreplace")
+            expected = f"text in UTF-8 ({error.reason} at byte {error.start + 1} of the line)"
+            raise ConfigError(field=place, value=value, expected=expected) from error
+        yield text
 
 
 def _of_lines(path: Path, lines: Iterator[str]) -> Iterator[Document]:
@@ -63,13 +78,24 @@ def _document(line: str, place: str) -> Document:
         raise ConfigError(field=place, value=value, expected=expected) from error
     if isinstance(given, dict):
         if isinstance(given.get("text"), str):
-            return Document(given["text"])
+            return Document(_whole(given["text"], place))
         if isinstance(given.get("prompt"), str) and isinstance(given.get("completion"), str):
-            return Document(given["completion"], given["prompt"])
+            return Document(_whole(given["completion"], place), _whole(given["prompt"], place))
     found = (
         f"keys {', '.join(map(str, given))}" if isinstance(given, dict) else type(given).__name__
     )
     raise ConfigError(field=place, value=found[:_SHOWN], expected=_EXAMPLE)
+
+
+def _whole(text: str, place: str) -> str:
+    """Return the text. Half of a surrogate pair, which JSON can name, is refused: it is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        value = f"\\u{ord(text[error.start]):04x} at character {error.start + 1}"
+        expected = "whole characters: this is half of a surrogate pair"
+        raise ConfigError(field=place, value=value, expected=expected) from error
+    return text
 
 
 def _of_text(lines: Iterator[str]) -> Iterator[Document]:

@@ -167,6 +167,40 @@ def test_a_file_that_is_missing_or_no_text_is_refused(tmp_path: Path) -> None:
         prepared(tmp_path, tmp_path)
 
 
+def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    # Beyond what Python's own reader decodes at once, in whose pieces places are counted.
+    path.write_bytes(b'{"text": "a"}\n' * 1000 + b'{"text": "caf\xe9"}\n')
+
+    with pytest.raises(ConfigError, match=r"text in UTF-8 .* at byte 14 of the line") as error:
+        prepared(tmp_path, path)
+
+    assert error.value.field == f"{path}, line 1001"
+    assert "caf\\xe9" in str(error.value.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    content = '{"text": "ab"}' if name == "a.jsonl" else "ab"
+    path.write_text(content, encoding="utf-8-sig")
+
+    assert list(read_documents([path])) == [Document("ab")]
+
+
+@pytest.mark.parametrize(
+    "line", ['{"text": "a\\ud83d"}', '{"prompt": "\\ud83d", "completion": "a"}']
+)
+def test_half_of_a_surrogate_pair_is_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "\\ud83d\\ude00"}\n' + line)
+
+    with pytest.raises(ConfigError, match="half of a surrogate pair") as error:
+        prepared(tmp_path, path)
+
+    assert error.value.field == f"{path}, line 2"
+
+
 def test_prepared_data_is_read_again_until_the_files_change(tmp_path: Path) -> None:
     class Counting(Letters):
         asked = 0
