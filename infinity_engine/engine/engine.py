@@ -603,6 +603,14 @@ class Engine:
         """
         return self._copies_of(lambda _: True)
 
+    def listing(self) -> AbstractContextManager[None]:
+        """Let the model's own `state_dict()` list its entries in the body.
+
+        For code that reads the names alone, as peft's `save_pretrained` does of whole layers that
+        are trained beside adapters. Values that are not on the device are NaN there.
+        """
+        return self._guards.listing()
+
     @_held
     def trainable_state_dict(self) -> dict[str, Any]:
         """Return what `state_dict` has of the parameters that are trained, such as adapters.

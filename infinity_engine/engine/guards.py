@@ -55,11 +55,12 @@ class Guards:
     @contextmanager
     def listing(self) -> Iterator[None]:
         """Allow the model's state_dict() in the body."""
-        self._listing = True
+        # Its body may copy the engine's state dict, which lists it too.
+        before, self._listing = self._listing, True
         try:
             yield
         finally:
-            self._listing = False
+            self._listing = before
 
     def step_optimizer(self) -> None:
         """Call the optimizer's step() for its schedulers and hooks: it finds no gradients."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,9 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
             super()._save(output_dir, state_dict)
             return
         if _has_adapters(self.model):
-            super()._save(output_dir, self._adapters())
+            adapters = self._adapters()
+            with self.engine.listing():
+                super()._save(output_dir, adapters)
             return
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         # All but the weights.
@@ -94,11 +97,18 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
         self.engine.export(folder)
 
     def _adapters(self) -> dict[str, Any]:
-        """Return the state dict that peft picks the adapters from."""
+        """Return the state dict that peft picks the adapters from: what is trained, and the rest
+        that peft saves, such as embeddings that were resized.
+        """
         assert self.engine is not None, "the caller has asked"
-        # With several adapters, some may not be trained.
-        several = len(getattr(self.model, "peft_config", {})) > 1
-        return self.engine.state_dict() if several else self.engine.trainable_state_dict()
+        found: dict[str, Any] = self.engine.trainable_state_dict()
+        with self.engine.listing():
+            saved = _saved_by_peft(self.model)
+        for name, tensor in saved.items():
+            if name not in found:
+                with self.engine.gathered(tensor):
+                    found[name] = tensor.detach().cpu().clone()
+        return found
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save a checkpoint. It is finished when it has its `trainer_state.json`, the last file."""
@@ -189,6 +199,26 @@ def _has_adapters(model: torch.nn.Module) -> bool:
     from peft import PeftModel
 
     return isinstance(model, PeftModel) or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _saved_by_peft(model: Any) -> dict[str, torch.Tensor]:
+    """Return the model's own tensors that peft saves of its adapters, by their names."""
+    from peft import get_peft_model_state_dict
+
+    named = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    # peft picks from any state dict: from one without values, it says what it would pick.
+    names = {name: torch.empty_like(tensor, device="meta") for name, tensor in named.items()}
+    picked: set[int] = set()
+    for adapter in model.peft_config:
+        with warnings.catch_warnings():
+            # It warns when it saves, too.
+            warnings.simplefilter("ignore")
+            chosen = get_peft_model_state_dict(model, state_dict=names, adapter_name=adapter)
+        picked |= {id(tensor) for tensor in chosen.values()}
+    return {name: named[name] for name, tensor in names.items() if id(tensor) in picked}
 
 
 def _weights_in(folder: Path) -> list[Path]:
