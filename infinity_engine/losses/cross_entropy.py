@@ -695,10 +695,12 @@ class _KnownGradients(torch.autograd.Function):
                 "forward, as numbers. Call backward() or autograd.grad() without "
                 "create_graph=True, or use torch's cross_entropy() on whole logits"
             )
+        # What is returned may become a leaf's gradient, which the next backward adds to.
+        is_used_again = torch._C._autograd._get_current_graph_task_keep_graph()
         # Looking at a number waits for a device, so a factor of 1 is found on the CPU only.
-        is_one = factor.device.type == "cpu" and factor.item() == 1.0
+        as_known = not is_used_again and factor.device.type == "cpu" and factor.item() == 1.0
         # Autograd casts each to its tensor's dtype.
-        found = [known if is_one else known * factor for known in ctx.saved_tensors]
+        found = [known if as_known else known * factor for known in ctx.saved_tensors]
         return None, None, *found, *([None] * len(found))
 
 

@@ -228,6 +228,19 @@ def test_a_backward_can_be_repeated_with_another_factor() -> None:
     assert torch.equal(again, before)
 
 
+def test_a_backward_can_be_repeated_where_hooks_keep_what_is_saved() -> None:
+    # Autograd may take what a hook returns for the leaf's own gradient, and add to it.
+    head, hidden = torch.randn(50, 8, requires_grad=True), torch.randn(6, 8)
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
+        loss = chunked_cross_entropy(hidden, head, torch.arange(6))
+    (once,) = torch.autograd.grad(loss, head, retain_graph=True)
+
+    for _ in range(3):
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # torch is
+
+    torch.testing.assert_close(head.grad, 3 * once)
+
+
 def test_gradients_accumulate_in_leaves_as_torchs_do() -> None:
     given = made()
     for _ in range(2):
