@@ -115,7 +115,7 @@ class ChunkedLoss:
     # --- the model's call -------------------------------------------------------------------------
 
     def _before_model(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        self._pending = None  # an earlier call may have raised
+        self._pending = None  # an earlier call may have been interrupted
         given = {**kwargs, **dict(zip(self._names, args, strict=False))}
         rest = args[len(self._names) :]
         labels = given.pop("labels", None)
@@ -143,7 +143,7 @@ class ChunkedLoss:
 
     def _after_model(self, _model: torch.nn.Module, _args: Any, output: Any) -> Any:
         pending, self._pending = self._pending, None
-        if pending is None:
+        if pending is None or output is None:  # the call has raised
             return None
         if pending.found is None:
             raise RuntimeError(
@@ -187,7 +187,7 @@ class ChunkedLoss:
 
     def _after_head(self, head: torch.nn.Module, _args: Any, output: Any) -> Any:
         pending = self._pending
-        if pending is None or pending.hidden is None:
+        if pending is None or pending.hidden is None or output is None:
             return None
         # Here an engine still holds what it fetched for the head's call.
         loss = chunked_cross_entropy(

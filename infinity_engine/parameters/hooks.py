@@ -161,11 +161,11 @@ class Hooks:
         """Let `before` replace the arguments of a module's calls, and `after` their output.
 
         `before` gets the module, positional arguments and keywords, and returns both, or None to
-        leave them. `after` gets the module, positional arguments and the output. Signals are not
-        delayed.
+        leave them. `after` gets the module, positional arguments and the output, or None after an
+        error. Signals are not delayed.
         """
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def around_block(
         self,

@@ -378,6 +378,8 @@ def test_a_call_that_raised_leaves_nothing_to_the_next() -> None:
     with chunk_loss(model):
         with pytest.raises(ValueError, match="labels"):
             model(**batch, logits_to_keep=3)
+        head = model.get_output_embeddings()
+        assert head(torch.zeros(*batch["labels"].shape, head.in_features)).shape[1] == LENGTH
         assert model(batch["input_ids"]).logits.shape[1] == LENGTH
         torch.testing.assert_close(model(**batch).loss, expected)
 
