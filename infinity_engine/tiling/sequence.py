@@ -52,7 +52,11 @@ class SequenceTiles(torch.nn.Module):
         if len(cut) <= 1:
             whole: torch.Tensor = module(inputs, *args, **kwargs)
             return whole
-        parts = [self._part(inputs[..., tile, :], *args, **kwargs) for tile in cut]
+        parts = []
+        for tile in cut:
+            part = self._part(inputs[..., tile, :], *args, **kwargs)
+            self._check(part, tile.stop - tile.start)
+            parts.append(part)
         return torch.cat(parts, -2)
 
     def train(self, mode: bool = True) -> SequenceTiles:
@@ -73,6 +77,21 @@ class SequenceTiles(torch.nn.Module):
     def extra_repr(self) -> str:
         """Return the class of the module and the positions of a tile."""
         return f"{type(self._module[0]).__name__}, positions={self.positions}"
+
+    def _check(self, part: object, positions: int) -> None:
+        """Refuse what cannot be put together to the output for all positions."""
+        name = type(self._module[0]).__name__
+        if not isinstance(part, torch.Tensor):
+            raise TypeError(
+                f"{name} returned a {type(part).__name__}. Tiles of the sequence are put together "
+                "again, which takes a block that returns one tensor: do not tile this one"
+            )
+        if part.ndim < 2 or part.shape[-2] != positions:
+            raise ValueError(
+                f"{name} returned shape {tuple(part.shape)} for a tile of {positions} positions, "
+                "so it does not handle each position alone. An argument beside the first with "
+                "positions of its own is not cut: do not tile this block"
+            )
 
     def _part(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         (module,) = self._module

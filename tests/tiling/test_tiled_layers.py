@@ -423,6 +423,37 @@ def test_the_mode_reaches_the_block_itself() -> None:
     assert not block.dropout.training
 
 
+class Pair(Feedforward):
+    """Returns what it was given as well."""
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return super().forward(inputs), inputs
+
+
+class Gated(Feedforward):
+    """Has a factor for each position."""
+
+    def forward(self, inputs: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        assert gate is not None
+        return super().forward(inputs) * gate
+
+
+@pytest.mark.parametrize(
+    ("block", "more", "said"),
+    [
+        (Pair, {}, "Pair returned a tuple"),
+        (Gated, {"gate": torch.ones(1, TOKENS, 1)}, "Gated returned shape"),
+    ],
+)
+def test_a_block_that_needs_other_positions_is_refused_when_it_runs(
+    block: Callable[[], nn.Module], more: dict[str, torch.Tensor], said: str
+) -> None:
+    tiled = SequenceTiles(block(), 1)
+
+    with pytest.raises((TypeError, ValueError), match=said):
+        tiled(torch.ones(1, TOKENS, 8), **more)
+
+
 def test_layers_and_blocks_can_both_be_tiled() -> None:
     whole, tiled = blocks()
     tile_sequence(tiled, "Feedforward", 4)
