@@ -16,9 +16,16 @@ from infinity_engine.tiling.replacing import (
     tile_those,
 )
 from infinity_engine.tiling.sequence import SequenceTiles
-from infinity_engine.tiling.weights import TiledValues, TiledWeight, WeightTile
+from infinity_engine.tiling.weights import (
+    PlaceInWeight,
+    TiledValues,
+    TiledWeight,
+    WeightTile,
+    places_of_tiles,
+)
 
 __all__ = [
+    "PlaceInWeight",
     "SequenceTiles",
     "TileCut",
     "Tiled",
@@ -31,6 +38,7 @@ __all__ = [
     "cut_into",
     "largest_tile",
     "needs_tiles",
+    "places_of_tiles",
     "plan_tiles",
     "replaceable",
     "tile",

@@ -15,7 +15,7 @@ import torch
 from infinity_engine.errors import ConfigError
 from infinity_engine.tiling.cuts import TileCut
 
-__all__ = ["TiledValues", "TiledWeight", "WeightTile"]
+__all__ = ["PlaceInWeight", "TiledValues", "TiledWeight", "WeightTile", "places_of_tiles"]
 
 _Result = TypeVar("_Result")
 
@@ -81,6 +81,16 @@ class TiledValues:
             whole[place] = values
         assert whole is not None, "there is a tile at least"
         return whole
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceInWeight:
+    """Where a parameter lies in a whole weight: from `first_element` on, in the weight's order."""
+
+    names: tuple[str, ...]
+    """The whole weight's: more than one where it is tied."""
+    shape: tuple[int, ...]
+    first_element: int = 0
 
 
 class TiledWeight(torch.nn.Module):
@@ -177,6 +187,24 @@ class TiledWeight(torch.nn.Module):
                     tile.replace(whole[place].clone())
                 else:
                     tile.values().copy_(whole[place])
+
+
+def places_of_tiles(model: torch.nn.Module) -> dict[int, PlaceInWeight]:
+    """Return the place of each tile of a model, by the id of its parameter.
+
+    Tiles with a part of each row are left out: their elements are not one after another.
+    """
+    found: dict[int, PlaceInWeight] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, TiledWeight) or len(module.columns) > 1:
+            continue
+        values = module.whole_values()
+        shape = (module.rows.length, module.columns.length)
+        for parameter, (rows, _) in zip(values.tiles, values.places(), strict=True):
+            before = found[id(parameter)].names if id(parameter) in found else ()
+            name = f"{path}.weight" if path else "weight"
+            found[id(parameter)] = PlaceInWeight((*before, name), shape, rows.start * shape[1])
+    return found
 
 
 def _itself(weight: torch.Tensor) -> torch.Tensor:

@@ -278,6 +278,54 @@ def test_a_saved_run_goes_on_with_the_same_tiles(tmp_path: Path) -> None:
         assert differing(bits_of(engine), expected) == []
 
 
+@pytest.mark.parametrize(
+    ("saved_with", "loaded_with"), [(None, LIMIT), (LIMIT, None), (LIMIT, "768KiB")]
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_saved_run_goes_on_with_other_tiles(
+    saved_with: str | None, loaded_with: str | None, frozen: bool, tmp_path: Path
+) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+
+    def opened_with(limit: str | None, tier: str, stack: ExitStack) -> Engine:
+        model = made(Language)
+        embed: Any = model.embed
+        embed.weight.requires_grad_(not frozen)
+        if limit is not None:
+            assert tile(model, limit).names == ("embed", "head")
+        optimizer = torch.optim.AdamW(
+            [(name, known) for name, known in model.named_parameters() if known.requires_grad]
+        )
+        return opened(model, tier, tmp_path, stack, optimizer)
+
+    def moments(engine: Engine) -> list[Any]:
+        embed: Any = engine.module.embed
+        states: list[Any] = [engine.state_of(known) for known in embed.parameters()]
+        assert {state["step"] for state in states} == {1}
+        return [torch.cat([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq")]
+
+    tokens = torch.randint(WIDE, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    with ExitStack() as stack:
+        engine = opened_with(saved_with, "host", stack)
+        engine.backward(engine(tokens, tokens))
+        engine.step()
+        engine.save(tmp_path / "run")
+        engine.export(tmp_path / "weights")
+        weights, states = engine.state_dict(), [] if frozen else moments(engine)
+    with ExitStack() as stack:
+        engine = opened_with(loaded_with, "drives" if loaded_with else "host", stack)
+        [names] = [group["param_names"] for group in engine.optimizer.param_groups]
+        engine.load(tmp_path / "run")
+
+        assert differing(weights, engine.state_dict()) == []
+        assert frozen or all(map(torch.equal, moments(engine), states))
+        assert engine.optimizer.param_groups[0]["param_names"] == names
+    # What is exported is for programs that know no tiles.
+    exported = load_file(tmp_path / "weights" / "model.safetensors")
+    assert set(exported) == set(weights) - {"head.weight"}
+    assert differing({name: weights[name] for name in exported}, exported) == []
+
+
 def test_a_tiled_head_computes_in_autocasts_dtype_on_every_tier(tmp_path: Path) -> None:
     tokens = torch.randint(WIDE, (2, TOKENS), generator=torch.Generator().manual_seed(0))
 

@@ -27,6 +27,7 @@ from infinity_engine.parameters.providing import Provider
 from infinity_engine.plan import Tier
 from infinity_engine.ranks.together import ManyRanks
 from infinity_engine.telemetry import Telemetry
+from infinity_engine.tiling import PlaceInWeight, places_of_tiles
 from infinity_engine.update.states import StateKeeper
 
 __all__ = [
@@ -99,23 +100,24 @@ class Run:
         Raises:
             TypeError: a buffer cannot be saved.
         """
-        names: dict[int, list[str]] = {}
-        # With tied names: the first names the tensor, the others are its aliases.
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
+        places = self.places()
+        # The tiles of a weight are one tensor.
+        by_name: dict[str, list[ModelParameter]] = {}
         for known in (*self.trained, *self.frozen):
-            first, *aliases = names[id(known.parameter)]
+            by_name.setdefault(places[known.number].names[0], []).append(known)
+        for parts in by_name.values():
+            known, place = parts[0], places[parts[0].number]
             dtype = code_of(known.parameter)
             is_trained = isinstance(known, TrainedParameter)
             trained = {"master": "F32", **dict.fromkeys(self.states.state_names, "F32")}
             yield SavedTensor(
-                name=first,
+                name=place.names[0],
                 kind=Kind.TRAINED if is_trained else Kind.FROZEN,
-                shape=tuple(known.parameter.shape),
+                shape=place.shape,
                 dtype=dtype,
                 streams=trained if is_trained else {"value": dtype},
-                steps=steps_of(known.number) if is_trained else 0,
-                aliases=tuple(aliases),
+                steps=max(steps_of(part.number) for part in parts) if is_trained else 0,
+                aliases=place.names[1:],
             )
         kept = {
             f"{prefix}.{name}" if prefix else name
@@ -133,6 +135,26 @@ class Run:
                 dtype=dtype,
                 streams={"value": dtype},
             )
+
+    def places(self) -> Mapping[int, PlaceInWeight]:
+        """Return where each parameter is in the tensors that are saved, by its number."""
+        names: dict[int, list[str]] = {}
+        # With tied names: the first names the tensor, the others are its aliases.
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        tiles = places_of_tiles(self.model)
+        kinds: dict[tuple[str, ...], set[object]] = {}
+        for known in (*self.trained, *self.frozen):
+            if id(known.parameter) in tiles:
+                kind = isinstance(known, TrainedParameter), known.parameter.dtype
+                kinds.setdefault(tiles[id(known.parameter)].names, set()).add(kind)
+        places: dict[int, PlaceInWeight] = {}
+        for known in (*self.trained, *self.frozen):
+            whole = PlaceInWeight(tuple(names[id(known.parameter)]), tuple(known.parameter.shape))
+            tile = tiles.get(id(known.parameter), whole)
+            # Tiles of which some are frozen have other streams than the rest.
+            places[known.number] = whole if len(kinds.get(tile.names, ())) > 1 else tile
+        return places
 
     def first_element(self, number: int) -> int:
         """Return where this rank's shard of a trained parameter begins."""
@@ -152,12 +174,21 @@ class Run:
 
     def group_members(self) -> list[list[str]]:
         """Return the names of the parameters in each of the optimizer's groups."""
-        names = {id(known.of_model): known.name for known in (*self.trained, *self.frozen)}
+        places = self.places()
+        names = {
+            id(known.of_model): places[known.number].names[0]
+            for known in (*self.trained, *self.frozen)
+        }
         return [
             # A parameter that the engine does not know has no name.
-            [names.get(id(parameter), "") for parameter in group["params"]]
+            _each_once([names.get(id(parameter), "") for parameter in group["params"]])
             for group in self.optimizer.param_groups
         ]
+
+
+def _each_once(names: Sequence[str]) -> list[str]:
+    """Return the names with one for all tiles of a weight, which are neighbours."""
+    return [name for at, name in enumerate(names) if not (name and at and name == names[at - 1])]
 
 
 class RunRanks:

@@ -150,6 +150,7 @@ class _Load:
         self._room = room
         self._weights_only = weights_only
         self._wanted: dict[str, SavedTensor] = {}  # by the model's own name
+        self._places = run.places()
         self._objects: Mapping[str, Any] = {}
         self._restores: list[str] = []  # of "optimizer_groups" and "schedulers"
         self.loaded = Loaded(tag=reader.manifest.tag, step=reader.manifest.step)
@@ -311,10 +312,10 @@ class _Load:
 
         def fill(segment: Segment, pieces: Mapping[str, torch.Tensor]) -> None:
             parameter = run.trained[segment.parameter]
-            saved = self._wanted.get(parameter.name)
+            saved, start = self._saved(parameter)
             if saved is None:
                 return
-            first = run.first_element(parameter.number) + segment.first_element
+            first = start + run.first_element(parameter.number) + segment.first_element
             for name, piece in pieces.items():
                 if name == "master":
                     self._read_weight(saved, first, piece)
@@ -323,7 +324,7 @@ class _Load:
 
         states.overwrite_segments(fill)
         for parameter in run.trained:
-            saved = self._wanted.get(parameter.name)
+            saved, _ = self._saved(parameter)
             if saved is not None and not self._weights_only:
                 states.set_steps(parameter.number, saved.steps)
 
@@ -331,14 +332,14 @@ class _Load:
         """Read frozen parameters and buffers."""
         failures: list[Exception] = []
         for parameter in self._run.frozen:
-            saved = self._wanted.get(parameter.name)
+            saved, start = self._saved(parameter)
             if saved is None or not parameter.parameter.numel():
                 continue
             # All ranks gather each of them, so this rank does too after its first failure.
             with self._run.shown(parameter):
                 try:
                     if not failures:
-                        self._read_frozen(saved, parameter)
+                        self._read_frozen(saved, start, parameter)
                 except Exception as error:
                     failures.append(error)
         if failures:
@@ -355,9 +356,14 @@ class _Load:
                 self._read_weight(saved, 0, read.view(-1))
                 self._overwrite(name, values, read)
 
-    def _read_frozen(self, saved: SavedTensor, parameter: ModelParameter) -> None:
+    def _saved(self, parameter: ModelParameter) -> tuple[SavedTensor | None, int]:
+        """Return the tensor that a parameter is in, if it is wanted, and where it begins there."""
+        place = self._places[parameter.number]
+        return self._wanted.get(place.names[0]), place.first_element
+
+    def _read_frozen(self, saved: SavedTensor, start: int, parameter: ModelParameter) -> None:
         """Read a parameter that is shown."""
-        self._read_weight(saved, 0, parameter.parameter.data.reshape(-1))
+        self._read_weight(saved, start, parameter.parameter.data.reshape(-1))
         # At home as well: it is fetched from there again.
         if self._run.provider is not None:
             self._run.provider.write_home(parameter.number)
@@ -394,9 +400,9 @@ class _Load:
                 stateful.load_state_dict(objects["extra"][name])
         if "optimizer_groups" in self._restores:
             groups = zip(self._run.optimizer.param_groups, objects["optimizer_groups"], strict=True)
-            # `saved` has no "params": each group keeps its parameters.
+            # `saved` has no "params": each group keeps its parameters, and their names.
             for group, saved in groups:
-                group.update(saved)
+                group.update({key: value for key, value in saved.items() if key != "param_names"})
         if "schedulers" in self._restores:
             for scheduler, state in zip(self._run.schedulers, objects["schedulers"], strict=True):
                 scheduler.load_state_dict(state)

@@ -51,8 +51,8 @@ from infinity_engine.engine.checkpoints.sources import (
     SmallBuffers,
     StateStreams,
     UntrainedStreams,
+    frozen_slices,
     hand_out,
-    whole_of,
 )
 from infinity_engine.errors import (
     CollectiveError,
@@ -790,9 +790,8 @@ class _BackgroundStreams:
         self._states = StateStreams(run, captured, tensors)
         self._objects: RankObjects | None = None
         self._shared: list[SharedFile] = []
-        self._whole = [
-            (whole_of(tensors[known.name]), known.home.detach().view(-1)) for known in frozen
-        ]
+        values = (known.home.detach().view(-1) for known in frozen)
+        self._whole = list(zip(frozen_slices(run, tensors, frozen), values, strict=True))
         self._rooms: Sequence[memoryview] = ()
 
     @property

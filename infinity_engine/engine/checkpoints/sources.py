@@ -17,7 +17,15 @@ from infinity_engine.engine.checkpoints.checkpointing import Run
 from infinity_engine.parameters.parameters import ModelParameter
 from infinity_engine.update.captured import CapturedPiece, CapturedStates, RunOnDrives, bytes_of
 
-__all__ = ["SmallBuffers", "StateStreams", "UntrainedStreams", "flat", "hand_out", "whole_of"]
+__all__ = [
+    "SmallBuffers",
+    "StateStreams",
+    "UntrainedStreams",
+    "flat",
+    "frozen_slices",
+    "hand_out",
+    "whole_of",
+]
 
 
 class StateStreams:
@@ -27,8 +35,12 @@ class StateStreams:
         self, run: Run, captured: CapturedStates, tensors: Mapping[str, SavedTensor]
     ) -> None:
         self.captured = captured
+        places = run.places()
         self._streams = {
-            known.number: (tensors[known.name], run.first_element(known.number))
+            known.number: (
+                tensors[places[known.number].names[0]],
+                places[known.number].first_element + run.first_element(known.number),
+            )
             for known in run.trained
         }
 
@@ -81,10 +93,12 @@ class UntrainedStreams:
         copied: Collection[str] = (),
     ) -> None:
         self._run = run
-        self._tensors = tensors
-        self._frozen = [known for known in frozen if tensors[known.name].numel]
+        slices = frozen_slices(run, tensors, frozen)
+        self._frozen = [
+            (known, part) for known, part in zip(frozen, slices, strict=True) if part.numel
+        ]
         self._buffers = [
-            (name, buffer)
+            (whole_of(tensors[name]), buffer)
             for name, buffer in run.model.named_buffers()
             if buffer.numel() and name not in copied
         ]
@@ -102,20 +116,21 @@ class UntrainedStreams:
 
     def slices(self) -> list[Slice]:
         """Return what is written."""
-        names = [known.name for known in self._frozen] + [name for name, _ in self._buffers]
-        return [whole_of(self._tensors[name]) for name in names] if self._is_first else []
+        if not self._is_first:
+            return []
+        return [part for _, part in self._frozen] + [part for part, _ in self._buffers]
 
     def hand_out(self, sink: SliceSink) -> None:
         """Hand out the bytes of all slices; all ranks take part."""
-        for known in self._frozen:
+        for known, part in self._frozen:
             with self._run.shown(known):
-                self._hand_out(known.name, known.parameter.data, sink)
-        for name, buffer in self._buffers:
-            self._hand_out(name, buffer, sink)
+                self._hand_out(part, known.parameter.data, sink)
+        for part, buffer in self._buffers:
+            self._hand_out(part, buffer, sink)
 
-    def _hand_out(self, name: str, tensor: torch.Tensor, sink: SliceSink) -> None:
+    def _hand_out(self, part: Slice, tensor: torch.Tensor, sink: SliceSink) -> None:
         if self._is_first:
-            hand_out(whole_of(self._tensors[name]), flat(tensor), self._room, sink)
+            hand_out(part, flat(tensor), self._room, sink)
 
 
 class SmallBuffers:
@@ -136,6 +151,21 @@ class SmallBuffers:
         """Yield their values as they are now, in host memory."""
         for name, buffer in self._buffers.items():
             yield whole_of(self._tensors[name]), flat(buffer).to("cpu", copy=True)
+
+
+def frozen_slices(
+    run: Run, tensors: Mapping[str, SavedTensor], frozen: Sequence[ModelParameter]
+) -> list[Slice]:
+    """Return what is saved of each frozen parameter."""
+    places = run.places()
+    return [
+        Slice(
+            tensors[places[known.number].names[0]].stream("value"),
+            places[known.number].first_element,
+            known.parameter.numel(),
+        )
+        for known in frozen
+    ]
 
 
 def whole_of(tensor: SavedTensor) -> Slice:
