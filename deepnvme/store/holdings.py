@@ -249,12 +249,14 @@ class Holdings:
         """Return what a commit that begins now holds, and keep its space until it is over."""
         content = Content(MappingProxyType(dict(self._tensors)), self.trees)
         self._need(content.tensors.values())
+        # Before the commit is made: what is put from here on is in the next one.
         self.changed = False
         return content
 
     def committed(self, generation: int, content: Content) -> None:
         """Note that this commit is on the drives, in place of the one two generations before."""
         self._commits[generation] = tuple(content.tensors.values())
+        # Its manifest was overwritten by this one: there are two places for manifests.
         self._need_no_more(self._commits.pop(generation - 2, ()))
 
     def not_committed(self, content: Content) -> None:
@@ -289,6 +291,7 @@ class Holdings:
             self._need(records)
         self._trees = dict(manifests[chosen].trees)
         self._tensors = dict(manifests[chosen].tensors)
+        # Once more than the commit: the names need the space until they are replaced.
         self._need(self._tensors.values())
 
     # --- space ------------------------------------------------------------------------------------

@@ -173,6 +173,7 @@ class Lane:
             request = self._waiting[0]
             nbytes += request.nbytes
             # Of two requests for one name, the later one has to find what the earlier one did.
+            # Compared by value: each look at a method makes another object.
             if request.together != first.together or request.name in names or nbytes > _MOST_BYTES:
                 break
             names.add(request.name)

@@ -138,6 +138,7 @@ def _entries(tensors: Iterable[tuple[str, Record]]) -> Iterator[str]:
     """
     remaining = iter(tensors)
     while some := list(islice(remaining, _ENCODED_TOGETHER)):
+        # Without its braces, as the entries of all groups stand in one object.
         yield as_json({name: _entry(record) for name, record in some})[1:-1]
 
 
@@ -256,6 +257,7 @@ def _check_disjoint(tensors: Mapping[str, Record]) -> None:
         for name, record in tensors.items()
         for extent in record.extents
     )
+    # In order of their beginning, if any two overlap, two neighbours do.
     for (member, _, end, name), (next_member, begin, _, next_name) in pairwise(taken):
         if member == next_member and end > begin:
             raise ValueError(
@@ -291,6 +293,7 @@ def _check_json(tree: Any) -> None:
     """Refuse text that cannot be written again, and nesting that would exhaust the stack of who
     walks it.
     """
+    # Level by level: recursion would exhaust the stack here, where nesting is to be refused.
     level = [tree]
     for _ in range(_MAX_NESTING):
         following: list[Any] = []

@@ -44,6 +44,7 @@ class ManifestFiles:
         """Write the draft, which is open for the block; whatever fails in it, no draft is left."""
         draft = self.folder / _DRAFT
         try:
+            # "w": a commit that was killed may have left one, which is emptied.
             with self._queue.open(draft, "w", permissions=0o600) as file:
                 once_there_is_room(partial(file.pwrite, content)).result()
                 yield file

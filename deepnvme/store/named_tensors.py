@@ -114,6 +114,7 @@ class NamedTensors:
             name: tensor for name, tensor in given.items() if type(tensor).__module__ not in _KNOWN
         }
         first = {name: described(name, tensor, description) for name, tensor in foreign.items()}
+        # A generator: each is described when those before it are on their way to the drives.
         records = self.io.write(
             first.get(name) or described(name, tensor, description)
             for name, tensor in given.items()
@@ -123,6 +124,8 @@ class NamedTensors:
                 self._check_open()
                 self._check_changing()
                 name(dict(zip(given, records, strict=True)))
+            # Not after any error: where Ctrl-C came in `name`, the names may have the space
+            # already.
             except NVMeError:  # a commit has failed meanwhile, or the store was closed
                 self.holdings.give_back(records)
                 raise
@@ -137,6 +140,7 @@ class NamedTensors:
 
         What it returns for names in `new` was made just then.
         """
+        # In the order asked for, which is not the order of reading.
         results = dict.fromkeys(held)
 
         def memory(name: str) -> Memory:
@@ -177,6 +181,7 @@ class NamedTensors:
             # compares them with checksums.
             may_change = not (has_commits or self._summing)
             in_place = may_change or holdings.is_only_named(record)
+            # After the question above, which would count this reader too.
             held = holdings.hold((name,))
             if in_place and record.checksums is not None:
                 # Until the bytes are written, a reader must not compare them with old checksums.
@@ -220,6 +225,8 @@ class NamedTensors:
             held = holdings.hold([name for name in names if name in holdings])
         found: list[Damage] = []
         with self._until_read(held):
+            # Many small ones are fast together; where one is damaged, each is read again to find
+            # it.
             sound = len(held) > 1 and self.io.are_sound(held)
             for name, record in held.items():
                 if not sound:

@@ -43,6 +43,7 @@ class ReadAhead:
 
     def want(self, sizes: Mapping[str, int], most_bytes: int) -> None:
         """Want tensors of these names and sizes, behind those wanted already."""
+        # The latest call decides, for what was wanted before as well.
         self._most_bytes = most_bytes
         self._wanted.update(
             # A name that was wanted keeps its place; one that has begun would be read twice.
@@ -102,6 +103,7 @@ def streamed(
         raise ValueError(f"depth must be at least 1, got {depth}")
     begun: deque[tuple[_Names, StoreFuture[_Read]]] = deque()
     try:
+        # A copy: the caller may change its own between two of these.
         for name in list(names):
             begun.append((name, read(name)))
             if len(begun) > depth:

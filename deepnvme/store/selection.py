@@ -52,6 +52,7 @@ def select(shape: Sequence[int], itemsize: int, key: Any) -> Selection:
     strides = [math.prod(shape[dimension + 1 :]) * itemsize for dimension in range(len(shape))]
     # From the last dimension on: as long as dimensions are whole, their bytes are one run.
     inner = len(shape)
+    # An empty dimension counts as whole: then nothing is selected at all.
     while inner > 0 and len(picked[inner - 1][0]) == shape[inner - 1]:
         inner -= 1
     run_nbytes = math.prod(shape[inner:]) * itemsize

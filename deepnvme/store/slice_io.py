@@ -52,6 +52,8 @@ def windows(runs: Iterable[tuple[int, int]], nbytes: int, unit: int) -> Iterator
     end = 0
     for offset, length, source in _cut(runs):
         # A gap ends a window only where no unit has bytes of both sides: the end is rounded up.
+        # Windows also end where staging memory would: at multiples of RUN_BYTES, which are whole
+        # units.
         other_cell = bool(group) and offset // RUN_BYTES != group[0][0] // RUN_BYTES
         if other_cell or (offset - end > GAP_BYTES and offset // unit >= -(-end // unit)):
             yield from _window(group, nbytes, unit)
@@ -190,6 +192,7 @@ class SliceIO:
     def _change(self, change: _Change, window: Window, staging: Memory, batch: Batch) -> None:
         """Change the window, which is in staging memory, and begin to write it."""
         whole = staging.part(0, window.nbytes)
+        # The sums are taken below: of the whole window, and not of the part.
         gather(staging, window.places, window.sizes, _parts(change.memory, window), summing=False)
         if self._sums(change.record):
             change.sums.update(enumerate(checksums_of(whole), window.start // CHECKSUM_BYTES))

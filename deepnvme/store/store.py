@@ -130,6 +130,8 @@ class TensorStore:
             undo.callback(volume.discard)
             store = cls(volume, durability=kept, checksum=summed, returns=given)
             undo.callback(store.discard)
+            # An empty store has a commit too: one without any counts as interrupted while it was
+            # made.
             store.commit()
             undo.pop_all()
         return store
@@ -184,6 +186,7 @@ class TensorStore:
             undo.callback(volume.close)
             store = cls(volume, durability=kept, checksum=summed, returns=given)
             manifests, meant = store._commits.find(generation)
+            # Without the lock: no other thread has this store yet.
             store._tensors.holdings.adopt(manifests, meant, volume.reserve)
             undo.pop_all()
         return store
@@ -416,6 +419,7 @@ class TensorStore:
         Tensors on a GPU, and those that are not one piece of memory, are copied one by one as they
         are written.
         """
+        # Structure, keys and dtypes that cannot be kept are refused here, before a byte is written.
         structure, found = flatten(state)
         tensors = {f"{check_name(name)}/{leaf}": tensor for leaf, tensor in found.items()}
         self._put(
@@ -449,6 +453,7 @@ class TensorStore:
         leaves(structure)  # before it is copied: it may be anything
         self._wait_for_queued((name,))
         with self._tensors.changing() as holdings:
+            # The caller may change its own, and a commit may be encoding this one.
             holdings.name_tree(check_name(name), deepcopy(structure))
 
     @property
@@ -487,10 +492,12 @@ class TensorStore:
     def __iter__(self) -> Iterator[str]:
         """Yield the names there are now."""
         with self._tensors.looking() as holdings:
+            # A tuple's, as the caller goes on when the lock is free.
             return iter(holdings.names)
 
     def __len__(self) -> int:
         """Count the tensors."""
+        # Without the lock: the length of a dict is one step under the GIL.
         return len(self._tensors.holdings)
 
     def __getitem__(self, name: str) -> Any:
@@ -554,8 +561,11 @@ class TensorStore:
     def _commit(self, before: Iterable[Future[Any] | threading.Lock]) -> int:
         if self.durability is Durability.NONE:
             raise ValueError("a swap store has no commits: use TensorStore.create()")
+        # Before the lock below: a part that is being put has begun its write and then takes that
+        # lock.
         self._threads.wait_for(before)
         with self._committing:
+            # Only now: another commit may have been made while this one waited.
             last = self._commits.generation
             # The content is fixed with the lock held, and written without it: puts go on.
             with self._tensors.changing() as holdings:
@@ -629,7 +639,7 @@ class TensorStore:
         if not self._ended and not self.closed and not self._tensors.io.is_forked:
             self._tell_of_loss("forgotten without close()")
 
-    def _tell_of_loss(self, what: str, *, stacklevel: int = 3) -> None:
+    def _tell_of_loss(self, what: str) -> None:
         if (
             self._tensors.holdings.changed
             and self.durability is not Durability.NONE
@@ -640,7 +650,8 @@ class TensorStore:
                 f"the store in {where} was {what} with changes that were not committed; they are "
                 "gone"
             )
-            warnings.warn(message, UncommittedWarning, stacklevel=stacklevel)
+            # At the line that closes the store.
+            warnings.warn(message, UncommittedWarning, stacklevel=3)
 
     def __enter__(self) -> TensorStore:
         """Return itself."""
@@ -729,6 +740,7 @@ class TensorStore:
 
     def _read_on(self) -> None:
         """Read ahead as much as there is room for. Called with the lock held."""
+        # get_many() takes the lock, which is held here: it runs later, on another thread.
         self._ahead.begin(lambda name: self._threads.read(lambda: self.get_many((name,))[name]))
 
     def _streamed(

@@ -32,6 +32,8 @@ class StoreThreads:
         # Between check_taking() and the executor: no work comes to one that is shut down.
         self._lock = threading.Lock()
         # One thread writes, so that of two puts of a name the later one wins.
+        # Threads of an executor are joined at the interpreter's exit: what was begun is done by
+        # then.
         self._executors = (
             ThreadPoolExecutor(1, f"{self._name}-writer"),
             ThreadPoolExecutor(_READERS, f"{self._name}-reader"),

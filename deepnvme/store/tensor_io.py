@@ -105,6 +105,7 @@ class TensorIO:
                     if 0 < group[0][1].nbytes <= SMALL_BYTES:
                         records.update(self._write_together(group, taken, pipeline))
                     for index, tensor in group:
+                        # Large, empty, or small ones for which there was no unbroken space.
                         if index not in records:
                             records[index] = self._write_alone(tensor, taken, pipeline)
         except BaseException:
@@ -178,6 +179,7 @@ class TensorIO:
         taken[untaken:] = [stretch for _, stretch in stretches]  # the same space in fewer objects
         staging = self.staged.take(pipeline)
         batch = pipeline.start(staging.nbytes, release=partial(self.staged.give, staging))
+        # Kept until gather() has copied: addresses alone keep no memory alive.
         described = [tensor.gathered() for _, tensor in group]
         sums = gather(
             staging, places, sizes, [tensor.memory for tensor in described], summing=self._summing
@@ -344,6 +346,7 @@ class TensorIO:
             yield Damage(name, start, piece.nbytes, str(error))
             return
         finally:
+            # Also after an error: the buffer is filled again with the next piece.
             batch.drain()
         for at, nbytes in _differing(record, start, checksums_of(piece)):
             yield Damage(name, at, nbytes, "these are not the bytes that were put")
@@ -429,6 +432,7 @@ def _in_turns(extents: Sequence[Extent], most: int) -> list[tuple[int, int]]:
     share: dict[int, float] = {}
     begin = 0
     for extent in extents:
+        # Pieces are cut from the tensor's start: one that begins in the extent before counts there.
         first = -(-begin // most) * most
         for start in range(first, begin + extent.nbytes, most):
             share[start] = (passed[extent.member] + start - begin) / totals[extent.member]
@@ -441,6 +445,7 @@ def _differing(record: Record, start: int, sums: Sequence[int]) -> Iterator[tupl
     """Yield offset and length of the bytes from `start` that differ from these checksums."""
     if record.checksums is None:
         return
+    # `start` is where a checksum begins: pieces are cut at whole ones.
     for index, got in enumerate(sums, start // CHECKSUM_BYTES):
         if got != record.checksums[index]:
             at = index * CHECKSUM_BYTES

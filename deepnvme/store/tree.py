@@ -130,6 +130,8 @@ class _Flattening:
     def _name_of(self, leaf: Any, path: _Path) -> str:
         known = _identity(leaf)
         if known not in self._names:
+            # A slash parts a state's name from its leaf's. Keys with dots may lead to one name: see
+            # below.
             wanted = ".".join(str(part) for part in path).replace("/", "%2F") or _NAMELESS
             name = wanted
             while name in self.leaves:
@@ -150,6 +152,7 @@ def _identity(leaf: Any) -> Hashable:
             leaf.layout == torch.strided
             and leaf.numel()
             and leaf.device.type != "meta"
+            # Without memory of its own its address is 0: two such tensors are not one.
             and leaf.data_ptr()
         ):
             # Lazy views share memory with what they are views of, and mean other values.
@@ -208,6 +211,7 @@ def _leaf_tag(value: Any) -> str | None:
 
 def _numpy_scalar(value: Any, path: _Path) -> Any:
     numpy = sys.modules.get("numpy")
+    # numpy's texts are also Python's: they are refused, and the advice is to make them plain.
     if numpy is None or not isinstance(value, numpy.generic) or isinstance(value, (str, bytes)):
         raise TypeError(
             f"{_place(path)} is a {_kind(value)}, which a state dict cannot keep: {_advice(value)}"
