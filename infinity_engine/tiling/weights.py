@@ -93,6 +93,35 @@ class PlaceInWeight:
     first_element: int = 0
 
 
+class _JoinedWeight(torch.Tensor):
+    """A copy of a weight in tiles, to be read only: a change of it would be lost without a word."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        kwargs = kwargs or {}
+        name, given = func.__name__, (*args, *kwargs.values())
+        changes = name in _CHANGING or (name.endswith("_") and not name.endswith("__"))
+        if isinstance(kwargs.get("out"), cls) or (changes and isinstance(given[0], cls)):
+            raise RuntimeError(
+                f"{name} would change a copy of a weight that is in tiles, and no tile. Change "
+                "each tile: `for tile in layer.tiles: tile.weight`; merge adapters before layers "
+                "are cut into tiles"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            found: torch.Tensor = func(*args, **kwargs)
+        # What stands for the same weight is not to be changed either; what is computed of it may.
+        return found.as_subclass(cls) if func in _ALIASES else found
+
+
+_CHANGING = frozenset(
+    {"__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+)
+# torch declares no methods of properties
+_ALIASES = (torch.Tensor.data.__get__, torch.Tensor.detach)  # type: ignore[attr-defined]
+
+
 class TiledWeight(torch.nn.Module):
     """A weight of (rows, columns) in tiles, row by row."""
 
@@ -115,13 +144,27 @@ class TiledWeight(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The whole weight, joined: all tiles are needed at one time, which tiles are to avoid."""
-        return torch.cat(
+        """The whole weight, joined: all tiles are needed at one time, which tiles are to avoid.
+
+        It cannot be changed: no tile would change with it.
+        """
+        whole = torch.cat(
             [
                 torch.cat([tile(_itself) for tile in self._row(number)], 1)
                 for number in range(len(self.rows))
             ]
         )
+        return whole.as_subclass(_JoinedWeight)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Register a parameter, but no whole weight beside the tiles."""
+        if name == "weight":
+            raise RuntimeError(
+                f"The weight of a {type(self).__name__} is in tiles, so no other can take its "
+                "place. Set or tie weights before the layer is cut into tiles; load_state_dict() "
+                "loads a whole weight into the tiles"
+            )
+        super().register_parameter(name, param)
 
     def row_tiles(self) -> Iterator[tuple[WeightTile, slice]]:
         """Yield the tiles and their rows, where each has all columns."""

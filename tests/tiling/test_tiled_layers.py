@@ -227,6 +227,56 @@ def test_a_whole_weight_can_be_read_and_differentiated() -> None:
     assert torch.equal(joined(layer), torch.full((5, 24), 2.0))
 
 
+def add_as_adapters_do(layer: Any) -> None:
+    layer.weight.data += 1.0  # as peft merges
+
+
+def replace_data(layer: Any) -> None:
+    layer.weight.data = torch.zeros(5, 24)
+
+
+@torch.no_grad()
+def zero_an_element(layer: Any) -> None:
+    layer.weight[0, 0] = 0.0
+
+
+def assign(layer: Any) -> None:
+    layer.weight = nn.Parameter(torch.zeros(5, 24))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        add_as_adapters_do,
+        replace_data,
+        zero_an_element,
+        assign,
+        lambda layer: nn.init.zeros_(layer.weight),
+        lambda layer: layer.weight.detach().copy_(torch.zeros(5, 24)),
+        lambda layer: torch.zeros(5, 24, out=layer.weight.detach()),
+    ],
+)
+def test_a_change_of_a_whole_weight_is_refused(change: Callable[[Any], object]) -> None:
+    _, tiled = tiled_model()
+    layer: Any = tiled[3]  # type: ignore[index]
+    before = layer.state_dict()["weight"]
+
+    with pytest.raises(RuntimeError, match="in tiles"):
+        change(layer)
+
+    assert torch.equal(layer.state_dict()["weight"], before)
+
+
+def test_what_is_computed_of_a_whole_weight_can_be_changed() -> None:
+    _, tiled = tiled_model()
+    layer: Any = tiled[3]  # type: ignore[index]
+    doubled = layer.weight * 2
+    copied = layer.weight.detach().clone()
+
+    assert type(doubled) is type(copied) is torch.Tensor
+    torch.testing.assert_close(copied.mul_(2.0), doubled)
+
+
 def test_a_copy_of_a_tiled_model_is_of_its_own() -> None:
     _, tiled = tiled_model()
     copied = copy.deepcopy(tiled)
