@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -118,14 +118,15 @@ class _Running:
     started: float = 0.0
     inputs: int = 0
     saved: dict[int, int] = field(default_factory=dict)  # bytes by address, as long as it runs
-    versions: dict[str, object] = field(default_factory=dict)
+    # The buffers themselves: the id of one that has gone may be that of another.
+    buffers: Sequence[_BufferNow] = ()
     given: Sequence[tuple[torch.Tensor, int]] = ()
 
     def begin(self, call: BlockCall | None, now: float) -> None:
         """Note what keeps the call, and when it begins."""
         self.call, self.started = call, now
         if self.way.recomputes:
-            self.versions = _versions(self.module)
+            self.buffers = _buffers_of(self.module)
 
     def note_saved(self, address: int, nbytes: int) -> None:
         """Count memory that is saved, once."""
@@ -275,7 +276,7 @@ class BlockActivations:
         if call.runs_again and any(_version(tensor) != then for tensor, then in running.given):
             self._decider.refuse_recompute(block, "it changes its inputs in place")
             call.keep()
-        if call.runs_again and _versions(running.module) != running.versions:
+        if call.runs_again and _has_changed(running.module, running.buffers):
             self._decider.refuse_recompute(block, "it changes its buffers")
             call.keep()
         if call.runs_again:
@@ -493,5 +494,23 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _versions(module: torch.nn.Module) -> dict[str, object]:
-    return {name: (id(buffer), _version(buffer)) for name, buffer in module.named_buffers()}
+class _BufferNow(NamedTuple):
+    """A buffer of a block, and its version."""
+
+    name: str
+    buffer: torch.Tensor
+    version: int
+
+    def is_as(self, before: _BufferNow) -> bool:
+        """Tell whether it is what it was: the same tensor, not changed in place."""
+        is_same = self.buffer is before.buffer
+        return is_same and (self.name, self.version) == (before.name, before.version)
+
+
+def _buffers_of(module: torch.nn.Module) -> list[_BufferNow]:
+    return [_BufferNow(name, buffer, _version(buffer)) for name, buffer in module.named_buffers()]
+
+
+def _has_changed(module: torch.nn.Module, before: Sequence[_BufferNow]) -> bool:
+    now = _buffers_of(module)
+    return len(now) != len(before) or not all(map(_BufferNow.is_as, now, before))

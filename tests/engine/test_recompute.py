@@ -268,8 +268,29 @@ class Counting(Block):
         return super().forward(x) * self.seen
 
 
+class Averaging(Block):
+    """Assigns to a buffer twice: the second tensor may have the id of the first one, which is gone."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        y = super().forward(x) * self.mean
+        for _ in range(2):
+            self.mean = self.mean * 1.5
+        return y
+
+
 @pytest.mark.parametrize(
-    ("block", "why"), [(InPlace, "changes its inputs"), (Counting, "changes its buffers")]
+    ("block", "why"),
+    [
+        (InPlace, "changes its inputs"),
+        (Counting, "changes its buffers"),
+        (Averaging, "changes its buffers"),
+    ],
 )
 def test_blocks_that_cannot_run_twice_are_kept(
     block: Callable[[], nn.Module], why: str, tmp_path: Path
