@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -108,7 +108,7 @@ class BlockCall:
         self.held = 0
         self._arguments = arguments
         self._kept = KeptActivations()
-        self._surroundings = _Surroundings.now(arguments.device)
+        self._surroundings = _Surroundings.now(block.module, arguments.device)
         self._placeholders: list[weakref.ref[Placeholder]] = []
         self._made = 0  # of a second run
         self._task = -1  # the backward that a second run is for
@@ -309,7 +309,7 @@ class _Autocast(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Surroundings:
     """What a block's run depends on beside its arguments: random state, autocast, torch's default
-    device.
+    device, and which modules train.
     """
 
     random: torch.Tensor
@@ -318,9 +318,10 @@ class _Surroundings:
     autocast: Mapping[str, _Autocast]
     caches_casts: bool
     default_device: torch.device
+    modes: Sequence[tuple[torch.nn.Module, bool]]
 
     @classmethod
-    def now(cls, device: torch.device) -> _Surroundings:
+    def now(cls, block: torch.nn.Module, device: torch.device) -> _Surroundings:
         kinds = dict.fromkeys(("cpu", device.type))
         return cls(
             random=torch.get_rng_state(),
@@ -333,6 +334,7 @@ class _Surroundings:
             },
             caches_casts=torch.is_autocast_cache_enabled(),
             default_device=torch.get_default_device(),
+            modes=[(module, module.training) for module in block.modules()],
         )
 
     @contextmanager
@@ -354,7 +356,14 @@ class _Surroundings:
                 )
             if self.default_device != torch.get_default_device():
                 stack.enter_context(self.default_device)
+            stack.callback(_set_modes, [(module, module.training) for module, _ in self.modes])
+            _set_modes(self.modes)
             yield
+
+
+def _set_modes(modes: Sequence[tuple[torch.nn.Module, bool]]) -> None:
+    for module, trains in modes:
+        module.training = trains
 
 
 def _random_of(device: torch.device) -> torch.Tensor | None:

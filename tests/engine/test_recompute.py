@@ -182,6 +182,27 @@ def test_an_evaluation_comes_between_forward_and_backward(tmp_path: Path) -> Non
     same_bits(tmp_path, use=use)
 
 
+class Switching(Block):
+    """Computes something else in evaluation, and saves as much for it."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x * 2 if self.training else x * 3).tanh()
+
+
+@pytest.mark.parametrize("block", [Block, Switching])
+def test_a_second_run_is_in_the_mode_of_the_first(
+    block: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    def use(engine: Engine, seed: int) -> None:
+        loss = engine(batch(seed))
+        engine.module.eval()
+        engine.backward(loss)
+        assert not any(module.training for module in engine.module.modules())
+        engine.module.train()
+
+    same_bits(tmp_path, block, use=use)
+
+
 def test_a_retained_graph_is_differentiated_twice(tmp_path: Path) -> None:
     def use(engine: Engine, seed: int) -> None:
         loss = engine(batch(seed))
