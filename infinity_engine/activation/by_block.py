@@ -22,7 +22,12 @@ from infinity_engine.activation.recompute import (
     UnknownArgument,
     without_cache,
 )
-from infinity_engine.activation.saved import BlockUse, KeptActivations, SavedTensors
+from infinity_engine.activation.saved import (
+    BlockUse,
+    KeptActivations,
+    SavedTensors,
+    version_of,
+)
 from infinity_engine.placement.activations import BlockWay
 from infinity_engine.plan import Tier
 
@@ -191,7 +196,8 @@ class BlockActivations:
         second = self._second
         if second is not None and second.block.module is module:
             self._running.append(_Running(module, self._kept, second, again=True))
-            return None
+            # Hooks that came ahead of this one have changed the arguments in the first run already.
+            return second.take_given()
         if self._closed or not _is_plain_forward():
             self._running.append(_Running(module, self._outside))
             return None
@@ -207,7 +213,7 @@ class BlockActivations:
             way=way,
             block=block,
             inputs=sum(inputs),
-            given=[(tensor, _version(tensor)) for tensor in _tensors((args, kwargs))],
+            given=[(tensor, version_of(tensor)) for tensor in _tensors((args, kwargs))],
         )
         call = None
         if way.recomputes or way is BlockWay.KEEP:
@@ -273,7 +279,7 @@ class BlockActivations:
         )
 
     def _end_call(self, running: _Running, call: BlockCall, block: RepeatedBlock) -> None:
-        if call.runs_again and any(_version(tensor) != then for tensor, then in running.given):
+        if call.runs_again and any(version_of(tensor) != then for tensor, then in running.given):
             self._decider.refuse_recompute(block, "it changes its inputs in place")
             call.keep()
         if call.runs_again and _has_changed(running.module, running.buffers):
@@ -489,11 +495,6 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """Return the version of a tensor: a change in place raises it. Those of inference have none."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 class _BufferNow(NamedTuple):
     """A buffer of a block, and its version."""
 
@@ -508,7 +509,7 @@ class _BufferNow(NamedTuple):
 
 
 def _buffers_of(module: torch.nn.Module) -> list[_BufferNow]:
-    return [_BufferNow(name, buffer, _version(buffer)) for name, buffer in module.named_buffers()]
+    return [_BufferNow(name, buffer, version_of(buffer)) for name, buffer in module.named_buffers()]
 
 
 def _has_changed(module: torch.nn.Module, before: Sequence[_BufferNow]) -> bool:

@@ -252,6 +252,7 @@ class _Movable:
             # A conjugated or negated view shows other values than its memory has.
             or tensor.is_conj()
             or tensor.is_neg()
+            or tensor.is_inference()  # it has no version
         ):
             return False
         storage = tensor.untyped_storage()

@@ -111,6 +111,7 @@ class BlockCall:
         self._surroundings = _Surroundings.now(block.module, arguments.device)
         self._placeholders: list[weakref.ref[Placeholder]] = []
         self._made = 0  # of a second run
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # to a second run
         self._task = -1  # the backward that a second run is for
         self._gone = gone
 
@@ -200,8 +201,13 @@ class BlockCall:
             raise AllMadeAgain
         return packed
 
+    def take_given(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments of the second run as they were in the first, once."""
+        given, self._given = self._given, None
+        return given
+
     def _run_again(self, saving: Callable[[], AbstractContextManager[None]]) -> None:
-        args, kwargs = self._arguments.restored()
+        args, kwargs = self._given = self._arguments.restored()
         self._made = 0
         around = self._surroundings.restored()
         with around, torch.enable_grad(), saving(), suppress(AllMadeAgain):
@@ -234,7 +240,7 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True)
 class _Arguments:
-    """Positional and keyword arguments with `_Saved` in place of tensors, and a tensor's device."""
+    """Positional and keyword arguments with `_Saved` in place of tensors, and the device of one."""
 
     given: Any
     device: torch.device
@@ -253,7 +259,9 @@ class _Arguments:
 
         args, kwargs = given
         stored = _mapped((args, dict(kwargs)), torch.Tensor, saved)
-        return cls(stored, next(iter(devices), torch.device("cpu")))
+        # A position or a mask may be on the CPU beside states on a device.
+        on_device = (device for device in devices if device.type != "cpu")
+        return cls(stored, next(on_device, torch.device("cpu")))
 
     def restored(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = _mapped(self.given, _Saved, _Saved.tensor)

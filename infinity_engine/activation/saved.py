@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["BlockUse", "KeptActivations", "SavedTensors", "changed_since"]
+__all__ = ["BlockUse", "KeptActivations", "SavedTensors", "changed_since", "version_of"]
 
 
 class BlockUse(NamedTuple):
@@ -77,13 +77,14 @@ class KeptActivations:
     def pack(self, tensor: torch.Tensor) -> object:
         """Return the tensor without its graph."""
         # Its version as it is now: an in-place change after this is an error.
-        return _SavedTensor(tensor.detach(), tensor._version)
+        return _SavedTensor(tensor.detach(), version_of(tensor))
 
     def unpack(self, saved: object) -> torch.Tensor:
         """Return the tensor, if it is as it was saved."""
         assert isinstance(saved, _SavedTensor), "it was packed here"
-        if saved.tensor._version != saved.version:
-            raise changed_since(saved.tensor.shape, saved.version, saved.tensor._version)
+        now = version_of(saved.tensor)
+        if now != saved.version:
+            raise changed_since(saved.tensor.shape, saved.version, now)
         return saved.tensor
 
     def end_step(self) -> None:
@@ -99,6 +100,11 @@ class KeptActivations:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the version of a tensor: a change in place raises it. Those of inference have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def changed_since(shape: Iterable[int], saved: int, now: int) -> RuntimeError:

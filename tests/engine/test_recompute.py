@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import infinity_engine
+from infinity_engine.activation import KeptActivations
 from infinity_engine.activation.by_block import BlockActivations
+from infinity_engine.activation.recompute import BlockCall
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
 from support.engine_bits import Bits, bits_of, differing
@@ -226,6 +228,44 @@ def test_masks_and_other_arguments_come_to_the_second_run(tmp_path: Path) -> Non
         scale = torch.linspace(0, 1, 32).requires_grad_()
         engine.backward(engine(batch(seed), scale=scale))
         assert scale.grad is not None
+
+    same_bits(tmp_path, use=use)
+
+
+class Adding(Block):
+    """Adds its mask, which no backward needs."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        assert scale is not None
+        return super().forward(x + scale)
+
+
+def test_a_mask_of_inference_mode_comes_to_the_second_run(tmp_path: Path) -> None:
+    def use(engine: Engine, seed: int) -> None:
+        with torch.inference_mode():
+            mask = torch.linspace(0, 1, 32)
+        engine.backward(engine(batch(seed), scale=mask))
+
+    same_bits(tmp_path, Adding, use=use)
+
+
+def test_the_random_state_is_that_of_the_device_beside_the_cpu() -> None:
+    position, states = torch.zeros(1), torch.zeros(1, device="meta")
+    kept = KeptActivations()
+    given = BlockCall.arguments(((position, states), {}), lambda one: (kept, kept.pack(one)))
+    assert given.device == states.device
+
+
+def test_hooks_ahead_of_the_engines_change_arguments_once(tmp_path: Path) -> None:
+    def use(engine: Engine, seed: int) -> None:
+        model: Any = engine.module
+        handles = [
+            block.register_forward_pre_hook(lambda _, given: (given[0] * 1.5,), prepend=True)
+            for block in model.blocks
+        ]
+        engine.backward(engine(batch(seed)))
+        for handle in handles:
+            handle.remove()
 
     same_bits(tmp_path, use=use)
 
