@@ -193,6 +193,8 @@ class BlockActivations:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Begin a call of a block; return its arguments where they change."""
+        if torch.compiler.is_compiling():
+            return None  # a compiler's graph has no room for it: what the block saves is kept
         second = self._second
         if second is not None and second.block.module is module:
             self._running.append(_Running(module, self._kept, second, again=True))
@@ -251,6 +253,8 @@ class BlockActivations:
 
     def after_block(self, module: torch.nn.Module, output: object) -> None:
         """End a call of a block, and calls inside it that an exception left behind."""
+        if torch.compiler.is_compiling():
+            return
         at = len(self._running) - 1
         while at >= 0 and self._running[at].module is not module:
             at -= 1
@@ -284,6 +288,9 @@ class BlockActivations:
             call.keep()
         if call.runs_again and _has_changed(running.module, running.buffers):
             self._decider.refuse_recompute(block, "it changes its buffers")
+            call.keep()
+        # Of frozen blocks, or where the model's own hooks keep it.
+        if call.saves_nothing:
             call.keep()
         if call.runs_again:
             call.drop_saved()
@@ -456,14 +463,12 @@ class _Forward:
 def _is_plain_forward() -> bool:
     """Tell whether a forward runs that a backward may follow.
 
-    Not a block that the model's own code recomputes, in a backward; nor transforms of torch.func,
-    and what compilers trace.
+    Not a block that the model's own code recomputes, in a backward; nor transforms of torch.func.
     """
     return (
         torch.is_grad_enabled()
         and torch._C._current_graph_task_id() == -1
         and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.compiler.is_compiling()
     )
 
 

@@ -18,7 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from infinity_engine.activation.blocks import RepeatedBlock
-from infinity_engine.activation.saved import KeptActivations, SavedTensors
+from infinity_engine.activation.saved import (
+    ChangedInPlaceError,
+    KeptActivations,
+    SavedTensors,
+)
 
 __all__ = ["AllMadeAgain", "BlockCall", "Placeholder", "UnknownArgument", "without_cache"]
 
@@ -139,6 +143,11 @@ class BlockCall:
         self._placeholders.append(weakref.ref(placeholder))
         return placeholder
 
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether nothing that this call has saved is asked for again."""
+        return not self._placeholders
+
     def keep(self) -> None:
         """Keep what the block has saved: it cannot run again, or need not."""
         self.runs_again = False
@@ -207,7 +216,14 @@ class BlockCall:
         return given
 
     def _run_again(self, saving: Callable[[], AbstractContextManager[None]]) -> None:
-        args, kwargs = self._given = self._arguments.restored()
+        try:
+            args, kwargs = self._given = self._arguments.restored()
+        except ChangedInPlaceError as error:
+            raise ChangedInPlaceError(
+                f"{self.block.name} has to run again for the backward, but its input has changed "
+                f"since it ran. {error}. Or let blocks keep what they save: set activations.at to "
+                '"device" and activations.recompute to "nothing"'
+            ) from None
         self._made = 0
         around = self._surroundings.restored()
         with around, torch.enable_grad(), saving(), suppress(AllMadeAgain):

@@ -10,7 +10,18 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["BlockUse", "KeptActivations", "SavedTensors", "changed_since", "version_of"]
+__all__ = [
+    "BlockUse",
+    "ChangedInPlaceError",
+    "KeptActivations",
+    "SavedTensors",
+    "changed_since",
+    "version_of",
+]
+
+
+class ChangedInPlaceError(RuntimeError):
+    """A tensor that a backward needs was changed in place since it was saved."""
 
 
 class BlockUse(NamedTuple):
@@ -107,9 +118,9 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def changed_since(shape: Iterable[int], saved: int, now: int) -> RuntimeError:
+def changed_since(shape: Iterable[int], saved: int, now: int) -> ChangedInPlaceError:
     """Return the error for a tensor that was changed in place between forward and backward."""
-    return RuntimeError(
+    return ChangedInPlaceError(
         f"A tensor of shape {tuple(shape)} that the backward needs was "
         "modified by an in-place operation after it was saved: it was at version "
         f"{saved} and is at version {now}. Let the operation "

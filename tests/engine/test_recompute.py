@@ -329,6 +329,38 @@ class Counting(Block):
         return super().forward(x) * self.seen
 
 
+class Sparing(Block):
+    """Saves nothing of its input, so that torch allows code after it to change that."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.as_tensor(self.inner(x * 0.5))
+
+
+def test_an_input_that_changes_after_its_block_is_an_error_with_a_way_out(tmp_path: Path) -> None:
+    def change(_: object, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return given[0].add_(output)
+
+    with stack_of(tmp_path, Sparing, activations=AGAIN) as (engine, model):
+        for block in model.blocks:
+            block.register_forward_hook(change)
+        loss = engine(batch(0))
+        with pytest.raises(
+            RuntimeError, match=r"blocks\.\d has to run again .*activations\.recompute"
+        ):
+            engine.backward(loss)
+
+
+def test_a_frozen_block_that_saves_nothing_holds_nothing(tmp_path: Path) -> None:
+    with stack_of(tmp_path, activations=AGAIN) as (engine, model):
+        for parameter in (*model.first.parameters(), *model.blocks[0].parameters()):
+            parameter.requires_grad_(False)
+        engine.backward(engine(batch(0)))
+        engine.step()
+        found = {use.name: (use.way, use.held) for use in engine.report().blocks}
+        assert found["blocks.0"] == ("kept", 0)
+        assert found["blocks.1"][0] == "recomputed"
+
+
 class Averaging(Block):
     """Assigns to a buffer twice: the second tensor may have the id of the first one, which is gone."""
 
@@ -532,6 +564,17 @@ def test_a_graph_cannot_run_blocks_again_after_close(tmp_path: Path) -> None:
         loss = engine(batch(0))
     with pytest.raises(RuntimeError, match="closed before this backward"):
         loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_blocks_that_are_compiled_later_are_kept(tmp_path: Path) -> None:
+    def use(engine: Engine, seed: int) -> None:
+        model: Any = engine.module
+        for block in model.blocks:
+            block.compile(backend="eager")
+        engine.backward(engine(batch(seed)))
+
+    same_bits(tmp_path, use=use, parameters="device")
 
 
 def test_models_without_blocks_say_so(tmp_path: Path) -> None:
