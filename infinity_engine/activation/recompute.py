@@ -386,8 +386,10 @@ class _Surroundings:
 
 
 def _set_modes(modes: Sequence[tuple[torch.nn.Module, bool]]) -> None:
+    # A module comes before those inside it, which train() sets as well.
     for module, trains in modes:
-        module.training = trains
+        if module.training is not trains:
+            module.train(trains)
 
 
 def _random_of(device: torch.device) -> torch.Tensor | None:
