@@ -9,8 +9,8 @@ from __future__ import annotations
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from infinity_engine.activation.saved import (
     KeptActivations,
     SavedTensors,
 )
+from infinity_engine.activation.surroundings import Surroundings
 
 __all__ = ["AllMadeAgain", "BlockCall", "Placeholder", "UnknownArgument", "without_cache"]
 
@@ -112,7 +113,7 @@ class BlockCall:
         self.held = 0
         self._arguments = arguments
         self._kept = KeptActivations()
-        self._surroundings = _Surroundings.now(block.module, arguments.device)
+        self._surroundings = Surroundings.now(block.module, arguments.device)
         self._placeholders: list[weakref.ref[Placeholder]] = []
         self._made = 0  # of a second run
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # to a second run
@@ -320,84 +321,3 @@ def _is_empty_cache(value: object) -> bool:
         any((base.__module__, base.__name__) == _CACHE for base in type(value).__mro__)
         and int(value.get_seq_length()) == 0  # type: ignore[attr-defined]  # caches have it
     )
-
-
-# --- surroundings ---------------------------------------------------------------------------------
-
-
-class _Autocast(NamedTuple):
-    enabled: bool
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class _Surroundings:
-    """What a block's run depends on beside its arguments: random state, autocast, torch's default
-    device, and which modules train.
-    """
-
-    random: torch.Tensor
-    device_random: torch.Tensor | None
-    device: torch.device
-    autocast: Mapping[str, _Autocast]
-    caches_casts: bool
-    default_device: torch.device
-    modes: Sequence[tuple[torch.nn.Module, bool]]
-
-    @classmethod
-    def now(cls, block: torch.nn.Module, device: torch.device) -> _Surroundings:
-        kinds = dict.fromkeys(("cpu", device.type))
-        return cls(
-            random=torch.get_rng_state(),
-            device_random=_random_of(device),
-            device=device,
-            autocast={
-                kind: _Autocast(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in kinds
-                if torch.amp.is_autocast_available(kind)
-            },
-            caches_casts=torch.is_autocast_cache_enabled(),
-            default_device=torch.get_default_device(),
-            modes=[(module, module.training) for module in block.modules()],
-        )
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Have these in the body, and what was there before after it."""
-        with ExitStack() as stack:
-            before, device_before = torch.get_rng_state(), _random_of(self.device)
-            stack.callback(torch.set_rng_state, before)
-            torch.set_rng_state(self.random)
-            if self.device_random is not None and device_before is not None:
-                module = torch.get_device_module(self.device)
-                stack.callback(module.set_rng_state, device_before, self.device)
-                module.set_rng_state(self.device_random, self.device)
-            for kind, (enabled, dtype) in self.autocast.items():
-                stack.enter_context(
-                    torch.autocast(
-                        kind, dtype=dtype, enabled=enabled, cache_enabled=self.caches_casts
-                    )
-                )
-            if self.default_device != torch.get_default_device():
-                stack.enter_context(self.default_device)
-            stack.callback(_set_modes, [(module, module.training) for module, _ in self.modes])
-            _set_modes(self.modes)
-            yield
-
-
-def _set_modes(modes: Sequence[tuple[torch.nn.Module, bool]]) -> None:
-    # A module comes before those inside it, which train() sets as well.
-    for module, trains in modes:
-        if module.training is not trains:
-            module.train(trains)
-
-
-def _random_of(device: torch.device) -> torch.Tensor | None:
-    """Return the random state of a device, None of the CPU and of one that has none."""
-    if device.type == "cpu":
-        return None
-    module = torch.get_device_module(device)
-    if not hasattr(module, "get_rng_state"):
-        return None
-    state: torch.Tensor = module.get_rng_state(device)
-    return state
