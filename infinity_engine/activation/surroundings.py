@@ -5,10 +5,12 @@ Reads and sets global state of torch; knows nothing of what is saved. Called by 
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,8 +28,7 @@ class Surroundings:
     device, and which modules train.
     """
 
-    random: torch.Tensor
-    device_random: torch.Tensor | None
+    random: _Random
     device: torch.device
     autocast: Mapping[str, _Autocast]
     caches_casts: bool
@@ -39,8 +40,7 @@ class Surroundings:
         """Return those of a call of `block` that computes on `device`."""
         kinds = dict.fromkeys(("cpu", device.type))
         return cls(
-            random=torch.get_rng_state(),
-            device_random=_random_of(device),
+            random=_Random.now(device),
             device=device,
             autocast={
                 kind: _Autocast(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -56,13 +56,8 @@ class Surroundings:
     def restored(self) -> Iterator[None]:
         """Have these in the body, and what was there before after it."""
         with ExitStack() as stack:
-            before, device_before = torch.get_rng_state(), _random_of(self.device)
-            stack.callback(torch.set_rng_state, before)
-            torch.set_rng_state(self.random)
-            if self.device_random is not None and device_before is not None:
-                module = torch.get_device_module(self.device)
-                stack.callback(module.set_rng_state, device_before, self.device)
-                module.set_rng_state(self.device_random, self.device)
+            stack.callback(_Random.now(self.device).restore, self.device)
+            self.random.restore(self.device)
             for kind, (enabled, dtype) in self.autocast.items():
                 stack.enter_context(
                     torch.autocast(
@@ -83,12 +78,29 @@ def _set_modes(modes: Sequence[tuple[torch.nn.Module, bool]]) -> None:
             module.train(trains)
 
 
-def _random_of(device: torch.device) -> torch.Tensor | None:
-    """Return the random state of a device, None of the CPU and of one that has none."""
-    if device.type == "cpu":
-        return None
-    module = torch.get_device_module(device)
-    if not hasattr(module, "get_rng_state"):
-        return None
-    state: torch.Tensor = module.get_rng_state(device)
-    return state
+class _Random(NamedTuple):
+    """The state of the generators that a block may draw from; None where there is none."""
+
+    cpu: torch.Tensor
+    device: torch.Tensor | None
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls, device: torch.device) -> _Random:
+        own: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        numpy = sys.modules.get("numpy")  # a program that does not use it has no state of it
+        return cls(
+            torch.get_rng_state(),
+            own.get_rng_state(device) if hasattr(own, "get_rng_state") else None,
+            random.getstate(),
+            None if numpy is None else numpy.random.get_state(),
+        )
+
+    def restore(self, device: torch.device) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.device is not None:
+            torch.get_device_module(device).set_rng_state(self.device, device)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)

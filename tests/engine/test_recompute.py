@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -230,6 +232,26 @@ def test_masks_and_other_arguments_come_to_the_second_run(tmp_path: Path) -> Non
         assert scale.grad is not None
 
     same_bits(tmp_path, use=use)
+
+
+class Drawing(Block):
+    """Draws factors from Python's and NumPy's generators."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x * random.random() * float(np.random.rand()))
+
+
+def test_pythons_and_numpys_random_numbers_are_drawn_again(tmp_path: Path) -> None:
+    left = set()
+
+    def use(engine: Engine, seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed)
+        engine.backward(engine(batch(seed)))
+        left.add((seed, random.random(), float(np.random.rand())))
+
+    same_bits(tmp_path, Drawing, use=use)
+    assert len(left) == 3  # the caller's numbers go on as before
 
 
 class Adding(Block):
