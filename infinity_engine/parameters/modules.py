@@ -544,6 +544,8 @@ class ModuleParameters:
 
     def _check_seen(self, tensor: torch.Tensor) -> None:
         """Refuse to save the NaN that is shown in place of a parameter."""
+        if tensor.layout != torch.strided:
+            return  # it has no storage, and is no parameter
         # One element expanded to a shape, which is how an absent parameter looks.
         storage = tensor.untyped_storage()
         if any(tensor.stride()) or storage.nbytes() != tensor.element_size() or tensor.numel() < 2:

@@ -294,6 +294,11 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
         norm=nn.BatchNorm1d(3),
         b=nn.ConvTranspose1d(3, 2, 3),
     ),
+    "a sparse product": lambda: OfParts(
+        lambda own, x: own.b(torch.sparse.mm(torch.eye(len(x)).to_sparse(), own.a(x)).tanh()),
+        a=nn.Linear(WIDTH, WIDTH),
+        b=nn.Linear(WIDTH, WIDTH),
+    ),
     "one linear layer": lambda: nn.Linear(WIDTH, WIDTH),
 }
 
