@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from bisect import bisect_right
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -52,6 +52,7 @@ STAGING_BYTES = 32 << 20
 
 _READ_BLOCKS = 4  # of one operation that reads to where the bytes belong
 _IN_FLIGHT = 4  # operations
+_EDGES = 6  # a parameter has up to five streams
 _SHOWN_TENSORS = 20
 
 
@@ -114,8 +115,11 @@ class CheckpointReader:
             ends.callback(through.forget_pool, pool)
             rooms = [pool.buffer(run_blocks * BLOCK_BYTES) for _ in range(count)]
             staging = deque(memory_of(room, writable=True) for room in rooms)
+            edges = _Edges()
             self._files = {
-                saved.name: ends.enter_context(_CheckedFile(self.path, saved, through, staging))
+                saved.name: ends.enter_context(
+                    _CheckedFile(self.path, saved, through, staging, edges)
+                )
                 for saved in self.manifest.files
             }
             self._ends = ends.pop_all()
@@ -280,22 +284,50 @@ class CheckpointReader:
         self.close()
 
 
+class _Edges:
+    """The blocks that slices began and ended in, checked: the last few, of all files.
+
+    The streams of a small parameter are in blocks of their own, in which those of the next one
+    follow. With fewer of them kept, each would be read again for each parameter.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+
+    def get(self, file: str, block: int) -> bytes | None:
+        """Return a block, if it is kept."""
+        found = self._blocks.get((file, block))
+        if found is not None:
+            self._blocks.move_to_end((file, block))
+        return found
+
+    def keep(self, file: str, block: int, values: bytes) -> None:
+        """Keep a block, and forget the one that was not asked for for longest."""
+        self._blocks[file, block] = values
+        if len(self._blocks) > _EDGES:
+            self._blocks.popitem(last=False)
+
+
 class _CheckedFile:
     """One file of a checkpoint, of which no byte is handed out unchecked.
 
-    `staging` is shared with the others.
+    `staging` and `edges` are shared with the others.
     """
 
     def __init__(
-        self, directory: Path, saved: SavedFile, queue: IOQueue, staging: deque[Memory]
+        self,
+        directory: Path,
+        saved: SavedFile,
+        queue: IOQueue,
+        staging: deque[Memory],
+        edges: _Edges,
     ) -> None:
         self._directory = directory
         self._saved = saved
         self._queue = queue
         self._staging = staging
         self._path = directory / saved.name
-        # the block that was read last into staging memory, checked
-        self._edge: tuple[int, bytes] | None = None
+        self._edges = edges
         self._file: File | None = None
         self._header: SafetensorsHeader | None = None
 
@@ -410,9 +442,10 @@ class _CheckedFile:
         ctypes.memmove(into.address, memory_of(view, writable=False).address, into.nbytes)
 
     def _block(self, block: int) -> bytes:
-        """Return a checked block. The last one is kept: the next slice often begins in it."""
-        if self._edge is not None and self._edge[0] == block:
-            return self._edge[1]
+        """Return a checked block. It is kept: the next slice often begins in it."""
+        kept = self._edges.get(self._saved.name, block)
+        if kept is not None:
+            return kept
         room = self._staging[0].part(0, self._block_bytes(block))
         self._wait(self._begin(block, room), block, room)
         return self._kept(block, room)
@@ -420,7 +453,7 @@ class _CheckedFile:
     def _kept(self, block: int, room: Memory) -> bytes:
         # Copied: the staging memory serves the next read of any file.
         values = bytes(_view(room))
-        self._edge = (block, values)
+        self._edges.keep(self._saved.name, block, values)
         return values
 
     def _read_blocks(self, first: int, last: int, into: Memory, *, and_edge: bool) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -469,10 +469,19 @@ class StateKeeper:
 
     def _segments_of(self, number: int) -> Iterator[tuple[_SubgroupStates, int, Segment]]:
         """Yield the subgroup, number and segment of each segment of a parameter."""
-        for held in self._held.values():
+        for subgroup, index in self._places_of_segments.get(number, ()):
+            held = self._held.get(subgroup)
+            if held is not None:  # else it was closed
+                yield held, index, held.subgroup.segments[index]
+
+    @cached_property
+    def _places_of_segments(self) -> Mapping[int, Sequence[tuple[int, int]]]:
+        """The subgroup and number of each segment, by its parameter: there may be thousands."""
+        places: dict[int, list[tuple[int, int]]] = {}
+        for subgroup, held in self._held.items():
             for index, segment in enumerate(held.subgroup.segments):
-                if segment.parameter == number:
-                    yield held, index, segment
+                places.setdefault(segment.parameter, []).append((subgroup, index))
+        return places
 
     @contextmanager
     def _in_memory(

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepnvme import IOQueue
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, SavedStream
+from infinity_engine.checkpoint.manifest import BLOCK_BYTES
 from infinity_engine.errors import ManifestMismatch
 from support.saved_streams import parameters_of, save, values_of
 
@@ -60,6 +62,24 @@ def test_any_slice_can_be_read_from_any_cut(
             found = np.empty(numel, np.float32)
             reader.read(parameter.stream("exp_avg"), first, found)
             assert np.array_equal(found, values[parameter.name, "exp_avg"][first : first + numel])
+
+
+def test_streams_that_are_read_in_turns_read_the_drive_once(tmp_path: Path) -> None:
+    """As a load does: all streams of a small parameter, then those of the next one."""
+    parameters = parameters_of({f"p{number}": (1000,) for number in range(1500)})
+    values = values_of(parameters)
+    path = save(tmp_path, "tag", parameters, values)
+    files = sum(file.stat().st_size for file in path.glob("rank-*"))
+    with IOQueue() as queue, CheckpointReader(path, queue=queue) as reader:
+        third = len(parameters) // 3
+        for number in range(third):
+            for parameter in (parameters[number + turn * third] for turn in range(3)):
+                found = np.empty(parameter.numel, np.float32)
+                reader.read(parameter.stream("master"), 0, found)
+                assert np.array_equal(found, values[parameter.name, "master"])
+        read = sum(drive.read_bytes for drive in queue.stats().drives.values())
+    # Blocks with an end of one third and the beginning of the next are read twice.
+    assert read <= files + 4 * BLOCK_BYTES
 
 
 def test_any_safetensors_reader_opens_a_shard(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -74,7 +75,7 @@ def check_extra(extra: Mapping[str, Stateful]) -> None:
             raise ConfigError(field=f"extra[{name!r}]", value=stateful, expected=expected)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """The parts of an engine that are saved."""
 
@@ -100,7 +101,7 @@ class Run:
         Raises:
             TypeError: a buffer cannot be saved.
         """
-        places = self.places()
+        places = self.places
         # The tiles of a weight are one tensor.
         by_name: dict[str, list[ModelParameter]] = {}
         for known in (*self.trained, *self.frozen):
@@ -136,8 +137,9 @@ class Run:
                 streams={"value": dtype},
             )
 
+    @cached_property
     def places(self) -> Mapping[int, PlaceInWeight]:
-        """Return where each parameter is in the tensors that are saved, by its number."""
+        """Where each parameter is in the tensors that are saved, by its number."""
         names: dict[int, list[str]] = {}
         # With tied names: the first names the tensor, the others are its aliases.
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -174,7 +176,7 @@ class Run:
 
     def group_members(self) -> list[list[str]]:
         """Return the names of the parameters in each of the optimizer's groups."""
-        places = self.places()
+        places = self.places
         names = {
             id(known.of_model): places[known.number].names[0]
             for known in (*self.trained, *self.frozen)

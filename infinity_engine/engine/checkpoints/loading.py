@@ -150,7 +150,7 @@ class _Load:
         self._room = room
         self._weights_only = weights_only
         self._wanted: dict[str, SavedTensor] = {}  # by the model's own name
-        self._places = run.places()
+        self._places = run.places
         self._objects: Mapping[str, Any] = {}
         self._restores: list[str] = []  # of "optimizer_groups" and "schedulers"
         self.loaded = Loaded(tag=reader.manifest.tag, step=reader.manifest.step)

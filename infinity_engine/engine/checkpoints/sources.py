@@ -35,7 +35,7 @@ class StateStreams:
         self, run: Run, captured: CapturedStates, tensors: Mapping[str, SavedTensor]
     ) -> None:
         self.captured = captured
-        places = run.places()
+        places = run.places
         self._streams = {
             known.number: (
                 tensors[places[known.number].names[0]],
@@ -157,7 +157,7 @@ def frozen_slices(
     run: Run, tensors: Mapping[str, SavedTensor], frozen: Sequence[ModelParameter]
 ) -> list[Slice]:
     """Return what is saved of each frozen parameter."""
-    places = run.places()
+    places = run.places
     return [
         Slice(
             tensors[places[known.number].names[0]].stream("value"),
