@@ -145,6 +145,7 @@ if not _typing.TYPE_CHECKING:
             for part in _PARTS:
                 module = _importlib.import_module(f"{__name__}.{part}")
                 if name in module.__all__:
+                    # The next look finds it here, and does not call this function.
                     globals()[name] = getattr(module, name)
                     return globals()[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

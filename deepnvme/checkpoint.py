@@ -79,8 +79,10 @@ def save(
     with new_store(
         members, reserved, durability=durability, checksum=checksum, queue=queue
     ) as store:
+        # The members' own capacities may be less than the state needs.
         _make_room(store.volume, needed, 0)
         store.put_state(name, state)
+    # Of the commit at the end of the block, where new_store makes it.
     return store.generation
 
 

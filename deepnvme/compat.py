@@ -128,6 +128,8 @@ class aio_handle:  # noqa: N801 - the name that programs use
         self.queue = IOQueue(chunk_bytes=chunk_bytes, inflight_bytes=inflight_bytes)
         self._pending: list[_HandleOperation] = []
         self._waiting = threading.Lock()
+        # It has the list and not the handle: `wait` changes the list in place, so that both see the
+        # same.
         self._finalizer = weakref.finalize(self, _abandon, self.queue, self._pending, os.getpid())
 
     def get_block_size(self) -> int:
@@ -311,6 +313,7 @@ class aio_handle:  # noqa: N801 - the name that programs use
         with self._open_for_writing(path) as file:
             # before the file is cut: it may refuse the buffer
             future = file.pwrite(buffer, file_offset or 0)
+            # The write may be under way: it ends where the cut begins.
             if file_offset is None and file.size > nbytes:
                 file.truncate(nbytes)
         return _HandleOperation(

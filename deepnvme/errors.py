@@ -80,6 +80,7 @@ class NVMeError(OSError):
         done: int = 0,
         backend: str = "",
     ) -> None:
+        # OSError shows a third argument behind the message, as the file's name.
         super().__init__(errno, message, *([path] if path else []))
         self.op = op
         self.path = path
@@ -256,6 +257,7 @@ def file_error(errno: int, call: str, path: str) -> OSError:
 def _rebuilt(
     kind: type[NVMeError], errno: int, message: str, path: str | None, fields: dict[str, object]
 ) -> NVMeError:
+    # Not by the constructor, whose arguments differ from class to class.
     error = kind.__new__(kind)
     OSError.__init__(error, errno, message, *([path] if path else []))
     error.__dict__.update(fields)

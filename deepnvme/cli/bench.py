@@ -221,6 +221,7 @@ def _measure(
 
         points: list[Load | fio.Job | _ByThreads] = [
             *loads,
+            # Each job once: loads of more than a chunk lead to the same one.
             *dict.fromkeys(jobs.values() if fio_works else ()),
             *map(_ByThreads, loads),
         ]
@@ -254,6 +255,7 @@ def _try_fio(job: fio.Job) -> tuple[str, bool]:
     """Return which fio measures how, and True; or why it cannot measure here, and False."""
     try:
         version = fio.find()
+        # It may be installed and be refused io_uring here: only a run tells.
         fio.run(job)
     except fio.FioError as reason:
         return str(reason), False

@@ -111,6 +111,7 @@ def _copy(source: _Source, target: _Target, advance: Callable[[int], None]) -> N
         writing: Future[None] | None = None
         for names in _groups(target.names, source.kinds):
             tensors = source.read(names)
+            # One group is written and one is read: no third is begun before the first has gone.
             if writing is not None:
                 writing.result()
             writing = writer.submit(target.write, tensors)
@@ -312,6 +313,8 @@ def _replace(directories: Sequence[Path], beside: Sequence[Path], aside: Sequenc
     """Let the new directories have the places of the old ones, and remove these."""
     with ExitStack() as undo:
         for directory, new, old in zip(directories, beside, aside, strict=True):
+            # For a moment there is no store of that name. Two renames are the least: a directory
+            # that is not empty cannot be replaced by one.
             directory.rename(old)
             undo.callback(old.rename, directory)
             new.rename(directory)

@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             status: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        # The interpreter flushes standard output at its end, and would report the closed pipe
+        # there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
     except (OSError, ProfileError) as error:

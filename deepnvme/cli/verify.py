@@ -57,6 +57,7 @@ def _status(place: Place, generation: int | None) -> int:
         place.refuse_generation(generation)
         return _verified_file(place) if place.is_file else _verified_store(place, generation)
     except OSError as error:
+        # EIO as well: what the drive does not return is as lost as what it returns wrong.
         damaged = isinstance(error, NVMeError) and error.errno in (errno.EBADMSG, errno.EIO)
         what = f"{'damaged' if damaged else 'not verified'}: {error.strerror or error}"
         print(f"{place}: {what}", file=sys.stdout if damaged else sys.stderr)

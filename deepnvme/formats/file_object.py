@@ -132,6 +132,7 @@ class FileObject(io.BufferedIOBase):
         """Write `data` at the position. It may change as soon as this returns."""
         if not self.writable():
             raise io.UnsupportedOperation(f"{self.name} was opened with mode {self.mode!r}")
+        # What was read ahead would hold the old bytes.
         self._reader.forget()
         memory = memoryview(data).cast("B")
         if memory.nbytes >= self._block_bytes:
@@ -147,6 +148,7 @@ class FileObject(io.BufferedIOBase):
         """Move the position: from the start, from where it is, or from the end. Return it."""
         self._check_open()
         if whence == io.SEEK_END:
+            # The file's size counts what was collected only then.
             self._writer.flush()
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}
         if whence not in base:
@@ -193,6 +195,7 @@ class FileObject(io.BufferedIOBase):
             try:
                 self._writer.flush()
             finally:
+                # It waits for reads under way: their blocks go with the pool.
                 self._reader.forget()
                 super().close()
 
@@ -204,6 +207,7 @@ class FileObject(io.BufferedIOBase):
     def _begin_reading(self) -> None:
         if not self.readable():
             raise io.UnsupportedOperation(f"{self.name} was opened with mode {self.mode!r}")
+        # Reads go to the file, which has to have what was collected.
         self._writer.flush()
 
     def _check_open(self) -> None:
@@ -327,4 +331,5 @@ class _BlockWriter:
         try:
             write.result()
         finally:
+            # Also after an error, which the caller sees: the drive no longer reads the block.
             self._buffers.append(buffer)

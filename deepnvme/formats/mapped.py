@@ -43,6 +43,7 @@ def map_safetensors(
 
         header = header_of(read, length, os.fspath(path))
         # Copy on write: torch and numpy want memory that can be written.
+        # It outlives the descriptor: the mapping itself keeps the file.
         pages = memoryview(mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY))
     wanted = list(header.tensors if names is None else names)
     if missing := [name for name in wanted if name not in header.tensors]:

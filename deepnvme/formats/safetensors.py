@@ -224,6 +224,7 @@ class SafetensorsFile:
         read: list[int] = []
         staged = Staged((self._queue,), run_bytes=nbytes)
         with ExitStack() as ends:
+            # Entered before the pipeline, so left after it: no read is under way then.
             ends.callback(staged.close)
             pipeline = ends.enter_context(Pipeline())
             for offset in range(0, self.header.nbytes, nbytes):
@@ -233,6 +234,7 @@ class SafetensorsFile:
                     length, land=partial(read.append, length), release=partial(staged.give, memory)
                 )
                 self._read(memory.part(0, length), offset, batch)
+                # Pieces land when later ones need their room: none, one or several at a time.
                 while read:
                     yield read.pop()
             while not pipeline.empty:
@@ -338,6 +340,7 @@ def _target(
         tensor = empty(entry.dtype, entry.shape, returns)
         return tensor, memory_of(tensor, writable=True)
     room = _room(entry)
+    # What the library calls it: an empty tensor costs no memory.
     dtype = empty(entry.dtype, (0,), returns).dtype
     if returns is Returns.TORCH:
         import torch

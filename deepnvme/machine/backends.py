@@ -92,6 +92,7 @@ def start_on(
             )
     refusals = []
     for name in candidates:
+        # Asked before it is started: a refused one leaves no ring behind.
         if acceptable and name not in acceptable:
             refusals.append(f"{name}: not among the required {', '.join(acceptable)}")
             continue
@@ -131,6 +132,7 @@ def refuse_where_threads_must(
     acceptable = _acceptable(require)
     if backend not in _RINGS or not acceptable or Backend.THREADS.value in acceptable:
         return
+    # A link may lead to another file system than the one it is on.
     place = os.path.realpath(path)
     if not _native.on_fuse(place):
         return

@@ -104,11 +104,13 @@ class Profile:
 
     def for_path(self, path: str | os.PathLike[str]) -> Settings | None:
         """Return what was measured of the drive that holds `path`, which need not exist yet."""
+        # Most machines have no profile: then no call of the kernel is made for each open.
         if not self.drives:
             return None
         try:
             device = _device(path)
             if device not in self._by_device:
+                # Once for each device: drive_key() reads all mounts.
                 self._by_device[device] = self.drives.get(drive_key(path))
         except OSError:  # opening the file will raise the same, with its reason
             return None
@@ -213,6 +215,7 @@ def write_profile(path: Path, key: str, settings: Settings, measured: Mapping[st
             file.flush()
             # Else a power failure may find the new name and no bytes.
             os.fsync(file.fileno())
+        # The directory is not synced: if the power fails, the older file is as good.
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

@@ -37,6 +37,7 @@ def measure_threads(load: Load, buffers: Sequence[memoryview]) -> Measured:
         threading.Thread(target=work, args=arguments)
         for arguments in zip(buffers, latencies, strict=True)
     ]
+    # Before the threads start: a drive is at work from the first one on.
     before_s, start_s = time.process_time(), time.perf_counter()
     for thread in threads:
         thread.start()

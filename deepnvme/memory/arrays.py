@@ -346,6 +346,7 @@ def view_of(memory: memoryview, code: str, shape: tuple[int, ...], returns: Retu
     if returns is Returns.TORCH:
         import torch
 
+        # The tensor keeps the memoryview, and that its pages.
         return torch.frombuffer(memory, dtype=_torch_dtype(code, torch)).reshape(shape)
     import numpy as np
 
@@ -393,6 +394,7 @@ def _pages(nbytes: int) -> memoryview:
     if nbytes < PAGE:
         return memoryview(bytearray(nbytes))
     if nbytes <= SMALL_BYTES:
+        # The slice that is returned keeps all of it: up to a page more than was asked for.
         around = memoryview(bytearray(nbytes + PAGE - 1))
         start = -memory_of(around, writable=True).address % PAGE
         return around[start : start + nbytes]
@@ -439,6 +441,8 @@ def _as_array(thing: Any) -> np.ndarray[Any, Any]:
     if hasattr(thing, "__array_interface__"):
         return np.asarray(thing)
     try:
+        # By a memoryview first: asarray() of an object without a buffer makes an array of Python
+        # objects.
         return np.asarray(memoryview(thing))
     except TypeError:
         if hasattr(thing, "__dlpack__"):

@@ -136,6 +136,7 @@ def _of_array_interface(array: Any, *, writable: bool) -> Memory:
     """Handle arrays of types that the buffer protocol cannot name, such as ml_dtypes' bfloat16."""
     interface = array.__array_interface__
     address, read_only = interface["data"]
+    # None: in C order, without gaps.
     if interface.get("strides") is not None:
         raise not_contiguous("an array with strides", how="numpy.ascontiguousarray")
     if read_only and writable:
@@ -152,6 +153,7 @@ def _of_array_interface(array: Any, *, writable: bool) -> Memory:
 
 def _of_dlpack(thing: Any, *, writable: bool) -> Memory:
     device, _ = thing.__dlpack_device__()
+    # 1 is the host's memory (kDLCPU).
     if int(device) != 1:
         raise TypeError(_DEVICE.format(kind=type(thing).__name__))
     import numpy as np

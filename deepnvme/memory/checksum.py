@@ -50,6 +50,7 @@ class BlockChecksums:
 
     def _go_on(self, memory: Memory) -> None:
         """Add bytes that do not go beyond the block."""
+        # No copy, and it keeps nothing alive: `memory` does, for the length of this call.
         view = (ctypes.c_char * memory.nbytes).from_address(memory.address)
         self._crc = crc32c(view, self._crc)
         self._in_block += memory.nbytes

@@ -76,6 +76,7 @@ def device_array_of(thing: Any, *, writable: bool) -> DeviceArray | None:
             "not installed: "
             "install it, give a torch tensor (torch.as_tensor), or copy it to the host first"
         ) from None
+    # It copies what it cannot share. Read into the copy, the bytes would never reach `thing`.
     array = cupy.asarray(thing)
     if array.nbytes and array.data.ptr != address:
         raise TypeError(

@@ -69,6 +69,7 @@ class Pool:
         except RuntimeError as refusal:
             if cuda is Cuda.REQUIRED:
                 raise NVMeError(errno.ENODEV, str(refusal), op="page-lock", asked=asked) from None
+            # The memory is there, and all but copies to and from a GPU is as fast.
             warnings.warn(
                 f"pool memory is not page-locked: {refusal}", RuntimeWarning, stacklevel=2
             )
