@@ -37,7 +37,7 @@ SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goe
 
 _HERE = "here"
 _SIZE = re.compile(r"[0-9.]+\s*[KMGTP]i?B", re.IGNORECASE)
-_SEVERAL = re.compile(r"([0-9]+)\s*x\s+(.+)")
+_SEVERAL = re.compile(r"([1-9][0-9]*)\s*x\s+(.+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +155,9 @@ def _arguments(machine: str) -> Iterator[str]:
                 expected = f"GPUs of one kind in a machine, not {' and '.join(sorted(kinds))}"
                 raise ConfigError(field="MACHINE", value=machine, expected=expected)
         yield from [option, name] * (count if option == "--drive" else 1)
+    if next(sizes, None) == "--ram":
+        expected = 'its RAM among the parts, such as "4090 + 64GiB"'
+        raise ConfigError(field="MACHINE", value=machine, expected=expected)
     # no GPU among the parts: the CPU alone
     yield from ("--gpus", str(gpus))
 

@@ -7,8 +7,10 @@ line and the engine, read by the planner.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim import FloatFormat, Formats, Subgroup
@@ -146,6 +148,10 @@ class Means:
     def free_lanes(self) -> frozenset[Lane]:
         """Return the links over which nothing goes: those of one memory."""
         return frozenset({Lane.H2D, Lane.D2H}) if self.unified else frozenset()
+
+    def lanes_instead(self) -> Mapping[Lane, Lane]:
+        """Return in which lanes ops of others run: in one memory, the host makes all updates."""
+        return MappingProxyType({Lane.DEVICE: Lane.HOST} if self.unified else {})
 
     def undisturbed(self) -> Rates:
         """Return the rates that no update exceeds, however little its parts work at the same

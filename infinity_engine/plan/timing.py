@@ -9,7 +9,7 @@ one another. Decides nothing; knows no policy.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -49,12 +49,19 @@ class OpTime(NamedTuple):
 class LaneClocks:
     """The clocks of the lanes, wound on op by op in the plan's order.
 
-    What goes over `free` ones takes no time.
+    What goes over `free` ones takes no time; ops of some lanes may run in others `instead`.
     """
 
-    def __init__(self, rates: Rates, *, free: Collection[Lane] = ()) -> None:
+    def __init__(
+        self,
+        rates: Rates,
+        *,
+        free: Collection[Lane] = (),
+        instead: Mapping[Lane, Lane] = MappingProxyType({}),
+    ) -> None:
         self._rates = rates
         self._free = frozenset(free)
+        self._instead = {lane: instead.get(lane, lane) for lane in Lane}
         self._ratios: dict[Lane, tuple[int, int]] = {}  # what a lane does in how many nanoseconds
         self._start_ns = {
             lane: 0 if lane in self._free else round((getattr(rates, name) or 0) * _NS_PER_S)
@@ -80,7 +87,7 @@ class LaneClocks:
 
     def run(self, op: Op) -> OpTime:
         """Take the plan's next op and return when it runs."""
-        lane, times = op.lane, self.times
+        lane, times = self._instead[op.lane], self.times
         start_ns = self._free_ns[lane]
         for number in op.after:
             start_ns = max(start_ns, times[number].end_ns)

@@ -122,10 +122,12 @@ class Planner(Evaluator):
         steps = best.plan.steps
         numel = sum(subgroup.numel for subgroup in steps.subgroups)
         states = 4 * (1 + len(best.sizing.state_names))
-        rates = replace(self.means.undisturbed(), dram_bytes_per_s=None)
-        busy = simulate(steps, rates, free=self.means.free_lanes()).busy_ns
-        if self.means.unified:
-            return max(busy.values())
+        rates, means = replace(self.means.undisturbed(), dram_bytes_per_s=None), self.means
+        instead = means.lanes_instead()
+        busy = simulate(steps, rates, free=means.free_lanes(), instead=instead).busy_ns
+        if means.unified:
+            updates = busy[Lane.HOST] + busy[Lane.DEVICE]
+            return max(updates, busy[Lane.NVME_READ], busy[Lane.NVME_WRITE])
         try:
             bound = update_bound(
                 rates,

@@ -37,6 +37,7 @@ from infinity_engine.sim.room import MemoryEdges, Parts
 __all__ = ["Search"]
 
 _COUNTS = (64, 256, 1024)  # subgroups; below 46, filling and draining cost more than 5%
+_MOST_SUBGROUPS = 50_000
 _FEW = 300  # subgroups: with more, the policy alone takes seconds to find its share
 _ENOUGH = 46  # that are not resident
 _LEAST_NUMEL = 2**20  # a subgroup's transfers below this cost more to start than they take
@@ -158,8 +159,10 @@ class Search:
 
         Raises:
             CapacityError: nothing fits.
+            ConfigError: subgroups of the size that is asked for are too many.
         """
         self._planner.check_all()
+        self._check_size()
         numels = self._numels(_COUNTS)
         entries = list(self._entries(numels))
         explored = _coarsest_near_the_best(entries)
@@ -177,6 +180,13 @@ class Search:
         self._other_sizes(entries)
         self._left_to_rates()
         return [candidate for candidate in self._known.values() if candidate is not None]
+
+    def _check_size(self) -> None:
+        """Refuse subgroups of which there would be more than can be planned."""
+        asked, least = self._planner.subgroup_numel, self._planner.trained_numel // _MOST_SUBGROUPS
+        if asked is not None and NORM_BLOCK <= asked < least:
+            expected = f"at least {least}, as more than {_MOST_SUBGROUPS:,} subgroups take minutes"
+            raise ConfigError(field="subgroup_numel", value=asked, expected=expected)
 
     def look(self, *, below_ns: float = inf) -> Candidate | None:
         """Return the best of the few best estimates; None: none of these fits.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from infinity_engine.plan.ops import Lane
 from infinity_engine.plan.rates import Rates
@@ -89,13 +90,20 @@ class Simulation:
         )
 
 
-def simulate(plan: StepPlan, rates: Rates, *, free: Collection[Lane] = ()) -> Simulation:
-    """Return when each op of `plan` runs at these rates; what goes over `free` lanes takes no time.
+def simulate(
+    plan: StepPlan,
+    rates: Rates,
+    *,
+    free: Collection[Lane] = (),
+    instead: Mapping[Lane, Lane] = MappingProxyType({}),
+) -> Simulation:
+    """Return when each op of `plan` runs at these rates; what goes over `free` lanes takes no time,
+    and ops of some lanes run in others `instead`.
 
     Raises:
         ConfigError: the plan uses a lane of unknown rate.
     """
-    clocks = LaneClocks(rates, free=free)
+    clocks = LaneClocks(rates, free=free, instead=instead)
     for op in plan.ops:
         clocks.run(op)
     return Simulation(plan=plan, times=tuple(clocks.times))

@@ -8,7 +8,7 @@ has them. Called by the planner.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -152,14 +152,15 @@ class _TimedUpdate:
     """The update of a step on the step's clocks: the ops of the plan, in the plan's order."""
 
     def __init__(
-        self, ops: Sequence[Op], clocks: LaneClocks, spans: list[Span], *, free: Collection[Lane]
+        self, ops: Sequence[Op], clocks: LaneClocks, spans: list[Span], means: Means
     ) -> None:
         self.end_ns = 0
         self.busy_ns: dict[Lane, int] = {}
         self._ops = ops
         self._clocks = clocks
         self._spans = spans
-        self._free = free  # lanes that take no time
+        self._free = means.free_lanes()
+        self._instead = means.lanes_instead()
         self._at = 0  # the number of the next op
 
     def run_until(self, number: int) -> None:
@@ -174,10 +175,11 @@ class _TimedUpdate:
 
     def note(self, op: Op, time: OpTime) -> None:
         """Write down when an op runs."""
-        if op.lane not in self._free:
+        lane = self._instead.get(op.lane, op.lane)
+        if lane not in self._free:
             nbytes = op.nbytes if isinstance(op, CopyOp) else 0
-            self._spans.append(Span(op.lane, time.start_ns, time.end_ns, nbytes))
-            self.busy_ns[op.lane] = self.busy_ns.get(op.lane, 0) + time.end_ns - time.start_ns
+            self._spans.append(Span(lane, time.start_ns, time.end_ns, nbytes))
+            self.busy_ns[lane] = self.busy_ns.get(lane, 0) + time.end_ns - time.start_ns
         self.end_ns = max(self.end_ns, time.end_ns)
 
 
@@ -199,16 +201,16 @@ class _TimedStep:
         self._link = None if means.unified else Lane.H2D
         self._modules = modules
         self.deferred = training.overlap is not False and _defers(plan, self._modules, means)
-        self._clocks = LaneClocks(self._rates_of_update(means), free=means.free_lanes())
+        self._clocks = LaneClocks(
+            self._rates_of_update(means), free=means.free_lanes(), instead=means.lanes_instead()
+        )
         # Says what a transfer takes while nothing goes the other way.
         self._alone = LaneClocks(means.alone or means.rates)
         self._spans: list[Span] = []
         self._room = FetchingRoom(
             plan.demand.fetched, sum(plan.steps.staging_bytes), sizing.on_their_way
         )
-        self._update = _TimedUpdate(
-            plan.steps.ops, self._clocks, self._spans, free=means.free_lanes()
-        )
+        self._update = _TimedUpdate(plan.steps.ops, self._clocks, self._spans, means)
         # The thread that calls the modules.
         self._thread = TimedCarrier(self._clocks, self._update.note)
         self._wire = RankWire(means.ranks, means.wire_bytes_per_s)
@@ -261,11 +263,12 @@ class _TimedStep:
         beside = means.rates.both_at_once()
         if means.alone is None:
             return beside
-        alone, free = means.alone.both_at_once(), means.free_lanes()
+        alone, free, instead = means.alone.both_at_once(), means.free_lanes(), means.lanes_instead()
         amounts: dict[Lane, int] = {}
         for op in self._plan.steps.ops:
-            if op.lane not in free:
-                amounts[op.lane] = amounts.get(op.lane, 0) + op.amount
+            lane = instead.get(op.lane, op.lane)
+            if lane not in free:
+                amounts[lane] = amounts.get(lane, 0) + op.amount
         computing_s = 0.0
         if self.deferred and self._compute is Lane.HOST:
             computing_s = (

@@ -274,9 +274,11 @@ def test_this_machine_can_have_drives_in_a_comparison(infinity: Any, this_machin
     assert [machine["fits"] for machine in json.loads(out)["machines"]] == [False, True]
 
 
-@pytest.mark.parametrize("machine", ["voodoo + 64GiB", "1GiB + 2GiB + 3GiB", "4090", "+"])
+@pytest.mark.parametrize(
+    "machine", ["voodoo + 64GiB", "1GiB + 2GiB + 3GiB", "4090", "+", "0 x 4090 + 64GiB"]
+)
 def test_a_machine_that_is_none_is_refused(infinity: Any, machine: str) -> None:
     status, out, err = infinity("compare", *SMALL, machine)
 
     assert (status, out) == (2, "")
-    assert err.startswith("infinity compare: error: ")
+    assert err.startswith("infinity compare: error: MACHINE: expected ")

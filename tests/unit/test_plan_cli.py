@@ -416,6 +416,18 @@ def test_without_a_gpu_there_is_one_memory(plan: Any) -> None:
     assert "host_only" in out
 
 
+@pytest.mark.parametrize("strategy", ["device_only", "interleaved"])
+def test_without_a_gpu_the_cpu_makes_all_updates_whatever_the_strategy(
+    plan: Any, strategy: str
+) -> None:
+    asked = ("--model", "gpt2", "--gpus", "0", "--ram", "16GiB", "--json", "--strategy")
+    alone, other = (json.loads(plan(*asked, name)[1]) for name in ("host_only", strategy))
+
+    assert other["update_s"] == pytest.approx(alone["update_s"], rel=1e-3)
+    assert other["least_update_s"] == pytest.approx(alone["least_update_s"], rel=1e-3)
+    assert other["update_utilisation"].keys() == {"host"}
+
+
 def test_models_and_machines_are_listed(plan: Any) -> None:
     status, out, _ = plan("--models")
 
@@ -642,6 +654,10 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
         ),
         (("--model", "gpt2", *DESKTOP[:6], "--parameters", "nvme"), "--nvme: expected a size"),
         (("--model", "gpt2", *DESKTOP, "--subgroup", "10"), "--subgroup: expected at least"),
+        (
+            ("--model", "llama-3-8b", *DESKTOP, "--subgroup", "8192"),
+            "--subgroup: expected at least 160605, as more than 50,000 subgroups take minutes",
+        ),
         (("--model", "gpt2", *DESKTOP, "--rates", "/absent.json"), "--rates: expected a file"),
         (("--model", "gpt2", *DESKTOP, "--tokens", "10Q"), "--tokens: expected a number such as"),
         (("--model", "gpt2", *DESKTOP, "--steps", "0"), "--steps: expected a number such as"),
