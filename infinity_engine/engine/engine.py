@@ -28,6 +28,7 @@ from infinity_engine.engine.checkpoints.exporting import export_dtype, export_we
 from infinity_engine.engine.checkpoints.loading import Loaded, Loads, Overwritten
 from infinity_engine.engine.checkpoints.saving import (
     OnError,
+    PendingGradients,
     SaveReport,
     SaveRequest,
     Saves,
@@ -761,6 +762,7 @@ class Engine:
         keep: int | None = None,
         wait: bool = True,
         on_error: OnError | str = OnError.RAISE,
+        pending: PendingGradients | str = PendingGradients.REFUSE,
     ) -> str:
         """Save all that the run needs to go on with the same bits; return the checkpoint's tag.
 
@@ -780,8 +782,12 @@ class Engine:
         appears. No checkpoint has the returned tag then: `last_save().state` is FAILED. Other
         errors are raised all the same.
 
+        With `pending="leave_out"`, it saves between the micro-batches of a step as well, without
+        their gradients: a run that goes on from there makes that step of the rest.
+
         Raises:
-            RuntimeError: gradients have come since the last step: step() or zero_grad() first.
+            RuntimeError: gradients have come since the last step: step() or zero_grad() first. Or
+                they are left out, and updates of this step have begun early.
             ConfigError: `tag` cannot be a tag, or a checkpoint has it already.
             CapacityError: the host's budget has less than 1.2 MiB free.
             TransferError: the drive is full or failed. Earlier checkpoints are as they were, and
@@ -793,7 +799,7 @@ class Engine:
                 do.
             CollectiveError: another rank failed.
         """
-        self._check_between_steps("save")
+        self._check_between_steps("save", pending=chosen(PendingGradients, pending, "pending"))
         request = SaveRequest(
             path=Path(path).absolute(),  # a thread writes there, whatever directory is current then
             tag=tag,
@@ -827,11 +833,12 @@ class Engine:
             ConfigError: `path` has weights already, or `dtype` is another one.
             CapacityError: the host's budget has less than 1.2 MiB free.
             TransferError: the drive is full or failed. No file is left.
-            RuntimeError: gradients have come since the last step: step() or zero_grad() first.
+            RuntimeError: updates of this step have begun early: step() or zero_grad() first.
             CollectiveError: another rank failed.
         """
         chosen_dtype = export_dtype(dtype)
-        self._check_between_steps("export")
+        # Weights are what they are, whatever gradients wait for a step.
+        self._check_between_steps("export", pending=PendingGradients.LEAVE_OUT)
         self._saves.finish()
         return export_weights(
             self._saved_run,
@@ -980,17 +987,25 @@ class Engine:
         self._updates.continue_from(steps)
         self._autosave.continue_from(steps)
 
-    def _check_between_steps(self, what: str, *, loads: bool = False) -> None:
+    def _check_between_steps(
+        self,
+        what: str,
+        *,
+        loads: bool = False,
+        pending: PendingGradients = PendingGradients.REFUSE,
+    ) -> None:
         """Finish what is in flight. With `loads`, an earlier load may have failed half-way.
 
         Raises:
-            RuntimeError: gradients have come since the last step.
+            RuntimeError: gradients have come since the last step, and are not left out.
         """
         self._ending.check_process()
         self._leave_no_half(half_loaded_too=loads)
         self._parts.early.finish()
         self._parts.gradients.start_writing()
-        if self._parts.gradients.any or self._window.accumulation.count:
+        # Early updates have used some of them: half of the values would be new.
+        may_wait = pending is PendingGradients.LEAVE_OUT and not self._parts.early.begun
+        if not may_wait and (self._parts.gradients.any or self._window.accumulation.count):
             raise RuntimeError(
                 "Gradients have come since the last step, and a checkpoint has none. Call step() "
                 f"or zero_grad() before {what}()"

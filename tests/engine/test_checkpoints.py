@@ -241,6 +241,43 @@ def test_gradients_that_wait_for_a_step_refuse_a_save(tmp_path: Path) -> None:
         engine.step()
 
 
+@pytest.mark.parametrize("place", ["memory", "drives"])
+def test_a_save_that_leaves_out_pending_gradients_changes_no_bit_of_the_run(
+    tmp_path: Path, place: str
+) -> None:
+    drives: dict[str, Any] = {
+        "budget": {"host": "64MiB", "nvme": {str(tmp_path): "64MiB"}},
+        "strategy": "nvme_streamed",
+        "parameters": "nvme",
+        "storage": {"small_bytes": 0},
+    }
+    given = {"accumulation_steps": 2, **(drives if place == "drives" else {})}
+
+    def trained(*, saves: bool) -> Bits:
+        _, _, engine = small(**given)
+        with engine:
+            for number in range(4):
+                torch.manual_seed(number)
+                engine.backward(engine(torch.randn(3, 8)).sum())
+                if saves and number == 2:
+                    engine.save(tmp_path / "run", pending="leave_out")
+                engine.step()
+            return bits_of(engine)
+
+    expected = trained(saves=False)
+    assert differing(trained(saves=True), expected) == []
+
+    # It is the run after one step, without the gradients of its third micro-batch.
+    _, _, resumed = small(**given)
+    with resumed:
+        assert resumed.load(tmp_path / "run").step == 1
+        for number in (2, 3):
+            torch.manual_seed(number)
+            resumed.backward(resumed(torch.randn(3, 8)).sum())
+            resumed.step()
+        assert differing(bits_of(resumed), expected) == []
+
+
 def test_another_model_is_refused_by_name_and_nothing_changes(tmp_path: Path) -> None:
     _, _, engine = small()
     with engine:

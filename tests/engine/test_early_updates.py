@@ -361,6 +361,19 @@ def test_more_micro_batches_than_planned_are_refused_before_anything_is_lost(
         assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
 
 
+def test_a_save_without_the_gradients_of_early_updates_is_refused(tmp_path: Path) -> None:
+    case = replace(EARLY, steps=2)
+    with early(case, tmp_path) as (engine, task):
+        engine.backward(engine(task.batch(1)))
+        with pytest.raises(RuntimeError, match=r"before save\(\)"):
+            engine.save(tmp_path / "saved", pending="leave_out")
+        with pytest.raises(RuntimeError, match=r"before export\(\)"):
+            engine.export(tmp_path / "weights")
+        engine.step()
+
+        assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
+
+
 def test_changing_parameters_of_which_new_values_may_be_made_is_refused(tmp_path: Path) -> None:
     case = replace(EARLY, steps=2)
     with early(case, tmp_path) as (engine, task):

@@ -67,7 +67,15 @@ from infinity_engine.parameters.parameters import ModelParameter
 from infinity_engine.telemetry import Telemetry
 from infinity_engine.update.captured import CapturedStates
 
-__all__ = ["OnError", "SaveInFlight", "SaveReport", "SaveRequest", "SaveState", "Saves"]
+__all__ = [
+    "OnError",
+    "PendingGradients",
+    "SaveInFlight",
+    "SaveReport",
+    "SaveRequest",
+    "SaveState",
+    "Saves",
+]
 
 _FAILED = ".failed"
 _POLL_S = 0.02  # how often rank 0 looks for the parts of other ranks
@@ -79,6 +87,13 @@ class OnError(Enum):
 
     RAISE = "raise"  # It is raised: by save, or the next step, save, load or close.
     WARN = "warn"  # It is a warning, and training goes on.
+
+
+class PendingGradients(Enum):
+    """What becomes of a save between the micro-batches of a step."""
+
+    REFUSE = "refuse"  # It raises: a run that goes on from it would lack these gradients.
+    LEAVE_OUT = "leave_out"  # It is made, without them.
 
 
 class SaveState(Enum):
