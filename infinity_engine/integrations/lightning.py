@@ -6,6 +6,7 @@ checkpoint is a folder with the engine's and a file with the rest.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from infinity_engine.engine.api import initialize, settings_given
+from infinity_engine.engine.checkpoints.saving import PendingGradients
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
 
@@ -68,8 +70,17 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Make the module's optimizer, and the engine of both.
 
         Raises:
-            ConfigError: the module has several optimizers, or optimizes by hand.
+            ConfigError: the module has several optimizers, or the Trainer has a precision.
         """
+        # Lightning drops it where a strategy has a precision of its own.
+        precision = trainer._accelerator_connector._precision_flag
+        if precision != "32-true":
+            raise ConfigError(
+                field="precision",
+                value=precision,
+                expected="Trainer's default: the engine has a setting `precision`, such as "
+                '"bf16_autocast" for bf16-mixed, or "bf16" for bf16-true',
+            )
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise ConfigError(
@@ -144,8 +155,13 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         folder = Path(filepath)
-        self.engine.save(folder / _ENGINE, keep=1)
-        super().save_checkpoint(checkpoint, folder / _REST, storage_options)
+        # Under its own name, a checkpoint is whole: a process may be killed at any instant.
+        making = folder.with_name(f".{folder.name}.making")
+        shutil.rmtree(making, ignore_errors=True)
+        # Lightning also saves after a validation in the midst of an accumulation.
+        self.engine.save(making / _ENGINE, pending=PendingGradients.LEAVE_OUT)
+        super().save_checkpoint(checkpoint, making / _REST, storage_options)
+        _rename(making, folder)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load the engine, and return what Lightning saved beside."""
@@ -175,3 +191,15 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Do nothing while fitting, likewise."""
         if self.engine is None:
             super().load_optimizer_state_dict(checkpoint)
+
+
+def _rename(made: Path, path: Path) -> None:
+    """Let `made` have the name `path`. What had it before goes."""
+    older = path.with_name(f".{path.name}.older")
+    if path.exists():
+        path.rename(older)
+    made.rename(path)
+    if older.is_dir():
+        shutil.rmtree(older)
+    else:
+        older.unlink(missing_ok=True)

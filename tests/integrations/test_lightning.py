@@ -16,6 +16,7 @@ lightning: Any = pytest.importorskip(
 from infinity_engine.errors import ConfigError  # noqa: E402
 from infinity_engine.integrations.lightning import InfinityStrategy  # noqa: E402
 from support.engine_bits import bits_of, differing  # noqa: E402
+from support.nvme_programs import output_of, run_program  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("deterministic"),
@@ -145,6 +146,131 @@ def test_a_resumed_fit_has_the_bits_of_one_that_went_through(tmp_path: Path) -> 
 
     assert resumed.losses == whole.losses[10:]
     assert differing(resumed.bits, whole.bits) == []
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_a_precision_of_the_trainer_is_refused(precision: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="precision: expected Trainer's default"):
+        fitted(tmp_path, strategy=strategy(tmp_path / "drive"), precision=precision)
+
+
+def test_a_save_between_micro_batches_changes_no_bit(tmp_path: Path) -> None:
+    def validating(name: str, **options: Any) -> Module:
+        # Of five batches, two to a step, it validates after the third.
+        drive = strategy(tmp_path / "drive")
+        return fitted(tmp_path / name, strategy=drive, val_check_interval=3, **options)
+
+    expected = validating("quiet")
+    saving = lightning.pytorch.callbacks.ModelCheckpoint(
+        dirpath=tmp_path / "saved", save_top_k=-1, save_last=True
+    )
+    mine = validating("saving", enable_checkpointing=True, callbacks=[saving])
+
+    saved = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert saved == {"epoch=0-step=1.ckpt", "epoch=1-step=4.ckpt", "last.ckpt"}
+    assert mine.losses == expected.losses
+    assert differing(mine.bits, expected.bits) == []
+
+
+def test_a_failed_save_leaves_the_checkpoint_of_its_name_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = fitted(tmp_path / "whole", strategy=strategy(tmp_path / "drive"), max_epochs=3)
+
+    def saving() -> Any:
+        return lightning.pytorch.callbacks.ModelCheckpoint(
+            dirpath=tmp_path / "saved", filename="same", enable_version_counter=False
+        )
+
+    def fit(name: str, **options: Any) -> Module:
+        return fitted(
+            tmp_path / name,
+            strategy=strategy(tmp_path / "drive"),
+            max_epochs=3,
+            enable_checkpointing=True,
+            callbacks=[saving()],
+            **options,
+        )
+
+    kind, written = lightning.pytorch.strategies.SingleDeviceStrategy, []
+    save = kind.save_checkpoint
+
+    def failing(self: Any, *arguments: Any, **options: Any) -> None:
+        written.append(arguments)
+        if len(written) == 2:
+            raise OSError("No space left on device")
+        save(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "save_checkpoint", failing)
+        with pytest.raises(OSError, match="No space left"):
+            fit("first")
+
+    resumed = fit("again", ckpt_path=str(tmp_path / "saved/same.ckpt"))
+
+    assert resumed.losses == expected.losses[5:]
+    assert differing(resumed.bits, expected.bits) == []
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["same.ckpt"]
+
+
+PROGRAM = """
+import hashlib, os, signal, sys
+from pathlib import Path
+
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/integrations"]
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from test_lightning import Module, fitted, strategy
+
+folder, place, number = Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+torch.set_num_threads(1)
+
+def killing(call):
+    calls = []
+    def counted(*arguments, **options):
+        calls.append(call)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments, **options)
+    return counted
+
+if place == "training":
+    Module.training_step = killing(Module.training_step)
+if place == "saving":
+    SingleDeviceStrategy.save_checkpoint = killing(SingleDeviceStrategy.save_checkpoint)
+mine = fitted(
+    folder / "run",
+    strategy=strategy(folder / "drive"),
+    max_epochs=3,
+    enable_checkpointing=True,
+    callbacks=[ModelCheckpoint(dirpath=folder / "saved", save_last=True)],
+    ckpt_path="last",
+)
+digest = hashlib.sha256()
+for name, value in sorted(mine.bits.items()):
+    digest.update(name.encode() + value.contiguous().view(-1).numpy().tobytes())
+print(mine.losses[-1], digest.hexdigest())
+"""
+
+
+def ran(folder: Path, place: str, number: int) -> Any:
+    folder.mkdir(exist_ok=True)
+    tests = Path(__file__).resolve().parents[1]
+    return run_program(PROGRAM, tests, folder, place, number, folder=folder)
+
+
+# Each epoch has 5 batches, and saves twice: under its name, and as the last.
+@pytest.mark.parametrize(("place", "number"), [("training", 8), ("saving", 3), ("saving", 4)])
+def test_a_killed_fit_goes_on_with_the_bits_of_one_that_was_not(
+    place: str, number: int, tmp_path: Path
+) -> None:
+    expected = output_of(ran(tmp_path / "whole", "nowhere", -1)).splitlines()[-1]
+
+    assert ran(tmp_path / "killed", place, number).returncode == -9
+    found = output_of(ran(tmp_path / "killed", "resumed", -1)).splitlines()[-1]
+
+    assert found == expected
 
 
 def test_clipping_by_value_is_refused(tmp_path: Path) -> None:
