@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import convert_outputs_to_fp32
 
 from infinity_engine.engine.api import initialize, settings_given
 from infinity_engine.engine.engine import Engine
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ENGINE_FOLDER", "Config", "InfinityAccelerator", "SkippingOptimizer"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 Config: TypeAlias = "EngineConfig | Mapping[str, object] | str | os.PathLike[str] | None"
 """What `infinity_engine.initialize` takes as `config`."""
 
@@ -36,6 +41,9 @@ ENGINE_FOLDER = "engine"
 
 _PRECISIONS = MappingProxyType({"bf16": "bf16_autocast", "fp16": "fp16_autocast"})
 """The engine's precision by Accelerate's `mixed_precision`."""
+
+
+_DTYPES = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
 
 
 class SkippingOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelerate is not typed
@@ -130,8 +138,9 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             "accumulation_steps": self.gradient_accumulation_steps,
             **self._engine_settings,
         }
-        if self.mixed_precision in _PRECISIONS:
-            settings.setdefault("precision", _PRECISIONS[self.mixed_precision])
+        precision = _PRECISIONS.get(self.mixed_precision)
+        if precision is not None and settings.setdefault("precision", precision) == precision:
+            self._mix_precision(model)
         made = initialize(model, optimizer, settings)
         if made.device.type != self.device.type:
             made.close()
@@ -143,6 +152,30 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             )
         self.engine = made
         return made
+
+    def _mix_precision(self, model: Any) -> None:
+        """Let each call of the model compute and return what Accelerate's mixed precision does.
+
+        Also calls past the engine, such as those in `generate`.
+        """
+        # Of a model that it has prepared for evaluation, Accelerate has done it.
+        if "_original_forward" not in model.__dict__:
+            model._original_forward = model.forward
+            model.forward = convert_outputs_to_fp32(self._mixed(model.forward))
+        # It calls parts of some models by themselves, such as Whisper's encoder.
+        if hasattr(model, "generate"):
+            model.generate = self._mixed(model.generate)
+
+    def _mixed(self, call: Callable[_P, _R]) -> Callable[_P, _R]:
+        kind, dtype = self.device.type, _DTYPES[self.mixed_precision]
+
+        @wraps(call)
+        def mixed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            # As in the engine: a cache would keep cast copies of parameters.
+            with torch.autocast(kind, dtype=dtype, cache_enabled=False):
+                return call(*args, **kwargs)
+
+        return mixed
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None

@@ -4,6 +4,7 @@ one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,37 @@ def test_no_scheduler_steps_where_fp16_skips_a_step() -> None:
 
     assert rates == [(1e-2, True), (pytest.approx(9e-3), False)]
     run.accelerator.end_training()
+
+
+@pytest.fixture
+def another_precision() -> Iterator[None]:
+    """Let Accelerate, which has one precision in a process, begin anew."""
+    accelerate.state.AcceleratorState._reset_state()
+    yield
+    accelerate.state.AcceleratorState._reset_state()
+
+
+@pytest.mark.usefixtures("another_precision")
+@pytest.mark.parametrize("past_engine", [False, True], ids=["the engine", "the model"])
+def test_mixed_precision_returns_fp32_as_accelerate_does(past_engine: bool) -> None:
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"out": self.layer(values)}
+
+    accelerator = with_engine(mixed_precision="bf16")
+    model = Reads()
+    prepared, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert model.layer.weight.dtype == torch.bfloat16
+
+    # Past the engine, as generate() of Transformers calls it.
+    found = (model if past_engine else prepared)(torch.ones(2, 4))["out"]
+
+    assert found.dtype == torch.float32
+    accelerator.end_training()
 
 
 def test_clipping_by_value_is_refused() -> None:

@@ -17,7 +17,7 @@ import torch
 import infinity_engine
 from infinity_engine.errors import ConfigError
 from support.engine_bits import bits_of, differing
-from support.families import peft, transformers
+from support.families import FAMILIES, peft, saved, transformers
 from support.nvme_programs import output_of, run_program
 from support.nvme_training import emulated
 from support.trainers import arguments_of, language_model, losses_of, rows
@@ -168,6 +168,64 @@ def test_mixed_precision_trains_16_bits_with_fp32_masters(tmp_path: Path) -> Non
     assert {value.dtype for value in mine.model.parameters()} == {torch.bfloat16}
     for ours, theirs in zip(losses_of(mine), losses_of(expected), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.02)  # bf16 has 3 digits
+    mine.end()
+
+
+def test_losses_outside_of_the_model_are_computed_in_fp32(tmp_path: Path) -> None:
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        logits, wanted = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        summed = torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
+        mean: torch.Tensor = summed / num_items_in_batch
+        return mean
+
+    def trained(name: str, kind: Any, **options: Any) -> Any:
+        it = kind(
+            model=language_model(),
+            args=arguments_of(tmp_path / name, bf16=True),
+            train_dataset=rows(),
+            compute_loss_func=loss,
+            **options,
+        )
+        it.train()
+        return it
+
+    expected = trained("plain", transformers().Trainer)
+    mine = trained("mine", InfinityTrainer, engine=MEMORY)
+
+    # In bf16, they differ by up to 8e-3.
+    for ours, theirs in zip(losses_of(mine), losses_of(expected), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=5e-4)
+    mine.end()
+
+
+def test_mixed_precision_generates_from_inputs_in_fp32(tmp_path: Path) -> None:
+    class Generating(InfinityMixin, transformers().Seq2SeqTrainer):  # type: ignore[misc]
+        pass
+
+    family = FAMILIES["whisper"]
+    model = family.load(saved(family, tmp_path / "given", length=32), torch.float32)
+    batch = family.batch(0, 32)
+    given = [{name: value[row] for name, value in batch.items()} for row in range(2)]
+    mine = Generating(
+        model=model,
+        args=transformers().Seq2SeqTrainingArguments(
+            output_dir=str(tmp_path),
+            predict_with_generate=True,
+            generation_max_length=6,
+            num_train_epochs=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            bf16=True,
+        ),
+        train_dataset=given,
+        engine=on_drives(tmp_path / "drive"),
+    )
+    mine.train()
+
+    # Its encoder is called by itself, and reads sound in fp32 with weights in bf16.
+    assert mine.predict(given).predictions.shape[0] == 2
     mine.end()
 
 
