@@ -65,7 +65,8 @@ def initialize(
     require_torch("infinity_engine.initialize")
     given = settings_given(config)
     given.warn_of_missing(2)
-    chosen = EngineConfig.from_mapping({**given.settings, **settings})
+    together = {**given.settings, **settings}
+    chosen = EngineConfig.from_mapping(together)
     import torch
 
     if not isinstance(model, torch.nn.Module):
@@ -75,6 +76,7 @@ def initialize(
     from infinity_engine.engine.schedules import WarmupScheduler
 
     stepped = optimizer_of(model, given.optimizer if optimizer is None else optimizer)
+    given.warn_of_auto(together, 2)
     engine = assemble(
         model,
         stepped,

@@ -98,6 +98,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         """The engine that `prepare` has made."""
         given = settings_given(engine)
         given.warn_of_missing(4)
+        given.warn_of_optimizer(4)
         self._engine_settings = {**given.settings, **settings}
         # The engine multiplies the loss by a scale of its own.
         self.scaler = None

@@ -55,6 +55,7 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         super().__init__(device=chosen, precision_plugin=EnginePrecision())
         given = settings_given(engine)
         given.warn_of_missing(2)
+        given.warn_of_optimizer(2)
         self._engine_settings = dict(given.settings)
         self.engine: Engine | None = None
         """The engine, while fitting."""

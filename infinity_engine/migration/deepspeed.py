@@ -73,6 +73,40 @@ class Migration:
                 stacklevel=stacklevel + 1,
             )
 
+    def warn_of_optimizer(self, stacklevel: int) -> None:
+        """Warn where the file has an optimizer or a scheduler: the library whose loop trains makes
+        its own.
+        """
+        for name, value in (("optimizer", self.optimizer), ("scheduler", self.schedule)):
+            if value is not None:
+                warnings.warn(
+                    f"The file's {name} is not used: that of the training loop is. Remove it from "
+                    "the file, after you have given the loop the same rates and options",
+                    UserWarning,
+                    stacklevel=stacklevel + 1,
+                )
+
+    def warn_of_auto(self, settings: Mapping[str, object], stacklevel: int) -> None:
+        """Warn of values that the file leaves to the program, where no setting takes their place.
+
+        `settings` are all that the engine gets.
+        """
+        left = [
+            key.key
+            for key in self.keys
+            if key.fate is Fate.CALLER
+            and (setting := _LEFT_TO_CALLERS.get(key.key)) is not None
+            and setting not in settings
+        ]
+        if left:
+            warnings.warn(
+                f'The file says "auto" for {", ".join(left)}. initialize() knows no other values, '
+                "so these are off, as if the file did not have them. Write values into the file, "
+                "or pass the settings that `infinity migrate` names",
+                UserWarning,
+                stacklevel=stacklevel + 1,
+            )
+
 
 def read_json(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """Return the mapping in a JSON file.
@@ -111,6 +145,8 @@ def migrate_deepspeed(config: Mapping[str, Any], *, ranks: int = 1) -> Migration
     Raises:
         ConfigError: a value that the engine would have to use cannot be right.
     """
+    if ranks < 1:
+        raise ConfigError(field="ranks", value=ranks, expected="how many processes train")
     for path in _SECTIONS:
         _check_section(config, path)
     draft = _Translation(config, ranks)
@@ -496,6 +532,18 @@ _HANDLERS: Mapping[str, Callable[[_Translation, Any], _Answer]] = MappingProxyTy
     }
 )
 """The keys whose values decide something, by their dotted paths."""
+
+_LEFT_TO_CALLERS = MappingProxyType(
+    {
+        "gradient_accumulation_steps": "accumulation_steps",
+        "gradient_clipping": "max_grad_norm",
+        "bf16.enabled": "precision",
+        "bfloat16.enabled": "precision",
+        "fp16.enabled": "precision",
+        "torch_autocast.enabled": "precision",
+    }
+)
+"""Keys that programs fill in where the file says "auto", and the settings that they decide."""
 
 _PLANNED = (Fate.NOT_NEEDED, "the planner sizes buffers within the budget")
 _FETCHED = (Fate.NOT_NEEDED, "fetched ahead by the last step's trace, within budget.device")

@@ -198,6 +198,17 @@ def test_mixed_precision_returns_fp32_as_accelerate_does(past_engine: bool) -> N
     accelerator.end_training()
 
 
+def test_a_files_optimizer_and_scheduler_are_not_used_with_a_warning() -> None:
+    file = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+    }
+    with pytest.warns(UserWarning, match="is not used") as caught:
+        with_engine(file)
+
+    assert [str(warning.message).split()[2] for warning in caught] == ["optimizer", "scheduler"]
+
+
 def test_clipping_by_value_is_refused() -> None:
     run = Run(with_engine())
     with pytest.raises(ConfigError, match="by their norm alone"):

@@ -288,6 +288,11 @@ def test_the_command_says_what_is_wrong_with_a_file(
     assert "a file with a JSON object" in capsys.readouterr().err
 
 
+def test_the_command_refuses_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("migrate", str(FILES / "zero3-offload-all-to-host.json"), "--ranks", "0")) == 2
+    assert "ranks: expected how many processes train" in capsys.readouterr().err
+
+
 # --- initialize -----------------------------------------------------------------------------------
 
 
@@ -373,6 +378,24 @@ def test_keywords_replace_what_a_file_says(tmp_path: Path) -> None:
     config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 1.0}
     with initialized(config, max_grad_norm=None, strategy="host_only") as engine:
         assert engine.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_initialize_warns_of_values_that_are_left_to_it() -> None:
+    file = {
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "train_batch_size": "auto",
+    }
+    said = '"auto" for gradient_accumulation_steps, gradient_clipping, bf16.enabled'
+    with pytest.warns(UserWarning, match=said):
+        initialized(file, optimizer="adamw").close()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        initialized(
+            file, optimizer="adamw", accumulation_steps=2, max_grad_norm=1.0, precision="bf16"
+        ).close()
 
 
 # --- the page -------------------------------------------------------------------------------------
