@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,11 +21,27 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_peft_available
 
 from infinity_engine.checkpoint.directory import CheckpointDirectory
+from infinity_engine.engine.api import settings_given
+from infinity_engine.engine.checkpoints.saving import PendingGradients
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
 from infinity_engine.integrations.accelerate import ENGINE_FOLDER, Config, InfinityAccelerator
 
 __all__ = ["InfinityMixin", "InfinityTrainer"]
+
+
+_UNSUPPORTED = (
+    *("deepspeed", "fsdp", "torch_compile", "auto_find_batch_size"),
+    # After training, Trainer would cast parameters that the engine manages.
+    *("fp16_full_eval", "bf16_full_eval"),
+)
+_TRAINERS_OWN = MappingProxyType(
+    {
+        "max_grad_norm": ("max_grad_norm", None),
+        "accumulation_steps": ("gradient_accumulation_steps", 1),
+    }
+)
+"""Settings of the engine that Trainer has arguments for, and their defaults."""
 
 
 class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in part
@@ -41,8 +58,8 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
         # First: Trainer's constructor makes the accelerator.
         self._engine_settings = engine
         super().__init__(*args, **kwargs)
-        for name, value, expected in _conflicts(self.args):
-            raise ConfigError(field=f"TrainingArguments.{name}", value=value, expected=expected)
+        for field, value, expected in _conflicts(self.args, settings_given(engine).settings):
+            raise ConfigError(field=field, value=value, expected=expected)
 
     @property
     def engine(self) -> Engine | None:
@@ -123,7 +140,10 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
         if self.engine is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        self.engine.save(Path(output_dir) / ENGINE_FOLDER, keep=1)
+        # An epoch of unknown length may end in the midst of an accumulation.
+        self.engine.save(
+            Path(output_dir) / ENGINE_FOLDER, keep=1, pending=PendingGradients.LEAVE_OUT
+        )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
@@ -163,10 +183,20 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
             torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
         )
 
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Do nothing: the engine finds its loss scale, whatever a plain Trainer's was."""
+
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint into the engine."""
         if self.engine is None:
             super()._load_best_model()
+            return
+        # A callback may have ended the training in the midst of a step.
+        self.engine.zero_grad()
+        if not _has_engine(self.state.best_model_checkpoint):
+            # It is a plain Trainer's, from before this run went on from there.
+            with self.engine.gathered(self.model.parameters(), modify=True):
+                super()._load_best_model()
             return
         self.engine.load(Path(self.state.best_model_checkpoint) / ENGINE_FOLDER, weights_only=True)
 
@@ -175,21 +205,24 @@ class InfinityTrainer(InfinityMixin):
     """Transformers' Trainer in an engine: `InfinityTrainer(..., engine={"budget": ...})`."""
 
 
-def _conflicts(arguments: Any) -> Iterator[tuple[str, object, str]]:
+def _conflicts(arguments: Any, settings: Mapping[str, object]) -> Iterator[tuple[str, object, str]]:
     """Yield what a Trainer in an engine cannot do: the argument, its value, what would be right."""
-    for name in ("deepspeed", "fsdp", "torch_compile", "auto_find_batch_size"):
+    of = "TrainingArguments."
+    for name in _UNSUPPORTED:
         if getattr(arguments, name, None):
-            yield (
-                name,
-                getattr(arguments, name),
-                "to be left out: an engine does not support it",
-            )
+            expected = "to be left out: an engine does not support it"
+            yield of + name, getattr(arguments, name), expected
     if arguments.save_only_model and arguments.load_best_model_at_end:
         expected = "False with load_best_model_at_end: the engine loads the best model"
-        yield "save_only_model", True, expected
+        yield of + "save_only_model", True, expected
     if arguments.n_gpu > 1:
         expected = "one GPU for each process: set CUDA_VISIBLE_DEVICES, or start it with torchrun"
-        yield "n_gpu", arguments.n_gpu, expected
+        yield of + "n_gpu", arguments.n_gpu, expected
+    for name, (argument, default) in _TRAINERS_OWN.items():
+        value, own = settings.get(name, default), getattr(arguments, argument)
+        if value not in (default, own):
+            expected = f"nothing, or {own!r} as in {of}{argument}: Trainer decides it"
+            yield f"engine[{name!r}]", value, expected
 
 
 def _has_adapters(model: torch.nn.Module) -> bool:

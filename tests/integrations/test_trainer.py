@@ -446,6 +446,62 @@ def test_a_run_goes_on_from_a_plain_trainers_checkpoint(tmp_path: Path) -> None:
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+def test_a_run_goes_on_from_a_plain_trainers_fp16(tmp_path: Path) -> None:
+    first = plain(tmp_path / "run", save_strategy="steps", save_steps=4, max_steps=4)
+    first.train()
+    # What a plain Trainer's loss scale is saved as.
+    torch.save({"scale": 1024.0, "_growth_tracker": 3}, tmp_path / "run/checkpoint-4/scaler.pt")
+
+    mine = trainer(tmp_path / "run")
+    mine.train(resume_from_checkpoint=True)
+
+    assert mine.state.global_step == 6
+    mine.end()
+
+
+def test_the_best_model_of_a_plain_trainer_is_loaded_into_the_engine(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+    }
+    plain(tmp_path / "run", max_steps=4, **options).train()
+
+    mine = trainer(tmp_path / "run", on_drives(tmp_path / "drive"), **options)
+    mine.train(resume_from_checkpoint=True)
+    assert mine.engine is not None
+    found = mine.engine.state_dict()
+    mine.end()
+
+    assert Path(mine.state.best_model_checkpoint).name == "checkpoint-2"
+    best = transformers().LlamaForCausalLM.from_pretrained(mine.state.best_model_checkpoint)
+    assert differing(found, dict(best.state_dict())) == []
+
+
+def test_an_epoch_that_ends_within_an_accumulation_is_saved(tmp_path: Path) -> None:
+    class Endless(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+        def __iter__(self) -> Any:
+            # Five micro-batches, two of which make a step.
+            return iter(rows())
+
+    losses = []
+    for name, strategy in (("quiet", "no"), ("saving", "epoch")):
+        arguments = arguments_of(tmp_path / name, max_steps=5, save_strategy=strategy)
+        mine = InfinityTrainer(
+            model=language_model(), args=arguments, train_dataset=Endless(), engine=MEMORY
+        )
+        mine.train()
+        losses.append(losses_of(mine))
+        mine.end()
+
+    assert list((tmp_path / "saving").glob("checkpoint-2/engine/step-*"))
+    assert losses[1] == losses[0]
+
+
 def test_the_best_model_is_loaded_into_the_engine(tmp_path: Path) -> None:
     mine = trainer(
         tmp_path,
@@ -522,6 +578,7 @@ def test_predictions_are_those_of_the_saved_model(tmp_path: Path) -> None:
     [
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"torch_compile": True}, "torch_compile"),
+        ({"bf16_full_eval": True}, "bf16_full_eval"),
         (
             {
                 "save_only_model": True,
@@ -540,6 +597,17 @@ def test_arguments_that_an_engine_cannot_have_are_named(
 ) -> None:
     with pytest.raises(ConfigError, match=f"TrainingArguments.{name}"):
         trainer(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("setting", "own"), [({"max_grad_norm": 1.0}, "0.5"), ({"accumulation_steps": 4}, "2")]
+)
+def test_a_setting_that_trainer_would_replace_is_refused(
+    setting: dict[str, Any], own: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"expected nothing, or {own} as in TrainingArguments"):
+        trainer(tmp_path, {**MEMORY, **setting})
+    trainer(tmp_path, {**MEMORY, "max_grad_norm": 0.5, "accumulation_steps": 2})
 
 
 def test_an_optimizer_that_the_engine_has_not_is_refused(tmp_path: Path) -> None:
