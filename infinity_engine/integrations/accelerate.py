@@ -96,6 +96,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     def _begin(self, engine: Config, settings: Mapping[str, object]) -> None:
         self.engine: Engine | None = None
         """The engine that `prepare` has made."""
+        self.saved_dtype: str | None = None
+        """What weights are saved in; None: what they compute in."""
         given = settings_given(engine)
         given.warn_of_missing(4)
         given.warn_of_optimizer(4)
@@ -142,6 +144,9 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         precision = _PRECISIONS.get(self.mixed_precision)
         if precision is not None and settings.setdefault("precision", precision) == precision:
             self._mix_precision(model)
+            # Saved as it was: the engine has its fp32 masters.
+            dtypes = {value.dtype for value in model.parameters() if value.is_floating_point()}
+            self.saved_dtype = "float32" if dtypes == {torch.float32} else None
         made = initialize(model, optimizer, settings)
         if made.device.type != self.device.type:
             made.close()
@@ -291,7 +296,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         """Close the engine, if there is one, so that `prepare` can make another."""
         if self.engine is not None:
             self.engine.close()
-        self.engine = None
+        self.engine = self.saved_dtype = None
 
     def end_training(self) -> None:
         """End trackers as Accelerate does, and close the engine."""

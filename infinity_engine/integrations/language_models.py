@@ -31,6 +31,7 @@ __all__ = [
     "most_positions",
     "quiet",
     "save_weights",
+    "state_dtype",
     "tokenizer_files",
     "vocabulary_of",
 ]
@@ -243,12 +244,19 @@ def save_weights(
         return
     files = engine.export(folder, dtype=dtype)
     model.config.save_pretrained(folder)
-    # Loading with dtype="auto" reads it: of a model that computes in another dtype than it had.
-    written = _dtype_in(files)
-    _change_json(folder / "config.json", {} if written is None else {"dtype": written})
+    state_dtype(folder, files)
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
+
+
+def state_dtype(folder: Path, files: Sequence[Path]) -> None:
+    """Let a saved configuration state the dtype of the weights in `files`.
+
+    Loading with dtype="auto" reads it: of a model that computes in another dtype than it had.
+    """
+    written = _dtype_in(files)
+    _change_json(folder / "config.json", {} if written is None else {"dtype": written})
 
 
 def _dtype_in(files: Sequence[Path]) -> str | None:

@@ -18,7 +18,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import is_peft_available
+from transformers.utils import CONFIG_NAME, is_peft_available
 
 from infinity_engine.checkpoint.directory import CheckpointDirectory
 from infinity_engine.engine.api import settings_given
@@ -26,6 +26,7 @@ from infinity_engine.engine.checkpoints.saving import PendingGradients
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
 from infinity_engine.integrations.accelerate import ENGINE_FOLDER, Config, InfinityAccelerator
+from infinity_engine.integrations.language_models import state_dtype
 
 __all__ = ["InfinityMixin", "InfinityTrainer"]
 
@@ -111,7 +112,10 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
         if self.args.should_save:
             for file in _weights_in(folder):
                 file.unlink()
-        self.engine.export(folder)
+        files = self.engine.export(folder, dtype=self.accelerator.saved_dtype)
+        states_dtype = self.args.should_save and (folder / CONFIG_NAME).exists()
+        if states_dtype and self.accelerator.saved_dtype is not None:
+            state_dtype(folder, files)
 
     def _adapters(self) -> dict[str, Any]:
         """Return the state dict that peft picks the adapters from: what is trained, and the rest
@@ -119,6 +123,13 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
         """
         assert self.engine is not None, "the caller has asked"
         found: dict[str, Any] = self.engine.trainable_state_dict()
+        if self.accelerator.saved_dtype is not None:
+            names = self.model.named_parameters(remove_duplicate=False)
+            found |= {
+                name: self.engine.state_of(parameter)["master"]
+                for name, parameter in names
+                if name in found
+            }
         with self.engine.listing():
             saved = _saved_by_peft(self.model)
         for name, tensor in saved.items():

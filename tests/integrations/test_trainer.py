@@ -171,6 +171,31 @@ def test_mixed_precision_trains_16_bits_with_fp32_masters(tmp_path: Path) -> Non
     mine.end()
 
 
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+def test_mixed_precision_saves_the_fp32_masters(adapted: bool, tmp_path: Path) -> None:
+    model = language_model()
+    if adapted:
+        model = peft().get_peft_model(model, peft().LoraConfig(r=4, target_modules="all-linear"))
+    mine = trainer(tmp_path / "run", on_drives(tmp_path / "drive"), model, bf16=True)
+    mine.train()
+    assert mine.engine is not None
+    masters = {
+        name: mine.engine.state_of(parameter)["master"]
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    mine.save_model(str(tmp_path / "saved"))
+    mine.end()
+
+    if adapted:
+        loaded = peft().PeftModel.from_pretrained(language_model(), tmp_path / "saved")
+    else:
+        loaded = transformers().LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
+    found = loaded.state_dict()
+    assert masters
+    assert [name for name, value in masters.items() if not torch.equal(found[name], value)] == []
+
+
 def test_losses_outside_of_the_model_are_computed_in_fp32(tmp_path: Path) -> None:
     def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         logits, wanted = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
