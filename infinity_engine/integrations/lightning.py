@@ -198,9 +198,15 @@ def _rename(made: Path, path: Path) -> None:
     """Let `made` have the name `path`. What had it before goes."""
     older = path.with_name(f".{path.name}.older")
     if path.exists():
+        _remove(older)  # of a save that was killed after its checkpoint had its name
         path.rename(older)
     made.rename(path)
-    if older.is_dir():
-        shutil.rmtree(older)
+    _remove(older)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or directory, if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path)
     else:
-        older.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)

@@ -172,6 +172,23 @@ def test_a_save_between_micro_batches_changes_no_bit(tmp_path: Path) -> None:
     assert differing(mine.bits, expected.bits) == []
 
 
+def test_what_killed_saves_left_is_in_the_way_of_no_later_one(tmp_path: Path) -> None:
+    for name in (".last.ckpt.older", ".last.ckpt.making"):
+        (tmp_path / "saved" / name / "engine").mkdir(parents=True)
+    saving = lightning.pytorch.callbacks.ModelCheckpoint(
+        dirpath=tmp_path / "saved", filename="{epoch}", save_last=True
+    )
+    fitted(
+        tmp_path / "run",
+        strategy=strategy(tmp_path / "drive"),
+        enable_checkpointing=True,
+        callbacks=[saving],
+    )
+
+    names = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert names == {"epoch=1.ckpt", "last.ckpt"}
+
+
 def test_a_failed_save_leaves_the_checkpoint_of_its_name_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,7 +180,7 @@ def test_mixed_precision_saves_the_fp32_masters(adapted: bool, tmp_path: Path) -
     mine.train()
     assert mine.engine is not None
     masters = {
-        name: mine.engine.state_of(parameter)["master"]
+        name: torch.as_tensor(mine.engine.state_of(parameter)["master"])
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
