@@ -127,7 +127,6 @@ class Walk:
             RuntimeError: an op failed, as `finish` says.
         """
         with self._reporting_failures():
-            self._submit_others()
             updates = self._update_on_host()
             self._keep_working()
             self._advance()
@@ -263,7 +262,8 @@ class Walk:
             self._submit_next()
 
     def _update_on_host(self) -> bool:
-        """Submit the host's next update if it can begin, and what follows; tell if it did."""
+        """Submit the host's next update if it can begin, and what is around it; tell if it did."""
+        self._submit_others()  # so that an update is next: other ops have to keep their lane's order
         if not self._order or not self._can_submit(self._plan.ops[self._order[0]]):
             return False
         self._submit(self._order.popleft())

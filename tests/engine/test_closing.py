@@ -17,7 +17,7 @@ from torch import nn
 import infinity_engine.engine.engine as engine_module
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError
-from infinity_engine.machine import capacity
+from infinity_engine.machine import memory
 from infinity_engine.machine.capacity import free_for_copies
 from infinity_engine.parameters import fetching
 from infinity_engine.storage import SwapFile
@@ -137,7 +137,7 @@ def test_copies_may_take_what_the_tightest_group_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        capacity, "probe_memory", lambda _roots: SimpleNamespace(available_bytes=64 * GiB)
+        memory, "probe_memory", lambda _roots: SimpleNamespace(available_bytes=64 * GiB)
     )
     files = {
         "memory.max": str(2 * GiB),

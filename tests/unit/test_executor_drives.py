@@ -195,6 +195,30 @@ def test_every_op_is_carried_out_once_and_after_what_it_needs(
     assert all(event is None or event.passed for event in carrier.events.values())
 
 
+def test_lanes_keep_their_order_while_the_hosts_thread_is_ahead() -> None:
+    specs = [
+        SubgroupSpec(
+            index=at, numel=1, first_use=at, buffer_bytes=12, load_bytes=12, store_bytes=12
+        )
+        for at in range(5)
+    ]
+    limits = Limits(
+        resident_bytes=0,
+        staging_bytes=0,
+        staging_sets=1,
+        per_parameter=BytesPerParameter(states=12, parameter=2),
+        parameters=Tier.HOST,
+        host_buffers=3,
+    )
+    plan = HOST_ONLY(specs, RATES, limits)
+    for seed in range(200):
+        chance = random.Random(seed)
+        walk = Executor(Checking(plan, chance, beside=True), NullTelemetry()).begin(plan)
+
+        some_of(walk, plan, chance)
+        walk.finish()
+
+
 @settings(max_examples=100, deadline=None)
 @given(plans(), st.randoms(use_true_random=False))
 def test_after_an_op_has_failed_all_that_began_has_ended_and_nothing_that_needs_it_began(
