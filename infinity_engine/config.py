@@ -687,16 +687,6 @@ class EngineConfig(_Settings):
         """
         return cls._at("", mapping)
 
-    @classmethod
-    def from_keywords(cls, **settings: object) -> EngineConfig:
-        """Return the settings given as keywords, with the values that from_mapping takes.
-
-        Raises:
-            ConfigError: an unknown name, with the nearest known one (`EngineConfig(...)` only
-                raises a TypeError); or a value that cannot be right.
-        """
-        return cls.from_mapping(settings)
-
 
 def settings_table() -> list[Setting]:
     """Return one row for each setting, those of sections under their dotted names."""

@@ -79,11 +79,6 @@ class Partitioner:
             raise ConfigError(field="ranks", value=ranks, expected="1 or more")
         self._owned = [0] * ranks
 
-    @property
-    def owned(self) -> tuple[int, ...]:
-        """The elements that each rank owns so far."""
-        return tuple(self._owned)
-
     def cut(self, numel: int) -> ShardSpec:
         """Return how the next parameter is cut.
 

@@ -155,7 +155,3 @@ class ModelShape:
         )
         # A product of side n takes 2 n² operations for a token.
         return max(isqrt(products[len(products) // 2] // 2), 1) if products else 1
-
-    def forward_flops_per_token(self, sequence: int) -> int:
-        """Return the operations of a forward for one token; a backward has twice as many."""
-        return sum(module.flops(sequence) for module in self.modules)

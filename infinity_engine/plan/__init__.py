@@ -30,7 +30,6 @@ from infinity_engine.plan.ops import (
     UploadParameters,
     UploadStates,
 )
-from infinity_engine.plan.placement import Placement
 from infinity_engine.plan.rates import DriveRates, Rates
 from infinity_engine.plan.step import ADAM_BYTES, BytesPerParameter, Home, StepPlan, SubgroupSpec
 from infinity_engine.plan.strategy import (
@@ -78,7 +77,6 @@ __all__ = [
     "Op",
     "OpTime",
     "Percent",
-    "Placement",
     "Rates",
     "ResolvedBudget",
     "StaticSplit",

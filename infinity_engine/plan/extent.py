@@ -31,7 +31,3 @@ class Extent:
     def end(self) -> int:
         """The offset of the first byte behind it."""
         return self.offset + self.nbytes
-
-    def overlaps(self, other: Extent) -> bool:
-        """Tell whether some byte lies in both."""
-        return max(self.offset, other.offset) < min(self.end, other.end)

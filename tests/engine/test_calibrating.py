@@ -449,14 +449,14 @@ def test_a_rank_takes_the_rates_of_its_machine_but_for_drives_of_its_own(
     )
 
     found = with_rates_of_machine(
-        EngineConfig(), ranks, directories, lambda: EngineConfig.from_keywords(rates=own)
+        EngineConfig(), ranks, directories, lambda: EngineConfig.from_mapping({"rates": own})
     )
 
     assert found.rates == (own if measures else first)
 
 
 def test_a_rank_keeps_rates_that_it_was_given() -> None:
-    given = EngineConfig.from_keywords(rates=DEVICE)
+    given = EngineConfig.from_mapping({"rates": DEVICE})
     ranks: Any = SimpleNamespace(
         once_a_machine=lambda *_: json.dumps([[], Rates(h2d_bytes_per_s=1e9).to_mapping()])
     )

@@ -66,8 +66,13 @@ def test_a_live_model_is_described_to_the_byte(
 ) -> None:
     task, optimizer = made(model)
     budget = Budget(nvme={"/mnt/a": "1GiB"} if drives else {})
-    config = EngineConfig.from_keywords(
-        precision=precision, subgroup_numel=SUBGROUP, budget=budget, storage={"small_bytes": 256}
+    config = EngineConfig.from_mapping(
+        {
+            "precision": precision,
+            "subgroup_numel": SUBGROUP,
+            "budget": budget,
+            "storage": {"small_bytes": 256},
+        }
     )
     trained = collect_parameters(task, optimizer, config.precision)
     frozen = collect_frozen(task, trained, config.precision)
@@ -96,7 +101,7 @@ def test_a_mixed_model_is_planned_to_the_byte(device: int) -> None:
     task = Mixed()
     optimizer = torch.optim.AdamW(task.parameters(), lr=1e-3)
     trained = collect_parameters(task, optimizer, Precision.MODEL)
-    config = EngineConfig.from_keywords(subgroup_numel=SUBGROUP)
+    config = EngineConfig.from_mapping({"subgroup_numel": SUBGROUP})
     frozen = collect_frozen(task, trained, config.precision)
     sizing = sizing_of(task, trained, frozen, rules_of(optimizer), config, unified=False)
     training = training_of(task, optimizer, "model")

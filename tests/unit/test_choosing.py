@@ -70,8 +70,8 @@ def plans(
 
     def plan(rank: int) -> Plan | None:
         model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(16)))
-        config = EngineConfig.from_keywords(
-            rates=rates[rank], subgroup_numel=1 << 15, precision="bf16", **settings
+        config = EngineConfig.from_mapping(
+            dict(rates=rates[rank], subgroup_numel=1 << 15, precision="bf16", **settings)
         )
         optimizer = torch.optim.AdamW(model.parameters())
         trained = collect_parameters(model, optimizer, config.precision)
@@ -169,8 +169,8 @@ def test_buffers_for_the_drives_leave_room_to_gather_ahead_where_fewer_do(
     ahead: int, buffers: int
 ) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(16)))
-    config = EngineConfig.from_keywords(
-        strategy="nvme_streamed", parameters="nvme", subgroup_numel=1 << 15
+    config = EngineConfig.from_mapping(
+        {"strategy": "nvme_streamed", "parameters": "nvme", "subgroup_numel": 1 << 15}
     )
     optimizer = torch.optim.AdamW(model.parameters())
     trained = collect_parameters(model, optimizer, config.precision)

@@ -175,7 +175,7 @@ def test_a_mapping_may_say_enums_by_value_and_sizes_as_text() -> None:
     ],
 )
 def test_what_drives_are_rated_for_is_stated_of_all_or_of_each(given: object, read: object) -> None:
-    assert EngineConfig.from_keywords(storage={"endurance": given}).storage.endurance == read
+    assert EngineConfig.from_mapping({"storage": {"endurance": given}}).storage.endurance == read
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_what_drives_are_rated_for_is_stated_of_all_or_of_each(given: object, re
 )
 def test_what_drives_are_rated_for_is_a_size(given: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        EngineConfig.from_keywords(storage={"endurance": given})
+        EngineConfig.from_mapping({"storage": {"endurance": given}})
 
 
 def test_a_mapping_may_hold_values_that_are_made_already() -> None:
@@ -205,12 +205,6 @@ def test_a_mapping_may_hold_values_that_are_made_already() -> None:
     given = {name: getattr(made, name) for name in ("budget", "strategy", "precision", "storage")}
 
     assert EngineConfig.from_mapping(given) == made
-
-
-def test_keywords_are_read_as_mappings_are() -> None:
-    given = {"budget": {"host": "1 GiB"}, "strategy": "host_only", "precision": "bf16"}
-
-    assert EngineConfig.from_keywords(**given) == EngineConfig.from_mapping(given)
 
 
 def test_the_backends_are_those_that_deepnvme_chooses_from() -> None:
@@ -289,12 +283,12 @@ def test_an_unknown_keyword_is_told_the_right_one() -> None:
     with pytest.raises(
         ConfigError, match=r"^bugdet: expected one of budget, .*\(nearest: budget\), got 'bugdet'"
     ):
-        EngineConfig.from_keywords(bugdet="12 GiB")
+        EngineConfig.from_mapping({"bugdet": "12 GiB"})
 
 
 def test_a_wrong_value_of_a_keyword_is_refused_by_its_dotted_path() -> None:
     with pytest.raises(ConfigError, match=r"^telemetry\.keep_steps: "):
-        EngineConfig.from_keywords(telemetry={"keep_steps": 0})
+        EngineConfig.from_mapping({"telemetry": {"keep_steps": 0}})
 
 
 def test_a_removed_setting_is_refused_with_what_to_do() -> None:
@@ -302,7 +296,7 @@ def test_a_removed_setting_is_refused_with_what_to_do() -> None:
         ConfigError,
         match=r"^ranks\.partitioning: .*setting was removed.*: delete it, got 'broadcast'$",
     ):
-        EngineConfig.from_keywords(ranks={"partitioning": "broadcast"})
+        EngineConfig.from_mapping({"ranks": {"partitioning": "broadcast"}})
 
 
 def test_an_unknown_key_is_refused_beside_known_ones() -> None:

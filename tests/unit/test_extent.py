@@ -4,18 +4,9 @@ import dataclasses
 import pickle
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan import Extent
-
-PATIENT = settings(deadline=None)
-SHORT = st.builds(Extent, st.integers(0, 40), st.integers(0, 40))
-
-
-def bytes_of(extent: Extent) -> set[int]:
-    return set(range(extent.offset, extent.end))
 
 
 @pytest.mark.parametrize(("offset", "nbytes", "wrong"), [(-1, 4, "offset"), (4, -1, "nbytes")])
@@ -44,17 +35,3 @@ def test_extents_are_ordered_by_offset_then_length() -> None:
         Extent(0, 9),
         Extent(8, 1),
     ]
-
-
-@PATIENT
-@given(SHORT, SHORT)
-def test_extents_overlap_where_they_share_a_byte(one: Extent, other: Extent) -> None:
-    assert one.overlaps(other) == other.overlaps(one) == bool(bytes_of(one) & bytes_of(other))
-
-
-def test_neighbours_do_not_overlap() -> None:
-    assert not Extent(0, 4).overlaps(Extent(4, 4))
-
-
-def test_an_empty_extent_overlaps_nothing() -> None:
-    assert not Extent(2, 0).overlaps(Extent(0, 4))

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from infinity_engine.errors import ConfigError
 from infinity_engine.memory.layout import Layout, Request, layout
 from infinity_engine.units import MiB, align_up
+from support.extents import overlap
 from support.model_traces import (
     LOAD_AHEAD,
     Act,
@@ -64,7 +65,7 @@ def meeting(requests: list[Request], placed: Layout) -> list[tuple[str, str]]:
     return [
         (one.name, other.name)
         for one, other in itertools.combinations(requests, 2)
-        if live_together(one, other) and placed.places[one.name].overlaps(placed.places[other.name])
+        if live_together(one, other) and overlap(placed.places[one.name], placed.places[other.name])
     ]
 
 
@@ -249,7 +250,7 @@ def meeting_by_sweep(requests: list[Request], placed: Layout) -> list[tuple[str,
         found += [
             (one.name, other.name)
             for one, other in itertools.pairwise(live)
-            if placed.places[one.name].overlaps(placed.places[other.name])
+            if overlap(placed.places[one.name], placed.places[other.name])
         ]
     return found
 

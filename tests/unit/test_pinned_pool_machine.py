@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from infinity_engine.errors import CapacityError
 from infinity_engine.memory import Lease, Ledger, PinnedPool, Request, layout
 from infinity_engine.plan import Extent, ResolvedBudget, Tier
+from support.extents import overlap
 
 pytest.importorskip("torch", reason="leases give tensors of torch")
 
@@ -112,7 +113,7 @@ class Leases(RuleBasedStateMachine):
         rivals = [
             buffer
             for buffer in self.buffers
-            if buffer.place is not None and buffer.place.overlaps(place)
+            if buffer.place is not None and overlap(buffer.place, place)
         ]
         waits = self.waits_elsewhere(rivals)
         try:

@@ -126,7 +126,7 @@ def test_measured_blocks_go_before_one_rate_of_computing() -> None:
     plain = decide(training, there).best.timeline
     slow = decide(training, replace(there, blocks=blocks)).best.timeline
 
-    flops = SMALL.forward_flops_per_token(2048) * 2048
+    flops = 2048 * sum(module.flops(2048) for module in SMALL.modules)
     assert [phase.ns for phase in slow.phases[1:]] == pytest.approx(
         [flops / 1e3, 2 * flops / 500], rel=1e-6
     )
