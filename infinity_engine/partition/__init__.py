@@ -6,10 +6,8 @@ Decides nothing about when; owns no memory.
 from infinity_engine.partition.collectives import CollectiveEvent, Collectives
 from infinity_engine.partition.group import (
     MOST_ANNOUNCED,
-    Adder,
     GroupMember,
     ShardGroup,
-    TorchAdder,
 )
 from infinity_engine.partition.replicas import HybridReduce, ReplicaSums
 from infinity_engine.partition.shard import Partitioner, Shard, ShardSpec
@@ -17,7 +15,6 @@ from infinity_engine.partition.sums import share_block_sums
 
 __all__ = [
     "MOST_ANNOUNCED",
-    "Adder",
     "CollectiveEvent",
     "Collectives",
     "GroupMember",
@@ -27,6 +24,5 @@ __all__ = [
     "Shard",
     "ShardGroup",
     "ShardSpec",
-    "TorchAdder",
     "share_block_sums",
 ]

@@ -28,7 +28,6 @@ __all__ = [
     "Adder",
     "GroupMember",
     "ShardGroup",
-    "TorchAdder",
 ]
 
 # Ranks announce for so many members, the first ones, whether they have a gradient of each.
@@ -52,18 +51,6 @@ class Adder(Protocol):
 
     def add(self, values: torch.Tensor, into: torch.Tensor) -> None:
         """Add values to `into`, which is fp32."""
-
-
-class TorchAdder:
-    """torch's own additions. The engine passes its kernels, which no setting of torch changes."""
-
-    def begin(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Write values to `into`."""
-        into.copy_(values)
-
-    def add(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Add values to `into`."""
-        into.add_(values)
 
 
 class ShardGroup:

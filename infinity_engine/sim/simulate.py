@@ -52,30 +52,6 @@ class Simulation:
         busy = self.busy_ns
         return max(Lane, key=lambda lane: busy[lane])
 
-    def ready_ns(self) -> dict[int, int]:
-        """Return, by the index of each subgroup, when its new parameters are where the plan leaves
-        them.
-        """
-        return {
-            subgroup: self.times[number].end_ns for subgroup, number in self.plan.arrivals().items()
-        }
-
-    def step_ns(self, forward_ns: int) -> int:
-        """Return when the next forward ends at the earliest, if it begins before the last updates
-        are done.
-
-        It takes `forward_ns` in all, the same for each parameter, in the order of the subgroups'
-        first use, and cannot come to a subgroup before that one's parameters are ready.
-        """
-        total = sum(subgroup.numel for subgroup in self.plan.subgroups)
-        ready, now_ns, seen = self.ready_ns(), 0, 0
-        for subgroup in sorted(self.plan.subgroups, key=lambda one: (one.first_use, one.index)):
-            start_ns = max(now_ns, ready[subgroup.index])
-            seen_after = seen + subgroup.numel
-            now_ns = start_ns + forward_ns * seen_after // total - forward_ns * seen // total
-            seen = seen_after
-        return max(now_ns, self.end_ns)
-
     def describe(self) -> str:
         """Return the plan as a table with its times, and what each lane has to do."""
         end_ns = self.end_ns

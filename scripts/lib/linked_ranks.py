@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch_adder import TorchAdder
 
 from infinity_engine.partition import (
     Collectives,
@@ -21,7 +22,6 @@ from infinity_engine.partition import (
     Shard,
     ShardGroup,
     ShardSpec,
-    TorchAdder,
 )
 
 __all__ = ["Link", "Times", "Work", "measure"]

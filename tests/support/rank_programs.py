@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch_adder import TorchAdder
 
 from infinity_engine.accel import StreamKind, open_accelerator
 from infinity_engine.errors import CollectiveError
@@ -25,7 +26,6 @@ from infinity_engine.partition import (
     ReplicaSums,
     ShardGroup,
     ShardSpec,
-    TorchAdder,
     share_block_sums,
 )
 

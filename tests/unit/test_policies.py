@@ -13,6 +13,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from simulated_step import step_ns
 
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim.policies import (
@@ -523,7 +524,7 @@ def test_parameters_come_in_the_order_of_use_so_that_a_forward_can_begin_early(
     forward_ns = ours.end_ns // 2
 
     assert two_ends.end_ns == ours.end_ns
-    assert ours.step_ns(forward_ns) < 1.1 * ours.end_ns < two_ends.step_ns(forward_ns)
+    assert step_ns(ours, forward_ns) < 1.1 * ours.end_ns < step_ns(two_ends, forward_ns)
 
 
 @settings(max_examples=30)

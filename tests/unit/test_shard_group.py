@@ -12,6 +12,7 @@ pytest.importorskip("torch", reason="the package gathers tensors of torch")
 
 import torch
 import torch.distributed as dist
+from torch_adder import TorchAdder
 
 from infinity_engine.accel import Event
 from infinity_engine.errors import CollectiveError, ConfigError
@@ -20,7 +21,6 @@ from infinity_engine.partition import (
     GroupMember,
     Partitioner,
     ShardGroup,
-    TorchAdder,
     share_block_sums,
 )
 from infinity_engine.partition.failures import Failures, Process

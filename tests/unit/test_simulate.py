@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_step import ready_ns, step_ns
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim.policies import (
@@ -101,14 +102,16 @@ def test_each_lane_is_busy_for_the_sum_of_its_ops_and_the_busiest_binds() -> Non
 
 
 def test_parameters_are_ready_when_the_device_updated_them_or_when_they_are_up() -> None:
-    assert simulate(one_of_each(), RATES).ready_ns() == {0: 260, 1: 260, 2: 290}
+    assert ready_ns(simulate(one_of_each(), RATES)) == {0: 260, 1: 260, 2: 290}
 
 
 def test_a_forward_begins_as_soon_as_its_first_parameters_are_ready() -> None:
     simulation = simulate(one_of_each(), RATES)
 
-    assert simulation.step_ns(6_000) == 6_260
-    assert simulation.step_ns(60) == 740  # The last states go home when the forward has long ended.
+    assert step_ns(simulation, 6_000) == 6_260
+    assert (
+        step_ns(simulation, 60) == 740
+    )  # The last states go home when the forward has long ended.
 
 
 def test_a_forward_waits_for_parameters_that_come_late() -> None:
@@ -117,7 +120,7 @@ def test_a_forward_waits_for_parameters_that_come_late() -> None:
     draft.host(subgroups[1])
     draft.host(subgroups[0])
 
-    assert simulate(draft.plan(), RATES).step_ns(100) == 220 + 100
+    assert step_ns(simulate(draft.plan(), RATES), 100) == 220 + 100
 
 
 def test_what_goes_over_a_free_lane_takes_no_time_and_needs_no_rate() -> None:
