@@ -445,7 +445,10 @@ class _LockedTensors:
                 "numpy arrays of the same memory"
             ) from None
         if not isinstance(example, torch.Tensor):
-            raise TypeError(f"expected a tensor, for its dtype; got {type(example).__name__}")
+            raise TypeError(
+                f"expected an example tensor, of which the new one has the dtype; got "
+                f"{type(example).__name__}"
+            )
         if num_elem == 0:
             return torch.empty(0, dtype=example.dtype)
         nbytes = _positive("num_elem", num_elem) * example.element_size()

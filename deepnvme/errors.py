@@ -53,9 +53,9 @@ _HINTS = MappingProxyType(
         errno_names.EIO: "the device or file system failed; the kernel's log says more",
         errno_names.EROFS: "the file system is read-only",
         errno_names.ENOMEM: "out of memory, or over the memlock limit (ulimit -l)",
-        errno_names.EBADF: "the file was opened for reading only",
-        errno_names.ETIMEDOUT: "its deadline has passed",
-        errno_names.ECANCELED: "it was stopped",
+        errno_names.EBADF: "the file was opened for reading only: open it with mode 'r+'",
+        errno_names.ETIMEDOUT: "deadline_s was over before all of it had begun",
+        errno_names.ECANCELED: "stop() was called",
     }
 )
 
@@ -250,7 +250,7 @@ def io_error(
 
 def file_error(errno: int, call: str, path: str) -> OSError:
     """Compose the error of a failed open, stat, preallocate or truncate, by its errno."""
-    hint = f" ({_HINTS[errno]})" if errno in _HINTS and errno != errno_names.EBADF else ""
+    hint = f" ({_HINTS[errno]})" if errno in _HINTS else ""
     return OSError(errno, f"{call}: {os.strerror(errno)}{hint}", path)
 
 

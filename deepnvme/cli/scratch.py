@@ -102,7 +102,7 @@ def usable_directory(directory: Path, nbytes: int) -> Path:
     if free < nbytes:
         raise UnusableError(
             f"{probe.path}: the file to measure on needs {format_bytes(nbytes)}, and "
-            f"{format_bytes(free)} are free"
+            f"{format_bytes(free)} are free. Free space, or name a directory on another drive"
         )
     return Path(probe.path)
 

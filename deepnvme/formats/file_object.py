@@ -130,8 +130,7 @@ class FileObject(io.BufferedIOBase):
 
     def write(self, data: Any, /) -> int:
         """Write `data` at the position. It may change as soon as this returns."""
-        if not self.writable():
-            raise io.UnsupportedOperation(f"{self.name} was opened with mode {self.mode!r}")
+        self._refuse_unless_writable()
         # What was read ahead would hold the old bytes.
         self._reader.forget()
         memory = memoryview(data).cast("B")
@@ -152,9 +151,14 @@ class FileObject(io.BufferedIOBase):
             self._writer.flush()
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}
         if whence not in base:
-            raise ValueError(f"whence is 0, 1 or 2, got {whence}")
+            raise ValueError(
+                "whence must be 0 (from the start), 1 (from the position) or 2 (from the end); got "
+                f"{whence}"
+            )
         if base[whence] + offset < 0:
-            raise ValueError(f"no position is negative, got {base[whence] + offset}")
+            raise ValueError(
+                f"cannot move before the file's start, to position {base[whence] + offset}"
+            )
         self._position = base[whence] + offset
         return self._position
 
@@ -165,8 +169,7 @@ class FileObject(io.BufferedIOBase):
 
     def truncate(self, size: int | None = None, /) -> int:
         """Cut or extend the file to `size` bytes, the position without it. Return that size."""
-        if not self.writable():
-            raise io.UnsupportedOperation(f"{self.name} was opened with mode {self.mode!r}")
+        self._refuse_unless_writable()
         self._writer.flush()
         self._reader.forget()
         nbytes = self._position if size is None else size
@@ -206,13 +209,23 @@ class FileObject(io.BufferedIOBase):
 
     def _begin_reading(self) -> None:
         if not self.readable():
-            raise io.UnsupportedOperation(f"{self.name} was opened with mode {self.mode!r}")
+            raise io.UnsupportedOperation(
+                f"{self.name} was opened for writing alone, with mode {self.mode!r}. To read it as "
+                "well, open it with 'r+b'"
+            )
         # Reads go to the file, which has to have what was collected.
         self._writer.flush()
 
+    def _refuse_unless_writable(self) -> None:
+        if not self.writable():
+            raise io.UnsupportedOperation(
+                f"{self.name} was opened for reading alone, with mode {self.mode!r}. To write it, "
+                "open it with 'r+b', or with 'wb', which empties it"
+            )
+
     def _check_open(self) -> None:
         if self.closed:
-            raise ValueError(f"{self.name} is closed")
+            raise ValueError(f"{self.name} is closed: open it again to use it")
 
 
 class _ReadBlock(NamedTuple):

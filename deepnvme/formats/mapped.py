@@ -47,7 +47,10 @@ def map_safetensors(
         pages = memoryview(mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY))
     wanted = list(header.tensors if names is None else names)
     if missing := [name for name in wanted if name not in header.tensors]:
-        raise KeyError(f"no tensor {missing[0]!r} among the {len(header.tensors)} of {header.path}")
+        raise KeyError(
+            f"no tensor {missing[0]!r} among the {len(header.tensors)} of {header.path}: "
+            "safetensors_header() has their names"
+        )
     return {name: _view(pages, header.tensors[name], kind) for name in wanted}
 
 

@@ -164,7 +164,10 @@ def read_safetensors(
         }
         others = (out or {}).keys() - wanted.keys()
         if others:
-            raise ValueError(f"`out` has {min(others)!r}, which is not asked for")
+            raise ValueError(
+                f"`out` has {min(others)!r}, which is not asked for: name it too, or leave it out "
+                "of `out`"
+            )
         made = {name: _target(name, entry, out or {}, kind) for name, entry in wanted.items()}
         file.fill({name: memory for name, (_, memory) in made.items()})
     return {name: tensor for name, (tensor, _) in made.items()}
@@ -249,7 +252,8 @@ class SafetensorsFile:
         """
         if name not in self.header.tensors:
             raise KeyError(
-                f"no tensor {name!r} among the {len(self.header.tensors)} of {self.header.path}"
+                f"no tensor {name!r} among the {len(self.header.tensors)} of {self.header.path}: "
+                "safetensors_header() has their names"
             )
         return self.header.tensors[name]
 
@@ -332,7 +336,8 @@ def _target(
         if kind != (entry.dtype, entry.shape):
             raise ValueError(
                 f"{name!r} is {entry.dtype} of shape {entry.shape}; it cannot be read into "
-                f"{kind[0]} of shape {kind[1]}"
+                f"{kind[0]} of shape {kind[1]}. Give `out` one of the tensor's dtype and shape, or "
+                "none"
             )
         return out[name], memory_of(out[name], writable=True)
     # A view at the file's place in a page would not be aligned to its elements there.
@@ -385,13 +390,20 @@ def header_of(read: Callable[[int, int], bytes], nbytes: int, path: str) -> Safe
 
 def _header_length(start: bytes, nbytes: int) -> int:
     if len(start) < _LENGTH.size:
-        raise ValueError(f"expected {_LENGTH.size} B at least, got {len(start)}")
+        raise ValueError(
+            f"expected {_LENGTH.size} B at least, got {len(start)}: it was cut off, or is another "
+            "kind of file"
+        )
     length: int = _LENGTH.unpack(start)[0]
     if length > _MAX_HEADER_BYTES:
-        raise ValueError(f"its header would have {length} B, the format allows {_MAX_HEADER_BYTES}")
+        raise ValueError(
+            f"its header would have {length} B, the format allows {_MAX_HEADER_BYTES}: it is "
+            "damaged, or another kind of file"
+        )
     if length > nbytes - _LENGTH.size:
         raise ValueError(
-            f"its header would have {length} B, {nbytes - _LENGTH.size} follow: it was cut off"
+            f"its header would have {length} B, {nbytes - _LENGTH.size} follow: it was cut off, or "
+            "is another kind of file"
         )
     return length
 
@@ -552,12 +564,18 @@ class SafetensorsWriter:
         """Write the next tensors. Their memory is free when this returns."""
         due = self.names[self._written : self._written + len(tensors)]
         if tuple(tensors) != due:
-            raise ValueError(f"expected the tensors {shown(due)} next, got {shown(tuple(tensors))}")
+            raise ValueError(
+                f"expected the tensors {shown(due)} next, got {shown(tuple(tensors))}: write them "
+                "in the order of `names`"
+            )
         # All before any is written: a call that is refused has changed nothing.
         for name, tensor in tensors.items():
             layout = tensor.code, tensor.shape
             if layout != self._layout[name]:
-                raise ValueError(f"{name!r} was announced as {self._layout[name]}, not {layout}")
+                raise ValueError(
+                    f"{name!r} was announced as {self._layout[name]}, and {layout} was given: "
+                    "announce what is written"
+                )
         for tensor in tensors.values():
             self._pages.append(tensor.memory)
         self._pages.wait()
@@ -567,7 +585,10 @@ class SafetensorsWriter:
         """Write the next tensor, `name`, from parts; each is free when the next is asked for."""
         [due] = self.names[self._written : self._written + 1] or ("nothing more",)
         if name != due:
-            raise ValueError(f"expected the tensor {shown(due)} next, got {shown(name)}")
+            raise ValueError(
+                f"expected the tensor {shown(due)} next, got {shown(name)}: write them in the "
+                "order of `names`"
+            )
         left = nbytes_of(*self._layout[name])
         for part in parts:
             left -= part.nbytes
@@ -577,8 +598,8 @@ class SafetensorsWriter:
             self.append(part)
         if left:
             raise ValueError(
-                f"{name!r} was announced as {self._layout[name]}; its parts differ from that by "
-                f"{left} B"
+                f"{name!r} was announced as {self._layout[name]}; its parts have {abs(left)} B too "
+                f"{'few' if left > 0 else 'many'}"
             )
         self.end_tensor()
 
@@ -621,7 +642,7 @@ class SafetensorsWriter:
         if self._written < len(self.names):
             raise ValueError(
                 f"{len(self.names) - self._written} of the tensors that were announced were not "
-                "written"
+                "written, so no file was made: write all of `names` in the block"
             )
         self._pages.finish()
         # Before the rename: no crash may leave the name on a file without its bytes.

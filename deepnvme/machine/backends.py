@@ -109,7 +109,9 @@ def start_on(
             )
         return name, started
     raise BackendUnavailableError(
-        errno.ENOTSUP, "no acceptable backend works here: " + "; ".join(refusals)
+        errno.ENOTSUP,
+        f"no acceptable backend works here: {'; '.join(refusals)}. `deepnvme doctor` says what to "
+        "do",
     )
 
 

@@ -177,7 +177,10 @@ def load_profile() -> Profile:
         return Profile()
     try:
         if PROFILE_VARIABLE in os.environ and not path.exists():
-            raise ProfileError(f"there is no such file, and {PROFILE_VARIABLE} names it")
+            raise ProfileError(
+                f"there is no such file, and {PROFILE_VARIABLE} names it. Run `deepnvme tune`, "
+                "which makes it, or unset the variable"
+            )
         return read_profile(path)
     except ProfileError as problem:
         # at who makes the queue
@@ -276,7 +279,10 @@ def _document(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise ProfileError(f"it cannot be read ({error.strerror})") from None
+        raise ProfileError(
+            f"it cannot be read ({error.strerror}); let this user read it, or do without it by an "
+            f"empty {PROFILE_VARIABLE}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ProfileError(f"it is not JSON ({error}); {again}") from None
     version = document.get("version") if isinstance(document, dict) else None

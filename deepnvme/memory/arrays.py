@@ -182,7 +182,6 @@ def nbytes_of(code: str, shape: tuple[int, ...]) -> int:
         )
     if any(not 0 <= size < 1 << 63 for size in shape):
         raise ValueError(f"expected sizes from 0 to 2**63 - 1, got the shape {shape}")
-    # Without the zeros: numpy counts an empty array's other dimensions, too.
     # Without the zeros: an empty tensor may have other sizes that no program could use.
     if math.prod(size for size in shape if size) * ITEMSIZES[code] >= 1 << 63:
         raise ValueError(f"expected a tensor of less than 2**63 bytes, got {code} of shape {shape}")

@@ -36,7 +36,10 @@ class PageStock:
         try:
             return memoryview(self._native.take(asked, kept))
         except MemoryError:
-            raise MemoryError(f"no memory for a buffer of {nbytes} B") from None
+            raise MemoryError(
+                f"the system has no memory for a buffer of {nbytes} B: take a smaller one, or free "
+                "memory"
+            ) from None
 
     def keep_at_most(self, nbytes: int | str) -> None:
         """Give idle memory back to the system, longest idle first, until so much is left."""

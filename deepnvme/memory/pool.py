@@ -61,7 +61,10 @@ class Pool:
         try:
             self._native = _native.Pool(asked, numa_node)
         except MemoryError:
-            raise MemoryError(f"no memory for a pool of {asked} B") from None
+            raise MemoryError(
+                f"the system has no memory for a pool of {asked} B: make a smaller one, or free "
+                "memory"
+            ) from None
         if cuda is Cuda.NEVER:
             return
         try:
@@ -71,7 +74,10 @@ class Pool:
                 raise NVMeError(errno.ENODEV, str(refusal), op="page-lock", asked=asked) from None
             # The memory is there, and all but copies to and from a GPU is as fast.
             warnings.warn(
-                f"pool memory is not page-locked: {refusal}", RuntimeWarning, stacklevel=2
+                f"pool memory is not page-locked: {refusal}. I/O is as fast, and copies to and "
+                "from a GPU are slower",
+                RuntimeWarning,
+                stacklevel=2,
             )
 
     @property

@@ -8,14 +8,16 @@ Starts one thread that waits for ended operations without the GIL and completes 
 
 from __future__ import annotations
 
+import errno
 import operator
 import os
 import threading
 import warnings
 import weakref
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -25,7 +27,7 @@ from typing import Any, ClassVar, Literal
 
 from deepnvme import _native
 from deepnvme.choices import as_bytes, byte_count, chosen, whole_number
-from deepnvme.errors import BatchError, ClosedError, NVMeError
+from deepnvme.errors import BatchError, ClosedError, NVMeError, file_error
 from deepnvme.machine.backends import (
     BackendFallbackWarning,
     fallbacks,
@@ -39,7 +41,7 @@ from deepnvme.memory.device_arrays import device_array_of
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.faults import FaultPlan
 from deepnvme.queue.future import SLICE_S, IOFuture
-from deepnvme.queue.pending import NO_DEADLINE_S, Pending
+from deepnvme.queue.pending import CLOSED, NO_DEADLINE_S, Pending
 from deepnvme.queue.staging import Staging
 
 __all__ = [
@@ -254,7 +256,7 @@ class IOQueue:
         direct = chosen(Direct, direct, "direct")
         permissions = whole_number("permissions", permissions)
         if "\0" in str(path):
-            raise ValueError(f"a path has no null bytes; got {str(path)!r}")
+            raise ValueError(f"a path cannot have null bytes; got {str(path)!r}")
         drive = self.settings_for(path).native()
         # Errors name the file so, after a chdir too. Links stay in the name, as the caller gave it.
         absolute = str(Path(path).absolute())
@@ -302,9 +304,8 @@ class IOQueue:
             return
         self._told.add(used)
         warnings.warn(
-            f"deepnvme uses {used} for the drive of {file.path}: another {self.backend} was "
-            "refused, by the limit "
-            "on locked memory (ulimit -l)",
+            f"deepnvme uses {used} for the drive of {file.path}: the limit on locked memory leaves "
+            f"no room for another {self.backend}. Raise it (ulimit -l unlimited)",
             BackendFallbackWarning,
             stacklevel=3,
         )
@@ -447,7 +448,8 @@ class IOQueue:
             )
         if terms != _USUAL_TERMS:
             raise TypeError(
-                "priority and deadline_s are for memory of the host, not for arrays on a GPU"
+                "priority and deadline_s are for memory of the host, not for arrays on a GPU. "
+                "Leave them out, or copy the array to the host first"
             )
         offset = self._checked(offset, array.nbytes)
         return self._staging.submit(verb, file, array, offset, at_end)
@@ -457,7 +459,7 @@ class IOQueue:
         offset = operator.index(offset)
         _check_range("offset", offset, nbytes)
         if self._closed:
-            raise ClosedError("the queue is closed")
+            raise ClosedError(CLOSED)
         return offset
 
     def _sync(self, verb: _native.Verb, file: _native.OpenFile) -> IOFuture[int]:
@@ -502,7 +504,7 @@ class IOQueue:
         """Submit one operation on several pieces of memory."""
         numbers, holder = _pieces_of(buffers, offsets, writable=verb is _READ)
         if self._closed:
-            raise ClosedError("the queue is closed")
+            raise ClosedError(CLOSED)
         urgency, seconds = _terms(priority, deadline_s)
         return self._pending.submit_pieces(
             verb,
@@ -682,13 +684,17 @@ class File:
         """Reserve the first `nbytes` of the file on the drive, where that is not full."""
         nbytes = byte_count("size", nbytes)
         _check_range("size", nbytes)
-        self._open().preallocate(nbytes)
+        native = self._open()
+        with _told_of_rights("preallocate", native):
+            native.preallocate(nbytes)
 
     def truncate(self, nbytes: int | str) -> None:
         """Cut or extend the file to `nbytes`."""
         nbytes = byte_count("size", nbytes)
         _check_range("size", nbytes)
-        self._open().truncate(nbytes)
+        native = self._open()
+        with _told_of_rights("truncate", native):
+            native.truncate(nbytes)
 
     async def preallocate_async(self, nbytes: int | str) -> None:
         """As `preallocate`, in a thread: the event loop goes on meanwhile."""
@@ -752,7 +758,7 @@ class File:
 
     def _open(self) -> _native.OpenFile:
         if self._native is None:
-            raise ClosedError(f"{self.path} is closed")
+            raise ClosedError(f"{self.path} is closed: open it again to use it")
         return self._native
 
 
@@ -874,13 +880,25 @@ def _pieces_of(
     return numbers, Memory(0, sum(sizes), holder)
 
 
+@contextmanager
+def _told_of_rights(call: str, file: _native.OpenFile) -> Iterator[None]:
+    """Let a refusal by a file that was opened for reading say so."""
+    try:
+        yield
+    except OSError as error:
+        # truncate() calls such a descriptor an invalid argument.
+        if file.writable or error.errno not in (errno.EBADF, errno.EINVAL):
+            raise
+        raise file_error(errno.EBADF, call, file.path) from None
+
+
 def _check_range(what: str, start: int, nbytes: int = 0) -> None:
     if start < 0:
         raise ValueError(f"{what} must not be negative, got {start}")
     if start + nbytes > _LARGEST_FILE:
         raise ValueError(
-            f"no file is that large: {what} {start} and {nbytes} B from there, at most "
-            f"{_LARGEST_FILE} B"
+            f"{what} {start} and {nbytes} B from there end beyond byte {_LARGEST_FILE}, where the "
+            "largest file ends"
         )
 
 

@@ -117,7 +117,10 @@ class Commits:
         """
         whole, damaged = self._files.read(self._volume.uuid, self._volume.capacities)
         available = (
-            f"; generations that can be opened: {', '.join(map(str, sorted(whole))) or 'none'}"
+            f"; generations that can be opened: {', '.join(map(str, sorted(whole)))} (by "
+            "open(..., generation=N))"
+            if whole
+            else "; generations that can be opened: none"
         )
         if generation is None and damaged:
             raise self._refusal(

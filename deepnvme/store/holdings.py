@@ -116,7 +116,10 @@ class Holdings:
         """
         record = self._tensors.get(name)
         if record is None:
-            raise KeyError(f"no tensor {name!r} among the {len(self)} in {self._where}")
+            raise KeyError(
+                f"no tensor {name!r} among the {len(self)} in {self._where}: list(store) has their "
+                "names"
+            )
         return record
 
     def _tree(self, state: str) -> Any:

@@ -87,7 +87,7 @@ class NamedTensors:
 
     def _check_open(self) -> None:
         if self.holdings.closed:
-            raise ClosedError("the store is closed")
+            raise ClosedError("the store is closed: open it again to use it")
 
     def _check_changing(self) -> None:
         self.check_access()
@@ -175,7 +175,8 @@ class NamedTensors:
             if (tensor.code, tensor.shape) != (record.dtype, part.shape):
                 raise ValueError(
                     f"the part of {name!r} is {record.dtype} of shape {part.shape}; what is to be "
-                    f"put there is {tensor.code} of shape {tensor.shape}"
+                    f"put there is {tensor.code} of shape {tensor.shape}: give it that dtype and "
+                    "shape"
                 )
             # Whatever else needs the space would find changed bytes: a commit, or a reader that
             # compares them with checksums.

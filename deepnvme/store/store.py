@@ -264,7 +264,7 @@ class TensorStore:
                 kind = kind_of(out)
                 raise ValueError(
                     f"the part of {name!r} is {code} of shape {shape}; `out` for it is {kind[0]} "
-                    f"of shape {kind[1]}"
+                    f"of shape {kind[1]}. Give one of the part's dtype and shape, or none"
                 )
             return out
 
@@ -560,7 +560,10 @@ class TensorStore:
 
     def _commit(self, before: Iterable[Future[Any] | threading.Lock]) -> int:
         if self.durability is Durability.NONE:
-            raise ValueError("a swap store has no commits: use TensorStore.create()")
+            raise ValueError(
+                "a swap store is gone when it is closed, so it has no commits: to keep tensors, "
+                "make the store with TensorStore.create()"
+            )
         # Before the lock below: a part that is being put has begun its write and then takes that
         # lock.
         self._threads.wait_for(before)
@@ -729,7 +732,7 @@ class TensorStore:
         if kind != (record.dtype, record.shape):
             raise ValueError(
                 f"{name!r} is {record.dtype} of shape {record.shape}; `out` for it is {kind[0]} of "
-                f"shape {kind[1]}"
+                f"shape {kind[1]}. Give one of the tensor's dtype and shape, or none"
             )
         return out[name]
 
@@ -775,7 +778,7 @@ def _as_described(tensor: Any) -> Storable:
 def _durable(durability: Durability) -> Durability:
     kept = chosen(Durability, durability, "durability")
     if kept is Durability.NONE:
-        raise ValueError("a store without durability is made by TensorStore.swap()")
+        raise ValueError("Durability.NONE is for swap: make such a store with TensorStore.swap()")
     return kept
 
 
@@ -792,4 +795,7 @@ def _named(names: Iterable[str]) -> list[str]:
 def _check_out(out: Mapping[str, Any] | None, wanted: Iterable[str]) -> None:
     others = (out or {}).keys() - set(wanted)
     if others:
-        raise ValueError(f"`out` has {min(others)!r}, which is not asked for")
+        raise ValueError(
+            f"`out` has {min(others)!r}, which is not asked for: name it too, or leave it out of "
+            "`out`"
+        )

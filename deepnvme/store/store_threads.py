@@ -147,7 +147,7 @@ class StoreThreads:
             ClosedError: the store is closed.
         """
         if self.ending:
-            raise ClosedError("the store is closed")
+            raise ClosedError("the store is closed: open it again to use it")
 
     def take_no_more(self) -> None:
         """Refuse new work from here on."""

@@ -330,7 +330,9 @@ def _tagged_value(tag: str, content: Any, path: _Path) -> Any:
         try:
             return base64.b64decode(content, validate=True)
         except ValueError as flaw:
-            raise ValueError(f"{_place(path)}: {flaw}") from None
+            raise ValueError(
+                f"{_place(path)}: expected bytes in base64, got {shown(content)} ({flaw})"
+            ) from None
     if tag == "numpy" and isinstance(content, list) and len(content) == 2:
         return _numpy_value(content[0], content[1], path)
     raise _refusal(path, "a tag of this format with its content", {tag: content})

@@ -152,7 +152,7 @@ class SpaceMap:
         place = bisect_right(self._offsets, offset)
         piece = self._offsets[place - 1] if place else None
         if piece is None or piece + self._lengths[piece] < end:
-            raise ValueError(f"bytes {offset} to {end} are not all free")
+            raise ValueError(f"bytes {offset} to {end} are not all free: reserved twice?")
         self._cut(piece, offset, end - offset)
 
     def trim(self) -> int:

@@ -259,7 +259,7 @@ class MemberFile:
     def file(self) -> File:
         """The open file."""
         if self._file is None:
-            raise ClosedError(f"the volume in {self.directory} is closed")
+            raise ClosedError(f"the volume in {self.directory} is closed: open it again to use it")
         return self._file
 
     def open(self, queue: IOQueue) -> None:
@@ -278,7 +278,7 @@ class MemberFile:
     def queue(self) -> IOQueue:
         """Through which it is open."""
         if self._queue is None:
-            raise ClosedError(f"the volume in {self.directory} is closed")
+            raise ClosedError(f"the volume in {self.directory} is closed: open it again to use it")
         return self._queue
 
     def reserve_space(self, nbytes: int) -> None:
@@ -394,7 +394,9 @@ class MemberFile:
         if len(header.encode().rstrip(b"\0")) > _SECTOR:
             raise VolumeError(
                 errno.ENOTSUP,
-                "a volume of so many members cannot grow: make a larger one",
+                "a volume of so many members cannot grow or be trimmed: its header has more than "
+                f"the {_SECTOR} B that a drive writes whole or not at all. Make another one of the "
+                "right size",
                 path=str(self.directory),
             )
 

@@ -181,7 +181,7 @@ class Volume:
             if spec.rate is not None or spec.capacity is not None:
                 raise ValueError(
                     f"{os.fspath(spec.path)}: rate and capacity were settled when the volume was "
-                    "made"
+                    "made. Leave them out to open it"
                 )
         with ExitStack() as undo:
             # First, so undone last: the files close while their queue still works.
@@ -499,7 +499,9 @@ class Volume:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise ClosedError(f"the volume in {self.directories[0]} is closed")
+            raise ClosedError(
+                f"the volume in {self.directories[0]} is closed: open it again to use it"
+            )
 
     def _check_writable(self) -> None:
         self._check_open()
@@ -613,7 +615,10 @@ class Volume:
         parts = [self._part_of(extent) for extent in extents]
         nbytes = sum(extent.nbytes for extent in extents)
         if nbytes != memory.nbytes:
-            raise ValueError(f"the extents have {nbytes} B and the memory has {memory.nbytes} B")
+            raise ValueError(
+                f"the extents have {nbytes} B and the memory has {memory.nbytes} B: both must be "
+                "equal"
+            )
         futures: list[IOFuture[int]] = []
         start = 0
         try:

@@ -123,7 +123,10 @@ class EmulatedMemory:
         """Return a flat tensor's bytes as a view of the block: it keeps nothing of the caller's."""
         at = self._index(tensor.data_ptr())
         if at is None:
-            raise ValueError("expected a tensor in device memory")
+            raise ValueError(
+                f"expected a tensor in a buffer of this device, got one of {tensor.numel()} B "
+                "elsewhere. Its buffer may have been freed"
+            )
         start = tensor.data_ptr() - self._starts[at]
         return self._blocks[at][start : start + tensor.numel()]
 

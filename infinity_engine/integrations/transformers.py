@@ -167,7 +167,10 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
         if resume_from_checkpoint is True:
             newest = max(_finished(Path(self.args.output_dir)), default=None)
             if newest is None:
-                raise ValueError(f"No finished checkpoint in {self.args.output_dir} to resume from")
+                raise ValueError(
+                    f"There is no finished checkpoint in {self.args.output_dir} to resume from. "
+                    "Train without resume_from_checkpoint, or name the directory of a checkpoint"
+                )
             resume_from_checkpoint = str(newest[1])
         return super().train(resume_from_checkpoint, *args, **kwargs)
 

@@ -787,6 +787,6 @@ def _check_labels(labels: torch.Tensor, entries: int) -> None:
     # Torch's own loss checks this on the CPU too; on a device, an index out of range is undefined.
     if labels.numel() and not (int(labels.min()) >= 0 and int(labels.max()) < entries):
         raise IndexError(
-            f"A label is {int(labels.min())} or {int(labels.max())}, and the vocabulary has "
-            f"{entries} entries, 0 to {entries - 1}. Labels that do not count have ignore_index"
+            f"The labels go from {int(labels.min())} to {int(labels.max())}, and the vocabulary "
+            f"has entries from 0 to {entries - 1}. Set labels that are not to count to ignore_index"
         )

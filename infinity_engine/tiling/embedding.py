@@ -93,8 +93,9 @@ class TiledEmbedding(TiledWeight):
         order = torch.cat(places)
         if len(order) != len(flat):
             raise IndexError(
-                f"An entry is {int(flat.min())} or {int(flat.max())}, and the embedding has "
-                f"{self.num_embeddings}, 0 to {self.num_embeddings - 1}"
+                f"The indices go from {int(flat.min())} to {int(flat.max())}, and the embedding "
+                f"has entries from 0 to {self.num_embeddings - 1}. Give it as many as the "
+                "tokenizer has"
             )
         found = torch.cat(parts)[order.argsort()]
         return found.view(*entries.shape, self.embedding_dim)

@@ -451,7 +451,7 @@ def noting(steps: list[int]) -> Any:
 
 
 def test_resuming_where_there_is_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="No finished checkpoint"):
+    with pytest.raises(ValueError, match="There is no finished checkpoint"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
 
 

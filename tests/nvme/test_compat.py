@@ -938,7 +938,7 @@ def test_locked_tensors_of_impossible_sizes_are_refused(handle: aio_handle, torc
     with pytest.raises(ValueError, match="at most 1073741824 B"):
         handle.new_cpu_locked_tensor((1 << 28) + 1, torch.empty(0))
     untyped: Any = handle
-    with pytest.raises(TypeError, match="expected a tensor, for its dtype"):
+    with pytest.raises(TypeError, match="expected an example tensor"):
         untyped.new_cpu_locked_tensor(10, np.empty(0))
 
 

@@ -131,6 +131,18 @@ def test_writing_to_a_file_opened_for_reading_is_an_error_that_says_so(
     assert contents(queue, tmp_path / "file") == b"kept" * PAGE
 
 
+@pytest.mark.parametrize("call", ["truncate", "preallocate"])
+def test_changing_the_length_of_a_file_opened_for_reading_says_so(
+    tmp_path: Path, call: str
+) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    with IOQueue() as queue, queue.open(tmp_path / "file") as file:
+        with pytest.raises(OSError, match=f"{call}: .*open it with mode 'r\\+'") as caught:
+            getattr(file, call)(10)
+        assert caught.value.errno == errno.EBADF
+    assert (tmp_path / "file").read_bytes() == b"abc"
+
+
 def test_a_short_read_is_an_end_of_file_error_and_an_os_error(
     tmp_path: Path, queue: IOQueue
 ) -> None:

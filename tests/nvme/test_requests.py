@@ -69,7 +69,9 @@ def test_buffers_that_do_not_fit_the_offsets_are_refused(
                 file.pread_many(bytearray(4), offsets)
 
 
-@pytest.mark.parametrize(("place", "said"), [(-1, "negative"), (1 << 63, "no file is that large")])
+@pytest.mark.parametrize(
+    ("place", "said"), [(-1, "negative"), (1 << 63, "where the largest file ends")]
+)
 def test_a_piece_that_is_in_no_file_is_refused(
     tmp_path: Path, queue: IOQueue, place: int, said: str
 ) -> None:

@@ -103,7 +103,7 @@ def test_a_choice_may_be_given_as_the_text_of_its_value(place: Path, queue: IOQu
     ("make", "wrong", "told"),
     [
         (_created, {"durability": "comit"}, "durability: expected one of Durability.NONE"),
-        (_created, {"durability": "none"}, "made by TensorStore.swap"),
+        (_created, {"durability": "none"}, "make such a store with TensorStore.swap"),
         (_created, {"checksum": "crc32"}, "checksum: expected one of Checksum.CRC32C"),
         (_created, {"checksum": True}, "checksum: expected one of"),
         (_created, {"returns": "jax"}, "returns: expected one of Returns.TORCH"),

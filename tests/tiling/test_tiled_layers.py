@@ -157,7 +157,9 @@ def test_a_tile_without_entries_of_the_batch_has_a_gradient_of_zeros() -> None:
 
 
 def test_an_entry_outside_of_the_embedding_is_refused() -> None:
-    with pytest.raises(IndexError, match="An entry is 3 or 10, and the embedding has 10"):
+    with pytest.raises(
+        IndexError, match="indices go from 3 to 10, and the embedding has entries from 0 to 9"
+    ):
         TiledEmbedding(10, 4, tiles=3)(torch.tensor([3, 10]))
 
 
