@@ -62,6 +62,7 @@ def save(
     """
     members = _members(directories)
     reserved = None if capacity is None else as_bytes(capacity)
+    # Before a store is made or grown: what cannot be kept is refused with nothing changed.
     _, leaves = flatten(state)
     needed = capacity_for(storable(leaf).nbytes for leaf in leaves.values())
     # A link that leads nowhere counts: opening it then says what is wrong.

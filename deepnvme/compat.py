@@ -457,6 +457,7 @@ class _LockedTensors:
                 f"a locked tensor holds at most {_LARGEST_LOCKED_BYTES} B, asked: {nbytes} B; make "
                 "several"
             )
+        # Before more memory is asked for: pools of tensors that are gone go back now.
         cls._forget_unused()
         pool = Pool(nbytes)
         if queue is not None:

@@ -107,6 +107,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _copy(source: _Source, target: _Target, advance: Callable[[int], None]) -> None:
     """Read each group while the one before is being written."""
+    # Leaving the block waits for the writer, also after an error: what it writes from is in memory
+    # here.
     with ThreadPoolExecutor(1) as writer:
         writing: Future[None] | None = None
         for names in _groups(target.names, source.kinds):

@@ -289,6 +289,8 @@ class SafetensorsFile:
             return
         room = max(stretch.nbytes for stretch in stretches)
         staged = Staged((self._queue,), runs=min(STAGED_RUNS, len(stretches)), run_bytes=room)
+        # After an error this comes before the pipeline is left: it waits until the drive has
+        # nothing in flight, and the pipeline's steps keep the memory.
         ends.callback(staged.close)
         for stretch in stretches:
             staging = staged.take(pipeline)

@@ -119,6 +119,8 @@ class _TorchArray:
     def _copy(self, target: Any, source: Any) -> CopyEvent:
         cuda = self._torch.cuda
         with cuda.stream(self._stream):
+            # It returns at once where the host memory is page-locked, which the pool of pieces is
+            # if CUDA was in use when it was made.
             target.copy_(source, non_blocking=True)
             # The thread that waits for it sleeps, where it else would spin on a core.
             event: CopyEvent = self._stream.record_event(cuda.Event(blocking=True))

@@ -230,6 +230,8 @@ class Staged:
                 raise ClosedError("what this staging memory belongs to is closed")
             if self._pools != before:  # another thread did
                 return
+            # Two pools at most: one run is all that many programs need, and each registration waits
+            # for idle drives.
             pool = Pool(self._to_make[len(before)] * whole_pages(self.run_bytes))
             # first: interrupted, it costs more CPU, and close() knows of it
             self._pools = (*before, pool)

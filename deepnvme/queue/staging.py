@@ -493,6 +493,7 @@ def _error_of(operation: _Operation, backend: str) -> NVMeError | None:
     told = f"{operation.op} of {operation.asked} B at offset {operation.offset}"
     if failure is None or isinstance(failure, ShortReadError):
         return short_read_error(operation.at_end, **fields)
+    # Composed anew: the error of a piece tells of the piece's place and bytes.
     if isinstance(failure, NVMeError):
         return io_error(failure.errno or errno.EIO, op=operation.op, **fields)
     error = NVMeError(

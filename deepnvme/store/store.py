@@ -667,6 +667,7 @@ class TensorStore:
         trace: TracebackType | None,
     ) -> None:
         """Close."""
+        # Not close(): from here, the warning is at the line of the `with`.
         if self._end(self._volume.close):
             self._tell_of_loss("closed")
 
@@ -689,6 +690,8 @@ class TensorStore:
     def _put_together(self, group: Sequence[Request]) -> Sequence[None]:
         """Carry out puts that were begun one after the other as one."""
         given = {request.name: request.tensor for request in group}
+        # Only what may be copied is described here: the copy itself is made when its turn to be
+        # written comes.
         copied = {request.name: storable(request.tensor) for request in group if request.copy}
         self._put({**given, **copied}, given, _as_described, self._tensors.holdings.name)
         return (None,) * len(group)

@@ -520,6 +520,7 @@ class Volume:
 
     def _split(self, nbytes: int) -> list[tuple[int, int]]:
         """Return which member is to have how many bytes, in the order of the bytes."""
+        # Small ones go whole to one drive: more operations would cost more than they spread.
         if nbytes < _STRIPED * len(self._parts) or len(self._parts) == 1:
             return [(self._by_need(nbytes)[0], nbytes)] if nbytes else []
         shares = accumulate(part.share for part in self._parts[:-1])
