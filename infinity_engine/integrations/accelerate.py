@@ -21,6 +21,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import convert_outputs_to_fp32
 
 from infinity_engine.engine.api import initialize, settings_given
+from infinity_engine.engine.checkpoints.saving import PendingGradients
 from infinity_engine.engine.engine import Engine
 from infinity_engine.engine.stepping import EngineOptimizer
 from infinity_engine.errors import ConfigError
@@ -128,7 +129,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 value=f"{len(models)} models and {len(optimizers)} optimizers"
                 + (" beside the engine of an earlier call" if self.engine is not None else ""),
                 expected="one model and its optimizer, together: an engine trains one model. For "
-                "a model that is not trained, call prepare_model(model, evaluation_mode=True)",
+                "a model that is not trained, call prepare_model(model, evaluation_mode=True). "
+                "To train another model, call release() first, which closes the engine",
             )
         made = self._make_engine(models[0], optimizers[0])
         places: dict[int, Any] = {id(models[0]): made, id(optimizers[0]): made.as_optimizer()}
@@ -258,7 +260,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         with self._without_optimizers():
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         if self.engine is not None:
-            self.engine.save(Path(folder) / ENGINE_FOLDER)
+            # A plain Accelerator saves between micro-batches, too, and no gradients.
+            self.engine.save(Path(folder) / ENGINE_FOLDER, pending=PendingGradients.LEAVE_OUT)
         return folder
 
     def load_state(

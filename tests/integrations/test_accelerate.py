@@ -112,6 +112,33 @@ def test_automatically_named_states_are_gone_on_from_the_newest(tmp_path: Path) 
     run.accelerator.end_training()
 
 
+def test_a_state_is_saved_between_micro_batches(tmp_path: Path) -> None:
+    losses = []
+    for saves in (False, True):
+        run = Run(with_engine())
+        first, second = list(run.loader)[:2]
+        run.accelerator.backward(run.model(**first).loss)
+        if saves:
+            run.accelerator.save_state(str(tmp_path / "state"))
+        run.accelerator.backward(run.model(**second).loss)
+        run.optimizer.step()
+        losses.append(run.model(**first).loss.item())
+        run.accelerator.end_training()
+
+    assert losses[1] == losses[0]
+    assert (tmp_path / "state/engine/latest").exists()
+
+
+def test_another_model_is_prepared_after_a_release() -> None:
+    accelerator = with_engine()
+    Run(accelerator)
+    with pytest.raises(ConfigError, match=r"call release\(\) first"):
+        Run(accelerator)
+    accelerator.release()
+    Run(accelerator).train()
+    accelerator.end_training()
+
+
 def test_the_model_is_unwrapped_and_its_weights_returned() -> None:
     model = language_model()
     run = Run(with_engine(), model)
