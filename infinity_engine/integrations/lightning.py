@@ -7,7 +7,10 @@ checkpoint is a folder with the engine's and a file with the rest.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,11 +25,28 @@ from infinity_engine.errors import ConfigError
 
 __all__ = ["EnginePrecision", "InfinityStrategy"]
 
+_AUTOCAST: Mapping[object, torch.dtype] = MappingProxyType(
+    {"bf16_autocast": torch.bfloat16, "fp16_autocast": torch.float16}
+)
 _ENGINE, _REST = "engine", "lightning.ckpt"
 
 
 class EnginePrecision(Precision):  # type: ignore[misc]  # Lightning is typed in part
-    """Clips through the engine, whose setting `precision` says what parameters compute in."""
+    """Clips through the engine, whose setting `precision` says what parameters compute in.
+
+    `autocast` is what the steps of the module compute in: also those of a test after fitting, when
+    the engine is closed and its parameters have that dtype.
+    """
+
+    def __init__(self, autocast: torch.dtype | None, device: str) -> None:
+        self._autocast, self._device = autocast, device
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return what each step of the module runs in."""
+        if self._autocast is None:
+            return nullcontext()
+        # As in the engine: a cache would keep cast copies of parameters.
+        return torch.autocast(self._device, dtype=self._autocast, cache_enabled=False)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip all gradients in the next step."""
@@ -52,10 +72,12 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def __init__(self, engine: Any = None, device: str | torch.device | None = None) -> None:
         """Take settings, and the device of batches: None for a GPU where there is one."""
         chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        super().__init__(device=chosen, precision_plugin=EnginePrecision())
         given = settings_given(engine)
         given.warn_of_missing(2)
         given.warn_of_optimizer(2)
+        autocast = _AUTOCAST.get(given.settings.get("precision"))
+        precision = EnginePrecision(autocast, torch.device(chosen).type)
+        super().__init__(device=chosen, precision_plugin=precision)
         self._engine_settings = dict(given.settings)
         self.engine: Engine | None = None
         """The engine, while fitting."""

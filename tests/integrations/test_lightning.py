@@ -290,6 +290,47 @@ def test_a_killed_fit_goes_on_with_the_bits_of_one_that_was_not(
     assert found == expected
 
 
+def test_a_module_that_optimizes_by_hand_has_the_losses_of_a_plain_one(tmp_path: Path) -> None:
+    class Manual(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: torch.Tensor, index: int) -> None:  # type: ignore[override]
+            loss = (self.layers(batch) - batch).pow(2).mean()
+            self.losses.append(loss.item())
+            self.manual_backward(loss / 2)
+            if index % 2:
+                optimizer = self.optimizers()
+                self.clip_gradients(optimizer, 0.05, "norm")
+                optimizer.step()
+                optimizer.zero_grad()
+
+    losses = []
+    for options in ({}, {"strategy": strategy(tmp_path / "drive")}):
+        module = Manual()
+        torch.manual_seed(5)
+        given = {"gradient_clip_val": None, "accumulate_grad_batches": 1, **options}
+        trainer(tmp_path, **given).fit(module, batches())
+        losses.append(module.losses)
+
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_module_is_tested_after_fitting_in_mixed_precision(tmp_path: Path) -> None:
+    class Tested(Module):
+        def test_step(self, batch: torch.Tensor, _index: int) -> None:  # noqa: PT019
+            self.validated.append((self.layers(batch) - batch).pow(2).mean().item())
+
+    module = Tested()
+    settings = {"accelerator": "cpu", "calibration": "off", "precision": "bf16_autocast"}
+    mine = trainer(tmp_path, strategy=InfinityStrategy(engine=settings, device="cpu"))
+    mine.fit(module, batches())
+    mine.test(module, batches(4), verbose=False)
+
+    assert len(module.validated) == 2
+
+
 def test_clipping_by_value_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='"norm" in an engine'):
         fitted(tmp_path, strategy=strategy(tmp_path / "drive"), gradient_clip_algorithm="value")
