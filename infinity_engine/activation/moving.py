@@ -69,12 +69,22 @@ class ActivationMoves:
         self._here = here
         self._room = room
         self._sizes = _Sizes()
-        self.resident: ResidentSet[SavedMemory] = ResidentSet(
-            self._sizes, limits.resident - limits.in_flight
-        )
         self._evicting: dict[int, SavedMemory] = {}  # by number, the oldest first
         self._evicting_bytes = 0
+        self._is_saving = True
+        self.resident: ResidentSet[SavedMemory] = ResidentSet(
+            self._sizes, limits.resident, beside=self._on_its_way
+        )
         self._failed: InfinityError | None = None
+
+    def _on_its_way(self) -> int:
+        # A forward begins to evict early, so that it need not wait. A backward evicts little, and
+        # what it fetches ahead is resident.
+        return self._most_evicting if self._is_saving else self._evicting_bytes
+
+    def note_saving(self, saving: bool) -> None:
+        """Note whether tensors are saved now, or needed again."""
+        self._is_saving = saving
 
     # --- what is here -----------------------------------------------------------------------------
 

@@ -50,6 +50,7 @@ class ActivationOffload:
         self._meter = lanes.meter
         self._clock_ns = clock_of(lanes.accelerator)
         self._most_in_flight = limits.in_flight
+        self._most_resident = limits.resident - limits.in_flight  # in a forward
         self._kept = KeptActivations()
         self._movable = _Movable(lanes.accelerator.torch_device, limits.small)
         self._memories = SavedMemories(borrowed)
@@ -82,6 +83,7 @@ class ActivationOffload:
         with self._lock:
             self._settle()
             self._moves.raise_failure()
+            self._moves.note_saving(True)
             memory = self._memories.find(tensor)
             if memory is None:
                 memory = self._memories.add(tensor)
@@ -89,7 +91,7 @@ class ActivationOffload:
             saved = self._memories.view(memory, tensor)
             resident = self._moves.resident
             if resident.free < 0:
-                self._evict(resident.evictions(resident.limit // _SLACK))
+                self._evict(resident.evictions(self._most_resident // _SLACK))
             return saved
 
     def unpack(self, saved: object) -> torch.Tensor:
@@ -109,6 +111,7 @@ class ActivationOffload:
         with self._lock:
             self._settle()
             self._moves.raise_failure()
+            self._moves.note_saving(False)
             memory = saved.memory
             memory.note_change()
             if memory.changed is not None:

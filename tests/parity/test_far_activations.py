@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -38,3 +39,20 @@ def test_half_the_memory_costs_a_tenth_at_most_where_compute_hides_moves(
 
     assert seconds["host"] <= 1.1 * seconds["kept"], seconds
     assert seconds["auto"] <= 1.05 * min(seconds["kept"], seconds["host"]), seconds
+
+
+def test_auto_is_about_as_fast_as_the_best_fixed_choice_where_room_is_short(
+    far: ProcessPoolExecutor,
+) -> None:
+    # Two blocks of eight: the one that moves share has room for one tensor, and for the next.
+    room = SAVED * DEPTH // 4
+    fixed: dict[str, dict[str, Any]] = {
+        "recomputed": {"recompute": "blocks"},
+        "host": {"at": "host", "resident_bytes": room},
+        "both": {"at": "host", "recompute": "blocks", "resident_bytes": room},
+    }
+    ways: dict[str, dict[str, Any]] = {**fixed, "auto": {"at": "auto", "resident_bytes": room}}
+
+    seconds = far.submit(seconds_of_ways, GPU, 2048, ways).result()
+
+    assert seconds["auto"] <= 1.05 * min(seconds[way] for way in fixed), seconds
