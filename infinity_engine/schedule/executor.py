@@ -263,7 +263,8 @@ class Walk:
 
     def _update_on_host(self) -> bool:
         """Submit the host's next update if it can begin, and what is around it; tell if it did."""
-        self._submit_others()  # so that an update is next: other ops have to keep their lane's order
+        # First: an update has to be next, as other ops keep the order of their lane.
+        self._submit_others()
         if not self._order or not self._can_submit(self._plan.ops[self._order[0]]):
             return False
         self._submit(self._order.popleft())
