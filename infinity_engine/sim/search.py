@@ -62,6 +62,9 @@ _STARTS = 4  # of each kind, from which estimates lead on
 _PROMISING = 1.3  # times the best estimate: from what takes longer, none leads to the best
 _WAYS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))  # of what is resident, and what visits
 _AS_GOOD = 1.02  # times the estimate of a step: neighbours with more are not tried
+_EXCEEDED = 1.05  # times its estimate: a step that takes longer has less room than was estimated
+_BESIDE = 0.85  # of its estimate, which a step took at the least whose update goes on beside it
+_MOST_LAST = 4  # plans that are tried at the end
 _TRUSTED = 1.25  # times its estimate: a step that takes longer is not ranked by estimates
 _WORTH_IT = 0.998  # of a step: parts nearby that save less are not gone on from
 
@@ -150,6 +153,7 @@ class Search:
         self._work = 0
         self._least_ns = inf
         self._known_ns = inf  # what a step takes that the caller knows of
+        self._exceeded: list[_Ranked] = []  # took much longer than their estimates
         self._times: dict[
             _Kind, float
         ] = {}  # its estimate, what a simulated step took at the least
@@ -178,6 +182,7 @@ class Search:
             )
         self._go_on(_FIRST_STEPS, starts=2, most_work=_MOST_WORK // 2)
         self._other_sizes(entries)
+        self._try_last(entries)
         self._left_to_rates()
         return [candidate for candidate in self._known.values() if candidate is not None]
 
@@ -373,8 +378,11 @@ class Search:
         expected_ns = entry.estimate_ns * self._times.get(entry.form.kind, 1.0)
         if expected_ns > _HOPEFUL * self._least_ns or self._work > _MOST_WORK:
             return
-        if self._try(entry.form, entry.numel) is None and entry.inside != entry.form:
+        found = self._try(entry.form, entry.numel)
+        if found is None and entry.inside != entry.form:
             self._try(entry.inside, entry.numel)
+        elif found is not None and found.timeline.ns > _EXCEEDED * entry.estimate_ns:
+            self._exceeded.append(entry)
 
     def _refined_from(self, entries: list[_Ranked], *, most: int) -> list[_Ranked]:
         """Return what estimates lead to from the best entries of each kind."""
@@ -536,6 +544,24 @@ class Search:
             if expected_ns < self._least_ns:
                 self._simulate(entry)
         self._go_on(_LAST_STEPS, starts=1, most_work=_MOST_WORK)
+
+    def _try_last(self, entries: Iterable[_Ranked]) -> None:
+        """Try a few plans of which estimates say too little, where they may be shorter yet.
+
+        At an edge, whole subgroups decide how many staging sets are left: a little further inside
+        there may be one more. And an update on the host beside the next forward may take less than
+        one after the other, which is what is estimated.
+        """
+        tried = [(entry.estimate_ns, entry.inside, entry.numel) for entry in self._exceeded]
+        if self._planner.training.overlap is not False:
+            tried += [
+                (_BESIDE * entry.estimate_ns, entry.form, entry.numel)
+                for entry in entries
+                if entry.form.family.tier is Tier.HOST and entry.form.parts == Parts()
+            ]
+        for least_ns, form, numel in sorted(tried, key=itemgetter(0))[:_MOST_LAST]:
+            if least_ns < self._least_ns:
+                self._try(form, numel)
 
     def _of_each_kind(self) -> list[Choice]:
         """Return the best choice of each kind that is near the best of all."""

@@ -47,6 +47,16 @@ def test_the_page_lists_every_run_with_what_was_published() -> None:
     assert [line[:2] for line in lines()] == [[run.what, published(run)] for run in RUNS]
 
 
+def test_the_planners_choice_takes_no_longer_than_what_was_run() -> None:
+    """Updates on the host beside the next forward, of which estimates say too little."""
+    name = "Llama-3.1-8B, DeepSpeed ZeRO-3 offload, batch 8, 1 RTX 4090"
+    found = planned(of(name))
+
+    assert found.near_s is not None
+    assert found.best_s is not None
+    assert found.best_s <= 1.001 * found.near_s
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_page_has_what_the_planner_says_of_every_run() -> None:
