@@ -129,9 +129,9 @@ def test_a_tokenizer_with_a_first_token_begins_each_document_with_it(tmp_path: P
     [
         ("{'text': 1}", "this line is not JSON"),
         ("[1]", "got 'list'"),
-        ('{"words": "a", "n": 1}', "got 'keys words, n'"),
-        ('{"text": 5}', "got 'keys text'"),
-        ('{"prompt": "a"}', "got 'keys prompt'"),
+        ('{"words": "a", "n": 1}', "got 'keys words (str), n (int)'"),
+        ('{"text": 5}', "got 'keys text (int)'"),
+        ('{"prompt": "a"}', "got 'keys prompt (str)'"),
         ("[" * 100_000, "this line is not JSON"),
     ],
 )
