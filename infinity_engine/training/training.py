@@ -36,6 +36,7 @@ from infinity_engine.integrations.language_models import (
     vocabulary_of,
 )
 from infinity_engine.losses import chunk_loss
+from infinity_engine.outcome import Outcome
 from infinity_engine.training.listening import TrainedStep, TrainingListener
 from infinity_engine.training.rate import rate_factor
 from infinity_engine.training.records import (
@@ -90,6 +91,7 @@ def train(
         ConfigError: something that was given cannot be right.
         CapacityError: a budget has no room for what it has to hold.
         SystemExit: SIGTERM came: the run was saved and can be resumed (code 75).
+        FloatingPointError: the loss is not finite, and the weights are not, either.
         KeyboardInterrupt: Ctrl-C; the run can be resumed from its last checkpoint.
     """
     return _Run(settings, engine, listener or TrainingListener(), prediction, device).run()
@@ -266,6 +268,13 @@ class _Run:
             # Before the save, which may end the process.
             _record_step(records, made, engine)
             self._listener.on_step(made)
+            # Before the save: with `keep`, it would take the place of a checkpoint with numbers.
+            if not math.isfinite(loss) and made.report.outcome is Outcome.UPDATED:
+                raise FloatingPointError(
+                    f"The loss of step {number} is {loss}, and by now most weights are NaN. The "
+                    "run ends here, and its checkpoints are of earlier steps. Begin another run, "
+                    "with a lower learning rate or with gradients clipped"
+                )
             # The first step is slower than the others: it has no trace of one before.
             if number % _TIMELINE_EVERY == 2 or number in {1, steps}:
                 self._directory.replace_json(self._directory.timeline, _timeline(engine))

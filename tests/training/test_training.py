@@ -211,6 +211,27 @@ def test_a_run_killed_again_and_again_at_any_place_ends_with_the_same_bits(
     assert kills > 6
 
 
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_checkpoints(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    settings = settings_of(
+        model, tmp_path / "run", text, lr=1e30, warmup=0, save_every=1, keep=1, optimizer="sgd"
+    )
+
+    with (
+        pytest.warns(RuntimeWarning, match="The loss is|The norm of the gradients"),
+        pytest.raises(FloatingPointError, match="The loss of step 2 is nan"),
+    ):
+        train_it(settings, {**MEMORY, "max_grad_norm": None})
+
+    run = RecordedRun.read(tmp_path / "run")
+    assert [step.number for step in run.steps] == [1, 2]
+    assert run.ended is not None
+    assert run.ended.fields["how"] == "failed"
+    assert (tmp_path / "run/checkpoints/latest").read_text().strip() == "step-00000001"
+    assert not (tmp_path / "run/weights").exists()
+
+
 def test_a_run_that_has_ended_is_left_as_it_is(whole: Path, model: Path, text: Path) -> None:
     before = (whole / "records.jsonl").read_bytes()
 
