@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import infinity_engine
 from support.engine_bits import bits_of, differing
 from support.families import peft, transformers
 from support.trainers import arguments_of, language_model
@@ -141,6 +142,39 @@ def test_losses_are_those_of_the_plain_trainer(
     assert len(expected) > 4
     assert losses(trainer) == pytest.approx(expected, rel=1e-4)
     trainer.end()
+
+
+@pytest.mark.parametrize("compact", [None, "nf4"])
+def test_adapters_are_trained_on_a_base_that_was_loaded_onto_drives(
+    compact: str | None, tmp_path: Path
+) -> None:
+    settings = on_drives(tmp_path / "drive")
+    language_model(pad_token_id=0).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+
+    def trained(name: str, base: Any, kind: Any, **more: Any) -> Any:
+        torch.manual_seed(0)
+        trainer = kind(
+            model=base,
+            args=options(trl.SFTConfig, tmp_path / name),
+            train_dataset=texts(),
+            processing_class=tokenizer(),
+            peft_config=lora(),
+            **more,
+        )
+        trainer.train()
+        return trainer
+
+    loading = {} if compact is None else {"compact": compact}
+    base = infinity_engine.load_pretrained(tmp_path / "base", settings["budget"], **loading)
+    mine = trained("mine", base, Sft, engine=settings)
+    whole = transformers().LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    plain = trained("plain", whole, Sft, engine={**settings, "parameters": "host"})
+
+    # Rounding a weight to four bits changes it by some percent.
+    near = 1e-6 if compact is None else 1e-2
+    assert losses(mine) == pytest.approx(losses(plain), rel=near)
+    for trainer in (mine, plain):
+        trainer.end()
 
 
 def test_adapters_are_resumed_with_the_same_bits(tmp_path: Path) -> None:
