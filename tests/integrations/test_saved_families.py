@@ -54,6 +54,7 @@ def test_a_saved_model_is_loaded_with_its_values(name: str, tmp_path: Path) -> N
     loaded = family.load(tmp_path / "saved", torch.bfloat16).eval()
     assert differing(dict(loaded.state_dict()), expected) == []
     if prompt is not None:
+        assert written is not None
         assert torch.equal(generated(loaded, prompt), written)
 
 

@@ -164,7 +164,7 @@ def test_adapters_are_trained_on_a_base_that_was_loaded_onto_drives(
         trainer.train()
         return trainer
 
-    loading = {} if compact is None else {"compact": compact}
+    loading: dict[str, Any] = {} if compact is None else {"compact": compact}
     base = infinity_engine.load_pretrained(tmp_path / "base", settings["budget"], **loading)
     mine = trained("mine", base, Sft, engine=settings)
     whole = transformers().LlamaForCausalLM.from_pretrained(tmp_path / "base")
