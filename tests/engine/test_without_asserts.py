@@ -63,7 +63,9 @@ with deterministic_compute():
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("without-asserts")
-    run = run_program(PROGRAM, folder, folder=folder, python=["-O"], environment=WITH_SUPPORT)
+    run = run_program(
+        PROGRAM, folder, folder=folder, python=["-O"], environment=WITH_SUPPORT, timeout_s=240
+    )
     return output_of(run).splitlines()
 
 

@@ -18,9 +18,10 @@ import infinity_engine
 from infinity_engine.errors import ConfigError
 from support.engine_bits import bits_of, differing
 from support.families import FAMILIES, peft, saved, transformers
-from support.nvme_programs import output_of, run_program
+from support.nvme_programs import output_of
 from support.nvme_training import emulated
 from support.trainers import arguments_of, language_model, losses_of, rows
+from support.warm_programs import WITH_SUPPORT, run_warm
 
 transformers()
 pytest.importorskip("accelerate", reason="Trainer needs it")
@@ -355,13 +356,12 @@ PROGRAM = """
 import hashlib, os, signal, sys
 from pathlib import Path
 
-sys.path.insert(0, sys.argv[1])
 import torch
 from support.trainers import arguments_of, language_model, rows
 from support.engine_bits import bits_of
 from infinity_engine.integrations.transformers import InfinityTrainer
 
-folder, place, step = Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+folder, place, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)
 
 def die(trainer):
@@ -401,28 +401,35 @@ print(trainer.state.global_step, trainer.state.log_history[-2]["loss"], digest.h
 
 def ran(folder: Path, place: str, step: int) -> Any:
     folder.mkdir(exist_ok=True)
-    tests = Path(__file__).resolve().parents[1]
-    return run_program(
+    return run_warm(
         PROGRAM,
-        tests,
         folder,
         place,
         step,
         folder=folder,
-        environment={"HF_HUB_OFFLINE": "1"},
+        environment={**WITH_SUPPORT, "HF_HUB_OFFLINE": "1"},
+        imported=("infinity_engine.integrations.transformers",),
     )
 
 
-@pytest.mark.parametrize(("place", "step"), [("training", 3), ("training", 5), ("saving", 4)])
-def test_a_killed_run_goes_on_with_the_bits_of_one_that_was_not(
-    place: str, step: int, tmp_path: Path
-) -> None:
-    expected = output_of(ran(tmp_path / "whole", "nowhere", -1)).splitlines()[-1]
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return what a run says at its end that was not killed."""
+    return output_of(ran(tmp_path_factory.mktemp("whole"), "nowhere", -1)).splitlines()[-1]
 
+
+@pytest.mark.parametrize(
+    ("place", "step"),
+    # Killed after the first checkpoint is as killed after the second.
+    [pytest.param("training", 3, marks=pytest.mark.slow), ("training", 5), ("saving", 4)],
+)
+def test_a_killed_run_goes_on_with_the_bits_of_one_that_was_not(
+    place: str, step: int, whole: str, tmp_path: Path
+) -> None:
     assert ran(tmp_path / "killed", place, step).returncode == -9
     found = output_of(ran(tmp_path / "killed", "resumed", -1)).splitlines()[-1]
 
-    assert found == expected
+    assert found == whole
 
 
 def test_an_unfinished_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 import warnings
 from collections.abc import Mapping, Sequence
@@ -73,31 +74,27 @@ class WarmProgram:
         """Send it a signal."""
         os.kill(self.pid, number)
 
-    def wait(self, timeout: float = TIMEOUT_S) -> int:
-        """Return its exit status, -9 where SIGKILL ended it.
+    def communicate(self, timeout: float = TIMEOUT_S) -> tuple[str, None]:
+        """Return what it printed until its end.
 
         Raises:
             subprocess.TimeoutExpired: it took longer, and was killed.
         """
-        if self.returncode is None:
-            self._server.settimeout(timeout)
-            try:
-                status = self._server.recv(32)
-            except TimeoutError:
-                self.send_signal(signal.SIGKILL)
-                self._server.settimeout(None)
-                self._server.recv(32)
-                raise subprocess.TimeoutExpired(sys.executable, timeout) from None
-            self._server.settimeout(None)
-            self.returncode = int(status)
-        return self.returncode
+        late: list[float] = []
 
-    def communicate(self, timeout: float = TIMEOUT_S) -> tuple[str, None]:
-        """Return what it printed until its end."""
+        def kill() -> None:
+            late.append(timeout)
+            self.send_signal(signal.SIGKILL)
+
+        timer = threading.Timer(timeout, kill)
+        timer.start()
         self.stdin.close()
         with self.stdout:
             printed = self.stdout.read()
-        self.wait(timeout)
+        self.returncode = int(self._server.recv(32))
+        timer.cancel()
+        if late:
+            raise subprocess.TimeoutExpired(sys.executable, timeout)
         return printed, None
 
 
@@ -124,7 +121,7 @@ def run_warm(
         printed, _ = program.communicate(timeout_s)
         errors.seek(0)
         told = errors.read()
-    return subprocess.CompletedProcess([], program.wait(), printed, told)
+    return subprocess.CompletedProcess([], program.returncode or 0, printed, told)
 
 
 def _inherited() -> dict[str, str]:
