@@ -8,11 +8,13 @@ import pytest
 
 pytest.importorskip("torch", reason="trains")
 
+import training_place
 from training_place import Place
 
 import bench
 import env
 from support.scripts import load_script
+from support.warm_trainings import train_warm
 
 RIVALS = load_script("bench/activation_rivals")
 TINY = RIVALS.Scale(64, 2, 128, 3, 1 << 20)
@@ -26,12 +28,12 @@ def measured(scale: object) -> dict[str, bench.Figure]:
         return {figure.name: figure for figure in run.run(1)}
 
 
-@pytest.mark.timeout(900)  # eight processes, one after another
 def test_each_way_of_ours_is_compared_with_each_rival(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> None:
         raise env.EnvironmentMissingError("not here")
 
     monkeypatch.setattr(env, "rival_venv", missing)
+    monkeypatch.setattr(training_place, "train_apart", train_warm)
     figures = measured(TINY)
 
     assert len(figures) == 4 * 2 * len(RIVALS.RIVALS)
