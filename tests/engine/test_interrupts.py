@@ -58,6 +58,7 @@ PASSES: dict[str, tuple[tuple[str, ...], int]] = {
     ),
 }
 EVERY = {False: 8000, True: 2000}  # lines, on average
+WIDER = 3  # times as far apart, by default
 HALF = Interleaved(share=0.5, resident=0.25)
 MEMORY = Case(precision="bf16", accumulation=2, steps=1)
 DRIVES = replace(MEMORY, strategy=NvmeStreamed(), parameters="nvme", host=1 << 20)
@@ -128,10 +129,11 @@ def is_interrupted(
     return told[0]
 
 
+@pytest.mark.parametrize("wider", [WIDER, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("where", WHERE)
 def test_what_ctrl_c_interrupts_anywhere_can_be_done_again(
-    where: str, in_step: bool, tmp_path: Path
+    where: str, in_step: bool, wider: int, tmp_path: Path
 ) -> None:
     case, device = WHERE[where]
     case = fitting(case, device=device, drive=tmp_path)
@@ -147,7 +149,7 @@ def test_what_ctrl_c_interrupts_anywhere_can_be_done_again(
             train(engine, task, case, first=2)
             assert differing(in_memory(), bits_of(engine)) == [], line
         times += came
-        line += chance.randrange(1, 2 * EVERY[in_step])
+        line += chance.randrange(1, 2 * wider * EVERY[in_step])
     assert times
 
 
