@@ -155,7 +155,7 @@ def run(directory: Path, seconds: float, seed: int) -> Soaked:
 
 
 def test_some_seconds_of_random_moves_lose_and_leak_nothing(tmp_path: Path) -> None:
-    soaked = run(tmp_path, 15, seed=1)
+    soaked = run(tmp_path, 8, seed=1)
 
     grown = [nbytes for _, nbytes in soaked.resident]
     # Too short for a slope: the end of the run may not be higher than its middle by more than what

@@ -26,18 +26,22 @@ def leftovers() -> set[Path]:
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-# CI runs the demo on one rank before the suite.
+# CI runs the demo on one rank before the suite, with the layers that exceed its budget.
 @pytest.mark.parametrize(
-    "launcher",
-    [pytest.param([], id="one rank", marks=pytest.mark.slow), pytest.param(TWO_RANKS, id="two")],
+    ("launcher", "layers"),
+    [
+        pytest.param([], 8, id="one rank", marks=pytest.mark.slow),
+        pytest.param(TWO_RANKS, 8, id="two, all layers", marks=pytest.mark.slow),
+        pytest.param(TWO_RANKS, 2, id="two"),
+    ],
 )
-def test_two_steps_train_and_end_with_the_report(launcher: list[str]) -> None:
+def test_two_steps_train_and_end_with_the_report(launcher: list[str], layers: int) -> None:
     pytest.importorskip("torch", reason="the demo trains with torch")
     environ = {**os.environ, env.THIS_PYTHON: "1", "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
     before = leftovers()
 
     done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), "--steps", "2"],
+        [sys.executable, *launcher, str(SCRIPT), "--steps", "2", "--layers", str(layers)],
         env=environ,
         capture_output=True,
         text=True,
