@@ -3,8 +3,4 @@
 Asks the planner again with other means; never imports torch. Called by the command line.
 """
 
-from infinity_engine.advice.advising import Advice, advise
-from infinity_engine.advice.course import Prices, TrainingRun
-from infinity_engine.advice.doubt import RateSource
-
-__all__ = ["Advice", "Prices", "RateSource", "TrainingRun", "advise"]
+__all__: list[str] = []

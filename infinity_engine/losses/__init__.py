@@ -4,17 +4,11 @@ Whatever computes logits of a large vocabulary can call `chunked_cross_entropy` 
 `chunk_loss` lets an unmodified model do so.
 """
 
-from infinity_engine.losses.cross_entropy import (
-    DEFAULT_WORKSPACE,
-    Reduction,
-    TokenLoss,
-    chunked_cross_entropy,
-)
+from infinity_engine.losses.cross_entropy import Reduction, TokenLoss, chunked_cross_entropy
 from infinity_engine.losses.language_models import ChunkedLoss, chunk_loss
 from infinity_engine.losses.tiles import LossShape, LossTiles, choose_tiles
 
 __all__ = [
-    "DEFAULT_WORKSPACE",
     "ChunkedLoss",
     "LossShape",
     "LossTiles",

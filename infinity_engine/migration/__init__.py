@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from infinity_engine.migration.deepspeed import (
     Fate,
-    MigratedKey,
     Migration,
     is_deepspeed,
     migrate_deepspeed,
@@ -14,7 +13,6 @@ from infinity_engine.migration.schedules import Warmup
 
 __all__ = [
     "Fate",
-    "MigratedKey",
     "Migration",
     "Warmup",
     "is_deepspeed",

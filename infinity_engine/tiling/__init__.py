@@ -19,7 +19,6 @@ from infinity_engine.tiling.sequence import SequenceTiles
 from infinity_engine.tiling.weights import (
     PlaceInWeight,
     TiledValues,
-    TiledWeight,
     WeightTile,
     places_of_tiles,
 )
@@ -32,7 +31,6 @@ __all__ = [
     "TiledEmbedding",
     "TiledLinear",
     "TiledValues",
-    "TiledWeight",
     "WeightTile",
     "cut_evenly",
     "cut_into",
