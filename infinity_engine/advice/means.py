@@ -11,7 +11,7 @@ from dataclasses import replace
 from infinity_engine.placement.training import Means
 from infinity_engine.plan import BlockRates, ComputeRate, DriveRates, Rates
 
-__all__ = ["with_compute", "with_drives", "with_links", "with_updates"]
+__all__ = ["with_compute", "with_drives", "with_links", "with_more_drives", "with_updates"]
 
 _LINKS = (
     "h2d_bytes_per_s",
@@ -53,6 +53,12 @@ def with_drives(means: Means, times: float) -> Means:
             rates, nvme={name: _drive(drive, times) for name, drive in rates.nvme.items()}
         ),
     )
+
+
+def with_more_drives(means: Means, times: float) -> Means:
+    """Return the means with so many times as many drives, which hold and move that much more."""
+    nvme = {name: int(times * limit) for name, limit in means.budget.nvme.items()}
+    return with_drives(replace(means, budget=replace(means.budget, nvme=nvme)), times)
 
 
 def _drive(drive: DriveRates, times: float) -> DriveRates:

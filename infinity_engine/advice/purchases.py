@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import isinf, log2
 
 from infinity_engine.advice.doubt import retimed
-from infinity_engine.advice.means import with_compute, with_drives, with_links
+from infinity_engine.advice.means import with_compute, with_drives, with_links, with_more_drives
 from infinity_engine.machine.capacity import capacity_of
 from infinity_engine.placement.training import Means
 from infinity_engine.plan import Auto, Lane
@@ -92,7 +92,7 @@ def _offers(means: Means, *, computes: bool) -> Iterator[_Offer]:
     host = replace(budget, host=budget.host + usable)
     yield _Offer(f"{more // GiB} GiB more RAM", replace(means, budget=host))
     if budget.nvme:
-        yield _Offer("as many drives again", _with_twice_the_drives(means))
+        yield _Offer("as many drives again", with_more_drives(means, 2))
     if means.unified:
         return
     larger = replace(means, budget=replace(budget, device=2 * budget.device))
@@ -100,11 +100,6 @@ def _offers(means: Means, *, computes: bool) -> Iterator[_Offer]:
     if computes:
         yield _Offer("a GPU that computes twice as fast", with_compute(means, 2.0))
     yield _Offer("a link twice as fast", with_links(means, 2.0))
-
-
-def _with_twice_the_drives(means: Means) -> Means:
-    nvme = {name: 2 * limit for name, limit in means.budget.nvme.items()}
-    return with_drives(replace(means, budget=replace(means.budget, nvme=nvme)), 2.0)
 
 
 # --- what a little more is worth ------------------------------------------------------------------

@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from infinity_engine.cli.plan_answer import seconds_in_words
@@ -148,14 +148,20 @@ def _simulated(options: argparse.Namespace) -> WhatIf:
 
 
 def _changed(options: argparse.Namespace, means: Means) -> Means:
-    from infinity_engine.advice.means import with_compute, with_drives, with_links, with_updates
+    from infinity_engine.advice.means import (
+        with_compute,
+        with_drives,
+        with_links,
+        with_more_drives,
+        with_updates,
+    )
 
     changes = {
         "--drives-at": (options.drives_at, with_drives),
         "--links-at": (options.links_at, with_links),
         "--updates-at": (options.updates_at, with_updates),
         "--compute-at": (options.compute_at, with_compute),
-        "--drives-left": (options.drives_left, _with_part_of_drives),
+        "--drives-left": (options.drives_left, with_more_drives),
     }
     for option, (times, change) in changes.items():
         if times is None:
@@ -175,13 +181,6 @@ def _changed(options: argparse.Namespace, means: Means) -> Means:
         expected = f"what changes: one of {', '.join(changes)}"
         raise ConfigError(field="--drives-at", value=None, expected=expected)
     return means
-
-
-def _with_part_of_drives(means: Means, part: float) -> Means:
-    from infinity_engine.advice.means import with_drives
-
-    nvme = {name: int(part * limit) for name, limit in means.budget.nvme.items()}
-    return with_drives(replace(means, budget=replace(means.budget, nvme=nvme)), part)
 
 
 def _show(found: WhatIf) -> None:
