@@ -67,7 +67,11 @@ def save(
     needed = capacity_for(storable(leaf).nbytes for leaf in leaves.values())
     # A link that leads nowhere counts: opening it then says what is wrong.
     if any(os.path.lexists(_path(member) / DATA) for member in members):
-        settled = [_as_it_is(member) for member in members]
+        # as they were made, whatever is asked for now
+        settled = [
+            replace(member, rate=None, capacity=None) if isinstance(member, Member) else member
+            for member in members
+        ]
         least = reserved or sum(map(_capacity_of, members))
         with TensorStore.open(
             settled, durability=durability, checksum=checksum, queue=queue
@@ -153,11 +157,6 @@ def _members(directories: _Directory | Sequence[_Directory]) -> list[_Directory]
     return (
         [directories] if isinstance(directories, (str, os.PathLike, Member)) else list(directories)
     )
-
-
-def _as_it_is(member: _Directory) -> _Directory:
-    """Return how to open what was made of it."""
-    return replace(member, rate=None, capacity=None) if isinstance(member, Member) else member
 
 
 def _capacity_of(member: _Directory) -> int:

@@ -261,7 +261,8 @@ class _BlockReader:
 
     def part_from(self, offset: int) -> memoryview:
         """Wait for the bytes from `offset` on; return some of them, none at the end of the file."""
-        reads_on = offset == self._next or self._blocks_follow(offset)
+        # There are several blocks only where reading on brought the caller here.
+        reads_on = offset == self._next or (len(self._blocks) > 1 and self.has(offset))
         while self._blocks and not self._blocks[0].start <= offset < self._blocks[0].end:
             self._drop_first()
         if not self._blocks:
@@ -276,10 +277,6 @@ class _BlockReader:
         """Let go of all blocks, as the file changes."""
         while self._blocks:
             self._drop_first()
-
-    def _blocks_follow(self, offset: int) -> bool:
-        """Return whether reading on brought the caller here: only then are there several blocks."""
-        return len(self._blocks) > 1 and self.has(offset)
 
     def _begin(self, start: int, *, whole: bool) -> None:
         buffer = self._buffers.pop()

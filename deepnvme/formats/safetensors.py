@@ -445,7 +445,8 @@ def _entry(value: Any, start: int) -> SafetensorsEntry:
         )
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEMSIZES or dtype in _OURS_ALONE:
-        raise ValueError(f"expected one of the dtypes {', '.join(_codes())}; got {shown(dtype)}")
+        codes = ", ".join(code for code in ITEMSIZES if code not in _OURS_ALONE)
+        raise ValueError(f"expected one of the dtypes {codes}; got {shown(dtype)}")
     if not _are_sizes(shape):
         raise ValueError(f"expected its shape as a list of sizes, got {shown(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2:
@@ -484,10 +485,6 @@ def _check_whole(in_order: list[tuple[str, SafetensorsEntry]], start: int, nbyte
         raise ValueError(
             f"its tensors end at byte {end}, the file at {nbytes}: it was cut off or added to"
         )
-
-
-def _codes() -> list[str]:
-    return [code for code in ITEMSIZES if code not in _OURS_ALONE]
 
 
 def _refusal(flaw: str, path: str | os.PathLike[str]) -> SafetensorsError:

@@ -234,7 +234,8 @@ def drive_key(path: str | os.PathLike[str], roots: SystemRoots = HOST_ROOTS) -> 
     Raises:
         OSError: neither `path` nor the directory it would be in exists.
     """
-    place = _existing(path)
+    real = Path(path).resolve()
+    place = real if real.exists() else real.parent  # where a file is to be made
     mount = find_mount(read_mounts(roots), str(place))
     identity = _identity(mount, roots) if mount else None
     return (
@@ -260,12 +261,6 @@ def _device(path: str | os.PathLike[str]) -> int:
         return os.stat(path).st_dev  # noqa: PTH116 - a Path costs more than the call, and this is for every open
     except FileNotFoundError:
         return Path(path).absolute().parent.stat().st_dev
-
-
-def _existing(path: str | os.PathLike[str]) -> Path:
-    """Return the real path of a file, or of the directory in which it is to be made."""
-    real = Path(path).resolve()
-    return real if real.exists() else real.parent
 
 
 def _document(path: Path) -> dict[str, Any]:

@@ -68,11 +68,8 @@ class _Course:
         self._transfers: Iterator[tuple[bool, int]] = transfers(
             load.workload, load.file_bytes, load.operation_bytes
         )
-        self._end_s = time.perf_counter() + load.seconds
+        self.end_s = time.perf_counter() + load.seconds
         self._asking = threading.Lock()
-
-    def is_over(self) -> bool:
-        return time.perf_counter() >= self._end_s
 
     def next(self) -> tuple[bool, int]:
         with self._asking:
@@ -83,7 +80,7 @@ def _transfer(course: _Course, path: Path, buffer: memoryview, taken: list[float
     descriptor = _opened(path)
     try:
         # Once in any case: a median needs a value, however short the time.
-        while not taken or not course.is_over():
+        while not taken or time.perf_counter() < course.end_s:
             writes, offset = course.next()
             start_s = time.perf_counter()
             (os.pwritev if writes else os.preadv)(descriptor, [buffer], offset)

@@ -154,10 +154,12 @@ class Lane:
                     # With the lock: a request that comes from here on gets a thread of its own.
                     self._threads -= 1
                     return
-            _carry_out([request for request in group if _begins(request)])
+            # From here on, none that is left can be cancelled.
+            left = [request for request in group if request.future.set_running_or_notify_cancel()]
+            _carry_out(left)
             self._ended(group)
             # Not kept while the thread sleeps: tensors would stay alive.
-            del group
+            del group, left
 
     def _next_group(self) -> list[Request]:
         """Take the oldest request, and those behind it that can be carried out with it."""
@@ -179,11 +181,6 @@ class Lane:
             names.add(request.name)
             group.append(self._waiting.popleft())
         return group
-
-
-def _begins(request: Request) -> bool:
-    """Return whether the request was not cancelled. From here on it cannot be."""
-    return request.future.set_running_or_notify_cancel()
 
 
 def _carry_out(group: Sequence[Request]) -> None:

@@ -143,11 +143,12 @@ def _entries(tensors: Iterable[tuple[str, Record]]) -> Iterator[str]:
 
 
 def _entry(record: Record) -> dict[str, Any]:
+    sums = record.checksums
     return {
         "dtype": record.dtype,
         "shape": record.shape,
         "extents": [record.places[at : at + 3] for at in range(0, len(record.places), 3)],
-        "crc32c": None if record.checksums is None else _checksum_text(record.checksums),
+        "crc32c": None if sums is None else struct.pack(f">{len(sums)}I", *sums).hex(),
     }
 
 
@@ -244,10 +245,6 @@ def _checksums(text: Any, nbytes: int) -> tuple[int, ...] | None:
             f"{shown(text)}"
         )
     return struct.unpack(f">{count}I", bytes.fromhex(text))
-
-
-def _checksum_text(checksums: Sequence[int]) -> str:
-    return struct.pack(f">{len(checksums)}I", *checksums).hex()
 
 
 def _check_disjoint(tensors: Mapping[str, Record]) -> None:

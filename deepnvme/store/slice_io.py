@@ -36,11 +36,6 @@ class Window:
     sizes: Sequence[int]
     sources: Sequence[int]  # in the caller's memory
 
-    @property
-    def is_covered(self) -> bool:
-        """Whether the part has every byte of the window."""
-        return sum(self.sizes) == self.nbytes
-
 
 def windows(runs: Iterable[tuple[int, int]], nbytes: int, unit: int) -> Iterator[Window]:
     """Yield windows of whole `unit`s of a tensor of `nbytes` bytes that together have all the runs.
@@ -170,7 +165,7 @@ class SliceIO:
             for window in changed:
                 staging = self._staged.take(pipeline)
                 release = partial(Staged.give, staging)
-                if window.is_covered:  # nothing of what is there stays
+                if sum(window.sizes) == window.nbytes:  # nothing of what is there stays
                     batch = pipeline.start(staging.nbytes, release=release)
                     self._change(change, window, staging, batch)
                 else:

@@ -536,7 +536,8 @@ def _opened_and_locked(directory: Path, access: Access) -> int:
         status = os.fstat(lock)
         os.close(lock)
         if isinstance(error, BlockingIOError):
-            use = "writing" if access is Access.READ else _use_told(status)
+            told = (_USES[kind] for kind, _ in _locks(status, HOST_ROOTS))
+            use = "writing" if access is Access.READ else next(told, "reading or writing")
             raise VolumeLockedError(str(directory), lock_holder(status), use) from None
         raise
     return lock
@@ -603,11 +604,6 @@ def lock_holder(status: os.stat_result, roots: SystemRoots = HOST_ROOTS) -> int 
     """Return a process that holds an flock on the file, None where the kernel does not tell."""
     # 0: of another process namespace
     return next((pid or None for _, pid in _locks(status, roots)), None)
-
-
-def _use_told(status: os.stat_result) -> str:
-    """Return what is done by those who hold an flock on the file."""
-    return next((_USES[kind] for kind, _ in _locks(status, HOST_ROOTS)), "reading or writing")
 
 
 def _locks(status: os.stat_result, roots: SystemRoots) -> Iterator[tuple[str, int]]:

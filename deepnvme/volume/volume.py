@@ -657,10 +657,12 @@ def _made(
         # Before the space is shared out, which goes by them.
         rates = _rates(specs, files, capacity)
         name = uuid.uuid4().hex
-        headers = [
-            Header(name, index, nbytes, rates)
-            for index, nbytes in enumerate(_capacities(specs, rates, capacity))
-        ]
+        capacities = (
+            [whole_pages(as_bytes(spec.capacity or 0)) for spec in specs]
+            if capacity is None
+            else _shared_out(capacity, rates)
+        )
+        headers = [Header(name, index, nbytes, rates) for index, nbytes in enumerate(capacities)]
         for file, header in zip(files, headers, strict=True):
             file.reserve_space(PAGE + header.capacity)
             file.write_header(header)
@@ -744,13 +746,6 @@ def _rates(
     for file in files:
         file.reserve_space(nbytes)
     return tuple(measure_rates([file.file for file in files], nbytes))
-
-
-def _capacities(specs: Sequence[Member], rates: Sequence[float], capacity: int | None) -> list[int]:
-    """Return the bytes for use of each member, in whole pages."""
-    if capacity is None:
-        return [whole_pages(as_bytes(spec.capacity or 0)) for spec in specs]
-    return _shared_out(capacity, rates)
 
 
 def _shared_out(nbytes: int, rates: Sequence[float]) -> list[int]:

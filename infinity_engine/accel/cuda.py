@@ -104,10 +104,6 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         )
         return stream
 
-    def torch_stream(self, stream: Stream) -> torch.cuda.Stream:
-        """Return torch's own stream, for what is launched without `run`."""
-        return self._streams[self._lane(stream).stream]
-
     def wait_for(self, stream: Stream, event: Event) -> None:
         """Let whatever is launched in `stream` from here on wait for `event`."""
         super().wait_for(stream, event)
@@ -148,7 +144,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
 
     def outlives(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Make torch keep the memory until `stream` has done all that it was given so far."""
-        tensor.record_stream(self.torch_stream(stream))
+        tensor.record_stream(self._streams[self._lane(stream).stream])
 
     def memory(self) -> DeviceBytes:
         """Return what the driver says. Blocks that torch's allocator keeps count as taken."""

@@ -228,7 +228,10 @@ class BlockActivations:
         self, block: RepeatedBlock, way: BlockWay, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> BlockCall:
         if not way.recomputes:
-            call = BlockCall(block, BlockCall.arguments(((), {}), self._save_kept), self._held.gone)
+            nothing = BlockCall.arguments(
+                ((), {}), lambda tensor: (self._kept, self._kept.pack(tensor))
+            )
+            call = BlockCall(block, nothing, self._held.gone)
             call.keep()
             return call
         try:
@@ -241,9 +244,6 @@ class BlockActivations:
             )
             return self._call_of(block, BlockWay.KEEP, (), {})
         return BlockCall(block, arguments, self._held.gone)
-
-    def _save_kept(self, tensor: torch.Tensor) -> tuple[SavedTensors, object]:
-        return self._kept, self._kept.pack(tensor)
 
     def _save_input(self, tensor: torch.Tensor, way: BlockWay) -> tuple[SavedTensors, object]:
         # What several blocks get, such as a mask, is there anyway: moving it once for each block

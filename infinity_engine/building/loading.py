@@ -64,10 +64,6 @@ class _Target:
         return self.part.numel * self.tensor.element_size() if self.is_streamed else 0
 
     @property
-    def nbytes_whole(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
-
-    @property
     def is_streamed(self) -> bool:
         """Whether it is a parameter that can be absent."""
         return isinstance(self.tensor, torch.nn.Parameter) and not self.is_small
@@ -100,7 +96,7 @@ def load(
             for target in targets
         ]
         # Room for the values that stay in memory; the rest is given back for the pieces below.
-        records.shrink(room=sum(target.nbytes_whole for target in targets if target.is_small))
+        records.shrink(room=sum(target.tensor.nbytes for target in targets if target.is_small))
         queue = built.swap.queue
         with ExitStack() as opens:
             own = queue.settings_for(directory).inflight_bytes

@@ -128,7 +128,11 @@ class _Compactor(HfQuantizer):  # type: ignore[misc]  # untyped
         self.remove_quantization_config(model)
         # What was converted here is not converted back when the model is saved.
         conversions = model._weight_conversions
-        conversions[:] = [known for known in conversions if not _is_ours(known)]
+        conversions[:] = [
+            known
+            for known in conversions
+            if not any(isinstance(part, _Conversion) for part in getattr(known, "operations", ()))
+        ]
         if self.quantization_config.kind is CompactKind.NF4:
             model.config.update({"quantization_config": self._as_bitsandbytes(model)})
         return model
@@ -158,10 +162,6 @@ class _Compactor(HfQuantizer):  # type: ignore[misc]  # untyped
     @property
     def is_trainable(self) -> bool:
         return True
-
-
-def _is_ours(conversion: Any) -> bool:
-    return any(isinstance(known, _Conversion) for known in getattr(conversion, "operations", ()))
 
 
 class _Conversion(ConversionOps, ABC):  # type: ignore[misc]  # untyped

@@ -102,7 +102,7 @@ def import_foreign(
     described = Manifest(
         tag=tag or tag_of_step(foreign.step),
         step=foreign.step,
-        created=_now(),
+        created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         ranks=_checked(ranks),
         tensors=foreign.tensors,
         files=(),
@@ -205,7 +205,3 @@ def _checked(ranks: int) -> int:
     if ranks < 1:
         raise ConfigError(field="ranks", value=ranks, expected="1 or more")
     return ranks
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="microseconds")

@@ -93,7 +93,9 @@ def _compared(options: argparse.Namespace, machine: str) -> ComparedMachine:
     from infinity_engine.sim.planner import decide
     from infinity_engine.sim.report import report_of
 
-    asked = _options_of(options, machine)
+    parser = argparse.ArgumentParser(add_help=False)
+    add_machine(parser)
+    asked = parser.parse_args(list(_arguments(machine)), copy.copy(options))
     model = model_of(asked)
     precision = precision_of(asked.precision, model)
     training = training_of(asked, model, precision)
@@ -115,13 +117,6 @@ def _compared(options: argparse.Namespace, machine: str) -> ComparedMachine:
         bound_by=longest.binding,
         notes=(*found.notes, *report.notes),
     )
-
-
-def _options_of(options: argparse.Namespace, machine: str) -> argparse.Namespace:
-    """Return the options with those of a machine, as `infinity plan` has them."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add_machine(parser)
-    return parser.parse_args(list(_arguments(machine)), copy.copy(options))
 
 
 def _arguments(machine: str) -> Iterator[str]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from infinity_engine.plan import BlockRates, Calibration, Capacity, Rates
     from infinity_engine.sim.hardware import MachineModel
 
-__all__ = ["AskedMachine", "add_arguments", "describe_parts", "free", "machine_of"]
+__all__ = ["AskedMachine", "add_arguments", "free", "machine_of"]
 
 _ASSUMED = "desktop_4090"
 _QUEUE_BYTES = 16 << 20  # of the host for each drive, as deepnvme's queues take them
@@ -414,17 +414,14 @@ def _where_from(known: _Known) -> str:
         advice = "measure yours with `infinity calibrate`, which is kept for this command"
     title = known.model.title
     if known.parts:
-        parts = " and ".join(describe_parts(known.parts))
+        counts = {part: known.parts.count(part) for part in known.parts}
+        parts = " and ".join(
+            part if count == 1 else f"{count} x {part}" for part, count in counts.items()
+        )
         base = "as published" if known.is_named else "assumed to be those"
         return f"rates are as published of {parts}, all others {base} of a {title}: {advice}"
     source = "as published of" if known.is_named else "assumed to be those of"
     return f"rates are {source} a {title}: {advice}"
-
-
-def describe_parts(parts: tuple[str, ...]) -> list[str]:
-    """Return names, those that occur several times with their number."""
-    counts = {part: parts.count(part) for part in parts}
-    return [part if count == 1 else f"{count} x {part}" for part, count in counts.items()]
 
 
 def _rates_of_file(

@@ -300,7 +300,9 @@ def _reserve(config: EngineConfig, planned: Planned, resources: ExitStack) -> _R
     sums = resources.enter_context(
         ledger.reserve(Tier.HOST, 0, holder="sums of gradients beside the plan")
     )
-    _register((host, passing), swap)
+    if swap is not None:  # its drives then read and write the pools without copies
+        for pool in filter(None, (host, passing)):
+            pool.register_with(swap.queue)
     return _Reserved(
         ledger=ledger,
         swap=swap,
@@ -649,13 +651,6 @@ def _pools(
     memory: DeviceMemory[Any] = DeviceMemory(accelerator, on_device)
     resources.callback(memory.close)
     return pool, memory
-
-
-def _register(pools: Iterable[PinnedPool | None], swap: SwapFile | None) -> None:
-    """Register the pools with the drives, which then read and write them without copies."""
-    for pool in pools:
-        if pool is not None and swap is not None:
-            pool.register_with(swap.queue)
 
 
 def _passing(demand: Demand, ledger: Ledger, resources: ExitStack) -> PinnedPool | None:

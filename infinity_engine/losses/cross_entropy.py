@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -167,11 +167,6 @@ class _Wanted:
     def any(self) -> bool:
         """Whether there is one."""
         return self.hidden or self.weight or self.bias
-
-    @property
-    def without_weight(self) -> _Wanted:
-        """The same, but for the weight's."""
-        return _Wanted(hidden=self.hidden, weight=False, bias=self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,7 +437,7 @@ def _of_tiled_head(call: _LossCall, hidden: torch.Tensor, head: TiledLinear) -> 
         if not wanted.any:
             return loss
         nothing = _HeadPart(0, hidden.new_empty(0, 0), bias)
-        found = _FoundGradients.empty(call, nothing, wanted.without_weight)
+        found = _FoundGradients.empty(call, nothing, replace(wanted, weight=False))
         states = _StateSums(call, found)
 
     def differentiate(part: _HeadPart) -> torch.Tensor:

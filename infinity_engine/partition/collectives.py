@@ -867,7 +867,8 @@ class Collectives:
         """End everything, with an error that names the ranks to blame, where they can be found."""
         if self._failure is not None:
             return
-        known = [] if cause is None else [_first_sentence(cause)]
+        # Of an error of Gloo the first sentence, the fact: guesses and places follow it.
+        known = [] if cause is None else [re.split(r"\.\s", _brief(cause))[0].removesuffix(".")]
         # Before `account` waits for the others' reports: they wait for this one.
         self._related.failures.report(f"has stopped in {': '.join([pending.op, *known])}")
         try:
@@ -900,8 +901,3 @@ def _brief(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     # torch begins its texts with the source line: [file.cpp:123].
     return re.sub(r"^\[\S+:\d+\] ", "", lines[0])[:200] if lines else type(error).__name__
-
-
-def _first_sentence(error: BaseException) -> str:
-    """Return the first sentence of an error of Gloo, the fact. Guesses and places follow it."""
-    return re.split(r"\.\s", _brief(error))[0].removesuffix(".")

@@ -295,9 +295,8 @@ def _ways_of(
     for way in BlockWay:
         if way.recomputes and cost.recompute_s is None:
             continue
-        if way.home is Tier.DEVICE or (
-            moves and _rate_to(way.home, rates) is not None and _room_of(way.home, room)
-        ):
+        there = room.host if way.home is Tier.HOST else room.drives
+        if way.home is Tier.DEVICE or (moves and _rate_to(way.home, rates) is not None and there):
             yield way
 
 
@@ -307,10 +306,6 @@ def _held(effect: _Effect) -> tuple[int, int, float, int]:
 
 def _rate_to(tier: Tier, rates: ActivationRates) -> float | None:
     return rates.to_host if tier is Tier.HOST else rates.to_drives
-
-
-def _room_of(tier: Tier, room: ActivationRoom) -> int:
-    return room.host if tier is Tier.HOST else room.drives
 
 
 def _seconds_of(

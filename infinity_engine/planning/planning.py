@@ -112,7 +112,8 @@ def check_and_plan(
     """Check what can be wrong, and return the plan; or refuse."""
     rules = rules_of(optimizer)
     trained = collect_parameters(model, optimizer, config.precision)
-    config = _without_rates(config) if not trained else config
+    # Rates decide how updates are made: a model that only runs needs none.
+    config = config if trained else replace(config, calibration="off", rates=None)
     check_device(accelerator, alone=ranks is None)
     _check_early_updates(config, trained, unified=accelerator.unified)
     _check_activations(config, accelerator)
@@ -214,11 +215,6 @@ def check_and_plan(
         plan=plan,
         replanner=replanner,
     )
-
-
-def _without_rates(config: EngineConfig) -> EngineConfig:
-    """Return the settings of a model that only runs: rates decide how updates are made."""
-    return replace(config, calibration="off", rates=None)
 
 
 def check_device(accelerator: Accelerator, *, alone: bool) -> None:

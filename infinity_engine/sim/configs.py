@@ -79,6 +79,8 @@ def model_of_config(config: object, *, name: str) -> ModelShape:
             f"and its vocabulary{part}, so its parameters are an estimate"
         )
     modules, activations, positions = family(_Fields(config))
+    # `torch_dtype` before Transformers 5
+    stated = config.get("dtype") or config.get("torch_dtype")
     return ModelShape(
         name=name,
         modules=tuple(modules),
@@ -86,7 +88,7 @@ def model_of_config(config: object, *, name: str) -> ModelShape:
         activations=activations,
         positions=positions,
         notes=tuple(notes),
-        dtype=_dtype_of(config),
+        dtype=None if stated is None else str(stated).removeprefix("torch."),
     )
 
 
@@ -99,14 +101,6 @@ def _quantization(config: Mapping[str, object]) -> Iterator[str]:
             f"the config says that parameters are quantized ({method}): the engine trains whole "
             "ones, so the model is planned with these"
         )
-
-
-def _dtype_of(config: Mapping[str, object]) -> str | None:
-    """Return the dtype that a config.json states: as `dtype` since Transformers 5, as `torch_dtype`
-    before.
-    """
-    stated = config.get("dtype") or config.get("torch_dtype")
-    return None if stated is None else str(stated).removeprefix("torch.")
 
 
 class _Fields:
@@ -270,14 +264,6 @@ def _llama(config: _Fields) -> _Model:
     )
 
 
-def _mistral(config: _Fields) -> _Model:
-    return _gated(config, _Gated())
-
-
-def _qwen2(config: _Fields) -> _Model:
-    return _gated(config, _Gated(qkv_bias=True))
-
-
 def _qwen3(config: _Fields) -> _Model:
     bias = config.flag("attention_bias", default=False)
     return _gated(config, _Gated(qkv_bias=bias, out_bias=bias, norm_of="each head"))
@@ -298,10 +284,6 @@ def _olmo2(config: _Fields) -> _Model:
     bias = config.flag("attention_bias", default=False)
     norms = ("post_attention_layernorm", "post_feedforward_layernorm")
     return _gated(config, _Gated(qkv_bias=bias, out_bias=bias, norm_of="all heads", norms=norms))
-
-
-def _phi3(config: _Fields) -> _Model:
-    return _gated(config, _Gated(fused=True))
 
 
 def _mixtral(config: _Fields) -> _Model:
@@ -638,12 +620,12 @@ FAMILIES: Mapping[str, _Family] = MappingProxyType(
         "gpt2": _gpt2,
         "gpt_neox": _gpt_neox,
         "llama": _llama,
-        "mistral": _mistral,
+        "mistral": lambda config: _gated(config, _Gated()),
         "mixtral": _mixtral,
         "olmo2": _olmo2,
         "opt": _opt,
-        "phi3": _phi3,
-        "qwen2": _qwen2,
+        "phi3": lambda config: _gated(config, _Gated(fused=True)),
+        "qwen2": lambda config: _gated(config, _Gated(qkv_bias=True)),
         "qwen3": _qwen3,
         "qwen3_moe": _qwen3_moe,
     }

@@ -268,24 +268,18 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
 def _settings(best: Candidate, means: Means) -> Mapping[str, object]:
     choice = best.choice
     overlap = {} if best.overlap else {"overlap": "off"}
-    rates = (
-        {"rates": means.rates.both_at_once().to_mapping()}
-        if _asks_rates(choice.strategy.to_plain())
-        else {}
-    )
+    plain, rates = choice.strategy.to_plain(), {}
+    if isinstance(plain, Mapping) and plain.get("name") == "interleaved":
+        rates["rates"] = means.rates.both_at_once().to_mapping()
     return MappingProxyType(
         {
-            "strategy": choice.strategy.to_plain(),
+            "strategy": plain,
             "parameters": choice.parameters.value,
             "subgroup_numel": choice.subgroup_numel,
             **overlap,
             **rates,
         }
     )
-
-
-def _asks_rates(plain: object) -> bool:
-    return isinstance(plain, Mapping) and plain.get("name") == "interleaved"
 
 
 def _on_host(best: Candidate, means: Means) -> int:

@@ -601,18 +601,16 @@ class Search:
     # --- one of them ------------------------------------------------------------------------------
 
     def _try(self, form: _Form, numel: int) -> Candidate | None:
-        key = (form.family, numel, *self._wholes(form, numel))
+        # with how many subgroups resident, and how many that visit
+        count = self._planner.trained_numel / numel
+        resident, visiting = int(count * form.parts.resident + 1e-6), count * form.parts.visiting
+        key = (form.family, numel, resident, round(visiting))
         choice = self._alike.setdefault(key, self._choice(form, numel))
         if form.family.drives and self._given is None:
             in_memory = replace(form, family=form.family._replace(drives=False))
             if not isinf(self._estimate_ns(in_memory, numel)) and self._is_placed(in_memory, numel):
                 return None  # what fits there would not rest on drives
         return self._known_of(choice, form)
-
-    def _wholes(self, form: _Form, numel: int) -> tuple[int, int]:
-        """Return how many subgroups are resident, and how many visit."""
-        count = self._planner.trained_numel / numel
-        return int(count * form.parts.resident + 1e-6), round(count * form.parts.visiting)
 
     def _known_of(self, choice: Choice, form: _Form) -> Candidate | None:
         if choice not in self._known:

@@ -89,7 +89,7 @@ class TiledEmbedding(TiledWeight):
             here = ((flat >= rows.start) & (flat < rows.stop)).nonzero().squeeze(1)
             local, padding = flat[here] - rows.start, self._padding_in(rows)
             places.append(here)
-            parts.append(tile(partial(_looked_up, local, padding)))
+            parts.append(tile(partial(functional.embedding, local, padding_idx=padding)))
         order = torch.cat(places)
         if len(order) != len(flat):
             raise IndexError(
@@ -114,7 +114,3 @@ class TiledEmbedding(TiledWeight):
         """Return the place of the entry without a gradient in a tile; None: it is elsewhere."""
         padding, start, stop = self.padding_idx, int(rows.start), int(rows.stop)
         return padding - start if padding is not None and start <= padding < stop else None
-
-
-def _looked_up(entries: torch.Tensor, padding: int | None, weight: torch.Tensor) -> torch.Tensor:
-    return functional.embedding(entries, weight, padding)

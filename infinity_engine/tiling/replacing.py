@@ -68,7 +68,7 @@ def tile(model: torch.nn.Module, limit: int | str) -> Tiled:
         ConfigError: the model itself is such a layer, or `limit` is below one element.
     """
     nbytes = parse_bytes(limit, field="limit")
-    return tile_those(model, lambda parameter: _nbytes_of(parameter) > nbytes, nbytes)
+    return tile_those(model, lambda parameter: parameter.nbytes > nbytes, nbytes)
 
 
 def tile_those(
@@ -163,10 +163,6 @@ def _reason(model: torch.nn.Module, module: torch.nn.Module, name: str) -> str:
     if type(weight) is not torch.nn.Parameter:
         return f"its weight is a {type(weight).__name__}"
     return ""
-
-
-def _nbytes_of(parameter: torch.nn.Parameter) -> int:
-    return parameter.numel() * parameter.element_size()
 
 
 def _cuts(

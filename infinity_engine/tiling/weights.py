@@ -150,7 +150,7 @@ class TiledWeight(torch.nn.Module):
         """
         whole = torch.cat(
             [
-                torch.cat([tile(_itself) for tile in self._row(number)], 1)
+                torch.cat([tile(lambda weight: weight) for tile in self._row(number)], 1)
                 for number in range(len(self.rows))
             ]
         )
@@ -248,7 +248,3 @@ def places_of_tiles(model: torch.nn.Module) -> dict[int, PlaceInWeight]:
             name = f"{path}.weight" if path else "weight"
             found[id(parameter)] = PlaceInWeight((*before, name), shape, rows.start * shape[1])
     return found
-
-
-def _itself(weight: torch.Tensor) -> torch.Tensor:
-    return weight

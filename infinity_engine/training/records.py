@@ -60,7 +60,8 @@ class RunDirectory:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            has_trained = self.checkpoints.exists() or self._has_steps()
+            steps = (it for it in _read_lines(self.records, []) if it.get("event") == STEP)
+            has_trained = self.checkpoints.exists() or any(steps)
         except OSError as error:
             expected = f"a directory that can be written ({error.strerror})"
             raise ConfigError(field="run", value=str(self.path), expected=expected) from error
@@ -75,9 +76,6 @@ class RunDirectory:
             expected = f"a run.json that can be read: remove {self.path}, or choose another one"
             raise ConfigError(field="run", value=str(self.description), expected=expected)
         return description
-
-    def _has_steps(self) -> bool:
-        return any(fields.get("event") == STEP for fields in _read_lines(self.records, []))
 
     def describe(self, description: Mapping[str, object]) -> None:
         """Write what the run is."""

@@ -694,7 +694,10 @@ class StateKeeper:
         if isinstance(op, UploadParameters):
             return self._upload_parameters(op, held, after)
         if isinstance(op, DownloadParameters):
-            return self._download_parameters(op, held, after)
+            # To where modules fetch it, or into a buffer to store.
+            for values, piece in self._copied(held, self._updated_on_device(op.staging, held)):
+                self._copy(op, Cargo.PARAMETERS, values, piece, after)
+            return self._behind(self._lanes.download, after)
         raise TypeError(f"there is no way to carry out {op.name}")
 
     def _home_of(self, held: _SubgroupStates) -> Lease | torch.Tensor:
@@ -955,14 +958,6 @@ class StateKeeper:
         ):
             self._copy(op, Cargo.PARAMETERS, values, piece, after)
         return self._behind(self._lanes.upload, after)
-
-    def _download_parameters(
-        self, op: DownloadParameters, held: _SubgroupStates, after: Sequence[Event]
-    ) -> Event:
-        """Copy what the device updated to where modules fetch it, or into a buffer to store."""
-        for values, piece in self._copied(held, self._updated_on_device(op.staging, held)):
-            self._copy(op, Cargo.PARAMETERS, values, piece, after)
-        return self._behind(self._lanes.download, after)
 
     def _behind(self, stream: Stream | None, after: Sequence[Event]) -> Event:
         """Return an event after all copies of `stream`, perhaps none, and after `after`."""

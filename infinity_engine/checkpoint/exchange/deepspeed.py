@@ -264,7 +264,8 @@ class _DeepSpeedReading:
             else {}
         )
         # Names become paths: only plain names of real directories, so none leads outside.
-        for group in _as_groups(models[0].get("param_shapes")):
+        shapes = models[0].get("param_shapes")
+        for group in [shapes] if isinstance(shapes, dict) else shapes or []:
             for name, shape in group.items():
                 if (
                     not _TAG.fullmatch(name)
@@ -311,7 +312,8 @@ class _DeepSpeedReading:
         """Note the steps of parameters that have no file for it: the optimizer's."""
         states = optimizer.get("state")
         state = _state_of(optimizer, 0) if states else {}
-        steps = step_count(state.get("step", _first_step(optimizer.get("param_groups") or [])))
+        groups = optimizer.get("param_groups") or [{}]
+        steps = step_count(state.get("step", groups[0].get("step")))
         if steps is not None:
             for name in self._found.shapes:
                 self._found.steps.setdefault(name, steps)
@@ -542,14 +544,6 @@ def _optimizer(saved: Any) -> Mapping[str, Any]:
 def _state_of(optimizer: Mapping[str, Any], number: int) -> Mapping[str, Any]:
     found: Mapping[str, Any] = optimizer["state"].get(number, {})
     return found
-
-
-def _as_groups(shapes: Any) -> Sequence[Mapping[str, Any]]:
-    return [shapes] if isinstance(shapes, dict) else shapes or []
-
-
-def _first_step(groups: Sequence[Mapping[str, Any]]) -> object:
-    return groups[0].get("step") if groups else None
 
 
 def _is_plain(value: object) -> bool:

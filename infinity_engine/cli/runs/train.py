@@ -251,7 +251,9 @@ def _planned(settings: TrainingSettings, engine: dict[str, Any]) -> Any:
 
 
 def _settings(options: argparse.Namespace) -> TrainingSettings:
-    _check_directory(options.model)
+    if not (options.model / "config.json").is_file():
+        expected = "a local directory of Transformers, with a config.json"
+        raise ConfigError(field="MODEL_DIR", value=str(options.model), expected=expected)
     chosen = {
         name: getattr(options, name)
         for name in (
@@ -273,12 +275,6 @@ def _settings(options: argparse.Namespace) -> TrainingSettings:
         decay=Decay(options.decay),
         save_every=int(every) if every.isdecimal() else every,
     )
-
-
-def _check_directory(model: Path) -> None:
-    if not (model / "config.json").is_file():
-        expected = "a local directory of Transformers, with a config.json"
-        raise ConfigError(field="MODEL_DIR", value=str(model), expected=expected)
 
 
 def _sequence(options: argparse.Namespace) -> int:

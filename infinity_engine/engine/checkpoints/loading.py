@@ -380,7 +380,10 @@ class _Load:
                 continue
             # An expanded dimension: torch refuses to write one element several times.
             first = values.narrow(dimension, 0, 1)
-            if not _same_bits(first.expand_as(values), values):
+            bits = (  # those of NaNs too
+                part.contiguous().view(torch.uint8) for part in (first.expand_as(values), values)
+            )
+            if not torch.equal(*bits):
                 raise ManifestMismatch(
                     path=str(self._reader.path),
                     entry=name,
@@ -450,8 +453,3 @@ def _numbers_of(code: str) -> tuple[bool, bool, bool]:
     """Return which kind of numbers a dtype has. A conversion to another kind changes them."""
     dtype = empty(code, (0,), Returns.TORCH).dtype
     return (dtype.is_floating_point, dtype.is_complex, dtype is torch.bool)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors have the same bytes, those of NaNs too."""
-    return torch.equal(*(values.contiguous().view(torch.uint8) for values in (one, other)))
