@@ -1265,12 +1265,12 @@ def test_a_damaged_manifest_is_an_error_that_names_it_and_what_can_be_opened(
 ) -> None:
     damage(two_commits[0] / damaged)
     with pytest.raises(
-        StoreError, match=f"{damaged}: not a valid manifest.*can be opened: {other}: "
+        StoreError, match=rf"{damaged}: not a valid manifest.*can be opened: {other} \(by open"
     ) as caught:
         opened(two_commits, queue)
     assert caught.value.path == str(two_commits[0])
     with pytest.raises(
-        StoreError, match=f"no generation {5 - other} here .*{damaged}.*opened: {other}: "
+        StoreError, match=rf"no generation {5 - other} here .*{damaged}.*opened: {other} \(by"
     ):
         opened(two_commits, queue, generation=5 - other)
     with opened(two_commits, queue, generation=other) as store:
