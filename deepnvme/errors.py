@@ -257,7 +257,7 @@ def file_error(errno: int, call: str, path: str) -> OSError:
 def _rebuilt(
     kind: type[NVMeError], errno: int, message: str, path: str | None, fields: dict[str, object]
 ) -> NVMeError:
-    # Not by the constructor, whose arguments differ from class to class.
+    # Not by the constructor: its arguments differ from class to class.
     error = kind.__new__(kind)
     OSError.__init__(error, errno, message, *([path] if path else []))
     error.__dict__.update(fields)

@@ -331,8 +331,7 @@ class IOFuture(concurrent.futures.Future[_T]):
         The lock is replaced: the thread that held it at the fork may not exist here.
         """
         self._memory = None
-        # So that no attribute below asks native code, whose locks threads of the parent may have
-        # held.
+        # So that no attribute below asks native code: its locks may be held by parent threads.
         self._seen = True
         self._condition = threading.Condition()
         self._done_callbacks = []

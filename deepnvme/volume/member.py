@@ -608,7 +608,7 @@ def lock_holder(status: os.stat_result, roots: SystemRoots = HOST_ROOTS) -> int 
 
 def _locks(status: os.stat_result, roots: SystemRoots) -> Iterator[tuple[str, int]]:
     """Yield kind and process of each flock on the file."""
-    # On btrfs, whose subvolumes have device numbers of their own, no line matches: the holder stays
+    # Subvolumes of btrfs have device numbers of their own: no line matches, and the holder stays
     # unknown.
     file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     for line in read_kernel_file(roots.proc / "locks").splitlines():
