@@ -50,7 +50,7 @@ _COARSE = 1.08  # times the best estimate: subgroups that large are good enough 
 _APART = 0.05  # of all: parts nearer than that are alike
 _HOPEFUL = 1.1  # times the best step: what is estimated to take longer is not simulated
 _LOOKS = 2  # simulated plans of a short search
-_GAIN = 0.97  # of a step that is known: where a short search saves less, it tries smaller subgroups
+_GAIN = 0.97  # of a step that is known: what is estimated to save less, a short search leaves alone
 _SHORT = 1 / 1.02  # of the memory: with as little, a form is placed, as estimates are off by that
 _IN_DOUBT = 4  # forms of each kind that are placed to tell if anything fits
 _NEAREST = 3  # forms that are placed though they seem not to fit
@@ -203,11 +203,18 @@ class Search:
         self._known_ns = below_ns
         entries = list(self._entries(self._numels(_COUNTS)))
         numel = _coarsest_near_the_best(entries)
-        alike = (entry for entry in entries if entry.numel == numel)
+        alike = [entry for entry in entries if entry.numel == numel]
         for entry in _best_of_each_kind(alike)[:_LOOKS]:
             self._simulate(entry)
-        if entries and self._least_ns > _GAIN * below_ns:
-            self._simulate(min(entries, key=lambda entry: entry.estimate_ns))
+        # Smaller subgroups make room for more, and take longer to simulate.
+        for smaller in sorted({entry.numel for entry in entries if entry.numel < numel})[::-1]:
+            best = min(
+                (entry for entry in entries if entry.numel == smaller),
+                key=attrgetter("estimate_ns"),
+            )
+            refined = self._refined(best)
+            if refined.estimate_ns < _GAIN * self._least_ns:
+                self._simulate(refined)
         return self._best
 
     def least_estimate_ns(self, numel: int) -> float:

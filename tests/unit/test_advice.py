@@ -4,6 +4,7 @@ run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from infinity_engine.advice.advising import advise
 from infinity_engine.advice.course import Prices, TrainingRun, forecast
 from infinity_engine.advice.doubt import RateSource, step_range
-from infinity_engine.advice.means import with_drives, with_updates
+from infinity_engine.advice.means import with_drives, with_links, with_updates
 from infinity_engine.advice.purchases import Purchase, purchases, worths
 from infinity_engine.placement.training import Means
 from infinity_engine.plan import DriveRates, HostOnly, Lane, Rates, ResolvedBudget, Tier
@@ -63,7 +64,28 @@ def test_a_purchase_is_what_a_whole_search_finds(on_drives: Decision) -> None:
     budget = replace(on_drives.means.budget, nvme={"a": 200 * GB})
     means = replace(with_drives(on_drives.means, 2.0), budget=budget)
 
-    assert bought.step_s == pytest.approx(decide(on_drives.training, means).best.step_s, rel=0.06)
+    assert bought.step_s == pytest.approx(decide(on_drives.training, means).best.step_s, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("seed", "what", "change"),
+    [
+        (3, "link", lambda means: with_links(means, 2.0)),
+        (11, "GPU memory", lambda means: with_device(means, 2)),
+        (22, "GPU memory", lambda means: with_device(means, 2)),
+    ],
+)
+def test_a_purchase_for_which_small_subgroups_are_best_is_what_a_whole_search_finds(
+    seed: int, what: str, change: Callable[[Means], Means]
+) -> None:
+    training, means = random_case(seed)
+
+    bought = named(purchases(decide(training, means)), what)
+    assert bought.step_s == pytest.approx(decide(training, change(means)).best.step_s, rel=0.03)
+
+
+def with_device(means: Means, times: int) -> Means:
+    return replace(means, budget=replace(means.budget, device=times * means.budget.device))
 
 
 @pytest.mark.parametrize("seed", range(1, 5))
