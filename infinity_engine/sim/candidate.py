@@ -18,7 +18,7 @@ from infinity_engine.placement.placing import Outlined, Plan, Wish, outline
 from infinity_engine.placement.sizing import Demand, Sizing
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import ResolvedBudget, Strategy, Tier
-from infinity_engine.sim.timeline import StepTimeline, time_quickest_step, time_step
+from infinity_engine.sim.timeline import StepTimeline, time_quickest_step
 from infinity_engine.sim.walking import GATHERED
 
 __all__ = ["Candidate", "Choice", "Evaluator"]
@@ -102,7 +102,9 @@ class Evaluator:
             ConfigError: the choice cannot be carried out, or a rate is missing.
         """
         sizing, plan, budget = self.placed(choice)
-        timeline, overlap = self._timed(plan, sizing, below_ns)
+        timeline, overlap = time_quickest_step(
+            plan, sizing, self.training, self.means, below_ns=below_ns
+        )
         beside = sizing.of_backward(plan.demand.staying) + self.making(sizing)
         return Candidate(
             choice=choice,
@@ -113,20 +115,6 @@ class Evaluator:
             timeline=timeline,
             overlap=overlap,
         )
-
-    def _timed(self, plan: Plan, sizing: Sizing, below_ns: float) -> tuple[StepTimeline, bool]:
-        """Return the step, and whether its update goes on beside the next forward."""
-        training = self.training
-        is_open = training.overlap is None and self.means.compute_rate(training) is not None
-        if not is_open or below_ns == inf:
-            return time_quickest_step(plan, sizing, training, self.means)
-        apart = time_step(plan, sizing, replace(training, overlap=False), self.means)
-        # Beside one another, update and forward save no more than the shorter of the two takes.
-        saved_ns = min((phase.ns for phase in apart.phases[:2]), default=0)
-        if apart.ns - saved_ns >= below_ns:
-            return apart, False
-        beside = time_step(plan, sizing, replace(training, overlap=True), self.means)
-        return (apart, False) if apart.ns < beside.ns else (beside, True)
 
     def check_all(self) -> None:
         """Refuse at once what all tiers together cannot hold: masters, states, parameters and

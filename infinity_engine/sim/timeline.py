@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 from infinity_engine.placement.placing import Plan
@@ -111,18 +112,30 @@ def time_step(plan: Plan, sizing: Sizing, training: Training, means: Means) -> S
 
 
 def time_quickest_step(
-    plan: Plan, sizing: Sizing, training: Training, means: Means
+    plan: Plan, sizing: Sizing, training: Training, means: Means, *, below_ns: float = inf
 ) -> tuple[StepTimeline, bool]:
     """Return the same, and whether the update goes on beside the next forward, which the training
     may leave open.
 
     Some steps are longer so (decision 0016): the thread that updates also waits for parameters.
-    Only the seconds of a forward tell, so without a rate of computing nothing is changed.
+    Only the seconds of a forward tell, so without a rate of computing nothing is changed. Where the
+    step takes `below_ns` or more both ways, only one may have been timed: apart.
     """
     modules = _needs(plan, sizing, training)
+    is_open = training.overlap is None and means.compute_rate(training) is not None
+    if is_open and below_ns < inf:
+        after = replace(training, overlap=False)
+        apart = _TimedStep(plan, sizing, after, means, modules).run()
+        # Beside one another, update and forward save no more than the shorter of the two takes.
+        saved_ns = min((end_ns - begin_ns for _, begin_ns, end_ns in apart.cuts[:2]), default=0)
+        if apart.ns - saved_ns >= below_ns:
+            return apart, False
+        both = replace(training, overlap=True)
+        timeline = _TimedStep(plan, sizing, both, means, modules).run()
+        return (apart, False) if apart.ns < timeline.ns else (timeline, True)
     beside = _TimedStep(plan, sizing, training, means, modules)
     timeline = beside.run()
-    if training.overlap is None and beside.deferred and means.compute_rate(training) is not None:
+    if is_open and beside.deferred:
         apart = _TimedStep(plan, sizing, replace(training, overlap=False), means, modules).run()
         if apart.ns < timeline.ns:
             return apart, False
