@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils import convert_to_fp32
+from torch.utils.hooks import RemovableHandle
 
 from infinity_engine.engine.api import initialize, settings_given
 from infinity_engine.engine.checkpoints.saving import PendingGradients
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ENGINE_FOLDER", "Config", "InfinityAccelerator", "SkippingOptimizer"]
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
 Config: TypeAlias = "EngineConfig | Mapping[str, object] | str | os.PathLike[str] | None"
 """What `infinity_engine.initialize` takes as `config`."""
 
@@ -42,9 +39,6 @@ ENGINE_FOLDER = "engine"
 
 _PRECISIONS = MappingProxyType({"bf16": "bf16_autocast", "fp16": "fp16_autocast"})
 """The engine's precision by Accelerate's `mixed_precision`."""
-
-
-_DTYPES = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
 
 
 class SkippingOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelerate is not typed
@@ -99,6 +93,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         """The engine that `prepare` has made."""
         self.saved_dtype: str | None = None
         """What weights are saved in; None: what they compute in."""
+        # With mixed precision, outputs are fp32, as Accelerate has them.
+        self._converting: RemovableHandle | None = None
         given = settings_given(engine)
         given.warn_of_missing(4)
         given.warn_of_optimizer(4)
@@ -144,11 +140,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             **self._engine_settings,
         }
         precision = _PRECISIONS.get(self.mixed_precision)
-        if precision is not None and settings.setdefault("precision", precision) == precision:
-            self._mix_precision(model)
-            # Saved as it was: the engine has its fp32 masters.
-            dtypes = {value.dtype for value in model.parameters() if value.is_floating_point()}
-            self.saved_dtype = "float32" if dtypes == {torch.float32} else None
+        mixes = precision is not None and settings.setdefault("precision", precision) == precision
+        dtypes = {value.dtype for value in model.parameters() if value.is_floating_point()}
         made = initialize(model, optimizer, settings)
         if made.device.type != self.device.type:
             made.close()
@@ -159,31 +152,11 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 "use_cpu=True of TrainingArguments, cpu=True of Accelerator",
             )
         self.engine = made
+        if mixes:
+            self._converting = model.register_forward_hook(_in_fp32)
+            # Saved as it was: the engine has its fp32 masters.
+            self.saved_dtype = "float32" if dtypes == {torch.float32} else None
         return made
-
-    def _mix_precision(self, model: Any) -> None:
-        """Let each call of the model compute and return what Accelerate's mixed precision does.
-
-        Also calls past the engine, such as those in `generate`.
-        """
-        # Of a model that it has prepared for evaluation, Accelerate has done it.
-        if "_original_forward" not in model.__dict__:
-            model._original_forward = model.forward
-            model.forward = convert_outputs_to_fp32(self._mixed(model.forward))
-        # It calls parts of some models by themselves, such as Whisper's encoder.
-        if hasattr(model, "generate"):
-            model.generate = self._mixed(model.generate)
-
-    def _mixed(self, call: Callable[_P, _R]) -> Callable[_P, _R]:
-        kind, dtype = self.device.type, _DTYPES[self.mixed_precision]
-
-        @wraps(call)
-        def mixed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            # As in the engine: a cache would keep cast copies of parameters.
-            with torch.autocast(kind, dtype=dtype, cache_enabled=False):
-                return call(*args, **kwargs)
-
-        return mixed
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -202,6 +175,13 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         return super().unwrap_model(model, *args, **kwargs)
 
     # --- training ---------------------------------------------------------------------------------
+
+    def mixing(self) -> AbstractContextManager[None]:
+        """Return the autocast of mixed precision, for code that calls the model past the engine."""
+        mixed: AbstractContextManager[None] = (
+            self.autocast() if self._converting is not None else nullcontext()
+        )
+        return mixed
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients through the engine, averaged over `gradient_accumulation_steps`."""
@@ -299,12 +279,18 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         """Close the engine, if there is one, so that `prepare` can make another."""
         if self.engine is not None:
             self.engine.close()
-        self.engine = self.saved_dtype = None
+        if self._converting is not None:
+            self._converting.remove()
+        self.engine = self.saved_dtype = self._converting = None
 
     def end_training(self) -> None:
         """End trackers as Accelerate does, and close the engine."""
         self.release()
         super().end_training()
+
+
+def _in_fp32(_module: torch.nn.Module, _inputs: object, output: Any) -> Any:
+    return convert_to_fp32(output)
 
 
 def _number(path: Path) -> list[str]:

@@ -92,6 +92,11 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
         """Return what is called in place of a model: its engine, if it has one."""
         return self.engine if self.engine is not None and model is self.engine.module else model
 
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict; `generate` calls parts of some models past the engine, as Whisper's encoder."""
+        with self.accelerator.mixing():
+            return super().prediction_step(*args, **kwargs)
+
     # --- saving -----------------------------------------------------------------------------------
 
     def _save(

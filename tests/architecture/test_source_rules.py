@@ -140,9 +140,6 @@ READS_CTX = "infinity_engine/parameters/graphs.py"
 # Gives a model of Transformers the name that it takes when it is loaded, before it is known; decision
 # 0055.
 NAMES_ITS_DIRECTORY = "infinity_engine/building/pretrained.py"
-# Accelerate stores the model's calls in mixed precision on the model, where `unwrap_model` and
-# Transformers look for them.
-MIXED_CALLS = frozenset({"_original_forward", "forward", "generate"})
 SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__", "vars"}
 
 PURE = {
@@ -408,8 +405,6 @@ def nothing_is_pasted_onto_parameters(root: Path) -> Iterator[str]:
                     SHARES_ATTRIBUTES,
                     NAMES_ITS_DIRECTORY,
                 )
-                if module.file == SHARES_ATTRIBUTES and node.attr in MIXED_CALLS:
-                    continue
                 owners = [node.value] if stores or (node.attr == "__dict__" and not watches) else []
             elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in SETTERS:
                 if ast.unparse(node.func) == "vars" and module.file == READS_CTX:
