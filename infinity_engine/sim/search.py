@@ -8,7 +8,7 @@ an answer takes about a second on any machine. Called by planner.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -552,7 +552,7 @@ class Search:
                 self._simulate(entry)
         self._go_on(_LAST_STEPS, starts=1, most_work=_MOST_WORK)
 
-    def _try_last(self, entries: Iterable[_Ranked]) -> None:
+    def _try_last(self, entries: Sequence[_Ranked]) -> None:
         """Try a few plans of which estimates say too little, where they may be shorter yet.
 
         At an edge, whole subgroups decide how many staging sets are left: a little further inside
@@ -560,6 +560,10 @@ class Search:
         one after the other, which is what is estimated.
         """
         tried = [(entry.estimate_ns, entry.inside, entry.numel) for entry in self._exceeded]
+        for kind in dict.fromkeys(entry.form.kind for entry in self._exceeded):
+            # Nor does a large subgroup at an edge tell what small ones of its kind take.
+            smallest = min((entry for entry in entries if entry.form.kind == kind), key=_by_size)
+            tried.append((smallest.estimate_ns, smallest.inside, smallest.numel))
         if self._planner.training.overlap is not False:
             tried += [
                 (_BESIDE * entry.estimate_ns, entry.form, entry.numel)
@@ -672,6 +676,10 @@ def _few_of_each_kind(
         if (len(others) < most and not alike) or form.is_plain:
             others.append(entry)
     return [entry for entries in kept.values() for entry in entries]
+
+
+def _by_size(entry: _Ranked) -> tuple[int, float]:
+    return entry.numel, entry.estimate_ns
 
 
 def _rounded(part: float) -> float:

@@ -52,6 +52,16 @@ def test_more_of_a_resource_makes_no_step_longer(seed: int) -> None:
     assert longer_steps(seed) == []
 
 
+def test_a_kind_of_plan_that_is_long_with_large_subgroups_is_tried_with_small_ones() -> None:
+    """At an edge, large subgroups have one staging set and three buffers: 1.6 times the estimate."""
+    training, means = random_case(114)
+    before, after = (
+        decide(training, given).best.timeline.ns for given in (means, with_updates(means, _MORE))
+    )
+
+    assert after <= 1.02 * before
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", range(0, 200, 20))
