@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
+import pytest
 import torch
 
-from support.rank_tiling import train_in_tiles, train_with_device
+from support.rank_tiling import load_tiles, train_in_tiles, train_with_device
 from support.ranks import launched
 
 LIMIT = 1024
@@ -23,6 +25,15 @@ def test_tiles_that_are_cut_over_ranks_train_with_the_bits_of_replicas() -> None
         states = replica["states"]
         assert list(states) == ["embed.weight", "body.weight", "body.bias", "head.weight"]
         assert all(torch.equal(gathered["states"][name], states[name]) for name in states)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_run_of_two_ranks_goes_on_with_other_tiles_on_others(ranks: int, tmp_path: Path) -> None:
+    saved = launched(2, partial(train, save=tmp_path), {"ranks": {}})[0]
+
+    for rank in launched(ranks, partial(load_tiles, limit=2 * LIMIT), tmp_path):
+        assert all(map(torch.equal, rank["states"].values(), saved["states"].values()))
+        assert torch.equal(rank["moments"], saved["moments"])
 
 
 def test_ranks_cut_alike_by_the_device_that_has_least() -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from infinity_engine.engine.engine import Engine
 from infinity_engine.losses import chunked_cross_entropy
 from infinity_engine.tiling import WeightTile, tile
 from support.determinism import deterministic_compute
 from support.rank_training import Run, batch_of, engine_of
 from support.small_models import Task
 
-__all__ = ["Vocabulary", "train_in_tiles", "train_with_device"]
+__all__ = ["Vocabulary", "load_tiles", "train_in_tiles", "train_with_device"]
 
 ENTRIES, WIDTH = 96, 16
 
@@ -38,7 +40,26 @@ class Vocabulary(Task):
         return chunked_cross_entropy(hidden, self.head, batch[:, 1:], workspace="8KiB")
 
 
-def train_in_tiles(settings: Mapping[str, Any], *, limit: int) -> dict[str, Any]:
+def load_tiles(path: Path, *, limit: int) -> dict[str, Any]:
+    """Load a saved run with weights above `limit` in tiles; return weights and moments."""
+    task = Vocabulary()
+    tile(task, limit)
+    with ExitStack() as around:
+        optimizer = torch.optim.AdamW(task.parameters(), lr=1e-2)
+        engine = engine_of(Run(settings={"storage": {"small_bytes": 0}}), task, optimizer, around)
+        engine.load(path)
+        return {"states": engine.state_dict(), "moments": _moments_of(task, engine)}
+
+
+def _moments_of(task: Vocabulary, engine: Engine) -> torch.Tensor:
+    """Return the moments of the embedding's rows."""
+    states: list[Any] = [engine.state_of(tile)["exp_avg"] for tile in task.embed.parameters()]
+    return torch.cat(states)
+
+
+def train_in_tiles(
+    settings: Mapping[str, Any], *, limit: int, save: Path | None = None
+) -> dict[str, Any]:
     """Train with weights above `limit` in tiles; return losses, weights and replaced modules."""
     torch.manual_seed(0)
     task, losses = Vocabulary(), []
@@ -51,7 +72,10 @@ def train_in_tiles(settings: Mapping[str, Any], *, limit: int) -> dict[str, Any]
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        return {"losses": losses, "states": engine.state_dict(), "names": names}
+        if save is not None:
+            engine.save(save)
+        found = {"moments": _moments_of(task, engine), "states": engine.state_dict()}
+        return {"losses": losses, "names": names, **found}
 
 
 class _Wide(Task):
