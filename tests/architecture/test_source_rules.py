@@ -112,7 +112,11 @@ TORCH_NOWHERE = {
 # What a dotted name matches, and the only files that may use it.
 ONLY = (
     (r"torch\.distributed\b.*", ("infinity_engine/partition/collectives.py",)),
-    (r"(.*\.)?register_\w*hook\w*", ("infinity_engine/parameters/hooks.py",)),
+    (
+        r"(.*\.)?register_\w*hook\w*",
+        # The second one is on a whole model, as Accelerate's mixed precision is; decision 0042.
+        ("infinity_engine/parameters/hooks.py", "infinity_engine/integrations/accelerate.py"),
+    ),
     (r"(.*\.)?saved_tensors_hooks", ("infinity_engine/parameters/hooks.py",)),
     (r"mmap\.mmap|(.*\.)?(madvise|cudaHostRegister|cuMemHostRegister|O_DIRECT)", ("deepnvme/",)),
     (
