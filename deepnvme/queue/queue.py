@@ -15,9 +15,8 @@ import threading
 import warnings
 import weakref
 from array import array
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -684,17 +683,20 @@ class File:
         """Reserve the first `nbytes` of the file on the drive, where that is not full."""
         nbytes = byte_count("size", nbytes)
         _check_range("size", nbytes)
-        native = self._open()
-        with _told_of_rights("preallocate", native):
-            native.preallocate(nbytes)
+        # Without a name for what is opened: an error's frames would keep it open after close().
+        try:
+            self._open().preallocate(nbytes)
+        except OSError as error:
+            raise self._told_of_rights(error, "preallocate") from None
 
     def truncate(self, nbytes: int | str) -> None:
         """Cut or extend the file to `nbytes`."""
         nbytes = byte_count("size", nbytes)
         _check_range("size", nbytes)
-        native = self._open()
-        with _told_of_rights("truncate", native):
-            native.truncate(nbytes)
+        try:
+            self._open().truncate(nbytes)
+        except OSError as error:
+            raise self._told_of_rights(error, "truncate") from None
 
     async def preallocate_async(self, nbytes: int | str) -> None:
         """As `preallocate`, in a thread: the event loop goes on meanwhile."""
@@ -755,6 +757,13 @@ class File:
     def __repr__(self) -> str:
         """Show the path."""
         return f"File({self.path!r}{', closed' if self.closed else ''})"
+
+    def _told_of_rights(self, error: OSError, call: str) -> OSError:
+        """Return a refusal by a file that was opened for reading as one that says so."""
+        # truncate() calls such a descriptor an invalid argument.
+        if self._open().writable or error.errno not in (errno.EBADF, errno.EINVAL):
+            return error
+        return file_error(errno.EBADF, call, self.path)
 
     def _open(self) -> _native.OpenFile:
         if self._native is None:
@@ -878,18 +887,6 @@ def _pieces_of(
     numbers[0::3], numbers[1::3] = array("Q", addresses), array("Q", sizes)
     numbers[2::3] = array("Q", places)
     return numbers, Memory(0, sum(sizes), holder)
-
-
-@contextmanager
-def _told_of_rights(call: str, file: _native.OpenFile) -> Iterator[None]:
-    """Let a refusal by a file that was opened for reading say so."""
-    try:
-        yield
-    except OSError as error:
-        # truncate() calls such a descriptor an invalid argument.
-        if file.writable or error.errno not in (errno.EBADF, errno.EINVAL):
-            raise
-        raise file_error(errno.EBADF, call, file.path) from None
 
 
 def _check_range(what: str, start: int, nbytes: int = 0) -> None:

@@ -133,13 +133,20 @@ def test_a_directory_with_weights_is_refused_and_left_alone(tmp_path: Path) -> N
             engine.export(tmp_path / "out")
         with pytest.raises(ConfigError, match="dtype"):
             engine.export(tmp_path / "other", dtype=torch.int8)
-        loss = engine(torch.arange(20)).float().pow(2).mean()
-        engine.backward(loss)
-        with pytest.raises(RuntimeError, match="export"):
-            engine.export(tmp_path / "other")
-        engine.step()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     assert not (tmp_path / "other").exists()
+
+
+def test_an_export_between_micro_batches_has_the_weights_of_the_last_step(tmp_path: Path) -> None:
+    _, engine = trained(tmp_path)
+    with engine:
+        engine.backward(engine(torch.arange(20)).float().pow(2).mean())
+        before = engine.state_dict()
+        [file] = engine.export(tmp_path / "out")
+        found = load_file(file)
+        assert [name for name in found if not torch.equal(found[name], before[name])] == []
+        engine.step()
+        assert not torch.equal(engine.state_dict()["embed.weight"], before["embed.weight"])
 
 
 def test_what_a_killed_export_left_is_removed(tmp_path: Path) -> None:
