@@ -320,6 +320,7 @@ class Engine:
         # Before anything changes: the error of a save in the background shows here.
         self._saves.look(self.steps)
         # First what is left of the update before: its gradients are still in use.
+        self._updates.tell()
         self._updates.resume()
         self._updates.end()
         accumulation = self._window.accumulation
@@ -1177,6 +1178,7 @@ class Engine:
                 "are older. Call load_optimizer_state_dict() or load() again until it succeeds"
             )
         # A deferred update that has failed goes on first.
+        self._updates.tell()
         self._updates.resume()
         if self._updates.under_way:
             if deferred_too:

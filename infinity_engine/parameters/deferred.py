@@ -57,6 +57,10 @@ class DeferredUpdate:
         """Whether an op of it has failed."""
         return self._walk.failed
 
+    def leave_untold(self) -> None:
+        """Let the engine's next call raise the failure, if no module does before."""
+        self._walk.leave_untold()
+
     def has_made(self, parameter: int) -> bool:
         """Tell whether a parameter has its new values where the update leaves them.
 

@@ -282,7 +282,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         """Start to fetch what comes next.
 
         If the deferred update has failed, the module that needs what it has not made raises that,
-        and not whichever module runs now.
+        or the engine's next call, and not whichever module runs now.
         """
         update = self._pieces.update
         try:
@@ -291,6 +291,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         except RuntimeError:
             if update is None or not update.failed:
                 raise
+            update.leave_untold()
 
     def _prefetch_upcoming(self) -> None:
         # Pieces that were written meanwhile can be read now.

@@ -96,11 +96,25 @@ class Walk:
         self._working: deque[int] = deque()  # the host's updates that may not have ended
         # its message and its cause
         self._failure: tuple[str, BaseException | None] | None = None
+        self._untold = False
 
     @property
     def failed(self) -> bool:
         """Whether an op has failed."""
         return self._failure is not None
+
+    def leave_untold(self) -> None:
+        """Note that the caller keeps the failure that was just raised to itself."""
+        self._untold = True
+
+    def tell(self) -> None:
+        """Raise a failure that was left untold, once.
+
+        Raises:
+            RuntimeError: an op failed, as `finish` says.
+        """
+        if self._untold:
+            self._check()
 
     def has_arrived(self, subgroup: int) -> bool:
         """Tell whether the new parameters of a subgroup are where the plan leaves them.
@@ -224,6 +238,7 @@ class Walk:
     def _check(self) -> None:
         """Refuse to go on after a failure."""
         if self._failure is not None:
+            self._untold = False
             message, cause = self._failure
             raise RuntimeError(message) from cause
 

@@ -134,6 +134,15 @@ class Updates:
         else:
             self._count()
 
+    def tell(self) -> None:
+        """Raise the failure of a deferred update, if no module has.
+
+        Raises:
+            RuntimeError: an op failed. `resume` goes on from there.
+        """
+        if self._walk is not None:
+            self._walk.tell()
+
     def resume(self) -> None:
         """Resume a deferred update that failed; end or forget an interrupted step's walk."""
         self._drop_failed_walk()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,9 @@ import infinity_engine
 from infinity_engine import Outcome
 from infinity_engine.accel import Emulation, StreamKind, VirtualAccelerator
 from infinity_engine.engine.engine import Engine
+from infinity_engine.errors import TraceMismatch
 from infinity_engine.optim import Update, host
+from infinity_engine.parameters.fetching import ParameterFetcher
 from infinity_engine.plan import Rates
 from support.engine_bits import Bits, bits_of, differing
 from support.interrupts import interrupted, interrupted_at, walks
@@ -550,6 +553,37 @@ def test_a_kernel_of_the_host_that_fails_is_told_and_gone_on_with(
     assert len(told) == 1
     assert "the kernel is broken" in told[0]
     assert threads == {not host_updates}
+
+
+@pytest.mark.parametrize("host_updates", [True], indirect=True, ids=["on a thread"])
+def test_a_failure_that_a_prefetch_met_is_told_by_the_next_call(
+    host_updates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = on_one_memory(2)
+    kernel, end_step = host.HostKernels.update, ParameterFetcher.end_step
+    count, broke = [0], threading.Event()
+
+    def broken(self: host.HostKernels, update: Update) -> None:
+        count[0] += 1
+        if count[0] == 3:
+            broke.set()
+            raise RuntimeError("the kernel is broken")
+        kernel(self, update)
+
+    def late(self: ParameterFetcher) -> TraceMismatch | None:
+        if broke.wait(5):
+            time.sleep(0.05)  # the thread notes the failure
+        return end_step(self)
+
+    with opened(parameters="host", overlap="auto", strategy="host_only") as made:
+        monkeypatch.setattr(host.HostKernels, "update", broken)
+        monkeypatch.setattr(ParameterFetcher, "end_step", late)
+        told = finish(made, 0) + finish(made, 1)
+        made.state_dict()
+        assert differing(expected, bits_of(made)) == []
+
+    assert len(told) == 1
+    assert "the kernel is broken" in told[0]
 
 
 def test_a_failure_is_told_by_whoever_meets_it_and_modules_are_not_shown_a_mixture() -> None:
