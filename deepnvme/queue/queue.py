@@ -218,7 +218,7 @@ class IOQueue:
             patience_s=self._patience_s,
         )
         self._shut_down = partial(
-            _shut_down, self._native, self._pending, self._completer, self._staging, os.getpid()
+            _shut_down, self._native, self._pending, self._completer, self._staging, [], os.getpid()
         )
         # Runs when the queue is collected, and at the interpreter's exit. It holds no queue.
         self._finalizer = weakref.finalize(self, self._shut_down)
@@ -360,10 +360,9 @@ class IOQueue:
         ended.
         """
         self._closed = True
-        if self._finalizer.alive:
-            self._shut_down()
-            # Last: after an interrupted wait it still runs, at the latest at the interpreter's
-            # exit.
+        if self._finalizer.alive and self._shut_down():
+            # Last: after an interrupted wait, or where a callback closes and cannot wait, it still
+            # runs, at the latest at the interpreter's exit.
             self._finalizer.detach()
         IOQueue._living.discard(self)
 
@@ -904,30 +903,43 @@ def _shut_down(
     pending: Pending,
     completer: threading.Thread,
     staging: Staging,
+    closers: list[threading.Thread],
     owner: int,
-) -> None:
-    """Drain and join; at interpreter exit too. In a forked child there is nothing to drain."""
+) -> bool:
+    """Drain and join; at interpreter exit too. Return whether that is done.
+
+    In a callback it is not: it would wait for itself, so one of `closers` does it. In a forked
+    child there is nothing to drain.
+    """
     if os.getpid() != owner:
-        return
-    if staging.needs_this_thread():  # a callback closes: it would wait for itself
-        threading.Thread(
-            target=_shut_down,
-            args=(native, pending, completer, staging, owner),
-            name="deepnvme-close",
+        return True
+    drain = partial(_drain, native, pending, completer, staging)
+    if staging.needs_this_thread():
+        if not closers:
             # Else it would be a daemon, as the thread that starts it is: the program could end
             # while operations wait for the drive.
-            daemon=False,
-        ).start()
-        return
+            closer = threading.Thread(target=drain, name="deepnvme-close", daemon=False)
+            closer.start()
+            closers.append(closer)
+        return False
+    drain()
+    # The interpreter waits for no thread that starts while it exits, and the process is ended where
+    # one is in native code.
+    for closer in closers:
+        closer.join()
+    return True
+
+
+def _drain(
+    native: _native.Queue, pending: Pending, completer: threading.Thread, staging: Staging
+) -> None:
     # What a batch gathered counts as submitted, so it is drained as well.
     pending.send()
     # Before the drives, which its pieces still need.
     staging.close()
     while not native.close(SLICE_S):  # in slices: Ctrl-C may end the wait
         pass
-    # It may be: the last reference to a queue can go in a callback.
-    if completer is not threading.current_thread():
-        completer.join()
+    completer.join()
     # After the last future has ended: until then a loop may complete some.
     pending.leave_loops()
 

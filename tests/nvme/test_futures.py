@@ -310,8 +310,23 @@ while not queue.closed:
 """
 
 
-def test_program_end_waits_for_a_queue_closed_in_a_callback(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", CLOSING_IN_A_CALLBACK, str(tmp_path / "file")]
+CLOSING_IN_A_CALLBACK_AT_THE_END = """
+import atexit, sys, threading
+from deepnvme import FaultPlan, IOQueue
+
+queue = IOQueue(max_requests=1, faults=FaultPlan().delay(delay_us=5000, every=1))
+file = queue.open(sys.argv[1], "w")
+first, *_ = [file.pwrite(bytes(65536), 65536 * place) for place in range(40)]
+ends, closed = threading.Event(), threading.Event()
+first.add_done_callback(lambda _: (ends.wait(), queue.close(), closed.set()))
+# Before the queue's own end, and after the interpreter has waited for threads.
+atexit.register(lambda: (ends.set(), closed.wait()))
+"""
+
+
+@pytest.mark.parametrize("program", [CLOSING_IN_A_CALLBACK, CLOSING_IN_A_CALLBACK_AT_THE_END])
+def test_program_end_waits_for_a_queue_closed_in_a_callback(program: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", program, str(tmp_path / "file")]
     subprocess.run(command, check=True, timeout=TIMEOUT_S)
     assert (tmp_path / "file").stat().st_size == 40 * 65536
 
