@@ -7,8 +7,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +23,7 @@ from deepnvme import FaultPlan, IOQueue, Requests, write_safetensors
 from infinity_engine.building.built import BuiltModel, built_model_of
 from infinity_engine.errors import CapacityError, CollectiveError, ConfigError, TransferError
 from infinity_engine.memory import ResidentMemory, return_freed_memory
+from infinity_engine.partition.collectives import Collectives
 from infinity_engine.plan import Tier
 from infinity_engine.storage import swapfile
 from support.determinism import deterministic_compute
@@ -335,6 +337,19 @@ def _told(call: Callable[[], object]) -> str:
     return "nothing"
 
 
+@contextmanager
+def _looking_late() -> Iterator[None]:
+    """Let this rank look for others' failures only when they had time to fail and to leave."""
+    look = Collectives._look
+
+    def late(collectives: Collectives) -> None:
+        time.sleep(0.3)
+        look(collectives)
+
+    with patch.object(Collectives, "_look", late):
+        yield
+
+
 def build_otherwise(what: str, drive: str) -> dict[str, Any]:
     """Build something else on the last rank, or initialize it otherwise; return what each was
     told.
@@ -361,7 +376,8 @@ def build_otherwise(what: str, drive: str) -> dict[str, Any]:
             ranks={"timeout_s": 20, **others.get(what, {})},
         ).close()
 
-    return {"told": _told(body), "left": _left(drive)}
+    with _looking_late() if what == "seed" and rank == 1 else nullcontext():
+        return {"told": _told(body), "left": _left(drive)}
 
 
 def fail(what: str, drive: str) -> dict[str, Any]:
