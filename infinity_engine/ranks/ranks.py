@@ -12,7 +12,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -186,10 +186,6 @@ class Ranks:
             if (difference := _difference([answer.get(name) for answer in answers]))
         ]
         if found:
-            # All know it before one leaves: a rank that hears of another's end first tells that
-            # instead.
-            with suppress(CollectiveError):
-                self.collectives.agree(f"the end of {what}")
             more = f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
             raise CollectiveError(
                 group=self.collectives.name,

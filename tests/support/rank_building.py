@@ -376,7 +376,7 @@ def build_otherwise(what: str, drive: str) -> dict[str, Any]:
             ranks={"timeout_s": 20, **others.get(what, {})},
         ).close()
 
-    with _looking_late() if what == "seed" and rank == 1 else nullcontext():
+    with _looking_late() if what in {"seed", "mesh"} and rank == 1 else nullcontext():
         return {"told": _told(body), "left": _left(drive)}
 
 
