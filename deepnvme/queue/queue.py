@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from enum import Enum
@@ -217,9 +217,8 @@ class IOQueue:
             max_pending=max_pending,
             patience_s=self._patience_s,
         )
-        self._shut_down = partial(
-            _shut_down, self._native, self._pending, self._completer, self._staging, [], os.getpid()
-        )
+        drain = partial(_drain, self._native, self._pending, self._completer, self._staging)
+        self._shut_down = partial(_shut_down, drain, self._staging, [], os.getpid())
         # Runs when the queue is collected, and at the interpreter's exit. It holds no queue.
         self._finalizer = weakref.finalize(self, self._shut_down)
         IOQueue._living.add(self)
@@ -899,12 +898,7 @@ def _check_range(what: str, start: int, nbytes: int = 0) -> None:
 
 
 def _shut_down(
-    native: _native.Queue,
-    pending: Pending,
-    completer: threading.Thread,
-    staging: Staging,
-    closers: list[threading.Thread],
-    owner: int,
+    drain: Callable[[], None], staging: Staging, closers: list[threading.Thread], owner: int
 ) -> bool:
     """Drain and join; at interpreter exit too. Return whether that is done.
 
@@ -913,7 +907,6 @@ def _shut_down(
     """
     if os.getpid() != owner:
         return True
-    drain = partial(_drain, native, pending, completer, staging)
     if staging.needs_this_thread():
         if not closers:
             # Else it would be a daemon, as the thread that starts it is: the program could end
