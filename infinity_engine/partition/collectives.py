@@ -193,6 +193,8 @@ class _Groups:
             ]
             if number == mine:
                 self._groups = groups
+        # A rank that left while another still connects would end that with an error of Gloo.
+        dist.barrier(self._groups[0])
         self._parts, self._mine = parts, mine
         self._backend = backend
         self._world = dist.group.WORLD if own_world else None

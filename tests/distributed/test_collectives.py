@@ -5,6 +5,7 @@ the ranks.
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from support.rank_programs import (
     serial_sum,
     values,
 )
-from support.ranks import launch
+from support.ranks import launch, launched
 
 SIZES = (2, 3, 4)
 
@@ -147,6 +148,10 @@ def test_ranks_that_have_left_can_join_again() -> None:
     for rank in launch(2, programs.again_and_again):
         assert rank.error is None, rank.trace
         assert rank.value == wanted
+
+
+def test_no_rank_goes_on_before_all_have_met(tmp_path: Path) -> None:
+    assert launched(3, programs.met_by_all, str(tmp_path)) == [[True, True]] * 3
 
 
 def test_a_group_that_ends_leaves_those_that_came_after_it() -> None:

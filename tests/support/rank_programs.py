@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -290,6 +292,27 @@ def again_and_again() -> list[tuple[bytes, ...]]:
             first = ranks.share("turn", f"{turn} of {ranks.rank}".encode())
             found += [first, others.share("turn beside", f"{turn} beside {ranks.rank}".encode())]
     return found
+
+
+def met_by_all(folder: str) -> list[bool]:
+    """Join, twice; return whether the last rank, which is late, had made its groups by then."""
+    rank = int(os.environ["RANK"])
+    made, make = Path(folder), dist.new_group
+    calls = 0
+
+    def late(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        group = make(*arguments)
+        if rank == int(os.environ["WORLD_SIZE"]) - 1:
+            time.sleep(0.2)
+            (made / str(calls)).touch()
+        return group
+
+    with patch.object(dist, "new_group", late), Collectives.join(timeout_s=20) as ranks:
+        joined = (made / str(calls)).exists()
+        with ranks.beside():
+            return [joined, (made / str(calls)).exists()]
 
 
 def two_at_once() -> tuple[tuple[bytes, ...], bool]:
