@@ -21,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from infinity_engine.building.sources import listed
 from infinity_engine.compact import CompactKind, CompactLinear
+from infinity_engine.compact.replacing import no_such_layers
 from infinity_engine.compact.weights import compacted, nf4_values, working_bytes
 from infinity_engine.errors import ConfigError, InfinityError
 
@@ -98,12 +99,7 @@ class _Compactor(HfQuantizer):  # type: ignore[misc]  # untyped
             and (settings.saved is not None or settings.kind.fits(module.weight.numel()))
         ]
         if not paths:
-            raise ConfigError(
-                field="compact",
-                value=f"{settings.kind.value} for a {type(model).__name__}",
-                expected="a model with layers of the class torch.nn.Linear: this one has others, "
-                "which stay whole. Load it without compact",
-            )
+            raise no_such_layers(settings.kind, model)
         for path in paths:
             module = model.get_submodule(path)
             rows, columns = module.weight.shape

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from infinity_engine.compact.linear import CompactLinear
-from infinity_engine.compact.weights import CompactKind
+from infinity_engine.compact.weights import NF4_BLOCK, CompactKind
+from infinity_engine.errors import ConfigError
 
-__all__ = ["compact_linears", "expand_linears"]
+__all__ = ["compact_linears", "expand_linears", "no_such_layers"]
 
 
 def compact_linears(
@@ -23,13 +24,16 @@ def compact_linears(
     """Keep the weights of a model's linear layers in 8 or 4 bits; return their paths.
 
     Only modules of exactly the class `torch.nn.Linear` are replaced, and none that `skip` names by
-    path or last name, and none that shares its weight. One weight at a time is in memory in both
-    forms. Call it before peft adds adapters, and before `initialize`.
+    path or last name, that a model of Transformers keeps in fp32, that shares its weight, or whose
+    weight has a number of elements that the kind cannot have. One weight at a time is in memory in
+    both forms. Call it before peft adds adapters, and before `initialize`.
 
     Raises:
-        ConfigError: the kind is unknown, or a weight has a shape that it cannot have.
+        ConfigError: the kind is unknown, or there is no such layer.
     """
     chosen = CompactKind.of(kind)
+    # Transformers looks at the dtype of these weights when the model runs.
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     holders = Counter(
         id(parameter)
         for module in model.modules()
@@ -42,13 +46,27 @@ def compact_linears(
         and type(module) is torch.nn.Linear
         and holders[id(module.weight)] == 1
         and not {path, path.rpartition(".")[2]} & set(skip)
+        and not kept & set(path.split("."))
+        and chosen.fits(module.weight.numel())
     ]
+    if not names:
+        raise no_such_layers(chosen, model)
     for path in names:
         parent, _, name = path.rpartition(".")
         layer = model.get_submodule(path)
         assert isinstance(layer, torch.nn.Linear), "it was looked at above"
         model.get_submodule(parent).add_module(name, CompactLinear.of(layer, chosen))
     return tuple(names)
+
+
+def no_such_layers(kind: CompactKind, model: torch.nn.Module) -> ConfigError:
+    """Return the error of a model that has no layer to be made compact."""
+    return ConfigError(
+        field="compact",
+        value=f"{kind.value} for a {type(model).__name__}",
+        expected="a model with layers of the class torch.nn.Linear, in nf4 of a multiple of "
+        f"{NF4_BLOCK} elements: what this one has stays whole. Leave it as it is",
+    )
 
 
 def expand_linears(model: torch.nn.Module, dtype: torch.dtype) -> tuple[str, ...]:

@@ -147,10 +147,18 @@ def test_linear_layers_are_replaced_but_tied_and_skipped_ones() -> None:
     assert made.tied.weight is made.embed.weight
 
 
-def test_an_unknown_kind_and_a_shape_without_blocks_are_refused() -> None:
+def test_what_transformers_keeps_in_fp32_and_shapes_without_blocks_stay_whole() -> None:
+    made = model()
+    made._keep_in_fp32_modules = ["2"]  # type: ignore[assignment]  # as Transformers' T5 has "wo"
+    made.blocks.append(nn.Sequential(nn.Linear(3, 5)))
+
+    assert compact_linears(made, "nf4", skip=("head",)) == ("blocks.0.0", "blocks.1.0")
+
+
+def test_an_unknown_kind_and_a_model_without_such_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="int8, nf4"):
         compact_linears(model(), "int9")
-    with pytest.raises(ConfigError, match="multiple of 64"):
+    with pytest.raises(ConfigError, match="multiple of 64 elements: what this one has stays whole"):
         compact_linears(nn.Sequential(nn.Linear(3, 5)), "nf4")
 
 
