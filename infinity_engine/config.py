@@ -8,11 +8,11 @@ all others get plain arguments.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan import Auto, Budget, Rates, Strategy, parse_strategy
@@ -34,12 +34,10 @@ __all__ = [
     "Recompute",
     "Recording",
     "Replanning",
-    "Setting",
     "ShardingStage",
     "StorageConfig",
     "TelemetryConfig",
     "Tiling",
-    "settings_table",
 ]
 
 
@@ -151,15 +149,6 @@ class Recording(Enum):
 
     TIMELINE = "timeline"  # Spans and counters of the newest steps.
     OFF = "off"  # Nothing.
-
-
-class Setting(NamedTuple):
-    """One row of the table of settings."""
-
-    name: str
-    kind: str
-    default: str
-    meaning: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -686,20 +675,3 @@ class EngineConfig(_Settings):
                 dotted path.
         """
         return cls._at("", mapping)
-
-
-def settings_table() -> list[Setting]:
-    """Return one row for each setting, those of sections under their dotted names."""
-    return list(_rows(EngineConfig, ""))
-
-
-def _rows(section: type[_Settings], within: str) -> Iterator[Setting]:
-    for item in fields(section):
-        # A section is not a row of its own: its settings are, under its name.
-        if isinstance(item.default, _Settings):
-            yield from _rows(type(item.default), f"{within}{item.name}.")
-        else:
-            default = str(_plain(item.default))
-            yield Setting(
-                f"{within}{item.name}", _kind(item).words, default, item.metadata["meaning"]
-            )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity_engine.config import settings_table
+from settings_table import settings_table
 from support.nvme_programs import output_of, run_program
 from support.warm_programs import run_warm
 

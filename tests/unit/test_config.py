@@ -28,7 +28,6 @@ from infinity_engine.config import (
     StorageConfig,
     TelemetryConfig,
     Tiling,
-    settings_table,
 )
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan import (
@@ -41,6 +40,7 @@ from infinity_engine.plan import (
     StaticSplit,
 )
 from infinity_engine.units import TB, GiB
+from settings_table import settings_table
 
 PATIENT = settings(deadline=None)
 
