@@ -87,6 +87,7 @@ class Rule(ABC):
     """An optimizer with its options, one for each parameter group. float() has to read `lr`."""
 
     state_names: ClassVar[tuple[str, ...]] = ()
+    couples_decay: ClassVar[bool] = True
     lr: float = 1e-3
     weight_decay: float = 0.0
     maximize: bool = False
@@ -122,11 +123,10 @@ class Rule(ABC):
     def _constants(self, step: int, factor: float) -> Constants:
         """Return them; the factor is negative to maximise."""
 
-    def _coupled(self) -> RuleFlag:
-        return RuleFlag.COUPLED_DECAY if self.weight_decay != 0 else RuleFlag(0)
-
-    def _decoupled(self) -> RuleFlag:
-        return RuleFlag.DECOUPLED_DECAY if self.weight_decay != 0 else RuleFlag(0)
+    def _decay_flag(self) -> RuleFlag:
+        if self.weight_decay == 0:
+            return RuleFlag(0)
+        return RuleFlag.COUPLED_DECAY if self.couples_decay else RuleFlag.DECOUPLED_DECAY
 
     def _check(self, name: str, value: float, low: float, end: float) -> None:
         """Refuse what is not a number from `low` on and below `end`."""
@@ -180,18 +180,13 @@ class Adam(Rule):
             eps=self.eps,
         )
 
-    def _decay_flag(self) -> RuleFlag:
-        return self._coupled()
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamW(Adam):
     """torch.optim.AdamW: weight decay shrinks the parameter."""
 
+    couples_decay: ClassVar[bool] = False
     weight_decay: float = 1e-2
-
-    def _decay_flag(self) -> RuleFlag:
-        return self._decoupled()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +194,7 @@ class Lion(Rule):
     """Lion: the sign of an interpolated momentum; weight decay shrinks the parameter."""
 
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    couples_decay: ClassVar[bool] = False
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
 
@@ -212,7 +208,7 @@ class Lion(Rule):
         beta1, beta2 = self.betas
         return Constants(
             rule=RuleNumber.LION,
-            flags=self._decoupled(),
+            flags=self._decay_flag(),
             gradient_factor=factor,
             decay=1.0 - self.lr * self.weight_decay,
             step=-self.lr,
@@ -246,7 +242,7 @@ class Adagrad(Rule):
     def _constants(self, step: int, factor: float) -> Constants:
         return Constants(
             rule=RuleNumber.ADAGRAD,
-            flags=self._coupled(),
+            flags=self._decay_flag(),
             gradient_factor=factor,
             weight_decay=self.weight_decay,
             step=-(self.lr / (1.0 + (step - 1) * self.lr_decay)),
@@ -281,7 +277,7 @@ class SGD(Rule):
         nesterov = RuleFlag.NESTEROV if self.nesterov else RuleFlag(0)
         return Constants(
             rule=RuleNumber.SGD_MOMENTUM if self.momentum != 0 else RuleNumber.SGD,
-            flags=self._coupled() | first | nesterov,
+            flags=self._decay_flag() | first | nesterov,
             gradient_factor=factor,
             weight_decay=self.weight_decay,
             step=-self.lr,
