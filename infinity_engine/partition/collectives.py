@@ -83,16 +83,6 @@ class CollectiveEvent(Event):
         """The number that each rank has sent along, once it has ended well."""
         return self._pending.announced
 
-    def launched(self) -> Event | None:
-        """Block until all of it is in its stream; return the event that other streams can wait for.
-
-        Where the data is on the host, blocks until the collective has ended, and returns None.
-
-        Raises:
-            CollectiveError: it failed, or one before it.
-        """
-        return self._owner.wait_for_launch(self._pending)
-
     def __repr__(self) -> str:
         return f"CollectiveEvent({self._pending.op}{', ended' if self._pending.ended else ''})"
 
@@ -626,15 +616,6 @@ class Collectives:
         self._wait_until(lambda: pending.ended, pending)
         if pending.error is not None:
             raise pending.error
-
-    def wait_for_launch(self, pending: Pending) -> Event | None:
-        """Wait until a collective has ended or, where it has one, is in its stream."""
-        self._wait_until(
-            lambda: pending.ended or (pending.issued and isinstance(pending.work, Event)), pending
-        )
-        if pending.error is not None:
-            raise pending.error
-        return pending.work if isinstance(pending.work, Event) else None
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the group and send the other ranks `error`, if any. Does nothing a second time.

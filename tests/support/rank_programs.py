@@ -253,10 +253,7 @@ def on_a_device(name: str = "cpu") -> list[torch.Tensor]:
                 device, copy=True
             )
             wire = torch.empty(group.gather_bytes() // 2, dtype=torch.uint8, device=device)
-            event = group.gather([mine], [into], wire=wire)
-            launched = event.launched()
-            if launched is not None:
-                launched.wait()
+            group.gather([mine], [into], wire=wire).wait()
             gradient = gradients(spec.numel, torch.float32, ranks.size)[ranks.rank].to(device)
             wire = torch.empty(group.reduce_bytes(), dtype=torch.uint8, device=device)
             sums = reduce(group, [gradient], wire)
