@@ -10,11 +10,12 @@ with NaN or the wrong bytes every time. hazards.py does the same for operations 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from infinity_engine.accel.base import Buffer, Stream, StreamKind
+from infinity_engine.accel.base import Accelerator, Buffer, Stream, StreamKind
 from infinity_engine.accel.emulated import (
     NAN_BYTE,
     EmulatedAccelerator,
@@ -33,7 +34,7 @@ from infinity_engine.accel.operation import (
     Work,
 )
 
-__all__ = ["VirtualAccelerator", "VirtualOperation"]
+__all__ = ["VirtualAccelerator", "VirtualOperation", "clock_of"]
 
 
 class VirtualOperation(Operation):
@@ -247,6 +248,13 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
             op for op in self._copies if op.carried_at is None or op.carried_at > oldest
         ]
         self._freed = [(since, memory) for since, memory in self._freed if since > oldest]
+
+
+def clock_of(accelerator: Accelerator) -> Callable[[], int]:
+    """Return the clock of an accelerator's times: the device's, where it computes its time."""
+    if isinstance(accelerator, VirtualAccelerator):
+        return lambda: accelerator.now_ns
+    return time.perf_counter_ns
 
 
 def _newest(known: Iterable[dict[Stream, int]]) -> dict[Stream, int]:

@@ -13,12 +13,13 @@ from collections.abc import Iterable
 
 import torch
 
+from infinity_engine.accel.virtual import clock_of
 from infinity_engine.activation.drive_room import DriveRoom
 from infinity_engine.activation.memories import SavedMemories, SavedMemory, SavedView
 from infinity_engine.activation.moving import ActivationLimits, ActivationMoves
 from infinity_engine.activation.saved import BlockUse, KeptActivations
 from infinity_engine.lanes.lanes import Lanes
-from infinity_engine.lanes.meter import Cargo, clock_of
+from infinity_engine.lanes.meter import Cargo
 from infinity_engine.memory import BorrowedMemory
 from infinity_engine.plan import Tier
 from infinity_engine.residence import Mover

@@ -6,14 +6,14 @@ at a time.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from infinity_engine.accel import Accelerator, Event, StreamKind, VirtualAccelerator
+from infinity_engine.accel.virtual import clock_of
 from infinity_engine.calibration.contention import Stops, measure_contention
 from infinity_engine.calibration.effort import MeasuringTime
 from infinity_engine.calibration.host import RULES, HostPoint, HostUpdates
@@ -50,7 +50,7 @@ class Links:
         # One half for each direction: copies of the two never touch the same bytes.
         half = align_down(min(host.numel(), device.numel()) // 2, _ALIGNED)
         self._accelerator = accelerator
-        self._clock_ns = _clock_of(accelerator)
+        self._clock_ns = clock_of(accelerator)
         self._streams = {kind: accelerator.stream(kind) for kind in (_H2D, _D2H)}
         self._ends = {
             _H2D: (device[:half], host[:half]),
@@ -172,10 +172,3 @@ def measure_beside_updates(
         for kind in (_H2D, _D2H)
     }
     return found.updates, parts
-
-
-def _clock_of(accelerator: Accelerator) -> Callable[[], int]:
-    """Return the clock that copies take their time on."""
-    if isinstance(accelerator, VirtualAccelerator):
-        return lambda: accelerator.now_ns
-    return time.perf_counter_ns

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 
 from infinity_engine.accel import Accelerator
+from infinity_engine.accel.virtual import clock_of
 from infinity_engine.activation import ActivationOffload, KeptActivations, SavedTensors
 from infinity_engine.activation.agreeing import Agreement, ChosenAlone, ChosenTogether
 from infinity_engine.activation.blocks import RepeatedBlock, find_blocks, recomputing_modules
@@ -23,7 +24,6 @@ from infinity_engine.activation.moving import ActivationLimits
 from infinity_engine.activation.probing import measured_rates
 from infinity_engine.config import ActivationsAt, EngineConfig, Recompute
 from infinity_engine.lanes.lanes import Lanes
-from infinity_engine.lanes.meter import clock_of
 from infinity_engine.memory import BorrowedMemory, Ledger, PinnedPool
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.parameters.modules import ModuleParameters, UnwatchedModules, is_compiled

@@ -19,6 +19,7 @@ from deepnvme import IOQueue
 from deepnvme.machine.probing import find_mount, read_mounts
 from deepnvme.sizes import PAGE
 from infinity_engine.accel import Accelerator, StreamKind, VirtualAccelerator, open_accelerator
+from infinity_engine.accel.virtual import clock_of
 from infinity_engine.building.built import built_model_of
 from infinity_engine.building.initial_placement import (
     InitialValues,
@@ -38,7 +39,7 @@ from infinity_engine.gradients.offloading import GradientOffload, NoOffload
 from infinity_engine.gradients.scaling import LossScale
 from infinity_engine.lanes.kernels import device_kernels
 from infinity_engine.lanes.lanes import Lanes
-from infinity_engine.lanes.meter import Meter, clock_of
+from infinity_engine.lanes.meter import Meter
 from infinity_engine.memory import (
     DeviceMemory,
     Ledger,

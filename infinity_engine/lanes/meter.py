@@ -6,7 +6,6 @@ nothing. Asks the device when it was at work, where it knows: emulated ones do.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +17,6 @@ from infinity_engine.accel import (
     EmulatedAccelerator,
     Event,
     OperationRecord,
-    VirtualAccelerator,
 )
 from infinity_engine.accel.operation import Operation
 from infinity_engine.memory import Ledger, Usage
@@ -49,7 +47,6 @@ __all__ = [
     "Wait",
     "busy",
     "carried",
-    "clock_of",
     "needed",
     "of_update",
     "peak_of",
@@ -128,13 +125,6 @@ def of_update(lane: Lane, unit: str) -> str:
 def peak_of(usage: Usage) -> str:
     """Return the name of the gauge of a tier, or of a directory of NVMe."""
     return f"peak of {usage.directory or usage.tier.name}"  # one gauge a directory of NVMe
-
-
-def clock_of(accelerator: Accelerator) -> Callable[[], int]:
-    """Return the clock of an accelerator's times: the device's, where it computes its time."""
-    if isinstance(accelerator, VirtualAccelerator):
-        return lambda: accelerator.now_ns
-    return time.perf_counter_ns
 
 
 @dataclass(slots=True)
