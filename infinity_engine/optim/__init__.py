@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from infinity_engine.optim.from_torch import rules_of
     from infinity_engine.optim.host import HostKernels, SummedMemory, Sums
     from infinity_engine.optim.statistics import GradientNorm, GradientSums, gradient_factor
-    from infinity_engine.optim.threads import UpdateThreads, bandwidth_by_threads, knee
+    from infinity_engine.optim.threads import UpdateThreads
 
 __all__ = [
     "NORM_BLOCK",
@@ -51,10 +51,8 @@ __all__ = [
     "Update",
     "UpdateThreads",
     "Values",
-    "bandwidth_by_threads",
     "cut_into_subgroups",
     "gradient_factor",
-    "knee",
     "rules_of",
     "update_records",
 ]
@@ -67,9 +65,7 @@ _MODULES = MappingProxyType(
         "SummedMemory": "host",
         "Sums": "host",
         "UpdateThreads": "threads",
-        "bandwidth_by_threads": "threads",
         "gradient_factor": "statistics",
-        "knee": "threads",
         "rules_of": "from_torch",
     }
 )

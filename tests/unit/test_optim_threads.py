@@ -1,6 +1,4 @@
-"""The threads of the update kernels: where they run, how many are worth their core, what is
-refused.
-"""
+"""The threads of the update kernels: where they run, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,15 +9,12 @@ import time
 import numpy as np
 import pytest
 
-from infinity_engine import _native
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim import (
     AdamW,
     FloatFormat,
     HostKernels,
     UpdateThreads,
-    bandwidth_by_threads,
-    knee,
 )
 from support.optim import Model, threads
 
@@ -91,19 +86,3 @@ def test_other_python_threads_run_during_an_update() -> None:
     beside.join()
 
     assert after - before > 100
-
-
-def test_the_knee_is_the_fewest_threads_that_reach_nearly_the_best_rate() -> None:
-    assert knee({1: 10.0, 2: 19.1, 3: 20.0, 4: 19.5}) == 2
-    assert knee({1: 20.0, 2: 10.0}) == 1
-    with pytest.raises(ConfigError, match="rates"):
-        knee({})
-
-
-def test_a_rate_is_measured_for_each_number_of_threads() -> None:
-    core = min(os.sched_getaffinity(0))
-
-    rates = bandwidth_by_threads([core, core], home=_native.homes()[-1], numel=100_000, rounds=1)
-
-    assert set(rates) == {1, 2}
-    assert all(rate > 0 for rate in rates.values())
