@@ -28,6 +28,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from deepnvme.choices import chosen
+from deepnvme.closing import Closing
 from deepnvme.errors import NVMeError
 from deepnvme.memory.arrays import (
     ITEMSIZES,
@@ -201,7 +202,7 @@ def write_safetensors(
 # --- reading --------------------------------------------------------------------------------------
 
 
-class SafetensorsFile:
+class SafetensorsFile(Closing):
     """An open file with a checked header. A context manager; one thread at a time.
 
     Raises:
@@ -308,19 +309,6 @@ class SafetensorsFile:
     def close(self) -> None:
         """Close the file, and the queue if it is its own. Again: does nothing."""
         self._ends.close()
-
-    def __enter__(self) -> SafetensorsFile:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
 
 
 def _land(stretch: Stretch[Memory], staging: Memory) -> None:

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Literal
 
 from deepnvme import _native
 from deepnvme.choices import as_bytes, byte_count, chosen, whole_number
+from deepnvme.closing import Closing
 from deepnvme.errors import BatchError, ClosedError, NVMeError, file_error
 from deepnvme.machine.backends import (
     BackendFallbackWarning,
@@ -136,7 +137,7 @@ class QueueStats:
     drives: dict[int, DriveStats]
 
 
-class IOQueue:
+class IOQueue(Closing):
     """Asynchronous I/O on files: a ring and a thread per drive, bounded bytes in flight.
 
     `backend` names one of liburing, uring, aio, threads, or "auto" for the first that works;
@@ -365,19 +366,6 @@ class IOQueue:
             self._finalizer.detach()
         IOQueue._living.discard(self)
 
-    def __enter__(self) -> IOQueue:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
-
     async def close_async(self) -> None:
         """As `close`, in a thread: the event loop goes on meanwhile."""
         import asyncio  # as in open_async
@@ -514,7 +502,7 @@ class IOQueue:
         )
 
 
-class File:
+class File(Closing):
     """An open file. `IOQueue.open` returns one.
 
     Any offset and any length works; whole pages of aligned memory are what is fast.
@@ -738,19 +726,6 @@ class File:
             "an open file is neither pickled nor copied: open its path through a queue of the "
             "other process"
         )
-
-    def __enter__(self) -> File:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
 
     def __repr__(self) -> str:
         """Show the path."""

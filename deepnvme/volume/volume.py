@@ -22,10 +22,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from deepnvme.choices import as_bytes, byte_count, chosen
+from deepnvme.closing import Closing
 from deepnvme.errors import ClosedError, ForkedError, VolumeError, VolumeFullError
 from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.queue.future import IOFuture
@@ -91,7 +91,7 @@ class _Part:
     share: float
 
 
-class Volume:
+class Volume(Closing):
     """Space on drives.
 
     Made by `create`, `open` and `temporary`; closed by `close()` or as a context manager.
@@ -468,19 +468,6 @@ class Volume:
         self._check_access()
         for part in self._parts:
             part.member.discard()
-        self.close()
-
-    def __enter__(self) -> Volume:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
         self.close()
 
     def __repr__(self) -> str:

@@ -20,6 +20,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from deepnvme import IOFuture, IOQueue, Pool
+from deepnvme.closing import Closing
 from deepnvme.errors import NVMeError
 from deepnvme.formats.safetensors import (
     SafetensorsEntry,
@@ -78,7 +79,7 @@ class _Held:
     offset: int
 
 
-class CheckpointReader:
+class CheckpointReader(Closing):
     """An open checkpoint: `manifest` says what it is. A context manager.
 
     Raises:
@@ -269,19 +270,6 @@ class CheckpointReader:
     def close(self) -> None:
         """Close its files, and the queue if it is its own."""
         self._ends.close()
-
-    def __enter__(self) -> CheckpointReader:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
 
 
 class _Edges:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from deepnvme.closing import Closing
 from infinity_engine.errors import ConfigError
 from infinity_engine.losses.cross_entropy import (
     DEFAULT_WORKSPACE,
@@ -84,7 +85,7 @@ class _Pending:
         self.hidden, self.found, self.outputs = None, found, outputs
 
 
-class ChunkedLoss:
+class ChunkedLoss(Closing):
     """The hooks of one model, by which its loss is computed in tiles."""
 
     def __init__(self, model: torch.nn.Module, token_loss: TokenLoss, workspace: int) -> None:
@@ -105,12 +106,6 @@ class ChunkedLoss:
         """Let the model compute its loss as before."""
         self._hooks.remove()
         self._pending = None
-
-    def __enter__(self) -> ChunkedLoss:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- the model's call -------------------------------------------------------------------------
 

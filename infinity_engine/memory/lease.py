@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from deepnvme.closing import Closing
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory.ledger import Reservation
 from infinity_engine.plan import Tier
@@ -62,7 +63,7 @@ class NoBytes:
         return torch.empty(shape, dtype=dtype)
 
 
-class Lease:
+class Lease(Closing):
     """`nbytes` of one tier, held by `holder` until it is closed.
 
     Made by a pool; a context manager.
@@ -162,14 +163,6 @@ class Lease:
             self._lessor._close_lease(self, self._backing, self._events)
             self._backing = None
             self._events = []
-
-    def __enter__(self) -> Lease:
-        """Return itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
 
     # [Note: what the collector may do] Python's collector runs `Lease.__del__` and the finalizers
     # of views wherever something is allocated, also in the midst of code of a pool or the ledger

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
+from deepnvme.closing import Closing
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan import ResolvedBudget, Tier
 from infinity_engine.units import format_bytes
@@ -106,7 +107,7 @@ class _Books:
             reservation._subtract(nbytes)
 
 
-class Reservation:
+class Reservation(Closing):
     """Bytes of one tier that are promised to `holder`, some in use; made by `Ledger.reserve`.
 
     A context manager. Closing it ends the promise: at once, except for the bytes in use, which end
@@ -251,14 +252,6 @@ class Reservation:
         # Only when the last byte has gone, so that a refusal still names who has it.
         if not self.nbytes:
             self._account.forget(self)
-
-    def __enter__(self) -> Reservation:
-        """Return itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
 
     def __repr__(self) -> str:
         """Show its holder and how much of it is in use."""

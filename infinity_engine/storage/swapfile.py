@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from deepnvme import Checksum, IOQueue, Member, Volume, VolumeError, VolumeFullError
+from deepnvme.closing import Closing
 from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.memory.checksum import CHECKSUM_BYTES
 from deepnvme.sizes import PAGE
@@ -70,7 +70,7 @@ class Traffic(NamedTuple):
     written_bytes: int
 
 
-class SwapFile:
+class SwapFile(Closing):
     """Space for swapped bytes: `sizes` are the bytes of each directory, a header page included.
 
     `rates` are the directories' speeds relative to one another, in any unit; measured where they
@@ -327,19 +327,6 @@ class SwapFile:
         # The volume first: I/O that is still under way uses what is given back.
         self._volume.close()
         self._release_reservations()
-
-    def __enter__(self) -> SwapFile:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
 
     def _damage(
         self,

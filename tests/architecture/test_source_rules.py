@@ -61,7 +61,7 @@ STORAGE_ROWS = (
     {"queue"},
     {"machine", "memory"},
     {"choices"},
-    {"errors", "sizes", "version", "_native"},
+    {"closing", "errors", "sizes", "version", "_native"},
 )
 STORAGE_ROW = {part: number for number, row in enumerate(STORAGE_ROWS) for part in row}
 MOST_FILES = 15  # in one room, its door not counted

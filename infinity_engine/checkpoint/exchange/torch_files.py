@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
+from deepnvme.closing import Closing
 from deepnvme.memory.arrays import ITEMSIZES, MAX_DIMENSIONS
 from deepnvme.volume.framing import shown
 from infinity_engine.checkpoint.directory import open_regular
@@ -131,7 +132,7 @@ class SavedArray:
         return f"<a tensor {self.dtype} of shape {self.shape}>"
 
 
-class OpenFiles:
+class OpenFiles(Closing):
     """The files that are open to be read: those that were opened last. A context manager."""
 
     def __init__(self) -> None:
@@ -170,19 +171,6 @@ class OpenFiles:
         """Close all of them."""
         while self._opened:
             self._opened.popitem()[1][1].close()
-
-    def __enter__(self) -> OpenFiles:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
 
 
 class TorchFile:

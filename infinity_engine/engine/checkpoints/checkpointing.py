@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from deepnvme import IOQueue
+from deepnvme.closing import Closing
 from deepnvme.memory.arrays import code_of, described
 from infinity_engine.checkpoint import Kind, SavedTensor
 from infinity_engine.checkpoint.objects import savable
@@ -256,7 +257,7 @@ class RunRanks:
                 raise CollectiveError(group="all ranks", rank=self.rank, op=what, reason=reason)
 
 
-class CheckpointMemory:
+class CheckpointMemory(Closing):
     """Memory for one save or load, of what the host's budget has free: 32 MiB at most.
 
     Where that is too little, half of the `io_bytes` that the queue of the drives has reserved for
@@ -292,14 +293,6 @@ class CheckpointMemory:
     def close(self) -> None:
         """Give it back."""
         self._ends.close()
-
-    def __enter__(self) -> CheckpointMemory:
-        """Return itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Give it back."""
-        self.close()
 
 
 def random_state() -> dict[str, Any]:
