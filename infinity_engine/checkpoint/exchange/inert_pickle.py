@@ -69,6 +69,17 @@ _CONSTANTS = frozenset(
         "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
     }
 )  # fmt: skip
+_MADE: Mapping[str, Callable[[], Any]] = MappingProxyType(
+    {
+        "NONE": lambda: None,
+        "NEWTRUE": lambda: True,
+        "NEWFALSE": lambda: False,
+        "EMPTY_LIST": list,
+        "EMPTY_SET": list,  # in the order of the pickle
+        "EMPTY_TUPLE": tuple,
+        "EMPTY_DICT": dict,
+    }
+)
 
 
 def plain_pickle(
@@ -123,6 +134,9 @@ class _Machine:
         if name in _CONSTANTS:
             self._stack.append(argument)
             return
+        if name in _MADE:
+            self._stack.append(_MADE[name]())
+            return
         method = _OPCODES.get(name)
         if method is None:
             raise ValueError(f"its pickle uses the opcode {name}, which no checkpoint needs")
@@ -157,40 +171,16 @@ class _Machine:
     def _duplicate(self, _: Any) -> None:
         self._stack.append(self._stack[-1])
 
-    def _none(self, _: Any) -> None:
-        self._stack.append(None)
-
-    def _true(self, _: Any) -> None:
-        self._stack.append(True)
-
-    def _false(self, _: Any) -> None:
-        self._stack.append(False)
-
-    def _empty_list(self, _: Any) -> None:
-        self._stack.append([])
-
-    def _empty_tuple(self, _: Any) -> None:
-        self._stack.append(())
-
-    def _empty_dict(self, _: Any) -> None:
-        self._stack.append({})
-
     def _list_of_marked(self, _: Any) -> None:
         self._stack.append(self._pop_marked())
 
     def _tuple_of_marked(self, _: Any) -> None:
         self._stack.append(tuple(self._pop_marked()))
 
-    def _tuple1(self, _: Any) -> None:
-        self._stack.append((self.pop(),))
-
-    def _tuple2(self, _: Any) -> None:
-        second, first = self.pop(), self.pop()
-        self._stack.append((first, second))
-
-    def _tuple3(self, _: Any) -> None:
-        third, second, first = self.pop(), self.pop(), self.pop()
-        self._stack.append((first, second, third))
+    def tuple_of_last(self, count: int) -> None:
+        """Put a tuple in the place of the last items."""
+        last_first = [self.pop() for _ in range(count)]
+        self._stack.append(tuple(reversed(last_first)))
 
     def _dict_of_marked(self, _: Any) -> None:
         made: dict[Any, Any] = {}
@@ -303,19 +293,12 @@ _OPCODES: Mapping[str, Callable[[_Machine, Any], None]] = MappingProxyType(
         "POP": _Machine._pop_one,
         "POP_MARK": _Machine._drop_marked,
         "DUP": _Machine._duplicate,
-        "NONE": _Machine._none,
-        "NEWTRUE": _Machine._true,
-        "NEWFALSE": _Machine._false,
-        "EMPTY_LIST": _Machine._empty_list,
-        "EMPTY_SET": _Machine._empty_list,  # in the order of the pickle
-        "EMPTY_TUPLE": _Machine._empty_tuple,
-        "EMPTY_DICT": _Machine._empty_dict,
         "LIST": _Machine._list_of_marked,
         "FROZENSET": _Machine._list_of_marked,
         "TUPLE": _Machine._tuple_of_marked,
-        "TUPLE1": _Machine._tuple1,
-        "TUPLE2": _Machine._tuple2,
-        "TUPLE3": _Machine._tuple3,
+        "TUPLE1": lambda machine, _: machine.tuple_of_last(1),
+        "TUPLE2": lambda machine, _: machine.tuple_of_last(2),
+        "TUPLE3": lambda machine, _: machine.tuple_of_last(3),
         "DICT": _Machine._dict_of_marked,
         "APPEND": _Machine._append,
         "APPENDS": _Machine._appends,
