@@ -18,22 +18,11 @@ from typing import Literal, NamedTuple
 from infinity_engine.errors import ConfigError
 from infinity_engine.placement.models import Activations, ModelShape, ModuleShape, ParameterShape
 
-__all__ = ["FAMILIES", "model_of_config", "open_config", "read_config"]
+__all__ = ["FAMILIES", "model_of_config", "open_config"]
 
 _MISSING = object()
 # what is more is no size that is meant
 _MOST, _MOST_TOKENS, _MOST_LAYERS, _MOST_EXPERTS = 2**24, 2**31, 1000, 1000
-
-
-def read_config(path: Path) -> ModelShape:
-    """Return the model that a config.json describes, or the one in this directory; its name is that
-    of the path.
-
-    Raises:
-        ConfigError: there is none, it is no JSON object, or it describes no model that is known.
-    """
-    config, name = open_config(path)
-    return model_of_config(config, name=name)
 
 
 def open_config(path: Path) -> tuple[object, str]:

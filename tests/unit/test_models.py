@@ -11,13 +11,19 @@ import pytest
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.placement.models import ModelShape
-from infinity_engine.sim.configs import model_of_config, read_config
+from infinity_engine.sim.configs import model_of_config, open_config
 from infinity_engine.sim.presets import PRESETS, preset
 
 
 def forward_flops(model: ModelShape, sequence: int) -> int:
     """Return the operations of a forward for one token."""
     return sum(module.flops(sequence) for module in model.modules)
+
+
+def read_config(path: Path) -> ModelShape:
+    """Return the model that a config.json describes, or the one in this directory."""
+    config, name = open_config(path)
+    return model_of_config(config, name=name)
 
 
 # As their authors publish them, with each shared parameter counted once.
