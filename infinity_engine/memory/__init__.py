@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from infinity_engine.memory.lease import Lease, Waitable
     from infinity_engine.memory.ledger import Ledger, Reservation, Usage
     from infinity_engine.memory.pinned import Freed, PinnedPool, PoolStats
-    from infinity_engine.memory.resident import FreedMemory, ResidentMemory, return_freed_memory
+    from infinity_engine.memory.resident import FreedMemory, return_freed_memory
 
 __all__ = [
     "BorrowedMemory",
@@ -31,7 +31,6 @@ __all__ = [
     "PoolStats",
     "Request",
     "Reservation",
-    "ResidentMemory",
     "Usage",
     "Views",
     "Waitable",
@@ -50,7 +49,6 @@ _MODULES = MappingProxyType(
         "PinnedPool": "pinned",
         "PoolStats": "pinned",
         "Reservation": "ledger",
-        "ResidentMemory": "resident",
         "Usage": "ledger",
         "Views": "device",
         "Waitable": "lease",

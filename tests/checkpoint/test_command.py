@@ -15,6 +15,7 @@ import pytest
 
 from infinity_engine.cli.main import main
 from support.saved_streams import parameters_of, save, values_of
+from support.warm_programs import WITH_SUPPORT
 
 PARAMETERS = parameters_of({"layer.weight": (300, 100), "layer.bias": (100,)})
 
@@ -136,8 +137,9 @@ MEASURED = """
 import sys
 from pathlib import Path
 sys.modules["torch"] = None
+import infinity_engine.memory  # with all that it imports: the baseline is of what lies there
 from infinity_engine.cli.main import main
-from infinity_engine.memory.resident import ResidentMemory
+from support.resident_memory import ResidentMemory
 
 path, other, to = sys.argv[1:]
 resident = ResidentMemory()
@@ -167,7 +169,7 @@ def test_commands_take_little_memory_and_need_no_torch(tmp_path: Path) -> None:
         text=True,
         check=False,
         # glibc gives freed arrays back, so that a command does not have those of the one before.
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"},
+        env={**os.environ, **WITH_SUPPORT, "MALLOC_MMAP_THRESHOLD_": "1048576"},
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("peak ")]

@@ -12,8 +12,8 @@ import torch
 import infinity_engine
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
-from infinity_engine.memory import ResidentMemory
 from support.ranks import launched
+from support.resident_memory import ResidentMemory
 
 load_file = pytest.importorskip("safetensors.torch").load_file
 

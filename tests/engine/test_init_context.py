@@ -36,6 +36,7 @@ from support.interrupts import interrupted_at
 from support.nvme_programs import output_of, run_program
 from support.small_models import MODELS
 from support.unnamed_files import unnamed_files
+from support.warm_programs import WITH_SUPPORT
 
 KIB, MIB = 1 << 10, 1 << 20
 CACHES = (0, 20 * KIB, None)
@@ -523,7 +524,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from infinity_engine.engine.init_context import init_context
-from infinity_engine.memory import ResidentMemory
+from support.resident_memory import ResidentMemory
 
 nn.Linear(2048, 2048)
 with init_context(budget={"host": "96MiB", "nvme": {".": "1GiB"}}, cache="32MiB") as built:
@@ -536,7 +537,7 @@ print((resident.peak_bytes() - resident.baseline_bytes) >> 20)
 
 
 def test_a_model_many_times_larger_than_the_budget_never_is_in_memory(tmp_path: Path) -> None:
-    rise = int(output_of(run_program(MANY_TIMES_LARGER, folder=tmp_path)))
+    rise = int(output_of(run_program(MANY_TIMES_LARGER, folder=tmp_path, environment=WITH_SUPPORT)))
 
     assert rise < 96
 

@@ -23,6 +23,7 @@ from infinity_engine.storage import swapfile
 from support.interrupts import interrupted_at
 from support.nvme_programs import output_of, run_program
 from support.unnamed_files import unnamed_files
+from support.warm_programs import WITH_SUPPORT
 
 
 class Model(nn.Module):
@@ -331,7 +332,7 @@ import torch
 from torch import nn
 from deepnvme import write_safetensors
 from infinity_engine.engine.init_context import load_into
-from infinity_engine.memory import ResidentMemory
+from support.resident_memory import ResidentMemory
 
 for number in range(8):
     write_safetensors(f"{number}.safetensors", {f"{number}.weight": torch.rand(8 << 20).view(2048, 4096)})
@@ -346,6 +347,6 @@ print((resident.peak_bytes() - resident.baseline_bytes) >> 20)
 
 
 def test_a_model_larger_than_the_budget_is_never_in_memory(tmp_path: Path) -> None:
-    rise = int(output_of(run_program(LARGER, folder=tmp_path)))
+    rise = int(output_of(run_program(LARGER, folder=tmp_path, environment=WITH_SUPPORT)))
 
     assert rise < 100

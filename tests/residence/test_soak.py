@@ -15,10 +15,10 @@ import pytest
 
 from deepnvme.memory.checksum import crc32c
 from infinity_engine.errors import CapacityError
-from infinity_engine.memory import ResidentMemory
 from infinity_engine.plan import Tier
 from infinity_engine.residence import Residency, ShardRecord, Source
 from infinity_engine.storage import Transfer
+from support.resident_memory import ResidentMemory
 from support.tiers import Tiers, tiers
 
 MiB = 1 << 20

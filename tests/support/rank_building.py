@@ -22,12 +22,13 @@ import infinity_engine
 from deepnvme import FaultPlan, IOQueue, Requests, write_safetensors
 from infinity_engine.building.built import BuiltModel, built_model_of
 from infinity_engine.errors import CapacityError, CollectiveError, ConfigError, TransferError
-from infinity_engine.memory import ResidentMemory, return_freed_memory
+from infinity_engine.memory import return_freed_memory
 from infinity_engine.partition.collectives import Collectives
 from infinity_engine.plan import Tier
 from infinity_engine.storage import swapfile
 from support.determinism import deterministic_compute
 from support.rank_training import Run, batch_of, engine_of, made, states_of, where
+from support.resident_memory import ResidentMemory
 
 __all__ = [
     "BUILDERS",

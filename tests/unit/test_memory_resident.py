@@ -11,6 +11,7 @@ import pytest
 
 from infinity_engine.memory import FreedMemory, resident
 from support.nvme_programs import output_of, run_program
+from support.warm_programs import WITH_SUPPORT
 
 MiB = 1 << 20
 
@@ -22,8 +23,9 @@ import torch
 
 from infinity_engine.accel import CpuAccelerator
 from infinity_engine.errors import CapacityError
-from infinity_engine.memory import DeviceMemory, Ledger, PinnedPool, ResidentMemory
+from infinity_engine.memory import DeviceMemory, Ledger, PinnedPool
 from infinity_engine.plan import ResolvedBudget, Tier
+from support.resident_memory import ResidentMemory
 
 MiB = 1 << 20
 torch.ones(40 << 20, dtype=torch.uint8).fill_(1)
@@ -64,7 +66,8 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     closed.
     """
     pytest.importorskip("torch", reason="leases give tensors of torch")
-    lines = output_of(run_program(PROGRAM, folder=tmp_path_factory.mktemp("resident"))).splitlines()
+    folder = tmp_path_factory.mktemp("resident")
+    lines = output_of(run_program(PROGRAM, folder=folder, environment=WITH_SUPPORT)).splitlines()
     return [[int(nbytes) // MiB for nbytes in line.split()] for line in lines]
 
 
@@ -87,7 +90,8 @@ def test_what_is_closed_is_no_longer_resident(printed: list[list[int]]) -> None:
 FREED = """
 import torch
 
-from infinity_engine.memory import ResidentMemory, return_freed_memory
+from infinity_engine.memory import return_freed_memory
+from support.resident_memory import ResidentMemory
 
 resident = ResidentMemory()
 kept = [torch.ones(100_000, dtype=torch.uint8) for _ in range(1000)]
@@ -104,7 +108,7 @@ print((before - resident.above_baseline()) >> 20)
 def test_memory_that_was_freed_goes_back_to_the_system(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="it is tensors that are freed")
 
-    assert int(output_of(run_program(FREED, folder=tmp_path))) > 80
+    assert int(output_of(run_program(FREED, folder=tmp_path, environment=WITH_SUPPORT))) > 80
 
 
 def test_what_is_freed_piece_by_piece_goes_back_whenever_it_is_as_much_as_was_said(
