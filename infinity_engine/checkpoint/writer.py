@@ -182,4 +182,5 @@ class _ShardFiles:
         # either.
         if self._writer is not None:
             self._writer.__exit__(kind or RuntimeError, error, trace)
-        assert kind is not None or not self._to_write, "a source hands out all of its slices"
+        all_written = self._writer is None and not self._to_write
+        assert kind is not None or all_written, "a source hands out all of its slices"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepnvme import IOQueue
-from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, SavedStream
+from infinity_engine.checkpoint import (
+    CheckpointDirectory,
+    CheckpointReader,
+    SavedStream,
+    Slice,
+    SliceSink,
+    write_shard,
+)
 from infinity_engine.checkpoint.manifest import BLOCK_BYTES
 from infinity_engine.errors import ManifestMismatch
-from support.saved_streams import parameters_of, save, values_of
+from support.saved_streams import ArraySource, parameters_of, save, values_of
 
 SHAPES = {
     "embed.weight": (700, 401),
@@ -110,3 +118,40 @@ def test_a_stream_that_is_not_in_the_checkpoint_is_refused(
         pytest.raises(ManifestMismatch, match=rf"{stream.name} of weight"),
     ):
         reader.read(stream, 0, memoryview(bytearray(8)))
+
+
+@dataclass(frozen=True)
+class EndingEarly(ArraySource):
+    """Announces all slices, and hands out so many bytes."""
+
+    left: int = 0
+
+    def hand_out(self, sink: SliceSink) -> None:
+        super().hand_out(_Cut(sink, self.left))
+
+
+@dataclass
+class _Cut:
+    sink: SliceSink
+    left: int
+
+    def take(self, part: Slice, values: memoryview) -> None:
+        if self.left:
+            values = values[: self.left]
+            self.left -= len(values)
+            self.sink.take(part, values)
+
+    def settle(self) -> None:
+        self.sink.settle()
+
+
+@pytest.mark.parametrize("file_bytes", [40, 1 << 30], ids=["files", "one file"])
+@pytest.mark.parametrize("nbytes", [0, 4, 40, 116])
+def test_a_source_that_ends_too_early_writes_no_shard(
+    tmp_path: Path, nbytes: int, file_bytes: int
+) -> None:
+    parameters = parameters_of({"weight": (10,)})
+    source = EndingEarly(parameters, values_of(parameters), left=nbytes)
+    with IOQueue() as queue, pytest.raises(AssertionError, match="all of its slices"):
+        write_shard(tmp_path, 0, source, queue=queue, file_bytes=file_bytes)
+    assert len(list(tmp_path.iterdir())) == (nbytes // 40 if file_bytes == 40 else 0)
