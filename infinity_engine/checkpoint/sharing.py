@@ -73,7 +73,7 @@ class SharedFile:
         self._parts = [_SharedPart(0, len(header), lambda _start, _memory: None)]
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            os.pwrite(self._descriptor, header, 0)
+            _write_whole(self._descriptor, header)
             for run in runs:
                 at = self.nbytes
                 self._parts.append(_SharedPart(at, run.nbytes, run.share(self._descriptor, at)))
@@ -123,6 +123,13 @@ class SharedFile:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _write_whole(descriptor: int, header: bytes) -> None:
+    """Write the first bytes of a file: one call may write fewer than it was given."""
+    done = 0
+    while done < len(header):
+        done += os.pwrite(descriptor, memoryview(header)[done:], done)
 
 
 def share_runs(

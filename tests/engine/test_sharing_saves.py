@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from deepnvme.formats.safetensors import encoded_header
 from deepnvme.volume.member import MemberFile
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
 from infinity_engine.checkpoint.sharing import SharedFile
@@ -175,3 +176,20 @@ def test_a_failure_between_two_shared_files_leaves_none(
         assert (report.state, report.shared_nbytes) == (SaveState.COMMITTED, 0)
         with CheckpointReader(disk / "saved" / tag) as reader:
             assert reader.strange_files() == []
+
+
+def test_a_header_that_is_written_in_parts_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file system may do where it has little room."""
+    write = os.pwrite
+
+    def in_parts(descriptor: int, data: Any, offset: int) -> int:
+        return write(descriptor, bytes(data)[:100], offset)
+
+    monkeypatch.setattr("infinity_engine.checkpoint.sharing.os.pwrite", in_parts)
+    header = encoded_header({"weight": ("F32", (0,))}, {}, tmp_path)
+    file = SharedFile(tmp_path / "shared", header, [])
+    file.close()
+
+    assert (tmp_path / "shared").read_bytes() == header
