@@ -19,7 +19,8 @@ from types import MappingProxyType
 import numpy as np
 
 from deepnvme import IOQueue
-from deepnvme.formats.safetensors import SafetensorsWriter
+from deepnvme.errors import NVMeError
+from deepnvme.formats.safetensors import SafetensorsError, SafetensorsWriter
 from deepnvme.memory.arrays import ITEMSIZES
 from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.volume.syncing import sync_directory, sync_file
@@ -27,6 +28,7 @@ from infinity_engine.checkpoint.manifest import Kind, SavedTensor
 from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.checkpoint.rounding import FLOATS, converted
 from infinity_engine.errors import ConfigError
+from infinity_engine.storage import transfer_error
 
 __all__ = [
     "MEMORY_BYTES",
@@ -93,6 +95,7 @@ def export(
 
     Raises:
         ConfigError: `path` has weights already, which are left alone.
+        TransferError: the drive is full or failed. No file is left.
     """
     remove_killed(path)
     check_free(path)
@@ -158,9 +161,15 @@ def _write_shard(
     layout = {weight.tensor.name: (weight.dtype, weight.tensor.shape) for weight in weights}
     by_name = {weight.tensor.name: weight for weight in weights}
     third = max(1, memory_bytes // 3)  # for staging, for a part, and for the part converted
-    with SafetensorsWriter(path, layout, _METADATA, staging_bytes=third, queue=queue) as writer:
-        for tensor in writer.names:
-            writer.write_in_parts(tensor, _parts(reader, by_name[tensor], third))
+    try:
+        with SafetensorsWriter(path, layout, _METADATA, staging_bytes=third, queue=queue) as writer:
+            for tensor in writer.names:
+                writer.write_in_parts(tensor, _parts(reader, by_name[tensor], third))
+    except SafetensorsError:
+        # It says what the format refuses.
+        raise
+    except NVMeError as error:
+        raise transfer_error(error, f"weights for {path.parent.parent}") from None
 
 
 def _write_index(path: Path, shards: Mapping[str, Sequence[_Weight]]) -> None:

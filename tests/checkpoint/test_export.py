@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from deepnvme import FaultPlan, IOQueue, Requests
 from infinity_engine.checkpoint import CheckpointReader, Kind
 from infinity_engine.checkpoint.export import Dtype, export
 from infinity_engine.checkpoint.rounding import converted
-from infinity_engine.errors import CheckpointError, ConfigError
+from infinity_engine.errors import CheckpointError, ConfigError, TransferError
 from support.saved_streams import parameters_of, save, values_of
 
 if TYPE_CHECKING:
@@ -163,6 +166,21 @@ def test_a_failed_export_leaves_no_files(tmp_path: Path) -> None:
     with CheckpointReader(path) as reader, pytest.raises(CheckpointError, match=shard.name):
         export(reader, tmp_path / "out", dtype=Dtype.FP32, shard_bytes=45_000)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_drive_that_fails_in_an_export_is_a_transfer_error(tmp_path: Path, nth: int) -> None:
+    parameters = parameters_of({"weight": (100, 50)})
+    path, out = save(tmp_path / "c", "tag", parameters, values_of(parameters)), tmp_path / "out"
+    faults = FaultPlan().fail(nth=nth, requests=Requests.WRITES, errno=errno.ENOSPC)
+    with (
+        CheckpointReader(path) as reader,
+        IOQueue(faults=faults) as queue,
+        pytest.raises(TransferError, match=re.escape(f"weights for {out}")) as error,
+    ):
+        export(reader, out, queue=queue)
+    assert error.value.errno == errno.ENOSPC
+    assert list(out.iterdir()) == []
 
 
 KILLED = """
