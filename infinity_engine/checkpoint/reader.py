@@ -295,6 +295,10 @@ class _Edges:
         if len(self._blocks) > _EDGES:
             self._blocks.popitem(last=False)
 
+    def forget(self, file: str, block: int) -> None:
+        """Forget a block that is not needed again, so that there is room for others."""
+        self._blocks.pop((file, block), None)
+
 
 class _CheckedFile:
     """One file of a checkpoint, of which no byte is handed out unchecked.
@@ -345,6 +349,8 @@ class _CheckedFile:
         head, tail = first * BLOCK_BYTES - offset, end - last * BLOCK_BYTES
         if head:
             self._copy(offset, into.part(0, head))
+            # It was read to its end: what follows is in other blocks.
+            self._edges.forget(self._saved.name, first - 1)
         whole = into.part(head, (last - first) * BLOCK_BYTES)
         self._read_blocks(first, last, whole, and_edge=tail > 0)
         if tail:

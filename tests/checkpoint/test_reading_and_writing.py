@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -72,22 +72,28 @@ def test_any_slice_can_be_read_from_any_cut(
             assert np.array_equal(found, values[parameter.name, "exp_avg"][first : first + numel])
 
 
-def test_streams_that_are_read_in_turns_read_the_drive_once(tmp_path: Path) -> None:
-    """As a load does: all streams of a small parameter, then those of the next one."""
-    parameters = parameters_of({f"p{number}": (1000,) for number in range(1500)})
+@pytest.mark.parametrize(("streams", "numel", "count"), [(3, 1000, 1500), (5, 300_000, 6)])
+def test_streams_that_are_read_in_turns_read_the_drive_once(
+    tmp_path: Path, streams: int, numel: int, count: int
+) -> None:
+    """As a load does: all streams of a parameter, then those of the next one."""
+    names = [f"p{number}.stream{turn}" for turn in range(streams) for number in range(count)]
+    parameters = [
+        replace(parameter, streams={"master": "F32"})
+        for parameter in parameters_of(dict.fromkeys(names, (numel,)))
+    ]
     values = values_of(parameters)
     path = save(tmp_path, "tag", parameters, values)
     files = sum(file.stat().st_size for file in path.glob("rank-*"))
     with IOQueue() as queue, CheckpointReader(path, queue=queue) as reader:
-        third = len(parameters) // 3
-        for number in range(third):
-            for parameter in (parameters[number + turn * third] for turn in range(3)):
+        for number in range(count):
+            for parameter in (parameters[number + turn * count] for turn in range(streams)):
                 found = np.empty(parameter.numel, np.float32)
                 reader.read(parameter.stream("master"), 0, found)
                 assert np.array_equal(found, values[parameter.name, "master"])
         read = sum(drive.read_bytes for drive in queue.stats().drives.values())
-    # Blocks with an end of one third and the beginning of the next are read twice.
-    assert read <= files + 4 * BLOCK_BYTES
+    # Blocks with the end of one stream's part and the beginning of the next are read twice.
+    assert read <= files + (streams + 1) * BLOCK_BYTES
 
 
 def test_any_safetensors_reader_opens_a_shard(tmp_path: Path) -> None:
