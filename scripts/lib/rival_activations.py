@@ -64,17 +64,24 @@ def whole(model: TinyGPT) -> Forward:
 
 
 def deepspeed(model: TinyGPT) -> Forward:
+    """Run each block again by DeepSpeed's checkpointing, with its inputs where they were made."""
+    return _deepspeed(model, inputs_on_host=False)
+
+
+def deepspeed_on_host(model: TinyGPT) -> Forward:
     """Run each block again by DeepSpeed's checkpointing, with its inputs on the host.
 
-    On the CPU they stay: DeepSpeed 0.19.8 loses inputs that are on the host already.
+    DeepSpeed 0.19.8 loses inputs that are on the host already, so this fails on the CPU.
     """
-    import torch
+    return _deepspeed(model, inputs_on_host=True)
 
+
+def _deepspeed(model: TinyGPT, *, inputs_on_host: bool) -> Forward:
     library: Any = import_module("deepspeed")
     # Its own wrapper of the process group, which its checkpointing asks for ranks.
     library.comm.init_distributed(dist_backend="gloo", verbose=False)
     checkpointing = library.checkpointing
-    checkpointing.configure(None, checkpoint_in_cpu=torch.cuda.is_available())
+    checkpointing.configure(None, checkpoint_in_cpu=inputs_on_host)
     _run_blocks_by(model, checkpointing.checkpoint)
     return model
 
@@ -101,5 +108,6 @@ FORWARDS: Mapping[str, Callable[[TinyGPT], Forward]] = {
     "plain, checkpoint": whole,
     "plain, selective": selective,
     "deepspeed, checkpoint": deepspeed,
+    "deepspeed, checkpoint on host": deepspeed_on_host,
 }
 """By the name that a system has in trained_apart."""
