@@ -7,15 +7,16 @@ what waits on the host or on drives; `Ways` decides.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from infinity_engine.activation.blocks import RepeatedBlock
+from infinity_engine.activation.lifetimes import CallLife, HeldAs, Lifetimes
 from infinity_engine.activation.recompute import (
     BlockCall,
     Placeholder,
@@ -33,12 +34,19 @@ from infinity_engine.plan import Tier
 
 __all__ = ["BlockActivations", "FixedWays", "WayDecider", "cannot_run_again"]
 
+_HELD_AS = MappingProxyType(
+    {Tier.DEVICE: HeldAs.KEPT, Tier.HOST: HeldAs.HOST, Tier.NVME: HeldAs.DRIVES}
+)
+
 
 class WayDecider(Protocol):
     """Decides the way of each call of a block, and learns what calls take."""
 
     def way(self, block: RepeatedBlock, *, inputs: int, held: int) -> BlockWay:
         """Return the way of a call with so many bytes of inputs, while so many bytes are held."""
+
+    def expected(self, block: RepeatedBlock, way: BlockWay, *, inputs: int) -> int:
+        """Return the bytes that a call that goes this way is going to keep where it computes."""
 
     def note_call(self, block: RepeatedBlock, *, saved: int, inputs: int, seconds: float) -> None:
         """Note what a call in a forward saved and took."""
@@ -73,6 +81,10 @@ class FixedWays:
     def way(self, block: RepeatedBlock, *, inputs: int, held: int) -> BlockWay:
         """Return the way that was set."""
         return self._way
+
+    def expected(self, block: RepeatedBlock, way: BlockWay, *, inputs: int) -> int:
+        """Return 0: nothing depends on it."""
+        return 0
 
     def note_call(self, block: RepeatedBlock, *, saved: int, inputs: int, seconds: float) -> None:
         """Do nothing."""
@@ -122,6 +134,7 @@ class _Running:
     block: RepeatedBlock | None = None
     started: float = 0.0
     inputs: int = 0
+    life: CallLife | None = None
     saved: dict[int, int] = field(default_factory=dict)  # bytes by address, as long as it runs
     # The buffers themselves: the id of one that has gone may be that of another.
     buffers: Sequence[_BufferNow] = ()
@@ -144,16 +157,18 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class _Elsewhere:
-    """A saved tensor that another keeper has."""
+    """A saved tensor that another keeper has; `life` ends with the last one of its call."""
 
     keeper: SavedTensors
     packed: object
+    life: CallLife | None
 
 
 class BlockActivations:
     """Keeps what autograd saves: in `blocks` as `decider` says, `outside` of them in one way.
 
-    `moved` keep what waits on a tier other than where it was made.
+    `moved` keep what waits on a tier other than where it was made. `lifetimes` counts what calls
+    hold.
     """
 
     offloads = True
@@ -165,6 +180,7 @@ class BlockActivations:
         *,
         outside: SavedTensors,
         moved: Mapping[Tier, SavedTensors],
+        lifetimes: Lifetimes,
     ) -> None:
         self.blocks = tuple(blocks)
         self._decider = decider
@@ -178,7 +194,7 @@ class BlockActivations:
         self._second: BlockCall | None = None  # the call that runs again
         self._saving: Callable[[], AbstractContextManager[None]] | None = None
         self._forward = _Forward(())
-        self._held = _HeldBytes()
+        self._lifetimes = lifetimes
         self._uses: dict[str, BlockUse] = {}
         self._last: tuple[BlockUse, ...] = ()
         self._closed = False
@@ -203,35 +219,48 @@ class BlockActivations:
         if self._closed or not _is_plain_forward():
             self._running.append(_Running(module, self._outside))
             return None
-        self._held.settle()
         block = self._by_module[id(module)]
         if module.training:
             args, kwargs = without_cache(args, kwargs)
         inputs = list(self._forward.new_inputs(_tensors((args, kwargs))))
-        way = self._decider.way(block, inputs=sum(inputs), held=self._held.nbytes)
+        way = self._decider.way(block, inputs=sum(inputs), held=self._lifetimes.kept)
+        self._expect(self._decider.expected(block, way, inputs=sum(inputs)))
         running = _Running(
             module,
             self._keepers[way.home],
             way=way,
             block=block,
             inputs=sum(inputs),
+            life=CallLife(block.name, self._lifetimes),
             given=[(tensor, version_of(tensor)) for tensor in _tensors((args, kwargs))],
         )
         call = None
         if way.recomputes or way is BlockWay.KEEP:
-            call = self._call_of(block, way, args, kwargs)
+            assert running.life is not None, "it was just made"
+            call = self._call_of(block, way, args, kwargs, running.life)
         running.begin(call, self._decider.now())
         self._running.append(running)
         return args, kwargs
 
+    def _expect(self, nbytes: int) -> None:
+        """Let what is on its way out leave, where a block is going to keep so much."""
+        self._lifetimes.expect(nbytes)
+        if nbytes:
+            self.make_room()
+
     def _call_of(
-        self, block: RepeatedBlock, way: BlockWay, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        block: RepeatedBlock,
+        way: BlockWay,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        life: CallLife,
     ) -> BlockCall:
         if not way.recomputes:
             nothing = BlockCall.arguments(
                 ((), {}), lambda tensor: (self._kept, self._kept.pack(tensor))
             )
-            call = BlockCall(block, nothing, self._held.gone)
+            call = BlockCall(block, nothing, life)
             call.keep()
             return call
         try:
@@ -242,8 +271,8 @@ class BlockActivations:
             self._decider.refuse_recompute(
                 block, f"an argument is a {unknown}, which its first run may change"
             )
-            return self._call_of(block, BlockWay.KEEP, (), {})
-        return BlockCall(block, arguments, self._held.gone)
+            return self._call_of(block, BlockWay.KEEP, (), {}, life)
+        return BlockCall(block, arguments, life)
 
     def _save_input(self, tensor: torch.Tensor, way: BlockWay) -> tuple[SavedTensors, object]:
         # What several blocks get, such as a mask, is there anyway: moving it once for each block
@@ -262,11 +291,17 @@ class BlockActivations:
             return
         running = self._running[at]
         del self._running[at:]
-        block, call = running.block, running.call
-        if block is None:
+        block, call, life = running.block, running.call, running.life
+        if block is None or life is None:
             return
         if call is not None:
             self._end_call(running, call, block)
+        again = call is not None and call.runs_again
+        life.hold(
+            _HELD_AS[running.way.home if again or call is None else Tier.DEVICE],
+            running.inputs if again else running.saved_bytes,
+            saved=running.saved_bytes,
+        )
         self._decider.note_call(
             block,
             saved=running.saved_bytes,
@@ -274,12 +309,11 @@ class BlockActivations:
             seconds=self._decider.now() - running.started,
         )
         use = self._uses.get(block.name, BlockUse(block.name, running.way.value, 0, 0))
-        held = 0 if call is None else call.held
         self._uses[block.name] = BlockUse(
             block.name,
             _way_of(running, call).value,
             max(use.saved, running.saved_bytes),
-            max(use.held, held),
+            max(use.held, life.kept),
         )
 
     def _end_call(self, running: _Running, call: BlockCall, block: RepeatedBlock) -> None:
@@ -294,9 +328,6 @@ class BlockActivations:
             call.keep()
         if call.runs_again:
             call.drop_saved()
-        stays = running.keeper is self._kept
-        call.hold(running.saved_bytes if not call.runs_again else running.inputs if stays else 0)
-        self._held.add(call.held)
 
     # --- what autograd asks -----------------------------------------------------------------------
 
@@ -305,7 +336,8 @@ class BlockActivations:
         tensors = list(own)
         self._running.clear()  # of a call that was interrupted
         self._second = None
-        self._held.settle()
+        self._lifetimes.settle()
+        self._lifetimes.expect(0)
         if self._forward.outside:
             self._decider.note_outside(sum(self._forward.outside.values()))
         self._forward = _Forward(tensors)
@@ -331,13 +363,25 @@ class BlockActivations:
         storage = _storage_of(tensor)
         if storage is not None and storage[0] not in self._forward.own:
             running.note_saved(*storage)
-        return (
-            self._by(running.keeper, tensor) if running.call is None else running.call.pack(tensor)
-        )
+        if running.call is not None:
+            return running.call.pack(tensor)
+        return self._by(running.keeper, tensor, running.life)
 
-    def _by(self, keeper: SavedTensors, tensor: torch.Tensor) -> object:
+    def _by(
+        self, keeper: SavedTensors, tensor: torch.Tensor, life: CallLife | None = None
+    ) -> object:
         packed = keeper.pack(tensor)
-        return packed if keeper is self._kept else _Elsewhere(keeper, packed)
+        return packed if keeper is self._kept else _Elsewhere(keeper, packed, life)
+
+    def make_room(self) -> None:
+        """Wait until no more is on its way than there is room for."""
+        for keeper in self._every:
+            keeper.make_room()
+
+    def begin_backward(self) -> None:
+        """Let what was moved begin to come back."""
+        for keeper in self._every:
+            keeper.begin_backward()
 
     def unpack(self, saved: object) -> torch.Tensor:
         """Return a saved tensor: fetched, or made again.
@@ -366,6 +410,7 @@ class BlockActivations:
             return call.unpack(placeholder, self._under)
         before, at = self._second, len(self._running)
         self._second, start = call, self._decider.now()
+        call.life.make_again()
         try:
             return call.unpack(placeholder, self._under)
         finally:
@@ -381,7 +426,7 @@ class BlockActivations:
 
     def end_step(self) -> None:
         """Note that a step has ended, and begin to count anew."""
-        self._held.settle()
+        self._lifetimes.settle()
         for keeper in self._every:
             keeper.end_step()
         self._decider.end_step()
@@ -401,23 +446,6 @@ class BlockActivations:
     def close(self) -> None:
         """Run no block again. Other keepers are closed by what has opened them."""
         self._closed = True
-
-
-class _HeldBytes:
-    """The bytes that calls hold until their graphs go, from wherever these end."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.gone: deque[int] = deque()
-
-    def add(self, nbytes: int) -> None:
-        """Count what a call holds from here on."""
-        self.nbytes += nbytes
-
-    def settle(self) -> None:
-        """Count calls no more whose graphs have gone."""
-        while self.gone:
-            self.nbytes -= self.gone.popleft()
 
 
 class _Forward:

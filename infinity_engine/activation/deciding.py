@@ -98,7 +98,7 @@ class MeasuredWays:
         wanted = self._ways.get(block.name, BlockWay.RECOMPUTE)
         possible = list(self._possible(block, wanted))
         for way in possible:
-            stays = self._stays(block, way, inputs)
+            stays = self.expected(block, way, inputs=inputs)
             if not stays or held + stays <= self._limit:
                 return way
         return possible[-1]
@@ -122,7 +122,8 @@ class MeasuredWays:
         alike = [way for way in possible if way.recomputes == wanted.recomputes]
         yield from (possible if self._agreement.is_alone else alike or possible) or [BlockWay.KEEP]
 
-    def _stays(self, block: RepeatedBlock, way: BlockWay, inputs: int) -> int:
+    def expected(self, block: RepeatedBlock, way: BlockWay, *, inputs: int) -> int:
+        """Return the bytes that a call that goes this way is going to keep where it computes."""
         if way.home is not Tier.DEVICE:
             return 0
         return inputs if way.recomputes else self._measured[block.name].saved
@@ -132,6 +133,21 @@ class MeasuredWays:
         moves = self.choice is None or any(way.home is not Tier.DEVICE for way in self.choice.ways)
         staging = self._room.staging if moves and len(self._homes) > 1 else 0
         return self._room.device - staging - self._outside
+
+    def spare(self, *, held: int) -> int:
+        """Return the bytes that moves may take in a backward beside what was left for them, while
+        so many bytes are held.
+        """
+        # What a second run makes again comes on top of what is held.
+        again = max(
+            (
+                measured.saved
+                for name, measured in self._measured.items()
+                if self._ways.get(name, BlockWay.RECOMPUTE).recomputes
+            ),
+            default=0,
+        )
+        return max(self._limit - held - again, 0)
 
     # --- what calls take --------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ class SavedMemory:
     transfer: Transfer | None = None
     views: int = 0
     changed: RuntimeError | None = None
+    stays: bool = False  # it is on its way out, and needed: its memory here is not given back
 
     def drop_original(self) -> None:
         """Let the original go: the record has a copy of it elsewhere."""
@@ -54,6 +55,10 @@ class SavedMemory:
     def drop_view(self) -> None:
         """Count one less."""
         self.views -= 1
+
+    def stay(self, stays: bool) -> None:
+        """Note whether its memory here is to stay when its move out has ended."""
+        self.stays = stays
 
     def begin_move(self, transfer: Transfer) -> None:
         """Note the move that has begun."""

@@ -5,7 +5,7 @@ Decides nothing: `ActivationOffload` says what leaves and what comes. How bytes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,31 +21,40 @@ from infinity_engine.lanes.meter import Cargo, Wait
 from infinity_engine.memory import BorrowedMemory, Lease
 from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import Lane
-from infinity_engine.residence import Mover, Residency, ResidentSet
+from infinity_engine.residence import Mover, Residency, ResidentSet, Source
 from infinity_engine.storage import Transfer
 from infinity_engine.units import align_up
 
-__all__ = ["ActivationLimits", "ActivationMoves"]
+__all__ = ["ActivationLimits", "ActivationMoves", "nothing_spare"]
 
 _MOST_MOVES = 64  # at one time: each saved tensor looks at all of them
+
+
+def nothing_spare() -> int:
+    """Return 0: there is no more room than what was given."""
+    return 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationLimits:
     """Bytes of saved memory that stay where modules compute, those of them that may be in flight,
     and how many a memory needs at least to be moved.
+
+    `spare` tells how many bytes more may be there now, of what blocks keep at other times.
     """
 
     resident: int
     in_flight: int
     small: int
+    spare: Callable[[], int] = nothing_spare
 
 
 class ActivationMoves:
     """Moves saved memory between `here`, where modules compute, and `home`, HOST or NVME.
 
     `room` is where it lies on drives. Memory that leaves stops being resident when its move begins;
-    it stays among the evictions until the move has ended.
+    it stays among the evictions until the move has ended. What is needed until then stays, and is
+    resident again.
     """
 
     def __init__(
@@ -64,7 +73,7 @@ class ActivationMoves:
         self._mover = mover
         self._memories = memories
         self._borrowed = borrowed
-        self._most_evicting = limits.in_flight
+        self._limits = limits
         self._home = home
         self._here = here
         self._room = room
@@ -80,7 +89,9 @@ class ActivationMoves:
     def _on_its_way(self) -> int:
         # A forward begins to evict early, so that it need not wait. A backward evicts little, and
         # what it fetches ahead is resident.
-        return self._most_evicting if self._is_saving else self._evicting_bytes
+        if self._is_saving:
+            return self._limits.in_flight
+        return self._evicting_bytes - self._limits.spare()
 
     def note_saving(self, saving: bool) -> None:
         """Note whether tensors are saved now, or needed again."""
@@ -103,6 +114,7 @@ class ActivationMoves:
         """Give memory back that no graph holds any more."""
         # What is being evicted is forgotten when that has ended.
         if self.is_evicting(memory.number):
+            self._leave_after_all(memory)
             return
         if memory.number in self.resident:
             if memory.transfer is not None:
@@ -138,13 +150,16 @@ class ActivationMoves:
     def evict(self, memory: SavedMemory) -> None:
         """Begin to evict memory, behind what is on its way."""
         nbytes = memory.record.nbytes
+        if self.is_evicting(memory.number):
+            self._leave_after_all(memory)
+            return
         if memory.transfer is not None:
             self._wait_for(memory)  # it was fetched ahead, and something else is needed sooner
             if memory.transfer.error is not None:
                 memory.end_move().take_error()
                 self.resident.remove(memory.number)
                 return
-        self._wait_for_evictions(max(self._most_evicting - nbytes, 0))
+        self._wait_for_evictions(max(self._limits.in_flight + self._limits.spare() - nbytes, 0))
         transfer = self._begin_eviction(memory)
         if isinstance(transfer.error, CapacityError):
             transfer.take_error()
@@ -161,6 +176,10 @@ class ActivationMoves:
         if transfer.done():
             self._end_eviction(memory)
 
+    def make_room(self) -> None:
+        """Wait until no more is on its way out than there is room for."""
+        self._wait_for_evictions(self._limits.in_flight + self._limits.spare())
+
     def _begin_eviction(self, memory: SavedMemory) -> Transfer:
         record = memory.record
         if self._room is not None and not record.is_current(Tier.NVME):
@@ -171,7 +190,8 @@ class ActivationMoves:
                 if other.record.residency not in {Residency.STORING, Residency.NVME}
             )
             self._room.make(before + record.nbytes, what=record.name)
-        transfer = self._mover.move(record, self._home, after=self._computed())
+        # Its memory here is given back when the move has ended, unless it is needed by then.
+        transfer = self._mover.move(record, self._home, source=Source.KEPT, after=self._computed())
         self._count(Lane.NVME_WRITE if self._home is Tier.NVME else Lane.D2H, memory, transfer)
         return transfer
 
@@ -194,17 +214,30 @@ class ActivationMoves:
             TransferError: the I/O failed. The memory is still here.
         """
         del self._evicting[memory.number]
-        self._evicting_bytes -= memory.record.nbytes
+        stays = memory.stays
+        memory.stay(False)
+        if not stays:
+            self._evicting_bytes -= memory.record.nbytes
         error = memory.end_move().take_error()
         if not memory.views:
             self._release(memory)
             return
         if error is None:
-            memory.drop_original()
+            self._end_there(memory, stays=stays)
             return
-        if memory.record.home() is self._here:
+        if memory.record.home() is self._here and not stays:
             self.resident.admit(memory.number, memory)
         raise again(error)
+
+    def _end_there(self, memory: SavedMemory, *, stays: bool) -> None:
+        """Give its memory here back, which has a copy at home now; or let it stay as it is."""
+        if stays:
+            self._mover.move(memory.record, self._here)  # both copies are current: nothing moves
+            return
+        memory.drop_original()
+        for tier in (Tier.DEVICE, Tier.HOST):
+            if tier is not self._home:
+                self._mover.release(memory.record, tier)
 
     def note_ended(self) -> None:
         """Note which evictions have ended; `raise_failure` says which one failed."""
@@ -237,6 +270,20 @@ class ActivationMoves:
         self.resident.admit(memory.number, memory)
         self._count(Lane.NVME_READ if self._home is Tier.NVME else Lane.H2D, memory, transfer)
 
+    def keep(self, memory: SavedMemory) -> None:
+        """Let memory that is on its way out be here as well: it is needed before it has left."""
+        if not memory.stays:
+            memory.stay(True)
+            self._evicting_bytes -= memory.record.nbytes
+            self.resident.admit(memory.number, memory)
+
+    def _leave_after_all(self, memory: SavedMemory) -> None:
+        """Let memory that is on its way out leave, also where it was to stay."""
+        if memory.stays:
+            memory.stay(False)
+            self.resident.remove(memory.number)
+            self._evicting_bytes += memory.record.nbytes
+
     def finish_eviction(self, memory: SavedMemory) -> None:
         """Wait until memory that is on its way out has left: it can be fetched then."""
         if self.is_evicting(memory.number):
@@ -249,7 +296,7 @@ class ActivationMoves:
         Raises:
             TransferError: it could not be read. It can be fetched again.
         """
-        if memory.transfer is None:
+        if memory.transfer is None or memory.stays:
             return
         self._wait_for(memory)
         transfer = memory.end_move()

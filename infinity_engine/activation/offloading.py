@@ -95,6 +95,24 @@ class ActivationOffload:
                 self._evict(resident.evictions(self._most_resident // _SLACK))
             return saved
 
+    def make_room(self) -> None:
+        """Wait until no more is on its way out than there is room for."""
+        with self._lock:
+            self._moves.make_room()
+
+    def begin_backward(self) -> None:
+        """Fetch what is needed first, as far as there is room.
+
+        Not with the first need: a device has been given what computes before it by then, and
+        copies wait for that.
+        """
+        if self._closed:
+            return
+        with self._lock:
+            self._settle()
+            self._moves.note_saving(False)
+            self._prefetch()
+
     def unpack(self, saved: object) -> torch.Tensor:
         """Return a saved tensor, fetched if it has left; fetch what comes next.
 
@@ -201,7 +219,8 @@ class ActivationOffload:
 
     def _bring(self, memory: SavedMemory) -> None:
         """Have memory here."""
-        self._moves.finish_eviction(memory)
+        if self._moves.is_evicting(memory.number):
+            self._moves.keep(memory)
         resident = self._moves.resident
         if resident.note_needs((memory.number,)):
             self._evict(resident.evictions(memory.record.nbytes))
@@ -225,10 +244,12 @@ class ActivationOffload:
         self._evict(chosen.evicted)
         for number in chosen.fetched:
             # The trace may have uses of what was not saved in this step.
-            if self._moves.is_evicting(number):
-                resident.fetch_again(number)
-            elif number in self._memories.by_number:
-                self._moves.fetch(self._memories.by_number[number])
+            if number in self._memories.by_number:
+                memory = self._memories.by_number[number]
+                if self._moves.is_evicting(number):
+                    self._moves.keep(memory)
+                else:
+                    self._moves.fetch(memory)
 
 
 class _Movable:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from infinity_engine.activation.blocks import RepeatedBlock
+from infinity_engine.activation.lifetimes import CallLife
 from infinity_engine.activation.saved import (
     ChangedInPlaceError,
     KeptActivations,
@@ -100,17 +100,12 @@ class _Like(NamedTuple):
 
 
 class BlockCall:
-    """One call of a block; `held` are the bytes that it keeps, and `gone` gets them at its end."""
+    """One call of a block; `life` counts what it holds."""
 
-    def __init__(
-        self,
-        block: RepeatedBlock,
-        arguments: _Arguments,
-        gone: deque[int],
-    ) -> None:
+    def __init__(self, block: RepeatedBlock, arguments: _Arguments, life: CallLife) -> None:
         self.block = block
+        self.life = life
         self.runs_again = True
-        self.held = 0
         self._arguments = arguments
         self._kept = KeptActivations()
         self._surroundings = Surroundings.now(block.module, arguments.device)
@@ -118,11 +113,6 @@ class BlockCall:
         self._made = 0  # of a second run
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # to a second run
         self._task = -1  # the backward that a second run is for
-        self._gone = gone
-
-    # Runs wherever a graph goes, so it only appends.
-    def __del__(self) -> None:
-        self._gone.append(self.held)
 
     @staticmethod
     def arguments(
@@ -159,10 +149,6 @@ class BlockCall:
             placeholder = reference()
             if placeholder is not None:
                 placeholder.drop()
-
-    def hold(self, nbytes: int) -> None:
-        """Note the bytes that this call keeps until its graph goes."""
-        self.held = nbytes
 
     # --- the second run ---------------------------------------------------------------------------
 

@@ -45,6 +45,12 @@ class SavedTensors(Protocol):
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what autograd saves in place of a tensor."""
 
+    def make_room(self) -> None:
+        """Wait until no more is on its way than there is room for."""
+
+    def begin_backward(self) -> None:
+        """Note that a backward begins, before it computes anything."""
+
     def unpack(self, saved: object) -> torch.Tensor:
         """Return the tensor that `pack` was given.
 
@@ -89,6 +95,12 @@ class KeptActivations:
         """Return the tensor without its graph."""
         # Its version as it is now: an in-place change after this is an error.
         return _SavedTensor(tensor.detach(), version_of(tensor))
+
+    def make_room(self) -> None:
+        """Do nothing."""
+
+    def begin_backward(self) -> None:
+        """Do nothing."""
 
     def unpack(self, saved: object) -> torch.Tensor:
         """Return the tensor, if it is as it was saved."""

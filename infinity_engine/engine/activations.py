@@ -20,7 +20,8 @@ from infinity_engine.activation.blocks import RepeatedBlock, find_blocks, recomp
 from infinity_engine.activation.by_block import BlockActivations, FixedWays
 from infinity_engine.activation.deciding import MeasuredWays
 from infinity_engine.activation.drive_room import DriveRoom
-from infinity_engine.activation.moving import ActivationLimits
+from infinity_engine.activation.lifetimes import Lifetimes
+from infinity_engine.activation.moving import ActivationLimits, nothing_spare
 from infinity_engine.activation.probing import measured_rates
 from infinity_engine.config import ActivationsAt, EngineConfig, Recompute
 from infinity_engine.lanes.lanes import Lanes
@@ -87,6 +88,7 @@ def activations_of(
             FixedWays(_RECOMPUTED_AT[settings.at], _left_alone(model)),
             outside=kept,
             moved={} if home is None else {home: kept},
+            lifetimes=Lifetimes(lanes.meter),
         )
     )
 
@@ -160,8 +162,15 @@ class _Assembling:
             pool.register_with(self.swap.queue)
         return pool
 
-    def offload(self, home: Tier, resident: int, pool: PinnedPool | None) -> ActivationOffload:
-        """Return what moves saved tensors to `home`."""
+    def offload(
+        self,
+        home: Tier,
+        resident: int,
+        pool: PinnedPool | None,
+        *,
+        spare: Callable[[], int] = nothing_spare,
+    ) -> ActivationOffload:
+        """Return what moves saved tensors to `home`; `spare` as ActivationLimits has it."""
         settings = self.config.activations
         in_flight, room = resident // 2, None
         if home is Tier.NVME:
@@ -177,7 +186,9 @@ class _Assembling:
             self.lanes,
             self._mover(pool),
             BorrowedMemory(here, nothing),
-            ActivationLimits(resident=resident, in_flight=in_flight, small=settings.small_bytes),
+            ActivationLimits(
+                resident=resident, in_flight=in_flight, small=settings.small_bytes, spare=spare
+            ),
             home=home,
             here=here,
             room=room,
@@ -197,7 +208,12 @@ class _Assembling:
         pool = self.reserve(resident)
         homes = tuple(self._homes())
         staging = resident // _STAGING if homes else 0
-        moved = {home: self.offload(home, staging, pool) for home in homes}
+        lifetimes = Lifetimes(self.lanes.meter)
+
+        def spare() -> int:
+            return decider.spare(held=lifetimes.kept_soon) // len(homes)
+
+        moved = {home: self.offload(home, staging, pool, spare=spare) for home in homes}
         on_host = settings.host_bytes // (2 if Tier.NVME in homes else 1)
         room = ActivationRoom(
             device=resident,
@@ -215,7 +231,9 @@ class _Assembling:
             agreement=self._agreement(),
         )
         return self.by_block(
-            BlockActivations(blocks, decider, outside=KeptActivations(), moved=moved)
+            BlockActivations(
+                blocks, decider, outside=KeptActivations(), moved=moved, lifetimes=lifetimes
+            )
         )
 
     def by_block(self, activations: BlockActivations) -> BlockActivations:

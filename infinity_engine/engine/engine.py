@@ -299,6 +299,7 @@ class Engine:
         self._window.begin_backward(averaged=averaged)
         around.enter_context(self._parts.telemetry.timed("backward"))
         around.enter_context(self._window.backward())
+        self._parts.activations.begin_backward()
 
     @_held
     def step(self, update: bool | None = None) -> StepResult:

@@ -214,6 +214,10 @@ class Meter:
         """Count bytes that could be on drives and were needed: found in memory, or read."""
         self._telemetry.counter(needed(cargo, FOUND if found else MISSING)).add(nbytes)
 
+    def holds(self, name: str, *, track: str, start_ns: int, end_ns: int, **fields: object) -> None:
+        """Record a time in which memory was held."""
+        self._telemetry.record(name, track=track, start_ns=start_ns, end_ns=end_ns, **fields)
+
     def works(self, event: Event, *, name: str, **fields: object) -> None:
         """Note work on the device; `event` is its end."""
         if self._on:

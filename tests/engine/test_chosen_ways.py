@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import infinity_engine
+from infinity_engine.activation import ActivationOffload
 from infinity_engine.activation.agreeing import Agreement, ChosenTogether
 from infinity_engine.activation.blocks import RepeatedBlock, find_blocks
 from infinity_engine.activation.deciding import MeasuredWays
@@ -127,8 +128,7 @@ def test_what_is_held_stays_within_the_limit(tmp_path: Path) -> None:
 
         def look(*_: object) -> None:
             nonlocal most
-            by_block._held.settle()
-            most = max(most, by_block._held.nbytes)
+            most = max(most, by_block._lifetimes.kept)
 
         for block in model.blocks:
             block.register_forward_hook(look)
@@ -139,6 +139,32 @@ def test_what_is_held_stays_within_the_limit(tmp_path: Path) -> None:
                 engine.backward(loss)
             engine.step()
         assert 0 < most <= limit
+
+
+def test_moves_use_room_of_kept_blocks_only_while_these_do_not(tmp_path: Path) -> None:
+    limit = 3 * SAVED
+    held: list[int] = []
+    with stack_of(tmp_path, auto(limit)) as (engine, model):
+        train(engine, 2)
+        by_block = activations_by_block(engine)
+        drives = by_block._keepers[Tier.NVME]
+        assert isinstance(drives, ActivationOffload)
+        # As chosen where the drive is about as fast as computing, whatever this machine's is.
+        ways = [BlockWay.DRIVE] * 5 + [BlockWay.KEEP]
+        decider = by_block._decider
+        assert isinstance(decider, MeasuredWays)
+        decider._ways = dict(zip((block.name for block in by_block.blocks), ways, strict=True))
+
+        def look(*_: object) -> None:
+            moves = drives._moves
+            held.append(by_block._lifetimes.kept + moves.resident._used + moves._evicting_bytes)
+
+        for block in model.blocks:
+            block.register_forward_hook(look)
+            block.register_full_backward_hook(look)
+        train(engine, 3, first=2)
+        assert [use.way for use in engine.report().blocks] == [way.value for way in ways]
+    assert 0 < max(held) <= limit
 
 
 @pytest.mark.parametrize("resident", [2 * SAVED, 4 * SAVED, 32 << 20])

@@ -540,8 +540,7 @@ def test_an_error_in_a_block_leaves_nothing_behind(tmp_path: Path) -> None:
         found = bits_of(engine)
         activations = engine._parts.activations
         assert isinstance(activations, BlockActivations)
-        activations._held.settle()
-        assert activations._held.nbytes == 0
+        assert activations._lifetimes.kept == 0
         assert activations._running == []
     assert differing(expected, found) == []
 
