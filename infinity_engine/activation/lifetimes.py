@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 from infinity_engine.lanes.meter import Meter
 
-__all__ = ["HELD", "CallLife", "HeldAs", "Lifetimes"]
-
-HELD = "held"  # the field of a span that has a HeldAs
+__all__ = ["CallLife", "HeldAs", "Lifetimes"]
 
 
 class HeldAs(Enum):
@@ -135,9 +133,9 @@ class Lifetimes:
     def _record(self, call: _Call, part: _Part, end_ns: int) -> None:
         if part.nbytes:
             self._meter.holds(
-                f"{part.held.value}: {call.block}",
-                track=f"activations of {call.block}",
+                call.block,
+                part.held.value,
+                part.nbytes,
                 start_ns=part.start_ns,
                 end_ns=max(end_ns, part.start_ns),
-                **{HELD: part.held, "block": call.block, "nbytes": part.nbytes},
             )

@@ -37,6 +37,7 @@ from infinity_engine.telemetry import NullTelemetry, Telemetry
 
 __all__ = [
     "FOUND",
+    "HELD",
     "IN_TIME",
     "LATE",
     "MICRO_BATCHES",
@@ -58,6 +59,7 @@ IN_TIME = "parameters in time"
 LATE = "parameters late"
 FOUND = "found in memory"
 MISSING = "read from drives"
+HELD = "held"  # the field of a span that tells how a block's activations were held
 UPDATE_NS = "ns of the update"  # from its first op until its last one has ended
 
 
@@ -214,9 +216,15 @@ class Meter:
         """Count bytes that could be on drives and were needed: found in memory, or read."""
         self._telemetry.counter(needed(cargo, FOUND if found else MISSING)).add(nbytes)
 
-    def holds(self, name: str, *, track: str, start_ns: int, end_ns: int, **fields: object) -> None:
-        """Record a time in which memory was held."""
-        self._telemetry.record(name, track=track, start_ns=start_ns, end_ns=end_ns, **fields)
+    def holds(self, block: str, held: str, nbytes: int, *, start_ns: int, end_ns: int) -> None:
+        """Record for which time a block's activations were held; `held` says how, and where."""
+        self._telemetry.record(
+            f"{held}: {block}",
+            track=f"activations of {block}",
+            start_ns=start_ns,
+            end_ns=end_ns,
+            **{HELD: held, "block": block, "nbytes": nbytes},
+        )
 
     def works(self, event: Event, *, name: str, **fields: object) -> None:
         """Note work on the device; `event` is its end."""

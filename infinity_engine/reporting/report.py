@@ -6,7 +6,7 @@ Reads the step that telemetry recorded; measures nothing itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from typing import cast
 from infinity_engine.activation import BlockUse
 from infinity_engine.lanes.meter import (
     FOUND,
+    HELD,
     IN_TIME,
     LATE,
     MICRO_BATCHES,
@@ -33,10 +34,21 @@ from infinity_engine.memory import Usage
 from infinity_engine.outcome import Outcome
 from infinity_engine.plan.ops import Lane, UpdateOnDevice, UpdateOnHost, UpdateOp
 from infinity_engine.reporting.drives import DriveUse
+from infinity_engine.reporting.over_time import HeldOverTime, HeldPart
 from infinity_engine.telemetry import StepRecord
 from infinity_engine.units import format_bytes, format_decimal_bytes, format_rate
 
-__all__ = ["Hits", "LinkUse", "Over", "Peak", "StepReport", "UpdatePhase", "UpdateUse", "report_of"]
+__all__ = [
+    "Hits",
+    "LinkUse",
+    "Over",
+    "Peak",
+    "StepReport",
+    "UpdatePhase",
+    "UpdateUse",
+    "held_in",
+    "report_of",
+]
 
 _PHASES = ("forward", "backward", "update")
 _LINKS = (Lane.H2D, Lane.D2H, Lane.NVME_READ, Lane.NVME_WRITE)
@@ -131,6 +143,7 @@ class StepReport:
     # What blocks saved, where the engine knows them; and how their ways were chosen.
     blocks: tuple[BlockUse, ...] = ()
     ways: str = ""
+    held: HeldOverTime = field(default_factory=HeldOverTime)
 
     def to_mapping(self) -> dict[str, object]:
         """Return the figures as mappings of numbers and text, ready for JSON."""
@@ -159,6 +172,7 @@ class StepReport:
             "parameters_in_time": self.parameters_in_time,
             "parameters_late": self.parameters_late,
             "drives": {directory: _drive_mapping(use) for directory, use in self.drives.items()},
+            "activations": self.held.to_mapping() if self.held.parts else None,
             "peaks": {
                 peak.name: {"bytes": peak.nbytes, "limit": peak.limit} for peak in self.peaks
             },
@@ -202,6 +216,7 @@ class StepReport:
             rows.append(("found in memory", found))
         if self.ways:
             rows.append(("activations", self.ways))
+        rows += self.held.rows()
         rows += [(f"activations of {names}", saved) for names, saved in _blocks(self.blocks)]
         rows += [(f"drive {directory}", _drive(use)) for directory, use in self.drives.items()]
         rows += [(f"wear of {directory}", _wear(use)) for directory, use in self.drives.items()]
@@ -262,6 +277,24 @@ def report_of(
         ),
         blocks=cast("tuple[BlockUse, ...]", notes.get("blocks", ())),
         ways=str(notes.get("ways", "")),
+        held=held_in(step),
+    )
+
+
+def held_in(step: StepRecord) -> HeldOverTime:
+    """Return what blocks held of their activations in a step, and when."""
+    return HeldOverTime(
+        [
+            HeldPart(
+                block=str(span.fields["block"]),
+                held=str(span.fields[HELD]),
+                nbytes=cast(int, span.fields["nbytes"]),
+                start_ns=span.start_ns - step.start_ns,
+                end_ns=span.end_ns - step.start_ns,
+            )
+            for span in sorted(step.spans, key=lambda span: span.start_ns)
+            if HELD in span.fields
+        ]
     )
 
 

@@ -13,6 +13,7 @@ from html import escape
 from types import MappingProxyType
 
 from infinity_engine.plan import Lane
+from infinity_engine.reporting.over_time import HeldOverTime, HeldPart
 from infinity_engine.reporting.page import (
     ChartLine,
     StripRow,
@@ -29,6 +30,8 @@ from infinity_engine.units import format_bytes, format_decimal_bytes, format_rat
 
 __all__ = ["report_page"]
 
+_MOST = 1 << 62  # bytes or ns: more was not measured
+_HELD_ROWS = 200  # of a table of what blocks held
 _ROWS = 20  # of a table of steps
 _WARM = 2  # steps at the beginning that are slower than the rest: no trace, no cache
 _TIERS = MappingProxyType({"DEVICE": "device", "HOST": "host"})
@@ -63,6 +66,7 @@ def report_page(run: RecordedRun) -> str:
         *_section("Loss", _loss(run)),
         *_section("Memory against budgets", _memory(run)),
         *_section("A step by resource", _resources(run)),
+        *_section("Activations over time", _activations(run)),
         *_section("Bandwidth", _bandwidth(run)),
         *_section("Predicted and measured", _predicted(run)),
         *_section("Wear", _wear(run)),
@@ -226,6 +230,52 @@ def _measured_strips(spans: Sequence[tuple[str, str, int, int]], end_ns: int) ->
         if inside:
             used = binned(inside, end_ns)
             yield StripRow(name=label, used=used, text=f"{sum(used) / len(used):.0%} of the step")
+
+
+def _activations(run: RecordedRun) -> Iterator[str]:
+    found = HeldOverTime(
+        [part for part in map(_held_part, _list(run.timeline.get("activations"))) if part]
+    )
+    if not found.parts:
+        return
+    number = _number(figure(run.timeline, "step"), "{:,.0f}")
+    yield f"<p>What blocks held in step {number}, from the first block to the last gradient.</p>"
+    lines = [
+        ChartLine(
+            text=f"{held}: at most {format_bytes(max(nbytes for _, nbytes in points))}",
+            points=thinned(list(_as_stairs(points)), max),
+        )
+        for held in found.ways()
+        for points in [found.points(held)]
+    ]
+    yield line_chart(
+        "Activations of all blocks", lines, written=_bytes, from_zero=True, x_name="ms"
+    )
+    rows = [
+        (part.block, part.held, format_bytes(part.nbytes), _ms(part.start_ns), _ms(part.end_ns))
+        for part in found.parts[:_HELD_ROWS]
+    ]
+    yield details(
+        "Activations by block",
+        table(
+            ("block", "held", "bytes", "from, in ms", "until, in ms"),
+            rows,
+            caption=f"{len(rows)} of {len(found.parts)}",
+        ),
+    )
+    yield (
+        '<p class="dim">What waits on the host or on drives counts from the end of its block on: '
+        "up to activations.resident_bytes of it is still where modules compute.</p>"
+    )
+
+
+def _as_stairs(points: Sequence[tuple[int, int]]) -> Iterator[tuple[float, float]]:
+    """Yield points in ms whose line goes up and down at once, not little by little."""
+    before = 0
+    for at, nbytes in points:
+        yield at / 1e6, before
+        yield at / 1e6, nbytes
+        before = nbytes
 
 
 def _bandwidth(run: RecordedRun) -> Iterator[str]:
@@ -412,6 +462,15 @@ def _span(given: object) -> tuple[str, str, int, int] | None:
     return None
 
 
+def _held_part(given: object) -> HeldPart | None:
+    """Return what a block held; None where it is something else."""
+    match given:
+        case [str() as block, str() as held, int() as nbytes, int() as start, int() as end]:
+            if 0 <= nbytes < _MOST and 0 <= start <= end < _MOST:
+                return HeldPart(block=block, held=held, nbytes=nbytes, start_ns=start, end_ns=end)
+    return None
+
+
 def _parts(given: object) -> list[float]:
     """Return a strip's parts; nothing where one is no number between 0 and 1."""
     found = [part for part in _list(given) if isinstance(part, int | float) and 0 <= part <= 1]
@@ -440,6 +499,10 @@ def _part(value: float, whole: float) -> str:
 def _seconds(ns: float) -> str:
     seconds = ns / 1e9
     return f"{seconds:,.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:,.3f}"
 
 
 def _when(fields: Mapping[str, object]) -> str:

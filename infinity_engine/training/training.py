@@ -37,6 +37,7 @@ from infinity_engine.integrations.language_models import (
 )
 from infinity_engine.losses import chunk_loss
 from infinity_engine.outcome import Outcome
+from infinity_engine.reporting.report import held_in
 from infinity_engine.training.listening import TrainedStep, TrainingListener
 from infinity_engine.training.rate import rate_factor
 from infinity_engine.training.records import (
@@ -430,6 +431,10 @@ def _timeline(engine: Engine) -> dict[str, object]:
             [span.track if span.thread is None else "", span.name, start, end]
             for span in step.spans
             for start, end in [(span.start_ns - step.start_ns, span.end_ns - step.start_ns)]
+        ],
+        "activations": [
+            [part.block, part.held, part.nbytes, part.start_ns, part.end_ns]
+            for part in held_in(step).parts
         ],
     }
 

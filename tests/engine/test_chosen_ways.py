@@ -112,6 +112,22 @@ def test_the_first_steps_hold_least_and_then_all_is_kept_that_fits(tmp_path: Pat
         assert "1 GiB more would save nothing" in str(engine.report())
 
 
+def test_the_report_has_activations_over_time_by_block() -> None:
+    with stack_of(None, auto(3 * SAVED + 6 * ROWS * 64 * 4)) as (engine, _):
+        train(engine, 3)
+        report = engine.report()
+    ways = {use.name: use.way for use in report.blocks}
+    again = {name for name, way in ways.items() if way == "recomputed"}
+    assert again
+    assert {part.block for part in report.held.parts if part.held == "kept"} == set(ways)
+    assert {part.block for part in report.held.parts if part.held == "made again"} == again
+    # In the first part of the time no block's backward has begun; in the last, few are left.
+    kept, made = report.held.most("kept"), report.held.most("made again")
+    assert kept[0] < max(kept) > kept[-1]
+    assert made[0] == 0 < max(made)
+    assert "activations made again" in str(report)
+
+
 def test_a_small_limit_keeps_some_and_recomputes_some() -> None:
     with stack_of(None, auto(3 * SAVED + 6 * ROWS * 64 * 4)) as (engine, _):
         train(engine, 3)

@@ -137,6 +137,20 @@ def test_a_report_has_loss_memory_time_bandwidth_prediction_and_wear(tmp_path: P
     assert re.search(r"wait for reads\W+50 ms", words)
 
 
+def test_a_report_has_activations_over_time_by_block(tmp_path: Path) -> None:
+    parts = [
+        ["layers.0", "on drives", 3 << 20, 1_000_000, 9_000_000],
+        ["layers.1", "kept", 2 << 20, 2_000_000, 5_000_000],
+        ["layers.2", "kept", 1 << 20, 3_000_000, 4_000_000],
+    ]
+    words = words_of(run_of(tmp_path, made(1), timeline={"step": 1, "activations": parts}))
+
+    assert "What blocks held in step 1" in words
+    assert "kept: at most 3 MiB" in words
+    assert "on drives: at most 3 MiB" in words
+    assert re.search(r"layers\.1\W+kept\W+2 MiB\W+2\.000\W+5\.000", words)
+
+
 def test_each_picture_has_its_figures_in_words_or_a_table(tmp_path: Path) -> None:
     found = page_of(whole(tmp_path))
 
@@ -158,13 +172,18 @@ def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
         line_of(HOSTILE, tag=HOSTILE, **{HOSTILE: 1}),
         line_of(ENDED, how="failed", error=HOSTILE),
         description={"model": f"/m/{HOSTILE}", "files": [HOSTILE], "engine": {HOSTILE: HOSTILE}},
-        timeline={"step": 1, "ns": 9, "spans": [["host", HOSTILE, 0, 9]]},
+        timeline={
+            "step": 1,
+            "ns": 9,
+            "spans": [["host", HOSTILE, 0, 9]],
+            "activations": [[HOSTILE, HOSTILE, 5, 0, 9]],
+        },
     )
 
     found = page_of(folder)
 
     assert "img" not in found.tags
-    assert sum(HOSTILE in text for text in found.words) >= 6
+    assert sum(HOSTILE in text for text in found.words) >= 9
 
 
 def test_a_killed_run_says_so(tmp_path: Path) -> None:
@@ -228,7 +247,12 @@ def test_figures_of_another_kind_are_left_out(tmp_path: Path, wrong: Any) -> Non
                 "strips": {"host": wrong},
             },
         },
-        timeline={"step": wrong, "ns": 5, "spans": [wrong, ["", "forward", wrong, wrong]]},
+        timeline={
+            "step": wrong,
+            "ns": 5,
+            "spans": [wrong, ["", "forward", wrong, wrong]],
+            "activations": [wrong, ["0", "kept", wrong, 0, wrong], ["0", "kept", 1, 9, 2]],
+        },
     )
 
     page_of(folder)
