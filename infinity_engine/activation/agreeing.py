@@ -83,6 +83,7 @@ def _dearest(costs: Sequence[BlockCost]) -> BlockCost:
         forward_s=max(cost.forward_s for cost in costs),
         backward_s=max(cost.backward_s for cost in costs),
         recompute_s=_unless_missing(max, again),
+        calls=max(cost.calls for cost in costs),
     )
 
 

@@ -54,8 +54,8 @@ class WayDecider(Protocol):
     def note_run_again(self, block: RepeatedBlock, *, start: float, seconds: float) -> None:
         """Note that a block was run again, and when that began."""
 
-    def note_outside(self, nbytes: int) -> None:
-        """Note what was saved outside of blocks in a forward."""
+    def end_forward(self, outside: int) -> None:
+        """Note that a forward has ended, and the bytes that it saved outside of blocks."""
 
     def refuse_recompute(self, block: RepeatedBlock, why: str) -> None:
         """Note that a block cannot be run again."""
@@ -92,7 +92,7 @@ class FixedWays:
     def note_run_again(self, block: RepeatedBlock, *, start: float, seconds: float) -> None:
         """Do nothing."""
 
-    def note_outside(self, nbytes: int) -> None:
+    def end_forward(self, outside: int) -> None:
         """Do nothing."""
 
     def refuse_recompute(self, block: RepeatedBlock, why: str) -> None:
@@ -338,8 +338,7 @@ class BlockActivations:
         self._second = None
         self._lifetimes.settle()
         self._lifetimes.expect(0)
-        if self._forward.outside:
-            self._decider.note_outside(sum(self._forward.outside.values()))
+        self._decider.end_forward(sum(self._forward.outside.values()))
         self._forward = _Forward(tensors)
         for keeper in self._every:
             keeper.begin_forward(tensors)
@@ -429,6 +428,7 @@ class BlockActivations:
         self._lifetimes.settle()
         for keeper in self._every:
             keeper.end_step()
+        self._decider.end_forward(sum(self._forward.outside.values()))
         self._decider.end_step()
         uses, self._uses = tuple(self._uses.values()), {}
         # The same object as long as nothing changes: telemetry remembers many steps.

@@ -36,17 +36,26 @@ _WORTH_SAYING = 0.005  # of the step's time, that more memory would save
 
 @dataclass(slots=True)
 class _Measured:
-    """What was seen of one block: bytes at most, and seconds of each call."""
+    """What was seen of one block: bytes of a call and calls of a forward, at most, and seconds of
+    each call.
+    """
 
     saved: int = 0
     inputs: int = 0
+    calls: int = 1
+    calls_now: int = 0
     forward_s: list[float] = field(default_factory=list)
     again_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
 
-    def note_bytes(self, saved: int, inputs: int) -> None:
+    def note_call(self, saved: int, inputs: int) -> None:
         """Note what one call saved, and was given."""
         self.saved, self.inputs = max(self.saved, saved), max(self.inputs, inputs)
+        self.calls_now += 1
+
+    def end_forward(self) -> None:
+        """Note that no more calls of this forward come."""
+        self.calls, self.calls_now = max(self.calls, self.calls_now), 0
 
     def time_anew(self) -> None:
         """Forget the times of the step before."""
@@ -158,7 +167,7 @@ class MeasuredWays:
     def note_call(self, block: RepeatedBlock, *, saved: int, inputs: int, seconds: float) -> None:
         """Note what a call in a forward saved and took."""
         measured = self._measured[block.name]
-        measured.note_bytes(saved, inputs)
+        measured.note_call(saved, inputs)
         if self.choice is None:
             measured.forward_s.append(seconds)
 
@@ -175,9 +184,11 @@ class MeasuredWays:
             self._measured[names[number + 1]].backward_s.append(max(start - began - took, 0.0))
         self._again.append((start, seconds, number))
 
-    def note_outside(self, nbytes: int) -> None:
-        """Note what was saved outside of blocks in a forward."""
-        self._outside = max(self._outside, nbytes)
+    def end_forward(self, outside: int) -> None:
+        """Note that a forward has ended, and the bytes that it saved outside of blocks."""
+        self._outside = max(self._outside, outside)
+        for measured in self._measured.values():
+            measured.end_forward()
 
     def refuse_recompute(self, block: RepeatedBlock, why: str) -> None:
         """Note that a block cannot be run again."""
@@ -218,7 +229,7 @@ class MeasuredWays:
         most: dict[int, int] = {}
         for name, measured in self._measured.items():
             kind = self._blocks[name].kind
-            most[kind] = max(most.get(kind, 0), measured.saved)
+            most[kind] = max(most.get(kind, 0), measured.calls * measured.saved)
         return most
 
     def costs(self) -> list[BlockCost]:
@@ -241,6 +252,7 @@ class MeasuredWays:
                     forward_s=forward,
                     backward_s=2 * forward if back is None else back,
                     recompute_s=(forward if again is None else again) if runs else None,
+                    calls=own.calls,
                 )
             )
         return costs

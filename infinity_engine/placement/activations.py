@@ -72,7 +72,7 @@ _HOMES = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCost:
-    """What one block saves and takes in one step.
+    """What one block saves and takes in each of its calls in a forward.
 
     `inputs` are the bytes that running it again needs, `recompute_s` the seconds of that: None
     where it cannot run again.
@@ -83,11 +83,14 @@ class BlockCost:
     forward_s: float
     backward_s: float
     recompute_s: float | None
+    calls: int = 1
 
     def __post_init__(self) -> None:
         for name in ("saved", "inputs", "forward_s", "backward_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(field=name, value=getattr(self, name), expected="0 or more")
+        if self.calls < 1:
+            raise ConfigError(field="calls", value=self.calls, expected="1 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,8 +193,8 @@ def predict_step(
     for cost, way in zip(costs, ways, strict=True):
         effect = effect.then(_effect_of(cost, way))
     forward_s, backward_s = _seconds_of(
-        sum(cost.forward_s for cost in costs),
-        sum(cost.backward_s for cost in costs),
+        sum(cost.calls * cost.forward_s for cost in costs),
+        sum(cost.calls * cost.backward_s for cost in costs),
         effect,
         rates,
     )
@@ -280,11 +283,12 @@ def _effect_of(cost: BlockCost, way: BlockWay) -> _Effect:
     moved = cost.inputs if way.recomputes else cost.saved
     stays = moved if way.home is Tier.DEVICE else 0
     return _Effect(
-        resident=stays,
-        live=cost.saved + (cost.inputs if way.recomputes else 0),
-        host=moved if way.home is Tier.HOST else 0,
-        drives=moved if way.home is Tier.NVME else 0,
-        recompute_s=again,
+        resident=cost.calls * stays,
+        # While its last call runs, what the others keep is there too.
+        live=(cost.calls - 1) * stays + cost.saved + (cost.inputs if way.recomputes else 0),
+        host=cost.calls * moved if way.home is Tier.HOST else 0,
+        drives=cost.calls * moved if way.home is Tier.NVME else 0,
+        recompute_s=cost.calls * again,
     )
 
 
@@ -366,8 +370,8 @@ class _Search:
             {way: _effect_of(cost, way) for way in _ways_of(cost, room, rates, moves=moves)}
             for cost in costs
         ]
-        self._computes = sum(cost.forward_s for cost in costs)
-        self._goes_back = sum(cost.backward_s for cost in costs)
+        self._computes = sum(cost.calls * cost.forward_s for cost in costs)
+        self._goes_back = sum(cost.calls * cost.backward_s for cost in costs)
 
     def choices(self) -> list[ActivationChoice]:
         """Return good choices: the best is among them where all could be looked at."""

@@ -194,6 +194,35 @@ def test_chosen_ways_train_with_the_same_bits(resident: int, drives: bool, tmp_p
     assert differing(trained({}), trained(auto(resident))) == []
 
 
+class Looped(Stack):
+    """Blocks that are called twice in a forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, *self.blocks):
+            x = x + block(x)
+        return torch.as_tensor(x.square().mean())
+
+
+def test_blocks_that_are_called_twice_are_chosen_for_both_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(globals(), "Stack", Looped)
+    with stack_of(None, auto(7 * SAVED)) as (engine, _):
+        train(engine, 3)
+        chosen, ways = bits_of(engine), ways_of(engine)
+        by_block = activations_by_block(engine)
+        assert isinstance(by_block._decider, MeasuredWays)
+        assert {cost.calls for cost in by_block._decider.costs()} == {2}
+        choice = by_block._decider.choice
+    assert choice is not None
+    # Not more is kept than fits: then no call has to go another way than was chosen.
+    assert set(ways) == {"kept", "recomputed"}
+    assert ways == {way.value: count for way, count in choice.counts().items()}
+    with stack_of(None, {}) as (engine, _):
+        train(engine, 3)
+        assert differing(chosen, bits_of(engine)) == []
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_trains_with_the_same_bits(model: str, tmp_path: Path) -> None:
     case = Case(model=model, strategy=HostOnly(), steps=4, small_bytes=0)
@@ -438,9 +467,23 @@ def test_inputs_go_to_drives_where_they_do_not_fit_either() -> None:
 
 def test_what_is_saved_outside_of_blocks_is_counted() -> None:
     ways, blocks = decider(ActivationRoom(device=50 * MIB))
-    ways.note_outside(20 * MIB)
+    ways.end_forward(20 * MIB)
     assert BlockWay.RECOMPUTE in measured(ways, blocks, 10 * MIB).values()
     assert "beside 20 MiB outside of blocks" in ways.described()
+
+
+def test_every_call_of_a_block_in_a_forward_counts() -> None:
+    ways, blocks = decider(ActivationRoom(device=120 * MIB))
+    for _ in range(2):
+        for block in 3 * blocks:
+            ways.way(block, inputs=MIB, held=0)
+            ways.note_call(block, saved=10 * MIB, inputs=MIB, seconds=1.0)
+        ways.end_forward(0)
+        ways.end_step()
+    assert [cost.calls for cost in ways.costs()] == [3] * 4
+    assert ways.choice is not None
+    assert ways.choice.ways == (BlockWay.KEEP,) * 4
+    assert ways.choice.predicted.device == 120 * MIB
 
 
 def test_a_room_that_is_too_small_is_said_and_the_least_is_held() -> None:

@@ -5,6 +5,7 @@ the room.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -261,3 +262,11 @@ def test_many_equal_blocks_are_as_good_as_the_best_counts(
             predicted = predict_step(costs, row, given_rates)
             if predicted.fits(room):
                 assert choice.predicted.seconds <= 1.05 * predicted.seconds + 1e-12
+
+
+@pytest.mark.parametrize("way", BlockWay)
+def test_several_calls_of_a_block_are_as_so_many_blocks(way: BlockWay) -> None:
+    once = BlockCost(saved=10 * MIB, inputs=MIB, forward_s=1.0, backward_s=2.0, recompute_s=1.0)
+    rates = ActivationRates(to_host=1e6, from_host=1e6, to_drives=1e5, from_drives=1e5)
+    together = predict_step([replace(once, calls=3)], [way], rates)
+    assert together == predict_step([once] * 3, [way] * 3, rates)
