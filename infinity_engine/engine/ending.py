@@ -154,7 +154,6 @@ class Ending:
         if reason is not None:
             self._ranks.close(reason)
         try:
-            self._updates.adopt_early()
             # A deferred update ends: parameters are restored with their new values.
             self._updates.resume()
             self._updates.end()

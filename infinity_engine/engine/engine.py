@@ -62,7 +62,7 @@ from infinity_engine.schedule import Executor
 from infinity_engine.signals import HeldEnd
 from infinity_engine.telemetry import Timeline
 from infinity_engine.tiling.weights import TiledValues
-from infinity_engine.update.states import StepInputs
+from infinity_engine.update.under_way import StepInputs
 from infinity_engine.update.updating import Updates
 
 __all__ = ["Engine", "close_at_its_end"]
@@ -424,6 +424,27 @@ class Engine:
         return nullcontext()
 
     def _update(self) -> StepResult:
+        parts, step = self._parts, self._parts.states.step
+        # An interrupted step goes on with what it began with.
+        inputs, result = (step.inputs, step.result) if step else self._decide_update()
+        if result.outcome is Outcome.SKIPPED:
+            return result
+        # Modules let go first: what they hold is not evicted. Both come before the first kernel
+        # writes: a copy that stays on the device would keep the old values.
+        parts.modules.let_go()
+        parts.fetcher.give_up()
+        self._refuse_older_graphs()
+        self._updates.begin(inputs, result)
+        self._updates.make()
+        # Before the rest is deferred: modules may fetch what is made from then on.
+        parts.fetcher.changed(trained.number for trained in parts.trained)
+        self._updates.defer_rest()
+        parts.scale.step_made()
+        self._window.forget_clipping()
+        return result
+
+    def _decide_update(self) -> tuple[StepInputs, StepResult]:
+        """Return what an update is made with and what it comes to, or that it is skipped."""
         parts = self._parts
         rules = rules_of(self.optimizer)
         # Early updates have used the hyperparameters of the backward's begin.
@@ -434,42 +455,26 @@ class Engine:
         window, unscale, used = self._window, self._window.unscaling, parts.scale.value
         # Collective, and before anything is updated: ranks that differ have changed nothing.
         parts.ranks.agree_on_update(rules, window.clip_to, used, window.accumulation)
-        norm = None
+        norm, factor = None, unscale
         # A pass over all gradients, so only where the norm is used.
         if window.clip_to is not None or parts.scale.dynamic:
-            total = window.norm()
+            total = parts.ranks.norm()
             norm = total.norm(unscale)
             if parts.scale.dynamic and not total.is_finite:
                 parts.scale.step_skipped()
                 window.forget_clipping()
-                return StepResult(Outcome.SKIPPED, gradient_norm=norm, loss_scale=parts.scale.value)
+                skipped = StepResult(Outcome.SKIPPED, norm, parts.scale.value)
+                return StepInputs(parts.gradients, rules, factor), skipped
             if not total.is_finite:
                 warnings.warn(
                     f"The norm of the gradients is {norm} in step {self.steps}. Every parameter "
                     "that they update becomes NaN or infinite",
                     RuntimeWarning,
-                    stacklevel=4,
+                    stacklevel=5,
                 )
             factor = gradient_factor(total, unscale=unscale, max_norm=window.clip_to)
-        else:
-            factor = unscale
-        # Modules let go first: what they hold is not evicted. Both come before the first kernel
-        # writes: a copy that stays on the device would keep the old values.
-        parts.modules.let_go()
-        parts.fetcher.give_up()
-        self._refuse_older_graphs()
-        # An interrupted step keeps the inputs that it began with.
-        parts.states.begin_step(StepInputs(parts.gradients, rules, factor))
-        # Before the walk, which leaves out what the backward has updated.
-        self._updates.adopt_early()
-        self._updates.make()
-        # Before the rest is deferred: modules may fetch what is made from then on.
-        parts.fetcher.changed(trained.number for trained in parts.trained)
-        self._updates.defer_rest()
-        parts.scale.step_made()
-        window.forget_clipping()
-        # The scale that these gradients had: step_made() may have raised it.
-        return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)
+        # The scale that these gradients had: step_made() may raise it.
+        return StepInputs(parts.gradients, rules, factor), StepResult(Outcome.UPDATED, norm, used)
 
     def _refuse_older_graphs(self) -> None:
         """Let PyTorch refuse a backward through values that this update replaces.

@@ -17,9 +17,9 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.gradients.accumulation import Accumulation
 from infinity_engine.gradients.nan_checks import NaNChecks
 from infinity_engine.gradients.placeholders import GradientPlaceholders, set_to_none_message
-from infinity_engine.optim import GradientNorm, rules_of
+from infinity_engine.optim import rules_of
 from infinity_engine.parameters.hooks import Hooks
-from infinity_engine.update.states import StepInputs
+from infinity_engine.update.under_way import StepInputs
 
 __all__ = ["GradientWindow"]
 
@@ -34,9 +34,6 @@ class GradientWindow:
         self.clip_to = parts.max_grad_norm
         """What the norm of the gradients is clipped to in the next update, or None."""
         self._parts = parts
-        # The norm of the update that was begun last: a step that goes on after an interruption
-        # uses it again, as some of its gradients may be used up by then.
-        self._norm: GradientNorm | None = None
         self._in_backward = False
         self._modifying = 0  # how many `gathered` have a body that may change trained parameters
 
@@ -132,12 +129,6 @@ class GradientWindow:
         divisor = self.accumulation.divisor * self._parts.ranks.size
         return 1.0 / (self._parts.scale.value * divisor)
 
-    def norm(self) -> GradientNorm:
-        """Return the norm of all gradients, which are in memory or on the drives by now."""
-        if self._norm is None or not self._parts.states.begun:
-            self._norm = self._parts.ranks.norm()
-        return self._norm
-
     def clip(self, max_norm: float) -> float:
         """Clip the gradients to `max_norm` in the next update; return their norm as it is now.
 
@@ -154,7 +145,7 @@ class GradientWindow:
         # The norm is of all gradients: they are reduced and have arrived first.
         self._parts.ranks.finish(last=True)
         self._parts.gradients.finish_transfers()
-        norm = self.norm().norm(self.unscaling)
+        norm = self._parts.ranks.norm().norm(self.unscaling)
         self.clip_to = float(max_norm)
         return norm
 

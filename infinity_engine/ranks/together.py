@@ -116,10 +116,8 @@ class ManyRanks:
         self.modules = modules
         self.reducer = reducer
         self._gradients = gradients
-        # Of the gradients reduced last. A rank with an interrupted step repeats it alone, while
-        # the others have left the exchange: it uses these.
+        # Of the gradients reduced last: clipping and the update use the same.
         self._norm: GradientNorm | None = None
-        self._agreed: Mapping[str, object] | None = None
         # A backward has ended, and the ranks have yet to reduce its gradients.
         self._must_reduce = False
 
@@ -182,10 +180,7 @@ class ManyRanks:
             "micro-batches of this step": accumulation.count,
             "divisor of gradients": accumulation.divisor,
         }
-        # A step that is repeated has agreed already.
-        if mine != self._agreed:
-            self.ranks.agree_again_on("what the update is made with", mine)
-            self._agreed = mine
+        self.ranks.agree_again_on("what the update is made with", mine)
 
     def drop(self) -> None:
         """Drop all gradients since the last step. All ranks call this."""
@@ -194,8 +189,7 @@ class ManyRanks:
 
     def _reduce(self) -> None:
         self._must_reduce = False
-        # New gradients: their norm is another, and the update has to be agreed on again.
-        self._norm = self._agreed = None
+        self._norm = None
         self.reducer.finish()
 
     def norm(self) -> GradientNorm:

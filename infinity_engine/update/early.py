@@ -21,8 +21,9 @@ from infinity_engine.errors import TransferError
 from infinity_engine.lanes.meter import Meter, Wait
 from infinity_engine.optim import FloatFormat, Rule
 from infinity_engine.storage import IOEvent
-from infinity_engine.update.states import StateKeeper, StepInputs
+from infinity_engine.update.states import StateKeeper
 from infinity_engine.update.swapping import SwappedStates
+from infinity_engine.update.under_way import StepInputs
 
 __all__ = ["EarlyUpdates", "NoEarlyUpdates"]
 

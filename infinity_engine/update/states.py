@@ -58,8 +58,9 @@ from infinity_engine.update.captured import (
 )
 from infinity_engine.update.host_thread import HostThread, HostUpdate, Times
 from infinity_engine.update.swapping import BufferedSubgroup, SwappedStates
+from infinity_engine.update.under_way import StepInputs, StepUnderWay
 
-__all__ = ["Receiver", "StateKeeper", "StepInputs", "piece_numbers"]
+__all__ = ["Receiver", "StateKeeper", "piece_numbers"]
 
 _COMPARED = 1 << 18  # elements of a master that are compared with changed values at once
 
@@ -71,15 +72,6 @@ Receiver = Callable[[int, int, torch.Tensor], None]
 
 The bytes are a view of a buffer that is reused.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """What all updates of one step have in common."""
-
-    gradients: GradientKeeper
-    rules: Sequence[Rule]  # of each parameter group
-    gradient_factor: float
 
 
 @dataclass(slots=True)
@@ -127,12 +119,9 @@ class StateKeeper:
         self._trained = trained
         self._state_names = tuple(state_names)
         self._lanes = lanes
-        self._inputs: StepInputs | None = None
+        self.step: StepUnderWay | None = None  # None between two steps
         self._receiver: Receiver | None = None
         self._before_change: Callable[[int], None] = _nothing
-        # The new step counts of what this step has updated. They count only from its end on: an
-        # interrupted step repeats the others with the counts that these had before.
-        self._done: dict[int, list[int]] = {}
         # Updated on the device, and in flight back to the host.
         self._on_the_way: list[tuple[_SubgroupStates, list[int], Event]] = []
         homes = plan.homes()
@@ -549,19 +538,19 @@ class StateKeeper:
 
     # --- ops --------------------------------------------------------------------------------------
 
-    def begin_step(self, inputs: StepInputs) -> None:
-        """Begin a step with its inputs; an interrupted step keeps the inputs that it began with."""
-        self._inputs = self._inputs or inputs
-        self.resume_step()
+    def begin_step(self, step: StepUnderWay) -> dict[int, Place]:
+        """Begin a step; return where the values are that its backward has updated, by parameter."""
+        self.step = step
+        return self._swapped.adopt(step.made_early) if step.made_early else {}
 
-    def resume_step(self) -> None:
+    def lease_for_step(self) -> None:
         """Lease the memory of a step that it does not have yet."""
         if not self._unified:
             with self._lanes.meter.waits(Wait.OPS):  # for evicted parameters
                 # Only those that are missing: an interruption may have come between two leases.
                 for nbytes in self._plan.staging_bytes[len(self._staging) :]:
                     self._staging.append(self._lanes.device.lease(nbytes, holder="staging sets"))
-        self._swapped.begin_step(len(self._plan.buffer_bytes), self._done)
+        self._swapped.begin_step(len(self._plan.buffer_bytes), self._step.updated)
 
     def note_arrivals(self) -> None:
         """Count subgroups that are back from the device as updated, but for failed copies."""
@@ -573,14 +562,12 @@ class StateKeeper:
         self._swapped.note_arrivals()
 
     def end_step(self) -> None:
-        """End a step in which every subgroup was updated. It can be repeated after an interrupt."""
-        # From the inputs on it is over: until the last line below, a repeat does the same again.
-        for index, steps in self._done.items():
+        """End a step in which every subgroup was updated."""
+        for index, steps in self._step.updated.items():
             self._held[index].steps[:] = steps
         self._close_staging()
         self._swapped.end_step()
-        # Both at once, last: `begun` is true until here.
-        self._inputs, self._done = None, {}
+        self.step = None
 
     # --- before a step ----------------------------------------------------------------------------
 
@@ -593,25 +580,12 @@ class StateKeeper:
         self._apply(op, held, state, self._targets(held), inputs)
         return list(state.steps)
 
-    def adopt(self, made: Mapping[int, Sequence[int]]) -> dict[int, Place]:
-        """Count early updates as this step's; return where their parameters' values are now."""
-        if not made:
-            return {}
-        for index, steps in made.items():
-            self._done[index] = list(steps)
-        return self._swapped.adopt(made)
-
     # --- in a step --------------------------------------------------------------------------------
-
-    @property
-    def made_early(self) -> Collection[int]:
-        """The subgroups with an early update that this step has adopted."""
-        return self._swapped.adopted
 
     @property
     def begun(self) -> bool:
         """Whether a step has begun and not ended: some values may be new and the rest old."""
-        return self._inputs is not None
+        return self.step is not None
 
     def carry_out(self, op: Op, after: Sequence[Event]) -> Event | IOEvent | HostUpdate | None:
         """Submit an op. Without a thread for it, an update on the host is done on return."""
@@ -636,14 +610,14 @@ class StateKeeper:
 
     def _update_on_host(self, op: UpdateOnHost, held: _SubgroupStates) -> HostUpdate | None:
         """Update a subgroup, or let the thread do it; an interrupted step may have done it."""
-        if op.subgroup in self._done:
+        if op.subgroup in self._step.updated:
             return None
         state = self._state_in(self._states_of(held), held, held.steps)
         targets, thread = self._targets(held), self._host_thread
         if thread is None:
             self._update(op, held, state, targets)
             return None
-        update = self._records(held, state, targets, self._step)
+        update = self._records(held, state, targets, self._step.inputs)
 
         def note(times: Times) -> None:
             self._lanes.meter.updated(op, *times)
@@ -660,13 +634,13 @@ class StateKeeper:
         index = held.subgroup.index
         if self._swapped.has(index) and self._buffered(held) is None:
             return True
-        return held.home is Home.VISITING and index in self._done
+        return held.home is Home.VISITING and index in self._step.updated
 
     def _load(self, op: LoadStates, held: _SubgroupStates) -> IOEvent | None:
         # What was updated waits in its buffer until it is stored.
-        if op.subgroup in self._done:
+        if op.subgroup in self._step.updated:
             return None
-        gradients, segments = self._step.gradients, held.subgroup.segments
+        gradients, segments = self._step.inputs.gradients, held.subgroup.segments
         # Segments without a gradient are neither updated nor stored.
         wanted = [
             number for number, segment in enumerate(segments) if gradients.has(segment.parameter)
@@ -674,10 +648,10 @@ class StateKeeper:
         return self._swapped.load(op, wanted, gradients)
 
     @property
-    def _step(self) -> StepInputs:
-        """The inputs of the step that was begun."""
-        assert self._inputs is not None, "a step has begun"
-        return self._inputs
+    def _step(self) -> StepUnderWay:
+        """The step that was begun."""
+        assert self.step is not None, "a step has begun"
+        return self.step
 
     def _move(self, op: Op, held: _SubgroupStates, after: Sequence[Event]) -> Event:
         if isinstance(op, UploadStates):
@@ -706,7 +680,7 @@ class StateKeeper:
     def _update_on_device(
         self, op: UpdateOnDevice, held: _SubgroupStates, after: Sequence[Event]
     ) -> Event:
-        inputs = self._step
+        inputs = self._step.inputs
         visits = op.staging is not None and not self._unified
         flat = (
             self._staging[op.staging].flat()
@@ -746,10 +720,10 @@ class StateKeeper:
 
         With `arrives`, it counts as updated only when it is back on the host.
         """
-        inputs = self._step
-        if held.subgroup.index in self._done:
+        step = self._step
+        if held.subgroup.index in step.updated:
             return
-        self._apply(op, held, state, targets, inputs)
+        self._apply(op, held, state, targets, step.inputs)
         if arrives:
             return
         self._note_update(held, state.steps)
@@ -860,11 +834,11 @@ class StateKeeper:
         return Values(flat.data_ptr(), segment.numel, format_, flat)
 
     def _note_update(self, held: _SubgroupStates, steps: list[int]) -> None:
-        inputs = self._step
-        self._done[held.subgroup.index] = list(steps)
+        step = self._step
+        step.updated[held.subgroup.index] = list(steps)
         # The update has read them, and their memory may serve others.
         for segment, piece in zip(held.subgroup.segments, held.pieces, strict=True):
-            inputs.gradients.release(segment.parameter, piece)
+            step.inputs.gradients.release(segment.parameter, piece)
 
     def _targets(self, held: _SubgroupStates) -> tuple[Values | None, ...]:
         """Return where the host's update writes new values for modules."""
@@ -970,11 +944,11 @@ class StateKeeper:
         self, held: _SubgroupStates, source: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield, for each updated segment, the bytes where modules have it and in `source`."""
-        inputs = self._step
+        gradients = self._step.inputs.gradients
         width = held.subgroup.formats.width
         for number, segment in enumerate(held.subgroup.segments):
             # Others have no new values, and a module may be using their memory.
-            if inputs.gradients.has(segment.parameter):
+            if gradients.has(segment.parameter):
                 yield (
                     self._target_bytes(held, number),
                     source[width * segment.offset :][: width * segment.numel],

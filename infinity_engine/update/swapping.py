@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -112,7 +112,6 @@ class _Places:
     new_states: Mapping[int, Place]
     values: Mapping[int, Place]
     new_values: Mapping[int, Place]
-    adopted: frozenset[int] = frozenset()  # early updates that this step has adopted
 
     # A new object: an interrupt leaves either all of the old places or all of the new ones.
     def adopting(self, indices: Collection[int], parameters: Collection[int]) -> _Places:
@@ -128,7 +127,6 @@ class _Places:
                 **self.new_values,
                 **{parameter: self.values[parameter] for parameter in values},
             },
-            adopted=frozenset(indices),
         )
 
 
@@ -203,10 +201,9 @@ class SwappedStates:
         }
 
     def end_step(self) -> None:
-        """Return the buffers. The places that were adopted are the current ones from here on."""
+        """Return the buffers."""
         # Before the leases close: nothing may find a subgroup in memory that is given back.
         self._buffered.clear()
-        self._places = replace(self._places, adopted=frozenset())
         while self._buffers:
             self._buffers.pop().close()
 
@@ -219,11 +216,6 @@ class SwappedStates:
     def any(self) -> bool:
         """Whether anything is on the drives."""
         return bool(self._layouts)
-
-    @property
-    def adopted(self) -> Collection[int]:
-        """The subgroups with an early update that this step has adopted."""
-        return self._places.adopted
 
     def has(self, index: int) -> bool:
         """Tell whether a subgroup's states or values are on the drives."""
@@ -394,15 +386,11 @@ class SwappedStates:
             self._buffered.pop(index, None)
 
     def adopt(self, indices: Collection[int]) -> dict[int, Place]:
-        """Make these subgroups' new places the current ones; return those of values, by parameter.
-
-        Repeated before the step has ended, it changes nothing: an interrupted step calls it again.
-        """
+        """Make these subgroups' new places the current ones; return those of values."""
         parameters = {
             segment.parameter for index in indices for segment in self._subgroups[index].segments
         }
-        if not self._places.adopted:
-            self._places = self._places.adopting(indices, parameters)
+        self._places = self._places.adopting(indices, parameters)
         return {parameter: self._places.values[parameter] for parameter in parameters}
 
     # --- outside of steps -------------------------------------------------------------------------

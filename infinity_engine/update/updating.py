@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from infinity_engine.errors import CapacityError
 from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.lanes.meter import Meter
+from infinity_engine.outcome import StepResult
 from infinity_engine.parameters.deferred import DeferredUpdate, Follower, Part
 from infinity_engine.parameters.providing import NothingFetched, Provider
 from infinity_engine.plan.step import StepPlan
@@ -21,6 +22,7 @@ from infinity_engine.schedule import Executor, Walk
 from infinity_engine.update.early import EarlyUpdates, NoEarlyUpdates
 from infinity_engine.update.replanning import KeptPlan, Replan, Replanner
 from infinity_engine.update.states import StateKeeper
+from infinity_engine.update.under_way import StepInputs, StepUnderWay
 
 __all__ = ["Deferral", "Updates"]
 
@@ -74,8 +76,6 @@ class Updates:
         self._planned_again: str | None = None
         self._walk: Walk | None = None  # of the update in flight, None between two updates
         self._made = 0
-        # Whether the step in flight is in `made`: its update will be made, whatever is interrupted.
-        self._counted = False
 
     @property
     def plan(self) -> StepPlan:
@@ -92,17 +92,16 @@ class Updates:
         """Whether an update goes on after its step."""
         return self._walk is not None
 
-    def adopt_early(self) -> None:
-        """Let updates that the backward made count, in a step that was begun.
-
-        Interrupted, it can be done again.
-        """
-        if self._states.begun:
-            self._fetcher.moved(self._states.adopt(self._early.made))
+    def begin(self, inputs: StepInputs, result: StepResult) -> None:
+        """Let a step be under way, with what its backward has updated, unless one is."""
+        if not self._states.begun:
+            made = self._early.made
+            step = StepUnderWay(inputs, result, updated=dict(made), made_early=frozenset(made))
+            self._fetcher.moved(self._states.begin_step(step))
             self._early.end()
 
     def make(self) -> None:
-        """Make the update that the states have begun, except for what can wait.
+        """Make the update that has begun, except for what can wait.
 
         Raises:
             RuntimeError: an op failed. `resume` goes on from there.
@@ -130,7 +129,6 @@ class Updates:
         """Count the update as made. Drop the gradients, unless the rest of it still needs them."""
         if self._walk is None:
             self._gradients.clear()
-            self._counted = False
         else:
             self._count()
 
@@ -146,18 +144,16 @@ class Updates:
     def resume(self) -> None:
         """Resume a deferred update that failed; end or forget an interrupted step's walk."""
         self._drop_failed_walk()
-        # The step that began this walk was interrupted before it counted: it will be repeated, so
-        # the walk must not go on beside it.
-        if self._walk is not None and not self._counted:
+        step = self._states.step
+        if step is None:
+            return
+        if not step.is_counted and self._walk is not None:
+            # `Engine.step` will repeat it, so the walk must not go on beside that.
             with self._failing_ends():
                 self._walk.finish()
             self._leave_walk()
-        if self._walk is None and self._counted and not self._states.begun:
-            # All is updated; only the gradients were not dropped yet.
-            self._forget_gradients()
-        elif self._walk is None and self._counted:
+        elif step.is_counted and self._walk is None:
             # A deferred update has failed: its step has ended, so nothing else repeats it.
-            self._states.resume_step()
             self._defer(self._begin_walk())
 
     def end(self) -> None:
@@ -176,13 +172,11 @@ class Updates:
     def _conclude(self) -> None:
         """End an update after its last op."""
         self._meter.end_update()
-        # Before the walk is forgotten: an interrupt in between must not repeat the step.
         self._count()
-        self._walk = None
-        self._states.note_arrivals()
-        self._states.end_step()
+        self._leave_walk()
         self._follow_no_more()
-        self._forget_gradients()
+        self._gradients.clear()
+        self._states.end_step()
         self._adopt_plan()
 
     def drop(self) -> None:
@@ -213,24 +207,21 @@ class Updates:
 
     def _begin_walk(self) -> Walk:
         """Begin to carry out the plan."""
+        self._states.lease_for_step()
         self._meter.begin_update()
         self._walk = self._executor.begin(self._plan)
         return self._walk
 
     def _defer(self, walk: Walk) -> None:
-        update = DeferredUpdate(walk, self._deferral.parts, self.end, self._states.made_early)
+        step = self._states.step
+        assert step is not None, "what is deferred has begun"
+        update = DeferredUpdate(walk, self._deferral.parts, self.end, step.made_early)
         self._deferral.follower.follow_update(update)
 
     def _count(self) -> None:
         """Count a step with an update that nothing can stop: an interrupt does not repeat it."""
-        if not self._counted:
-            self._made, self._counted = self._made + 1, True
-
-    def _forget_gradients(self) -> None:
-        """Drop the gradients of a deferred update that is complete."""
-        self._follow_no_more()
-        self._gradients.clear()
-        self._counted = False
+        step = self._states.step
+        self._made += step is not None and step.count()
 
     @contextmanager
     def _failing_ends(self) -> Iterator[None]:
