@@ -632,7 +632,6 @@ def _early_updates(
             for number, segment in enumerate(subgroup.segments)
         },
         buffers=plan.resting.early,
-        write_back=gradients.write_back,
     )
     gradients.intercept_with(early.intercept)
     return early

@@ -70,7 +70,8 @@ class GradientWindow:
             # Refused before anything is computed: step() can still use what has come.
             parts.gradients.check_room_for_more(accumulation.planned)
         accumulation.begin_backward(averaged=averaged)
-        if accumulation.expects_last and parts.early.can_begin and not self._modifying:
+        may_begin = parts.early.enabled and not parts.early.begun
+        if accumulation.expects_last and may_begin and not self._modifying:
             # An early update reads the gradients of earlier micro-batches from the drives.
             parts.gradients.finish_transfers()
             parts.early.begin(

@@ -354,15 +354,20 @@ class SwappedStates:
         while self._early_buffers:
             self._early_buffers.pop().close()
 
-    def load_early(self, index: int, buffer: int, gradients: GradientKeeper) -> IOEvent:
+    def load_early(
+        self, index: int, buffer: int, gradients: GradientKeeper
+    ) -> tuple[BufferedSubgroup, IOEvent]:
         """Begin to read a subgroup, with its gradients on drives, into an early buffer."""
         layout, segments = self._layouts[index], self._subgroups[index].segments
         buffered = self._buffered[index] = BufferedSubgroup(
             layout, self._early_buffers[buffer], range(len(segments))
         )
-        return self._read(
-            LoadStates(subgroup=index, nbytes=layout.load_bytes, buffer=buffer), buffered, gradients
-        )
+        op = LoadStates(subgroup=index, nbytes=layout.load_bytes, buffer=buffer)
+        try:
+            return buffered, self._read(op, buffered, gradients)
+        except BaseException:
+            self.leave_early(index)
+            raise
 
     def store_early(self, index: int, buffer: int) -> IOEvent:
         """Begin to write a subgroup that was updated early, to its new places."""
@@ -375,15 +380,15 @@ class SwappedStates:
         self._count(
             Lane.NVME_WRITE, Cargo.PARAMETERS, self._nbytes_of_values(index, buffered.wanted), op
         )
-        return IOEvent(hops)
+        writing = IOEvent(hops)
+        buffered.store(writing)
+        return writing
 
     def leave_early(self, index: int) -> None:
         """Free the buffer of a subgroup, after all its I/O has ended."""
-        buffered = self._buffered.get(index)
-        if buffered is not None:
-            # Then the buffer may be given to another subgroup.
-            buffered.wait_for_io()
-            self._buffered.pop(index, None)
+        # Then the buffer may be given to another subgroup.
+        self._buffered[index].wait_for_io()
+        del self._buffered[index]
 
     def adopt(self, indices: Collection[int]) -> dict[int, Place]:
         """Make these subgroups' new places the current ones; return those of values."""
