@@ -134,6 +134,7 @@ class IOFuture(concurrent.futures.Future[_T]):
     _waiters: list[Any] = _MadeWhenSeen[list[Any]](list)  # type: ignore[assignment]
     _done_callbacks: list[Any] = _MadeWhenSeen[list[Any]](list)  # type: ignore[assignment]
     _seen = False
+    _is_told = False  # callbacks and waiters were called, or are about to be
 
     def __init__(
         self,
@@ -312,6 +313,10 @@ class IOFuture(concurrent.futures.Future[_T]):
                 if self._state in _UNDER_WAY:
                     self._result, self._exception = result, error
                     self._state = _FINISHED
+                # Two threads may be refused the same batch at the same time.
+                if self._is_told:
+                    return
+                self._is_told = True
                 # of concurrent.futures.wait and as_completed
                 for waiter in self._waiters:
                     (waiter.add_result if self._exception is None else waiter.add_exception)(self)

@@ -198,13 +198,19 @@ class Pending:
                 return
 
     def _fail_unsent(self, group: list[tuple[Any, ...]], error: BaseException) -> None:
+        """End what was gathered and is refused.
+
+        A signal may interrupt it anywhere: what has not ended by then is still gathered, and the
+        next call ends it.
+        """
         for operation in group:
+            future = self._futures.get(operation[0])
+            if future is not None and not operation[_TICKET].taken:
+                future._end(None, error)
+                tell_loops((future,))
+                operation[_TICKET].release_waiters()  # threads that sleep in native code
+                self._futures.pop(operation[0], None)
             self._forget_unsent(operation)
-            if not operation[_TICKET].taken:
-                future = self._futures.pop(operation[0], None)
-                if future is not None:  # else another thread, which got the same error, ended it
-                    future._end(None, error)
-                    tell_loops((future,))
 
     def _forget_unsent(self, operation: tuple[Any, ...]) -> None:
         with suppress(ValueError):  # another thread was faster

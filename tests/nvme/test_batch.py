@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from deepnvme import BatchError, ClosedError, FaultPlan, File, IOQueue, NVMeError
+from deepnvme import BatchError, ClosedError, FaultPlan, File, IOFuture, IOQueue, NVMeError
+from deepnvme.queue import future as future_module
+from deepnvme.queue import pending as pending_module
 from deepnvme.queue.queue import Batch
+from support.interrupts import interruptions
 from support.nvme_held import held
 from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, contents, pattern
 
@@ -278,3 +282,26 @@ def test_two_threads_whose_batch_is_refused_end_each_future_once(tmp_path: Path)
             queue._pending._native = native
         with pytest.raises(BatchError, match="3 operations of the batch failed"):
             batch.wait()
+
+
+def test_each_future_of_a_refused_batch_ends_wherever_it_is_interrupted(tmp_path: Path) -> None:
+    with ExitStack() as queues:
+        futures: list[IOFuture[int]] = []
+        callback_calls: list[object] = []
+
+        def prepare() -> Callable[[], object]:
+            queue = queues.enter_context(IOQueue("memory"))
+            batch = queue.batch()
+            three_writes(batch, queue.open(tmp_path / "file", "w"))
+            futures[:] = batch.futures
+            callback_calls.clear()
+            # Not by add_done_callback, which would submit what is gathered.
+            vars(futures[1]).update(_seen=True, _done_callbacks=[callback_calls.append])
+            while not queue._native.close(TIMEOUT_S):
+                pass
+            return queue._pending.send
+
+        for _ in interruptions(prepare, pending_module, future_module):
+            for future in futures:
+                assert isinstance(future.exception(TIMEOUT_S), ClosedError)
+            assert len(callback_calls) <= 1
