@@ -9,7 +9,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from infinity_engine.memory.layout import Layout, Request, layout
+from infinity_engine.memory.layout import Layout, Request
 
 if TYPE_CHECKING:
     from infinity_engine.memory.borrowed import BorrowedMemory
@@ -34,7 +34,6 @@ __all__ = [
     "Usage",
     "Views",
     "Waitable",
-    "layout",
     "return_freed_memory",
 ]
 

@@ -344,7 +344,7 @@ def _check_places(layout: Layout) -> None:
     for slot, place in layout.places.items():
         # O_DIRECT reads and writes whole pages: a buffer has to begin on one.
         if place.offset % PAGE:
-            expected = f"a multiple of {PAGE} B, as layout(..., alignment={PAGE}) gives"
+            expected = f"a multiple of {PAGE} B"
             raise ConfigError(
                 field=f"offset of {slot!r} in the layout", value=place.offset, expected=expected
             )

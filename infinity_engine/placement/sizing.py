@@ -702,17 +702,11 @@ def _stacked(requests: Iterable[Request]) -> Layout:
     """
     places: dict[str, Extent] = {}
     tops: dict[int, int] = {}
-    live: dict[int, int] = {}
     for request in requests:
         top = tops.get(request.first, 0) if request.nbytes else 0
         places[request.name] = Extent(top, request.nbytes)
         tops[request.first] = max(tops.get(request.first, 0), align_up(top + request.nbytes, PAGE))
-        live[request.first] = live.get(request.first, 0) + request.nbytes
-    return Layout(
-        places=places,
-        nbytes=max(tops.values(), default=0),
-        peak_bytes=max(live.values(), default=0),
-    )
+    return Layout(places=places, nbytes=max(tops.values(), default=0))
 
 
 def cut(

@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.memory.layout import Layout, Request, layout
+from infinity_engine.memory.layout import Layout, Request
 from infinity_engine.units import MiB, align_up
+from layout_search import layout
 from support.extents import overlap
 from support.model_traces import (
     LOAD_AHEAD,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # the name is the function's in the package
-layout_module: Any = sys.modules["infinity_engine.memory.layout"]
+layout_module: Any = sys.modules["layout_search"]
 STEPS = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted)
 BUFFERS = st.lists(st.tuples(st.one_of(st.just(0), st.integers(1, 100_000)), STEPS), max_size=40)
 SETS = BUFFERS.map(

@@ -21,9 +21,9 @@ from infinity_engine.memory import (
     PoolStats,
     Request,
     Reservation,
-    layout,
 )
 from infinity_engine.plan import Extent, ResolvedBudget, Tier
+from layout_search import layout
 from support.model_traces import (
     Act,
     Gradients,
@@ -159,7 +159,7 @@ def test_the_refusal_of_a_slot_counts_what_of_it_is_free_and_names_nobody_else()
         "other": Extent(2 * PAGE, PAGE),
         "large": Extent(0, 2 * PAGE),
     }
-    memory = planned_pool(plan=Layout(places, 3 * PAGE, 3 * PAGE))
+    memory = planned_pool(plan=Layout(places, 3 * PAGE))
 
     with (
         memory.lease_planned("small"),
@@ -229,7 +229,7 @@ def test_a_layout_that_a_pool_cannot_serve_is_refused_when_the_pool_is_made(
     promised = reservation(4 * PAGE)
 
     with pytest.raises(ConfigError, match=said):
-        PinnedPool(promised, layout=Layout(places, 8192, 8192))
+        PinnedPool(promised, layout=Layout(places, 8192))
 
     assert promised.held == 0
 
