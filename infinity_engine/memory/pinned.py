@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from deepnvme import Cuda, IOQueue, Pool, PoolExhaustedError
+from deepnvme import IOQueue, Pool, PoolExhaustedError
 from deepnvme.sizes import PAGE
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory.lease import Backing, Lease, Lessor, NoBytes
@@ -70,8 +70,6 @@ class PinnedPool(Lessor):
         reservation: Reservation,
         *,
         layout: Layout | None = None,
-        cuda: Cuda = Cuda.IN_USE,
-        numa_node: int | None = None,
         freed: Freed = Freed.KEPT,
     ) -> None:
         super().__init__(Tier.HOST, reservation)
@@ -99,9 +97,9 @@ class PinnedPool(Lessor):
         try:
             # Each part is one run of addresses, so that a buffer of any size has a place in it.
             if planned:
-                self._planned = _Region(planned, reservation, cuda, numa_node)
+                self._planned = _Region(planned, reservation)
             if capacity > planned:
-                self._others = _Region(capacity - planned, reservation, cuda, numa_node)
+                self._others = _Region(capacity - planned, reservation)
         # Dropping a region releases what it holds of the reservation: see _Region.
         except BaseException:
             self._planned = None
@@ -276,13 +274,11 @@ class _Region:
 
     __slots__ = ("__weakref__", "pool")
 
-    def __init__(
-        self, nbytes: int, reservation: Reservation, cuda: Cuda, numa_node: int | None
-    ) -> None:
+    def __init__(self, nbytes: int, reservation: Reservation) -> None:
         # Counted first, so that a refusal takes no memory.
         reservation.hold(nbytes)
         try:
-            self.pool = Pool(nbytes, cuda=cuda, numa_node=numa_node)
+            self.pool = Pool(nbytes)
         except BaseException:
             reservation.release(nbytes)
             raise
