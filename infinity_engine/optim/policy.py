@@ -321,11 +321,6 @@ class PlanDraft:
         self._occupants: dict[int, SubgroupSpec] = {}
 
     @property
-    def staging_sets(self) -> int:
-        """How many staging sets there are for visiting subgroups."""
-        return len(self._left)
-
-    @property
     def next_set_after(self) -> int | None:
         """The number of the op that empties the next visit's staging set; None if it is empty."""
         return self._left[self._visits % len(self._left)] if self._left else None

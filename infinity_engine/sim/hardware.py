@@ -7,8 +7,8 @@ Measures nothing: calibration gives the rates of the machine at hand. Called by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
 
@@ -149,20 +149,6 @@ class MachineModel:
     drives: Drives | None = None
     gpu_gpu_bytes_per_s: float | None = None
     network_bytes_per_s: float | None = None
-
-    def numbers(self) -> Iterator[tuple[str, float]]:
-        """Yield the dotted name and the value of each number that is known."""
-        named = {item.name: getattr(self, item.name) for item in fields(self)}
-        for part in ("gpu", "link", "host", "drives"):
-            value = named[part]
-            named |= (
-                {f"{part}.{item.name}": getattr(value, item.name) for item in fields(value)}
-                if value
-                else {}
-            )
-        yield from (
-            (name, value) for name, value in named.items() if isinstance(value, int | float)
-        )
 
     def rates(self, ranks: int | None = None) -> Rates:
         """Return what one rank gets while so many ranks of a node work; by default one for each

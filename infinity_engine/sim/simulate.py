@@ -44,14 +44,6 @@ class Simulation:
         end_ns = self.end_ns
         return {lane: ns / end_ns for lane, ns in self.busy_ns.items() if ns}
 
-    @property
-    def binding(self) -> Lane:
-        """The lane that works longest: no order of these ops can end before it has done its
-        part.
-        """
-        busy = self.busy_ns
-        return max(Lane, key=lambda lane: busy[lane])
-
     def describe(self) -> str:
         """Return the plan as a table with its times, and what each lane has to do."""
         end_ns = self.end_ns

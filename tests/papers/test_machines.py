@@ -8,13 +8,14 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.sim import update_bound
 from infinity_engine.sim.hardware import DESKTOP_4090, MachineModel
 from papers.machines import DGX2, JLSE_H100, V100_NODE, drive_bytes_per_s, wire_bytes_per_s
+from support.machine_numbers import names_of_numbers
 
 ALL = pytest.mark.parametrize("known", [DGX2, JLSE_H100, V100_NODE], ids=lambda known: known.name)
 
 
 @ALL
 def test_each_number_has_a_source_and_each_source_a_number(known: MachineModel) -> None:
-    assert set(known.sources) == {name for name, _ in known.numbers()}
+    assert set(known.sources) == names_of_numbers(known)
     assert all(known.sources.values())
 
 

@@ -16,13 +16,14 @@ from infinity_engine.sim.hardware import (
     MachineModel,
     machine,
 )
+from support.machine_numbers import names_of_numbers
 
 ALL = pytest.mark.parametrize("known", MACHINES.values(), ids=list(MACHINES))
 
 
 @ALL
 def test_each_number_has_a_source_and_each_source_a_number(known: MachineModel) -> None:
-    assert set(known.sources) == {name for name, _ in known.numbers()}
+    assert set(known.sources) == names_of_numbers(known)
     assert all(known.sources.values())
 
 
