@@ -9,7 +9,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from infinity_engine.memory.layout import Layout, Request
+from infinity_engine.memory.layout import Layout
 
 if TYPE_CHECKING:
     from infinity_engine.memory.borrowed import BorrowedMemory
@@ -29,7 +29,6 @@ __all__ = [
     "Ledger",
     "PinnedPool",
     "PoolStats",
-    "Request",
     "Reservation",
     "Usage",
     "Views",

@@ -13,14 +13,14 @@ forwards, beside activations.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
 from deepnvme.sizes import PAGE
 from infinity_engine.errors import CapacityError
-from infinity_engine.memory.layout import Layout, Request
+from infinity_engine.memory.layout import Layout
 from infinity_engine.optim import FloatFormat, Formats, Segment, Subgroup, cut_into_subgroups
 from infinity_engine.optim.policy import Limits
 from infinity_engine.placement.buffers import (
@@ -42,7 +42,6 @@ __all__ = ["PASSING", "Demand", "Sizing", "cut"]
 PASSING = 4
 """How many of the largest parameters pass the host at once."""
 
-_BEFORE, _BACKWARD, _UPDATE = range(3)  # when buffers live
 # Values come to the drives in pieces of so many bytes before the first step.
 _MOST_SCRATCH = 8 << 20
 _NOTHING = Resting()
@@ -598,20 +597,21 @@ class Sizing:
         """Return the places of buffers: an update's lie where gradients pass in a backward."""
         known = plan.buffer_bytes, resting.gradients, resting.early, largest_value, largest_early
         if known not in self._layouts_of_slots:
-            requests = self._requests(
+            together = self._buffers_together(
                 plan, resting, largest_value=largest_value, largest_early=largest_early
             )
-            self._layouts_of_slots[known] = _stacked(requests)
+            self._layouts_of_slots[known] = _stacked(together)
         return self._layouts_of_slots[known]
 
-    def _requests(
+    def _buffers_together(
         self, plan: PlanOutline, resting: Resting, *, largest_value: int, largest_early: int
-    ) -> list[Request]:
-        # Requests that live at different times share memory.
-        requests = [
-            Request(buffer_slot(number), nbytes, first=_UPDATE, last=_UPDATE)
-            for number, nbytes in enumerate(plan.buffer_bytes)
-        ]
+    ) -> Iterator[Mapping[str, int]]:
+        """Yield the bytes of buffers by name: those of an update, of a backward, and before both.
+
+        They live at different times, so they share memory.
+        """
+        yield {buffer_slot(number): nbytes for number, nbytes in enumerate(plan.buffer_bytes)}
+        passing: dict[str, int] = {}
         if resting.gradients:
             segments = [
                 (self.wire(subgroup), segment.numel)
@@ -622,24 +622,14 @@ class Sizing:
             numel = max((numel for _, numel in segments), default=1)
             wire = align_up(max((wire * numel for wire, numel in segments), default=1), PAGE)
             count = max(GRADIENT_SLOTS, resting.gradients)
-            requests += [
-                Request(gradient_slot(number), wire, first=_BACKWARD, last=_BACKWARD)
-                for number in range(count)
-            ]
+            passing |= {gradient_slot(number): wire for number in range(count)}
             if resting.gradients > 1:
-                requests.append(
-                    Request(SUM, align_up(4 * numel, PAGE), first=_BACKWARD, last=_BACKWARD)
-                )
+                passing[SUM] = align_up(4 * numel, PAGE)
         if largest_early:
-            requests += [
-                Request(early_slot(number), largest_early, first=_BACKWARD, last=_BACKWARD)
-                for number in range(resting.early)
-            ]
+            passing |= {early_slot(number): largest_early for number in range(resting.early)}
+        yield passing
         if largest_value:
-            scratch = min(align_up(largest_value, PAGE), _MOST_SCRATCH)
-            # Before the first step, when there are no other buffers.
-            requests.append(Request(SCRATCH, scratch, first=_BEFORE, last=_BEFORE))
-        return requests
+            yield {SCRATCH: min(align_up(largest_value, PAGE), _MOST_SCRATCH)}
 
     def _gradient_on_host(
         self, subgroup: Subgroup, segment: Segment, resting: Resting, *, rests: bool
@@ -696,17 +686,17 @@ class Sizing:
         )
 
 
-def _stacked(requests: Iterable[Request]) -> Layout:
-    """Return places for requests that live at one of a few times each: those of a time lie one
-    behind another, from the bottom on.
-    """
+def _stacked(together: Iterable[Mapping[str, int]]) -> Layout:
+    """Return places for buffers: those of one time lie one behind another, from the bottom on."""
     places: dict[str, Extent] = {}
-    tops: dict[int, int] = {}
-    for request in requests:
-        top = tops.get(request.first, 0) if request.nbytes else 0
-        places[request.name] = Extent(top, request.nbytes)
-        tops[request.first] = max(tops.get(request.first, 0), align_up(top + request.nbytes, PAGE))
-    return Layout(places=places, nbytes=max(tops.values(), default=0))
+    most = 0
+    for buffers in together:
+        top = 0
+        for name, nbytes in buffers.items():
+            places[name] = Extent(top, nbytes)
+            top = align_up(top + nbytes, PAGE)
+        most = max(most, top)
+    return Layout(places=places, nbytes=most)
 
 
 def cut(

@@ -16,14 +16,14 @@ import numpy as np
 
 from deepnvme.sizes import PAGE
 from infinity_engine.errors import ConfigError
-from infinity_engine.memory.layout import Layout, Request
+from infinity_engine.memory.layout import Layout
 from infinity_engine.plan import Extent
 from infinity_engine.units import align_up
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["PackedLayout", "layout"]
+__all__ = ["PackedLayout", "Request", "layout"]
 
 _MOST_ROUNDS = 12
 # How many buffers are looked at while others are placed, in all rounds: a second or two of them.
@@ -32,6 +32,28 @@ _MOST_ROUNDS = 12
 _MOST_LOOKS = 200_000_000
 _PLACING = 2000
 _SHORT = 64  # a buffer is short-lived if it lives for at most one 64th of the steps
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A buffer of `nbytes` that is live from step `first` to step `last`, both included."""
+
+    name: str
+    nbytes: int
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        for what, value in (("nbytes", self.nbytes), ("first", self.first)):
+            if value < 0:
+                raise ConfigError(
+                    field=f"Request({self.name!r}).{what}", value=value, expected="0 or more"
+                )
+        if self.last < self.first:
+            expected = f"a step that is not before the first one, {self.first}"
+            raise ConfigError(
+                field=f"Request({self.name!r}).last", value=self.last, expected=expected
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from infinity_engine.memory.layout import Request
+from layout_search import Request
 
 SUBGROUP = 2**24
 WIRE_BYTES, STATE_BYTES = 2, 4  # bf16 parameters and gradients; fp32 master, momentum and variance

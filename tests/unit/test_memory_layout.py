@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.memory.layout import Layout, Request
+from infinity_engine.memory.layout import Layout
 from infinity_engine.units import MiB, align_up
-from layout_search import layout
+from layout_search import Request, layout
 from support.extents import overlap
 from support.model_traces import (
     LOAD_AHEAD,

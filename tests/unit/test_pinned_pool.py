@@ -19,11 +19,10 @@ from infinity_engine.memory import (
     Ledger,
     PinnedPool,
     PoolStats,
-    Request,
     Reservation,
 )
 from infinity_engine.plan import Extent, ResolvedBudget, Tier
-from layout_search import layout
+from layout_search import Request, layout
 from support.model_traces import (
     Act,
     Gradients,

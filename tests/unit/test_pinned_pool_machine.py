@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from infinity_engine.errors import CapacityError
-from infinity_engine.memory import Lease, Ledger, PinnedPool, Request
+from infinity_engine.memory import Lease, Ledger, PinnedPool
 from infinity_engine.plan import Extent, ResolvedBudget, Tier
-from layout_search import layout
+from layout_search import Request, layout
 from support.extents import overlap
 
 pytest.importorskip("torch", reason="leases give tensors of torch")
