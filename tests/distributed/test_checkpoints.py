@@ -15,6 +15,7 @@ import torch
 
 from deepnvme.memory.arrays import nbytes_of
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
+from infinity_engine.engine.checkpoints.saving import SaveState
 from support import rank_checkpoints
 from support.rank_training import RATES, Run
 from support.ranks import launch, launched
@@ -254,6 +255,21 @@ def test_a_rank_that_fails_while_it_shares_blocks_fails_the_save_of_all(tmp_path
     assert first[0].startswith("CollectiveError: ")
     assert last[0].startswith("MemoryError")
     assert first[1:] == last[1:] == ["latest", "whole"]
+
+
+def test_a_rank_without_memory_for_a_checkpoint_fails_all(tmp_path: Path) -> None:
+    program = rank_checkpoints.lacks_memory_on_one_rank
+    first, last = launched(2, program, RUNS["parameters"], tmp_path / "c")
+    assert [error.split(":")[0] for error in first[:3]] == ["CollectiveError"] * 3
+    assert all("rank 1 failed" in error for error in first[:3])
+    assert [error.split(":")[0] for error in last[:3]] == ["CapacityError"] * 3
+    assert first[3:] == last[3:] == ["first", "whole"]
+
+
+def test_all_ranks_wait_for_a_save_where_one_rank_has_lent_memory(tmp_path: Path) -> None:
+    program = rank_checkpoints.lends_memory_on_one_rank
+    first, last = launched(2, program, RUNS["parameters"], tmp_path / "c")
+    assert first[0] is last[0] is SaveState.COMMITTED
 
 
 def test_ranks_that_load_other_checkpoints_are_told(tmp_path: Path) -> None:

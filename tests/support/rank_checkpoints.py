@@ -23,8 +23,12 @@ from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
 from infinity_engine.checkpoint.sharing import share_runs
 from infinity_engine.checkpoint.streams import SavedStream
 from infinity_engine.engine.checkpoints import saving
+from infinity_engine.engine.checkpoints.checkpointing import CheckpointMemory
+from infinity_engine.engine.checkpoints.saving import SaveState
 from infinity_engine.engine.engine import Engine
-from infinity_engine.errors import CollectiveError, InfinityError, TransferError
+from infinity_engine.errors import CapacityError, CollectiveError, InfinityError, TransferError
+from infinity_engine.memory import Ledger
+from infinity_engine.plan import Tier
 from infinity_engine.update.captured import RunInMemory
 from support.determinism import deterministic_compute
 from support.kills import Kill, committed_step, note_commits
@@ -41,6 +45,8 @@ __all__ = [
     "fails_to_load_states_on_one_rank",
     "fails_to_share_on_one_rank",
     "goes_on",
+    "lacks_memory_on_one_rank",
+    "lends_memory_on_one_rank",
     "passes_on",
     "preempts",
     "resumes",
@@ -259,6 +265,51 @@ def fails_to_share_on_one_rank(run: Run, path: Path) -> list[str]:
             told = [_error_of(lambda: engine.save(path, "broken"))]
         engine.save(path, "whole")
     return [*told, *sorted(entry.name for entry in path.iterdir())]
+
+
+def lacks_memory_on_one_rank(run: Run, path: Path) -> list[str]:
+    """Let the last rank have no room for a save, a load and an export; return what each is told.
+
+    After that, a save works.
+    """
+    task, optimizer = made(run)
+    with ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        steps(engine, task, 0, 1)
+        engine.save(path, "first")
+        is_full = where()[0] == where()[1] - 1
+        free = Ledger.free
+        with patch.object(Ledger, "free", _nothing_free if is_full else free):
+            told = [
+                _error_of(lambda: engine.save(path, "broken")),
+                _error_of(lambda: engine.load(path)),
+                _error_of(lambda: engine.export(path / "weights")),
+            ]
+        engine.save(path, "whole")
+    return [*told, *CheckpointDirectory(path).tags()]
+
+
+def _nothing_free(_ledger: Ledger, tier: Tier) -> int:
+    raise CapacityError(tier=tier.name, asked=1, free=0, limit=1, change="raise it")
+
+
+def lends_memory_on_one_rank(run: Run, path: Path) -> tuple[SaveState, list[float]]:
+    """Let the last rank lend the memory for a save beside training; return how it stands after
+    that call, and the losses of the steps that follow.
+    """
+    task, optimizer = made(run)
+    init: Callable[..., None] = CheckpointMemory.__init__
+
+    def lent(self: CheckpointMemory, *arguments: Any) -> None:
+        init(self, *arguments)
+        self.lent = where()[0] == where()[1] - 1
+
+    with ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        steps(engine, task, 0, 1)
+        with patch.object(CheckpointMemory, "__init__", lent):
+            engine.save(path, wait=False)
+        return engine.last_save().state, steps(engine, task, 1, 2)
 
 
 def _error_of(does: Callable[[], object]) -> str:

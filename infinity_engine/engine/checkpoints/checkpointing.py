@@ -39,6 +39,7 @@ __all__ = [
     "Stateful",
     "check_extra",
     "random_state",
+    "reserve_together",
     "set_random_state",
     "try_random_state",
 ]
@@ -285,6 +286,10 @@ class CheckpointMemory(Closing):
         self.small = min(nbytes // 4, nbytes - _BLOCK_BYTES)
         self.large = nbytes - self.small
 
+    def note_ranks(self, *, any_lent: bool) -> None:
+        """Count as lent where any rank has lent its own."""
+        self.lent = any_lent
+
     def rooms(self) -> tuple[int, int]:
         """Return into how many rooms of how many bytes the large part is divided: whole blocks."""
         count = 2 if self.large >= 2 * _BLOCK_BYTES else 1
@@ -293,6 +298,27 @@ class CheckpointMemory(Closing):
     def close(self) -> None:
         """Give it back."""
         self._ends.close()
+
+
+def reserve_together(run: Run, ranks: RunRanks, ends: ExitStack) -> CheckpointMemory:
+    """Return memory for a save or a load, until `ends` close; where one rank has none, all fail.
+
+    It counts as lent on all ranks where one of them has lent it, as they wait together.
+
+    Raises:
+        CapacityError: as `CheckpointMemory`.
+        CollectiveError: another rank has no memory for it.
+    """
+    reserved: list[CheckpointMemory] = []
+
+    def reserve() -> bool:
+        reserved.append(ends.enter_context(CheckpointMemory(run.ledger, run.io_bytes)))
+        return reserved[0].lent
+
+    lent = ranks.on_all("reserving memory for a checkpoint", reserve)
+    [memory] = reserved
+    memory.note_ranks(any_lent=any(lent))
+    return memory
 
 
 def random_state() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from deepnvme import IOQueue, Pool
 from infinity_engine.checkpoint import SavedFile, SavedTensor, Slice, SliceSink
 from infinity_engine.checkpoint.export import Dtype
 from infinity_engine.checkpoint.exporting import WeightDraft
-from infinity_engine.engine.checkpoints.checkpointing import CheckpointMemory, Run, RunRanks
+from infinity_engine.engine.checkpoints.checkpointing import Run, RunRanks, reserve_together
 from infinity_engine.engine.checkpoints.sources import StateStreams, UntrainedStreams
 from infinity_engine.errors import ConfigError
 from infinity_engine.update.captured import CapturedStates
@@ -46,7 +46,7 @@ def export_weights(
     said = [str(path.resolve()), dtype.value, trainable_only, shard_bytes]
     ranks.agree("what is exported", {"path, dtype, trainable_only, shard_bytes": said})
     with ExitStack() as ends:
-        memory = ends.enter_context(CheckpointMemory(run.ledger, run.io_bytes))
+        memory = reserve_together(run, ranks, ends)
         # An engine without drives has no queue.
         queue = run.queue or ends.enter_context(IOQueue())
         draft = WeightDraft(

@@ -19,11 +19,11 @@ from deepnvme.memory.arrays import ITEMSIZES, Returns, code_of, empty
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, Kind, SavedTensor
 from infinity_engine.checkpoint.objects import nbytes_of_objects, objects_file, read_objects
 from infinity_engine.engine.checkpoints.checkpointing import (
-    CheckpointMemory,
     Run,
     RunRanks,
     Stateful,
     check_extra,
+    reserve_together,
     set_random_state,
     try_random_state,
 )
@@ -103,7 +103,7 @@ class Loads:
         found = CheckpointDirectory(path).resolve(tag)
         ranks.agree("which checkpoint is loaded", {"checkpoint": str(found.resolve())})
         with ExitStack() as ends:
-            memory = ends.enter_context(CheckpointMemory(run.ledger, run.io_bytes))
+            memory = reserve_together(run, ranks, ends)
             # An engine without drives has no queue.
             queue = run.queue or ends.enter_context(IOQueue())
             pool = Pool(memory.small)

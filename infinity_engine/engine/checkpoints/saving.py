@@ -46,6 +46,7 @@ from infinity_engine.engine.checkpoints.checkpointing import (
     Stateful,
     check_extra,
     random_state,
+    reserve_together,
 )
 from infinity_engine.engine.checkpoints.sources import (
     SmallBuffers,
@@ -356,7 +357,7 @@ class Saves:
         run, ranks, directory = self._run, self._ranks, CheckpointDirectory(request.path)
         began = time.perf_counter()
         with ExitStack() as ends:
-            memory = ends.enter_context(CheckpointMemory(run.ledger, run.io_bytes))
+            memory = reserve_together(run, ranks, ends)
             queue = run.queue or ends.enter_context(IOQueue())
 
             def begin() -> str:
