@@ -80,11 +80,15 @@ class _SubgroupStates:
 
     subgroup: Subgroup
     home: Home
-    lease: Lease | None  # None: its states are on the drives, or it has only values
     pieces: tuple[int, ...]  # of each segment: which piece of its parameter it is
     steps: list[int]  # of each segment
+    lease: Lease | None = None  # None: its states are on the drives, or it has only values
     # New 16-bit values on their way to the memory where modules compute.
     copies: Lease | None = None
+
+    def stay_in(self, lease: Lease, copies: Lease | None) -> None:
+        """Have its states in memory."""
+        self.lease, self.copies = lease, copies
 
     def move(self, home: Home, copies: Lease | None) -> None:
         """Be updated elsewhere from the next step on."""
@@ -114,7 +118,6 @@ class StateKeeper:
     ) -> None:
         self._swapped = swapped
         self._host_thread = host_thread  # None: the host's updates are made where they are begun
-        self._resting = frozenset(resting)  # subgroups with states on the drives
         self._plan = plan
         self._trained = trained
         self._state_names = tuple(state_names)
@@ -129,7 +132,12 @@ class StateKeeper:
         self._visits: dict[int, list[int]] = {}
         numbers = piece_numbers(subgroups)
         self._held = {
-            subgroup.index: self._hold(subgroup, homes[subgroup.index], numbers[subgroup.index])
+            subgroup.index: self._hold(
+                subgroup,
+                homes[subgroup.index],
+                numbers[subgroup.index],
+                on_drives=subgroup.index in resting,
+            )
             for subgroup in subgroups
         }
         self._staging: list[Lease] = []
@@ -173,42 +181,33 @@ class StateKeeper:
         pool = self._lanes.device if home is Home.RESIDENT else self._lanes.host
         return pool.lease(subgroup.formats.width * subgroup.numel, holder="updated parameters")
 
-    def _hold(self, subgroup: Subgroup, home: Home, pieces: tuple[int, ...]) -> _SubgroupStates:
+    def _hold(
+        self, subgroup: Subgroup, home: Home, pieces: tuple[int, ...], *, on_drives: bool
+    ) -> _SubgroupStates:
         pool = (
             self._lanes.device if home is Home.RESIDENT and not self._unified else self._lanes.host
         )
-        lease = copies = None
+        held = _SubgroupStates(subgroup, home, pieces, [0] * len(subgroup.segments))
         # Those on drives need none here: they pass a step's buffers.
-        if subgroup.index not in self._resting:
-            lease = pool.lease(self._nbytes(subgroup, home), holder="optimizer states")
-            copies = self._copies(subgroup, home)
-        return _SubgroupStates(subgroup, home, lease, pieces, [0] * len(subgroup.segments), copies)
+        if not on_drives:
+            lease = pool.lease(self._nbytes(held), holder="optimizer states")
+            held.stay_in(lease, self._copies(subgroup, home))
+        return held
 
-    def _nbytes(self, subgroup: Subgroup, home: Home) -> int:
+    def _nbytes(self, held: _SubgroupStates) -> int:
         """Return the bytes of a subgroup's states: moments, and masters that are not in place."""
-        return (
-            4
-            * subgroup.numel
-            * (len(self._state_names) + (0 if self._in_place(subgroup, home) else 1))
-        )
+        streams = len(self._state_names) + (not self._in_place(held))
+        return 4 * held.subgroup.numel * streams
 
-    def _state_in(
-        self, flat: torch.Tensor, held: _SubgroupStates, steps: Sequence[int]
-    ) -> SubgroupState:
+    def _state_in(self, flat: torch.Tensor, held: _SubgroupStates) -> SubgroupState:
         """Return a subgroup's states as they lie in `flat`: the masters first, then the moments."""
         subgroup = held.subgroup
-        values = (
-            # One row for each stream, each as long as the subgroup.
-            flat[: self._nbytes(subgroup, held.home)].view(torch.float32).view(-1, subgroup.numel)
-        )
-        streams = [Values.of(row) for row in values]
-        masters: Values | tuple[Values, ...]
-        if self._in_place(subgroup, held.home):
-            masters = self._computed_in_place(held)
-        else:
-            masters = streams.pop(0)
+        # One row for each stream, each as long as the subgroup.
+        rows = flat[: self._nbytes(held)].view(torch.float32).view(-1, subgroup.numel)
+        streams = [Values.of(row) for row in rows]
+        masters = self._values_of(held) if self._in_place(held) else streams.pop(0)
         return SubgroupState(
-            subgroup=subgroup, master=masters, states=tuple(streams), steps=list(steps)
+            subgroup=subgroup, master=masters, states=tuple(streams), steps=list(held.steps)
         )
 
     def _states_of(self, held: _SubgroupStates) -> torch.Tensor:
@@ -222,9 +221,9 @@ class StateKeeper:
     def _buffered(self, held: _SubgroupStates) -> BufferedSubgroup | None:
         return self._swapped.buffered(held.subgroup.index)
 
-    def _in_place(self, subgroup: Subgroup, home: Home) -> bool:
+    def _in_place(self, held: _SubgroupStates) -> bool:
         here = Home.HOST if self._at_home else Home.RESIDENT
-        return subgroup.formats.parameter is None and (self._unified or home is here)
+        return held.subgroup.formats.parameter is None and (self._unified or held.home is here)
 
     @property
     def _at_home(self) -> bool:
@@ -235,31 +234,19 @@ class StateKeeper:
     def _unified(self) -> bool:
         return self._lanes.accelerator.unified
 
-    def _values_of(
-        self, held: _SubgroupStates, number: int, buffered: BufferedSubgroup | None = None
-    ) -> Values:
-        """Return a segment's values that modules compute with, in the buffer or in memory."""
-        segment, format_ = held.subgroup.segments[number], held.subgroup.formats.values
-        buffered = buffered or self._buffered(held)
-        if buffered is not None and number in buffered.layout.values:
-            target = buffered.values(number, format_.nbytes * segment.numel)
-            return Values(target.data_ptr(), segment.numel, format_, target)
-        whole = self._trained[segment.parameter].home
-        return Values(
-            whole.data_ptr() + format_.nbytes * segment.first_element, segment.numel, format_, whole
-        )
-
-    def _computed_in_place(self, held: _SubgroupStates) -> tuple[Values, ...]:
-        """Return what modules compute with, of every segment."""
-        if self._buffered(held) is not None:
-            return tuple(self._values_of(held, number) for number in range(len(held.pieces)))
-        format_ = held.subgroup.formats.values
+    def _values_of(self, held: _SubgroupStates) -> tuple[Values, ...]:
+        """Return what modules compute with, of every segment, in the buffer or in memory."""
+        buffered, format_ = self._buffered(held), held.subgroup.formats.values
         width = format_.nbytes
         found = []  # of thousands of segments, so nothing is looked up twice
-        for segment in held.subgroup.segments:
-            home = self._trained[segment.parameter].home
-            address = home.data_ptr() + width * segment.first_element
-            found.append(Values(address, segment.numel, format_, home))
+        for number, segment in enumerate(held.subgroup.segments):
+            if buffered is not None and number in buffered.layout.values:
+                values = buffered.values(number, width * segment.numel)
+                address = values.data_ptr()
+            else:
+                values = self._trained[segment.parameter].home
+                address = values.data_ptr() + width * segment.first_element
+            found.append(Values(address, segment.numel, format_, values))
         return tuple(found)
 
     def _target_bytes(
@@ -286,14 +273,14 @@ class StateKeeper:
         reporter: ProgressReporter,
     ) -> None:
         """Write the first masters, from `originals` in fp32, and previous or initial moments."""
-        total = sum(self._nbytes(held.subgroup, held.home) for held in self._held.values())
+        total = sum(self._nbytes(held) for held in self._held.values())
         writing: deque[IOEvent] = deque()
         buffers, count = len(self._plan.buffer_bytes), 0
         with reporter.part("making optimizer states", total) as made:
             for held in self._held.values():
                 if held.lease is not None:
                     self._fill(held, held.lease.flat(), originals, rules, previous)
-                elif held.subgroup.index in self._resting:
+                else:
                     # Every buffer has a write in flight: the oldest one frees the next buffer.
                     if len(writing) == buffers:
                         writing.popleft().wait()
@@ -301,7 +288,7 @@ class StateKeeper:
                     count += 1
                     self._fill(held, buffered.states(), originals, rules, previous)
                     writing.append(self._swapped.give_back(held.subgroup.index, buffered))
-                made(self._nbytes(held.subgroup, held.home))
+                made(self._nbytes(held))
             while writing:
                 writing.popleft().wait()
 
@@ -313,10 +300,10 @@ class StateKeeper:
         rules: Sequence[Rule],
         previous: PreviousStates,
     ) -> None:
-        values = flat[: self._nbytes(held.subgroup, held.home)].view(torch.float32)
+        values = flat[: self._nbytes(held)].view(torch.float32)
         numel = held.subgroup.numel
         start = 0
-        if not self._in_place(held.subgroup, held.home):
+        if not self._in_place(held):
             start = numel
             for segment in held.subgroup.segments:
                 piece = values[segment.offset : segment.offset + segment.numel]
@@ -380,7 +367,7 @@ class StateKeeper:
             if segment.numel
         ]
         runs: list[CapturedRun] = []
-        if not self._in_place(held.subgroup, held.home):
+        if not self._in_place(held):
             names = ("master", *names)
         else:
             # Masters in place lie with the parameters, each at a place of its own.
@@ -421,7 +408,7 @@ class StateKeeper:
                 pieces = dict(self._pieces(held, index, flat, buffered))
                 # Given views: what `fill` writes is in the states at once.
                 fill(segment, pieces)
-                if not self._in_place(held.subgroup, held.home):
+                if not self._in_place(held):
                     # Always: a buffer for the drives has no values yet.
                     values = self._target_bytes(held, index, buffered)
                     dtype = self._trained[segment.parameter].dtype
@@ -443,7 +430,7 @@ class StateKeeper:
         bits.
         """
         for held, index, segment in self._segments_of(number):
-            if not self._in_place(held.subgroup, held.home):
+            if not self._in_place(held):
                 self._write_master(held, index, _part(values, segment))
 
     def _write_master(self, held: _SubgroupStates, index: int, values: torch.Tensor) -> None:
@@ -509,10 +496,10 @@ class StateKeeper:
     ) -> list[tuple[str, torch.Tensor]]:
         """Return views of a segment's master and moments."""
         segment, numel = held.subgroup.segments[number], held.subgroup.numel
-        values = flat[: self._nbytes(held.subgroup, held.home)].view(torch.float32)
+        values = flat[: self._nbytes(held)].view(torch.float32)
         names: tuple[str, ...] = self._state_names
         found = []
-        if self._in_place(held.subgroup, held.home):
+        if self._in_place(held):
             found.append(("master", self._target_bytes(held, number, buffered).view(torch.float32)))
         else:
             names = ("master", *names)
@@ -575,7 +562,7 @@ class StateKeeper:
         """Update a subgroup in its buffer; return the step counts for when it is adopted."""
         self._before_change(index)
         held = self._held[index]
-        state = self._state_in(self._states_of(held), held, held.steps)
+        state = self._state_in(self._states_of(held), held)
         op = UpdateOnHost(subgroup=index, params=held.subgroup.numel)
         self._apply(op, held, state, self._targets(held), inputs)
         return list(state.steps)
@@ -595,10 +582,12 @@ class StateKeeper:
             self._before_change(op.subgroup)
         if isinstance(op, StoreStates):
             return self._swapped.store(op)
+        # After an interrupted step, only what it has left undone is done. What was updated waits in
+        # its buffer until it is stored.
+        updated = op.subgroup in self._step.updated
         if isinstance(op, LoadStates):
-            return self._load(op, held)
-        # After an interrupted step, only what it has left undone is done.
-        if self._was_done(held):
+            return None if updated else self._load(op, held)
+        if self._was_done(held) or (updated and isinstance(op, UpdateOnHost)):
             return None
         if isinstance(op, UpdateOnHost):
             return self._update_on_host(op, held)
@@ -609,10 +598,8 @@ class StateKeeper:
         return None if self._unified else self._move(op, held, after)
 
     def _update_on_host(self, op: UpdateOnHost, held: _SubgroupStates) -> HostUpdate | None:
-        """Update a subgroup, or let the thread do it; an interrupted step may have done it."""
-        if op.subgroup in self._step.updated:
-            return None
-        state = self._state_in(self._states_of(held), held, held.steps)
+        """Update a subgroup, or let the thread do it."""
+        state = self._state_in(self._states_of(held), held)
         targets, thread = self._targets(held), self._host_thread
         if thread is None:
             self._update(op, held, state, targets)
@@ -637,9 +624,6 @@ class StateKeeper:
         return held.home is Home.VISITING and index in self._step.updated
 
     def _load(self, op: LoadStates, held: _SubgroupStates) -> IOEvent | None:
-        # What was updated waits in its buffer until it is stored.
-        if op.subgroup in self._step.updated:
-            return None
         gradients, segments = self._step.inputs.gradients, held.subgroup.segments
         # Segments without a gradient are neither updated nor stored.
         wanted = [
@@ -655,13 +639,11 @@ class StateKeeper:
 
     def _move(self, op: Op, held: _SubgroupStates, after: Sequence[Event]) -> Event:
         if isinstance(op, UploadStates):
-            return self._copy(
-                op, Cargo.STATES, self._staged(op.staging, held), self._home_of(held), after
-            )
+            staged = self._on_device(op.staging, held)
+            return self._copy(op, Cargo.STATES, staged, self._states_of(held), after)
         if isinstance(op, DownloadStates):
-            event = self._copy(
-                op, Cargo.STATES, self._home_of(held), self._staged(op.staging, held), after
-            )
+            staged = self._on_device(op.staging, held)
+            event = self._copy(op, Cargo.STATES, self._states_of(held), staged, after)
             # Done when the copy has ended: until then the host has old bytes.
             self._on_the_way.append((held, self._visits.pop(op.subgroup), event))
             return event
@@ -674,20 +656,12 @@ class StateKeeper:
             return self._behind(self._lanes.download, after)
         raise TypeError(f"there is no way to carry out {op.name}")
 
-    def _home_of(self, held: _SubgroupStates) -> Lease | torch.Tensor:
-        return held.lease if held.lease is not None else self._states_of(held)
-
     def _update_on_device(
         self, op: UpdateOnDevice, held: _SubgroupStates, after: Sequence[Event]
     ) -> Event:
         inputs = self._step.inputs
         visits = op.staging is not None and not self._unified
-        flat = (
-            self._staging[op.staging].flat()
-            if visits and op.staging is not None
-            else self._states_of(held)
-        )
-        state = self._state_in(flat, held, held.steps)
+        state = self._state_in(self._on_device(op.staging, held), held)
         if visits:
             self._visits[op.subgroup] = state.steps
         targets = self._targets_on_device(op.staging, held)
@@ -699,7 +673,7 @@ class StateKeeper:
             if (
                 subgroup.formats.parameter is None
                 and not self._at_home
-                and not self._in_place(subgroup, held.home)
+                and not self._in_place(held)
             ):
                 self._copy_masters(subgroup, state, inputs.gradients)
 
@@ -751,7 +725,7 @@ class StateKeeper:
         # In place: for a visitor, `_visits` has this very list.
         state.steps[:] = update.steps
         if self._swapped.any:
-            nbytes = self._nbytes(held.subgroup, held.home)
+            nbytes = self._nbytes(held)
             self._lanes.meter.needs(Cargo.STATES, nbytes, found=held.lease is not None)
 
     def _records(
@@ -788,50 +762,47 @@ class StateKeeper:
         assert buffered is not None, "it is in a buffer"
         if held.lease is not None:
             return False
-        is_apart = formats.parameter is None and not self._in_place(held.subgroup, held.home)
+        is_apart = formats.parameter is None and not self._in_place(held)
         if is_apart or self._copies_of(held) is not None:
             return True
         return len(buffered.layout.values) == len(held.subgroup.segments)
 
     def _gradients_of(self, held: _SubgroupStates, inputs: StepInputs) -> list[Values | None]:
         """Return the gradients of all segments in the memory where their update runs."""
-        segments, kept = held.subgroup.segments, inputs.gradients
-        if self._buffered(held) is not None:
-            return [self._gradient(held, number, inputs) for number in range(len(segments))]
-        pairs = zip(segments, held.pieces, strict=True)
-        return [kept.values(segment.parameter, piece) for segment, piece in pairs]
+        kept, buffered = inputs.gradients, self._buffered(held)
+        places = {} if buffered is None else buffered.layout.gradients
+        found: list[Values | None] = []
+        for number, (segment, piece) in enumerate(
+            zip(held.subgroup.segments, held.pieces, strict=True)
+        ):
+            formats = kept.formats(segment.parameter, piece) if number in places else ()
+            if buffered is not None and formats:
+                found.append(self._summed(buffered, number, segment, formats))
+            else:
+                found.append(kept.values(segment.parameter, piece))
+        return found
 
-    def _gradient(self, held: _SubgroupStates, number: int, inputs: StepInputs) -> Values | None:
-        """Return the gradient of a segment in the memory where its update runs."""
-        buffered = self._buffered(held)
-        segment, piece = held.subgroup.segments[number], held.pieces[number]
-        if buffered is None or number not in buffered.layout.gradients:
-            return inputs.gradients.values(segment.parameter, piece)
-        formats = inputs.gradients.formats(segment.parameter, piece)
-        if not formats:
-            return inputs.gradients.values(segment.parameter, piece)
-        # One micro-batch needs no sum: its gradient is used as it came.
-        if len(formats) == 1:
-            return self._wire(buffered, number, segment, formats[0], 0)
-        wires = [
-            self._wire(buffered, number, segment, format_, place)
-            for place, format_ in enumerate(formats)
-        ]
-        # Place -1 is the sum's.
-        total = self._wire(buffered, number, segment, FloatFormat.FP32, -1)
-        added_up(self._lanes.kernels, wires, total)
-        return total
-
-    def _wire(
+    def _summed(
         self,
         buffered: BufferedSubgroup,
         number: int,
         segment: Segment,
-        format_: FloatFormat,
-        micro_batch: int,
+        formats: Sequence[FloatFormat],
     ) -> Values:
-        flat = buffered.gradient(number, micro_batch, format_.nbytes * segment.numel)
-        return Values(flat.data_ptr(), segment.numel, format_, flat)
+        """Return the sum of a segment's gradients that were read into a buffer."""
+
+        def lies_at(place: int, format_: FloatFormat) -> Values:
+            flat = buffered.gradient(number, place, format_.nbytes * segment.numel)
+            return Values(flat.data_ptr(), segment.numel, format_, flat)
+
+        read = [lies_at(place, format_) for place, format_ in enumerate(formats)]
+        # One micro-batch needs no sum: its gradient is used as it came.
+        if len(read) == 1:
+            return read[0]
+        # Place -1 is the sum's.
+        total = lies_at(-1, FloatFormat.FP32)
+        added_up(self._lanes.kernels, read, total)
+        return total
 
     def _note_update(self, held: _SubgroupStates, steps: list[int]) -> None:
         step = self._step
@@ -874,21 +845,19 @@ class StateKeeper:
     def _updated_on_device(self, staging: int | None, held: _SubgroupStates) -> torch.Tensor:
         """Return the new values as the device's update leaves them: 16-bit values, or masters."""
         subgroup = held.subgroup
-        states = self._staging[staging].flat() if staging is not None else self._states_of(held)
         if subgroup.formats.parameter is None:
-            return states[: 4 * subgroup.numel]
+            return self._on_device(staging, held)[: 4 * subgroup.numel]
         if held.copies is not None:
             return held.copies.flat()
+        assert staging is not None, "what is not staged has copies of its own"
         # Behind the states, in the same staging set.
-        return states[self._nbytes(subgroup, held.home) :][
-            : subgroup.formats.width * subgroup.numel
-        ]
+        behind = self._staging[staging].flat()[self._nbytes(held) :]
+        return behind[: subgroup.formats.width * subgroup.numel]
 
     def _computed_with(self, held: _SubgroupStates) -> tuple[Values | None, ...]:
-        numbers = range(len(held.subgroup.segments))
         if held.subgroup.formats.parameter is None:
-            return (None,) * len(numbers)
-        return tuple(self._values_of(held, number) for number in numbers)
+            return (None,) * len(held.subgroup.segments)
+        return self._values_of(held)
 
     def _copy_masters(
         self, subgroup: Subgroup, state: SubgroupState, gradients: GradientKeeper
@@ -907,8 +876,11 @@ class StateKeeper:
             piece = whole[segment.offset : segment.offset + segment.numel]
             target[segment.first_element : segment.first_element + segment.numel].copy_(piece)
 
-    def _staged(self, staging: int, held: _SubgroupStates) -> torch.Tensor:
-        return self._staging[staging].flat()[: self._nbytes(held.subgroup, held.home)]
+    def _on_device(self, staging: int | None, held: _SubgroupStates) -> torch.Tensor:
+        """Return the bytes of a subgroup's states where the device updates them."""
+        if staging is None or self._unified:
+            return self._states_of(held)
+        return self._staging[staging].flat()[: self._nbytes(held)]
 
     def _copy(
         self,

@@ -108,26 +108,19 @@ class _Places:
     The two places of a subgroup swap roles when its early update is adopted: nothing is copied.
     """
 
-    states: Mapping[int, Place]
-    new_states: Mapping[int, Place]
-    values: Mapping[int, Place]
-    new_values: Mapping[int, Place]
+    states: dict[int, Place]
+    new_states: dict[int, Place]
+    values: dict[int, Place]
+    new_values: dict[int, Place]
 
-    # A new object: an interrupt leaves either all of the old places or all of the new ones.
-    def adopting(self, indices: Collection[int], parameters: Collection[int]) -> _Places:
-        """Return the places after the early updates of these subgroups were adopted."""
-        states = {index: self.new_states[index] for index in indices}
-        values = {parameter: self.new_values[parameter] for parameter in parameters}
-        return _Places(
-            states={**self.states, **states},
-            # The old places are the next early update's targets.
-            new_states={**self.new_states, **{index: self.states[index] for index in states}},
-            values={**self.values, **values},
-            new_values={
-                **self.new_values,
-                **{parameter: self.values[parameter] for parameter in values},
-            },
-        )
+    def adopt(self, indices: Collection[int], parameters: Collection[int]) -> None:
+        """Adopt the early updates: the old places are the targets of the next ones."""
+        for old, new, numbers in (
+            (self.states, self.new_states, indices),
+            (self.values, self.new_values, parameters),
+        ):
+            for number in numbers:
+                old[number], new[number] = new[number], old[number]
 
 
 class SwappedStates:
@@ -329,18 +322,15 @@ class SwappedStates:
         )
         return buffered.storing
 
-    def note_arrivals(self) -> list[int]:
-        """Return the subgroups with a store that has ended since the last call."""
-        stored = []
+    def note_arrivals(self) -> None:
+        """Forget the buffers of subgroups that are stored."""
         for index, buffered in list(self._buffered.items()):
             if buffered.storing is not None:
                 with suppress(Exception):  # the walk has raised it already
                     buffered.storing.wait()
                     del self._buffered[index]
-                    stored.append(index)
                 # Also after a failure: then it stays here, and the next step stores it again.
                 buffered.store(None)
-        return stored
 
     # --- before a step ----------------------------------------------------------------------------
 
@@ -395,7 +385,7 @@ class SwappedStates:
         parameters = {
             segment.parameter for index in indices for segment in self._subgroups[index].segments
         }
-        self._places = self._places.adopting(indices, parameters)
+        self._places.adopt(indices, parameters)
         return {parameter: self._places.values[parameter] for parameter in parameters}
 
     # --- outside of steps -------------------------------------------------------------------------
