@@ -7,6 +7,7 @@ what shares a page.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deepnvme import File, IOQueue
+from deepnvme import FaultPlan, File, IOQueue, Requests
 from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, assert_same, contents, pattern
 
 BODY = 4 << 20  # long enough to be under way when the other write comes
@@ -75,6 +76,28 @@ def test_each_byte_is_of_a_write_that_covered_it(
         allowed[number + 1, offset : offset + nbytes] = True
     allowed[0] = ~allowed.any(axis=0)
     assert allowed[found, np.arange(len(found))].all()
+
+
+def test_write_behind_the_end_leaves_the_page_of_the_end_to_a_direct_write(
+    tmp_path: Path, disk_backend: str
+) -> None:
+    """The kernel clears the rest of that page in the page cache, which a direct write still has."""
+    written = b"\x07" * (PAGE + 100)
+    for _ in range(2 * ROUNDS):
+        with (tmp_path / "file").open("wb") as before:
+            before.write(bytes(PAGE - 512))
+            before.flush()
+            os.fsync(before.fileno())
+            os.posix_fadvise(before.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        # Half of the page: a direct write that lengthens the file runs alone in the kernel.
+        half = FaultPlan().shorten(nth=1, requests=Requests.WRITES)
+        with (
+            IOQueue(disk_backend, faults=half) as queue,
+            queue.open(tmp_path / "file", "r+") as file,
+        ):
+            file.pwrite(written).result(TIMEOUT_S)
+            file.sync().result(TIMEOUT_S)
+        assert (tmp_path / "file").read_bytes() == written
 
 
 def test_truncating_through_another_handle_shortens_readinto(

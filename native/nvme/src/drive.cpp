@@ -759,12 +759,15 @@ bool Drive::shares_page_in_kernel(const Chunk& chunk) const {
         chunk.direct ? in_kernel_ - direct_in_kernel_ : direct_in_kernel_;
     if (other_way == 0) return false;
     const PageRange pages = pages_of(chunk);
+    const PageRange cleared = page_cleared_by(chunk);
     return std::any_of(chunks_.begin(), chunks_.end(), [&](const Chunk& other) {
         if (!other.in_kernel || other.direct == chunk.direct) return false;
         const Operation& mine = chunk.active->operation;
         const Operation& others = other.active->operation;
         if (mine.verb != Verb::write && others.verb != Verb::write) return false;
-        return mine.file->is_same_file_as(*others.file) && pages.overlaps(pages_of(other));
+        if (!mine.file->is_same_file_as(*others.file)) return false;
+        return pages.overlaps(pages_of(other)) || cleared.overlaps(pages_of(other)) ||
+               pages.overlaps(page_cleared_by(other));
     });
 }
 
@@ -773,6 +776,17 @@ Drive::PageRange Drive::pages_of(const Chunk& chunk) {
     const std::uint64_t unit = operation.file->offset_alignment();
     const std::uint64_t start = chunk.offset;
     return {start / unit * unit, (start + chunk.length + unit - 1) / unit * unit};
+}
+
+// A buffered write that begins behind the end of the file: the kernel then clears the rest of the
+// page in which the file ended, in the page cache as well.
+Drive::PageRange Drive::page_cleared_by(const Chunk& chunk) {
+    const Operation& operation = chunk.active->operation;
+    const std::uint64_t unit = operation.file->offset_alignment();
+    const std::uint64_t end = operation.file->expected_length();
+    if (chunk.direct || operation.verb != Verb::write || end % unit == 0 || chunk.offset <= end)
+        return {0, 0};
+    return {end / unit * unit, end / unit * unit + unit};
 }
 
 bool Drive::earlier_write_pending(const Active& sync) const {

@@ -190,6 +190,7 @@ class Drive {
     void push(std::uint32_t index);
     [[nodiscard]] bool shares_page_in_kernel(const Chunk& chunk) const;
     [[nodiscard]] static PageRange pages_of(const Chunk& chunk);
+    [[nodiscard]] static PageRange page_cleared_by(const Chunk& chunk);
     [[nodiscard]] bool earlier_write_pending(const Active& sync) const;
     void unpark_syncs();
 
