@@ -177,6 +177,8 @@ class Doorbell:
     @property
     def descriptor(self) -> int: ...
 
+QUEUE_IS_CLOSED: str
+
 class Queue:
     def __init__(
         self,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import asyncio
     from array import array
 
-__all__ = ["CLOSED", "NO_DEADLINE_S", "Pending", "short_read_error"]
+__all__ = ["NO_DEADLINE_S", "Pending", "short_read_error"]
 
 _SUCCEEDED, _END_OF_FILE, _CANCELLED = (
     int(_native.Ending.SUCCEEDED),
@@ -46,7 +46,6 @@ _SUCCEEDED, _END_OF_FILE, _CANCELLED = (
 _FAILS = _native.AtEndOfFile.FAILS
 _TICKET = 7  # its place among the arguments of a gathered operation
 NO_DEADLINE_S = 1e9  # and more
-CLOSED = "the queue is closed. Submit before close(), or make another queue"
 # A batch submits what it has gathered when it holds this many operations, or one larger than this:
 # the drive then works while the caller goes on gathering.
 _MOST_GATHERED = 64

@@ -227,7 +227,9 @@ class Staged:
         """Make one pool first, then the others at once: all is registered anew each time."""
         with self._making:
             if self._closed:  # the registration would never be taken back
-                raise ClosedError("what this staging memory belongs to is closed")
+                raise ClosedError(
+                    "the store or file of this staging memory is closed: open it again to use it"
+                )
             if self._pools != before:  # another thread did
                 return
             # Two pools at most: one run is all that many programs need, and each registration waits

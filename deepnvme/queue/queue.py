@@ -41,7 +41,7 @@ from deepnvme.memory.device_arrays import device_array_of
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.faults import FaultPlan
 from deepnvme.queue.future import SLICE_S, IOFuture
-from deepnvme.queue.pending import CLOSED, NO_DEADLINE_S, Pending
+from deepnvme.queue.pending import NO_DEADLINE_S, Pending
 from deepnvme.queue.staging import Staging
 
 __all__ = [
@@ -444,7 +444,7 @@ class IOQueue(Closing):
         offset = operator.index(offset)
         _check_range("offset", offset, nbytes)
         if self._closed:
-            raise ClosedError(CLOSED)
+            raise ClosedError(_native.QUEUE_IS_CLOSED)
         return offset
 
     def _sync(self, verb: _native.Verb, file: _native.OpenFile) -> IOFuture[int]:
@@ -489,7 +489,7 @@ class IOQueue(Closing):
         """Submit one operation on several pieces of memory."""
         numbers, holder = _pieces_of(buffers, offsets, writable=verb is _READ)
         if self._closed:
-            raise ClosedError(CLOSED)
+            raise ClosedError(_native.QUEUE_IS_CLOSED)
         urgency, seconds = _terms(priority, deadline_s)
         return self._pending.submit_pieces(
             verb,

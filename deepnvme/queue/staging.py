@@ -26,7 +26,7 @@ from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.memory.device_arrays import CopyEvent, DeviceArray
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.future import IOFuture
-from deepnvme.queue.pending import CLOSED, Pending, short_read_error
+from deepnvme.queue.pending import Pending, short_read_error
 from deepnvme.sizes import PAGE
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ class Staging:
                 f"this queue belongs to process {self._owner}; a forked child makes its own"
             )
         if self._closing:
-            raise ClosedError(CLOSED)
+            raise ClosedError(_native.QUEUE_IS_CLOSED)
 
     def _wait_for_room(self) -> None:
         has_room = self._changed.wait_for(

@@ -386,6 +386,7 @@ void bind_files(py::module_& module) {
 }  // namespace
 
 void bind_queue(py::module_& module) {
+    module.attr("QUEUE_IS_CLOSED") = queue_is_closed;
     py::register_local_exception_translator(&translate);
     bind_enums(module);
     bind_memory(module);

@@ -222,7 +222,7 @@ def test_a_closed_queue_takes_no_more(tmp_path: Path, queue: IOQueue, pool: Pool
         lambda: queue.open(tmp_path / "file"),
         lambda: queue.use_pool(pool),
     ):
-        with pytest.raises(ClosedError, match="closed"):
+        with pytest.raises(ClosedError, match="make another queue"):
             call()
 
 

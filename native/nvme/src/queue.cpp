@@ -167,7 +167,7 @@ std::size_t Queue::take_room(std::size_t wanted, std::chrono::nanoseconds patien
     const auto is_over = [this] { return pending_ < options_.max_pending || closed_; };
     // Asked here first: wait_for reads the clock in any case.
     if (!is_over() && !room_.wait_for(lock, patience, is_over)) return 0;
-    if (closed_) throw ClosedError("the queue is closed");
+    if (closed_) throw ClosedError(queue_is_closed);
     const auto count = std::min<std::uint64_t>(wanted, options_.max_pending - pending_);
     pending_ += count;
     if (std::exchange(rests_, false)) news_.notify_one();
@@ -440,7 +440,7 @@ void Queue::refuse_if_forked() const {
 void Queue::refuse_if_unusable() const {
     refuse_if_forked();
     const std::lock_guard lock(mutex_);
-    if (closed_) throw ClosedError("the queue is closed");
+    if (closed_) throw ClosedError(queue_is_closed);
 }
 
 // A thread that waits for one of them takes all, so the one behind wait_ended() sleeps on. So it

@@ -19,6 +19,9 @@
 
 namespace deepnvme {
 
+inline constexpr const char* queue_is_closed =
+    "the queue is closed. Submit before close(), or make another queue";
+
 struct QueueOptions {
     std::string backend;  // one that make_backend knows
     std::vector<std::string>
