@@ -281,6 +281,12 @@ class TensorStore:
             with self._tensors.lock:
                 self._forget_ahead(changed)
 
+    def _get_part_async(self, name: str, key: Any, out: Any) -> StoreFuture[Any]:
+        return self._reader().read(partial(self._get_part, name, key, out))
+
+    def _put_part_async(self, name: str, key: Any, tensor: Any, *, copy: bool) -> StoreFuture[None]:
+        return self._writer().write(partial(self._put_part, name, key, tensor, copy=copy), (name,))
+
     def delete(self, name: str) -> None:
         """Forget a tensor. Its space is used again when no commit holds it any more.
 
@@ -359,9 +365,11 @@ class TensorStore:
                 request.together = each_alone
         return threads.get(request)
 
-    def put_many_async(self, tensors: Mapping[str, Any]) -> StoreFuture[None]:
+    def put_many_async(
+        self, tensors: Mapping[str, Any], *, copy: bool = False
+    ) -> StoreFuture[None]:
         """Begin to put several."""
-        return self._writer().write(lambda: self.put_many(tensors), tensors)
+        return self._writer().write(lambda: self.put_many(tensors, copy=copy), tensors)
 
     def get_many_async(
         self, names: Iterable[str], out: Mapping[str, Any] | None = None
@@ -599,6 +607,13 @@ class TensorStore:
         if self._end(self._volume.close):
             self._tell_of_loss("closed")
 
+    async def close_async(self) -> None:
+        """As `close`, in a thread: the event loop goes on meanwhile."""
+        import asyncio  # costs a third of importing this package, and a coroutine has it
+
+        if await asyncio.to_thread(self._end, self._volume.close):
+            self._tell_of_loss("closed")
+
     def discard(self) -> None:
         """Close, and remove the store's files: what was made is not wanted after all."""
         self._tensors.check_access()
@@ -669,6 +684,23 @@ class TensorStore:
         """Close."""
         # Not close(): from here, the warning is at the line of the `with`.
         if self._end(self._volume.close):
+            self._tell_of_loss("closed")
+
+    async def __aenter__(self) -> TensorStore:
+        """Return itself."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close without stopping the event loop."""
+        import asyncio  # as in close_async
+
+        # Not close_async(): as in __exit__.
+        if await asyncio.to_thread(self._end, self._volume.close):
             self._tell_of_loss("closed")
 
     def __reduce__(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from deepnvme.store.lane import StoreFuture
     from deepnvme.store.manifest import Record
 
 __all__ = ["StoredTensor"]
@@ -21,6 +22,12 @@ class _Parts(Protocol):
     def _get_part(self, name: str, key: Any, out: Any) -> Any: ...
 
     def _put_part(self, name: str, key: Any, tensor: Any, *, copy: bool) -> None: ...
+
+    def _get_part_async(self, name: str, key: Any, out: Any) -> StoreFuture[Any]: ...
+
+    def _put_part_async(
+        self, name: str, key: Any, tensor: Any, *, copy: bool
+    ) -> StoreFuture[None]: ...
 
 
 class StoredTensor:
@@ -76,6 +83,17 @@ class StoredTensor:
             VolumeFullError: there is no room for the copy. Nothing has changed.
         """
         self._parts._put_part(self.name, key, tensor, copy=copy)
+
+    def get_async(self, key: Any, out: Any = None) -> StoreFuture[Any]:
+        """Begin to get a part."""
+        return self._parts._get_part_async(self.name, key, out)
+
+    def put_async(self, key: Any, tensor: Any, *, copy: bool = False) -> StoreFuture[None]:
+        """Begin to put a part, after the puts that were begun before.
+
+        `tensor` must not change until the future has ended.
+        """
+        return self._parts._put_part_async(self.name, key, tensor, copy=copy)
 
     def __getitem__(self, key: Any) -> Any:
         """As `get`."""

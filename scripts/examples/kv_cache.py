@@ -72,9 +72,9 @@ class PagedCache:
 
         await asyncio.gather(*map(restore_one, pages))
 
-    def layer_of(self, page: Page, layer: int) -> torch.Tensor:
+    async def layer_of(self, page: Page, layer: int) -> torch.Tensor:
         """Return the keys and values of one layer of a page in the store. Reads those alone."""
-        part: torch.Tensor = self._store.get_slice(page.name)[layer]
+        part: torch.Tensor = await self._store.get_slice(page.name).get_async(layer)
         return part
 
     def forget(self, conversation: int) -> None:
@@ -93,7 +93,7 @@ async def converse(cache: PagedCache, conversation: int) -> None:
     await cache.offload(pages)
     cache.forget(conversation)
 
-    layer = cache.layer_of(pages[3], layer=5)
+    layer = await cache.layer_of(pages[3], layer=5)
     assert torch.equal(layer, expected[5, :, pages[3].tokens])
 
     await cache.restore(pages)
@@ -106,7 +106,7 @@ async def main(directory: str) -> None:
     page_bytes = LAYERS * 2 * PAGE_TOKENS * HEADS * HEAD_SIZE * 2
     capacity = CONVERSATIONS * (TOKENS // PAGE_TOKENS) * page_bytes
     # Twice the pages: a page that is replaced is written before its old place is free.
-    with deepnvme.TensorStore.swap(directory, 2 * capacity) as store:
+    async with deepnvme.TensorStore.swap(directory, 2 * capacity) as store:
         cache = PagedCache(store)
         await asyncio.gather(*(converse(cache, number) for number in range(CONVERSATIONS)))
     print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepnvme import Returns, StoreFuture, TensorStore
+from deepnvme import Returns, StoreFuture, TensorStore, UncommittedWarning
 from deepnvme.errors import ChecksumError
 from deepnvme.store.lane import Lane, Request, Together, each_alone
 from deepnvme.store.tensor_io import TensorIO
@@ -259,3 +260,51 @@ def test_a_lane_whose_thread_cannot_start_keeps_no_request(
     assert ended.future.result(TIMEOUT_S) == "ended"
     assert not lost.future.done()
     executor.shutdown()
+
+
+# --- in a coroutine ----------------------------------------------------------------------------
+
+
+def test_a_store_closes_at_the_end_of_its_asynchronous_block(tmp_path: Path) -> None:
+    async def keep() -> TensorStore:
+        async with TensorStore.create(tmp_path / "store", "1MiB", returns=Returns.NUMPY) as store:
+            await store.put_many_async({"a": filled(1)[::2]}, copy=True)
+            await store.commit_async()
+        return store
+
+    assert asyncio.run(keep()).closed
+    with TensorStore.open(tmp_path / "store", returns=Returns.NUMPY) as store:
+        assert (store.get("a") == filled(1)[::2]).all()
+
+
+def test_an_asynchronous_block_tells_of_changes_that_are_lost(tmp_path: Path) -> None:
+    async def lose() -> None:
+        async with TensorStore.create(tmp_path / "store", "1MiB") as store:
+            await store.put_async("a", filled(1))
+
+    with pytest.warns(UncommittedWarning, match="was closed with changes") as warned:
+        asyncio.run(lose())
+    assert warned[0].filename == __file__
+
+
+def test_parts_are_put_in_the_order_of_the_calls_and_got(store: TensorStore) -> None:
+    async def change() -> Any:
+        await store.put_async("a", filled(0))
+        part = store.get_slice("a")
+        puts = [part.put_async(slice(0, 500), filled(value)[:500]) for value in (1, 2)]
+        await asyncio.gather(*puts, part.put_async(slice(500, 600), filled(3)[:200:2], copy=True))
+        return await asyncio.gather(part.get_async(499), part.get_async(slice(500, 502)))
+
+    low, high = asyncio.run(change())
+    assert (int(low), high.tolist()) == (2, [3, 3])
+
+
+def test_a_commit_waits_for_parts_that_were_begun(tmp_path: Path) -> None:
+    with TensorStore.create(tmp_path / "store", "1MiB", returns=Returns.NUMPY) as store:
+        store.put("a", filled(0))
+        go = held_writer(store)
+        store.get_slice("a").put_async(slice(0, 9), filled(5)[:9])
+        go.set()
+        store.commit()
+    with TensorStore.open(tmp_path / "store", returns=Returns.NUMPY) as store:
+        assert store.get("a")[:10].tolist() == [5] * 9 + [0]
