@@ -186,6 +186,8 @@ def _summary(report: PlanReport, training: Training) -> Rows:
     kept = "checkpointed" if training.checkpointing else "all kept"
     if training.inputs_moved:
         kept += f", their inputs elsewhere: {format_bytes(training.input_bytes())}"
+    if training.chunked_loss:
+        kept += ", no whole logits"
     trained = sum(parameter.numel for parameter in training.model.parameters if parameter.trained)
     part = "" if trained == report.parameters else f", {trained:,} of them trained"
     yield "parameters", f"{report.parameters:,}{part}"

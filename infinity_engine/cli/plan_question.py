@@ -76,6 +76,18 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         help="do not train the parameters with this in their names",
     )
     what.add_argument(
+        "--base",
+        choices=("int8", "nf4"),
+        help="keep the weights of frozen linear layers in 8 or 4 bits (QLoRA); give --lora or "
+        "--freeze beside it",
+    )
+    what.add_argument(
+        "--loss",
+        choices=("whole", "chunked"),
+        default="whole",
+        help="chunked: the loss makes no whole logits (default: whole)",
+    )
+    what.add_argument(
         "--batch", type=int, default=1, metavar="N", help="sequences in a micro-batch (default: 1)"
     )
     what.add_argument(
@@ -193,6 +205,7 @@ def training_of(options: argparse.Namespace, model: ModelShape, precision: str) 
         accumulation_steps=options.accumulation,
         checkpointing=options.checkpointing,
         inputs_moved=options.offload_inputs,
+        chunked_loss=options.loss == "chunked",
         # Autocast changes what operations compute in, not what parameters are kept in.
         formats=Formats(parameter=formats[precision.removesuffix("_autocast")]),
         state_names=_states(options.optimizer),
@@ -320,12 +333,14 @@ def in_words(error: ConfigError) -> str:
 
 def model_of(options: argparse.Namespace) -> ModelShape:
     """Return the model that is named, or described by a file, with what is frozen of it."""
-    from infinity_engine.placement.adapters import freeze, with_lora
+    from infinity_engine.placement.adapters import freeze, with_compact_base, with_lora
 
     model = _whole(options.model)
     if options.lora is not None:
         model = with_lora(model, options.lora)
-    return model if options.freeze is None else freeze(model, options.freeze)
+    if options.freeze is not None:
+        model = freeze(model, options.freeze)
+    return model if options.base is None else with_compact_base(model, options.base)
 
 
 def _whole(given: str | None) -> ModelShape:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.losses.tiles import LossShape, LossTiles, choose_tiles, product_rows
+from infinity_engine.placement.models import LOSS_WORKSPACE
 from infinity_engine.tiling.cuts import TileCut
 from infinity_engine.tiling.linear import TiledLinear
 from infinity_engine.tiling.weights import WeightTile
@@ -30,7 +31,7 @@ __all__ = [
     "is_linear",
 ]
 
-DEFAULT_WORKSPACE = "64MiB"
+DEFAULT_WORKSPACE = LOSS_WORKSPACE
 """What the tiles of a loss take at one time, beside the gradients that they end in."""
 
 

@@ -1,4 +1,4 @@
-"""Models of which a part is frozen, and models with low-rank adapters (LoRA).
+"""Models of which a part is frozen or compact, and models with low-rank adapters (LoRA).
 
 Pure: from one ModelShape to another. Frozen parameters have no gradients and no states, and cross
 links only to be used. Called by the command line.
@@ -13,10 +13,12 @@ from dataclasses import replace
 from infinity_engine.errors import ConfigError
 from infinity_engine.placement.models import ModelShape, ModuleShape, ParameterShape
 
-__all__ = ["freeze", "with_lora"]
+__all__ = ["freeze", "with_compact_base", "with_lora"]
 
-_FP32 = 4  # bytes: adapters are kept so, whatever the model computes in
+_FP32 = 4  # bytes: adapters are kept so, whatever the model computes in, and scales
 _MOST_RANK = 4096
+_BLOCK = 64  # elements of nf4 with one scale
+_VALUES = 16  # that four bits stand for
 
 
 def freeze(model: ModelShape, pattern: str) -> ModelShape:
@@ -65,6 +67,53 @@ def with_lora(model: ModelShape, rank: int) -> ModelShape:
     *inner, last = model.modules
     modules = [part for module in inner for part in _adapted(module, rank)]
     return replace(model, modules=(*modules, _frozen(last)))
+
+
+def with_compact_base(model: ModelShape, kind: str) -> ModelShape:
+    """Return the model with the weights of frozen linear layers in 8 or 4 bits, as
+    `compact.CompactLinear` keeps them; the last module, which makes the logits, stays whole.
+
+    Raises:
+        ConfigError: the model has no such layers.
+    """
+    *inner, last = model.modules
+    modules = [_compact(module, kind) for module in inner]
+    expanded = [
+        whole.sides[0] * whole.sides[1]
+        for whole, module in zip(inner, modules, strict=True)
+        if module is not whole
+    ]
+    if not expanded:
+        expected = "frozen linear layers: give --lora or --freeze beside it"
+        raise ConfigError(field="--base", value=kind, expected=expected)
+    known = model.activations
+    return replace(
+        model,
+        modules=(*modules, last),
+        activations=None if known is None else replace(known, expanded=max(expanded)),
+    )
+
+
+def _compact(module: ModuleShape, kind: str) -> ModuleShape:
+    """Return a frozen linear module with its weight compact, and any other as it is."""
+    out, into = module.sides
+    numel = out * into
+    trains = any(parameter.trained for parameter in module.parameters)
+    if not numel or trains or (kind == "nf4" and numel % _BLOCK):
+        return module
+    weight, *others = module.parameters
+    scales = out if kind == "int8" else numel // _BLOCK
+    integers = numel if kind == "int8" else numel // 2
+    parts = (
+        ParameterShape(weight.name, integers, trained=False, element_bytes=1, stands_for=numel),
+        *(
+            ParameterShape(
+                f"{module.name}.{name}", count, trained=False, element_bytes=_FP32, stands_for=0
+            )
+            for name, count in (("scale", scales), ("values", _VALUES))
+        ),
+    )
+    return replace(module, parameters=(*parts, *others))
 
 
 def _adapted(module: ModuleShape, rank: int) -> Iterator[ModuleShape]:

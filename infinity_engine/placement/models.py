@@ -9,10 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isqrt
 
-__all__ = ["Activations", "ModelShape", "ModuleShape", "ParameterShape"]
+from infinity_engine.units import parse_bytes
 
+__all__ = ["LOSS_WORKSPACE", "Activations", "ModelShape", "ModuleShape", "ParameterShape"]
+
+LOSS_WORKSPACE = "64MiB"  # what the tiles of a chunked loss take
 _MOVING_INPUTS = 4  # blocks whose inputs are on their way, or fetched ahead
 _LOGITS_FP32 = 3  # a copy of the logits, their log-softmax, and its gradient
+_PIECE = 4 << 20  # elements of a compact weight that are expanded at once
+_EXPANDING = 6  # bytes that the work on each of them takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +25,15 @@ class ParameterShape:
     """One parameter.
 
     Frozen ones are not `trained`; `element_bytes` is given where it is not as modules compute.
+    `stands_for` is the number of a model's parameters that this one is, where that is not `numel`:
+    compact weights have more elements than integers, and their scales are none.
     """
 
     name: str
     numel: int
     trained: bool = True
     element_bytes: int | None = None
+    stands_for: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,13 +92,22 @@ class Activations:
     elements: int
     fp32: int
     logits: int
+    expanded: int = 0
+    """Elements of the largest compact weight: it is expanded while its layer computes."""
 
     def nbytes(
-        self, tokens: int, *, width: int, checkpointing: bool, inputs_moved: bool = False
+        self,
+        tokens: int,
+        *,
+        width: int,
+        checkpointing: bool,
+        inputs_moved: bool = False,
+        chunked_loss: bool = False,
     ) -> int:
         """Return the most bytes at once for so many tokens, with elements of `width` bytes.
 
-        `inputs_moved`: those of checkpointed blocks wait on the host or on drives.
+        `inputs_moved`: those of checkpointed blocks wait on the host or on drives. `chunked_loss`:
+        there are no whole logits.
         """
         block = self.block_bytes(tokens, width=width)
         inputs = min(self.blocks, _MOVING_INPUTS) if inputs_moved else self.blocks
@@ -100,7 +117,8 @@ class Activations:
             if checkpointing
             else block * self.blocks
         )
-        return kept + self.logits_bytes(tokens, width=width)
+        kept += width * self.expanded + _EXPANDING * min(self.expanded, _PIECE)
+        return kept + self.logits_bytes(tokens, width=width, chunked=chunked_loss)
 
     def block_bytes(self, tokens: int, *, width: int) -> int:
         """Return what one block saves."""
@@ -110,9 +128,15 @@ class Activations:
         """Return what one block is given."""
         return tokens * width * self.hidden
 
-    def logits_bytes(self, tokens: int, *, width: int) -> int:
-        """Return what the logits and their loss take of that."""
-        return tokens * self.logits * (width + 4 * _LOGITS_FP32)
+    def logits_bytes(self, tokens: int, *, width: int, chunked: bool = False) -> int:
+        """Return what the logits and their loss take of that.
+
+        A chunked loss takes a workspace, and keeps the gradient of the hidden states.
+        """
+        whole = tokens * self.logits * (width + 4 * _LOGITS_FP32)
+        if not chunked:
+            return whole
+        return min(whole, parse_bytes(LOSS_WORKSPACE)) + tokens * width * self.hidden
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +168,14 @@ class ModelShape:
     def numel(self) -> int:
         """Elements of all parameters."""
         return sum(module.numel for module in self.modules)
+
+    @property
+    def size(self) -> int:
+        """How many parameters it has, however they are kept."""
+        return sum(
+            parameter.numel if parameter.stands_for is None else parameter.stands_for
+            for parameter in self.parameters
+        )
 
     @property
     def width(self) -> int:

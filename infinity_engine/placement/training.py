@@ -43,6 +43,8 @@ class Training:
     """Whether there is a model already: its memory can be used."""
     inputs_moved: bool = False
     """Whether the inputs of checkpointed blocks wait on the host or on drives."""
+    chunked_loss: bool = False
+    """Whether the loss is computed without whole logits."""
     overlap: bool | None = True
     """Whether an update's end may go on beside the next forward; None: where a step is shorter."""
 
@@ -82,6 +84,7 @@ class Training:
                 width=self.width,
                 checkpointing=self.checkpointing,
                 inputs_moved=self.inputs_moved,
+                chunked_loss=self.chunked_loss,
             )
         )
 
@@ -95,7 +98,9 @@ class Training:
     def logits_bytes(self) -> int:
         """Return what the logits and their loss take of that."""
         known = self.model.activations
-        return 0 if known is None else known.logits_bytes(self.tokens, width=self.width)
+        if known is None:
+            return 0
+        return known.logits_bytes(self.tokens, width=self.width, chunked=self.chunked_loss)
 
     def formats_of(self, parameter: ParameterShape) -> Formats:
         """Return how a parameter is stored: one of another width is taken to be bf16, or fp32."""

@@ -289,6 +289,8 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
         moved = format_bytes(training.input_bytes())
         words = f"inputs of blocks on drives or the host, {moved} there (--offload-inputs)"
         yield words, replace(training, inputs_moved=True)
+    if not training.chunked_loss and training.model.activations is not None:
+        yield "a loss without whole logits (--loss chunked)", replace(training, chunked_loss=True)
     if training.batch > 1:
         yield "a micro-batch of 1 (--batch 1)", replace(training, batch=1)
     sequence = _longest(planner)

@@ -217,7 +217,7 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
     least = decision.least_update_ns
     return PlanReport(
         model=training.model.name,
-        parameters=training.model.numel,
+        parameters=training.model.size,
         ranks=means.ranks,
         settings=_settings(best, means),
         steps=steps,

@@ -10,8 +10,9 @@ import pytest
 
 from infinity_engine.cli.main import main
 from infinity_engine.errors import ConfigError
-from infinity_engine.placement.adapters import freeze, with_lora
+from infinity_engine.placement.adapters import freeze, with_compact_base, with_lora
 from infinity_engine.placement.models import ModelShape
+from infinity_engine.sim.configs import model_of_config
 from infinity_engine.sim.presets import preset
 
 MODEL = preset("llama-3.2-1b")
@@ -58,6 +59,51 @@ def test_attention_has_its_whole_backward_beside_frozen_parameters() -> None:
 
     grown = out.backward_flops(2048) - out.backward_flops(1024)
     assert grown == 2 * 4 * 1024 * out.attention_width
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_compact_base_has_the_parameters_that_the_engine_makes(kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    from infinity_engine.compact import CompactKind, CompactLinear
+
+    config = {**CONFIG, "attention_bias": True}
+    compact = with_compact_base(with_lora(model_of_config(config, name="small"), 4), kind)
+
+    [planned] = [it for it in compact.modules if it.name == "model.layers.0.self_attn.k_proj"]
+    layer = torch.nn.Linear(64, 64)
+    made = CompactLinear(64, 64, kind=CompactKind(kind), bias=layer.bias)
+    assert [(it.name.rpartition(".")[2], it.numel) for it in planned.parameters] == [
+        (name, parameter.numel()) for name, parameter in made.named_parameters()
+    ]
+    assert [it.element_bytes for it in planned.parameters[:3]] == [
+        parameter.itemsize for parameter in (made.weight, made.scale, made.values)
+    ]
+
+
+def test_a_compact_base_computes_as_a_whole_one_and_counts_as_many_parameters() -> None:
+    adapted = with_lora(MODEL, 8)
+    compact = with_compact_base(adapted, "nf4")
+
+    assert compact.size == adapted.size == adapted.numel
+    assert compact.numel < adapted.numel
+    assert [it.flops(9) for it in compact.modules] == [it.flops(9) for it in adapted.modules]
+
+
+def test_the_largest_compact_weight_is_expanded_beside_all_else() -> None:
+    adapted = with_lora(MODEL, 8)
+    known, compact = adapted.activations, with_compact_base(adapted, "int8").activations
+
+    assert known is not None
+    assert compact is not None
+    more = compact.nbytes(1, width=2, checkpointing=True) - known.nbytes(
+        1, width=2, checkpointing=True
+    )
+    assert more == 2 * 8192 * 2048 + 6 * (4 << 20)
+
+
+def test_a_base_that_is_trained_cannot_be_compact() -> None:
+    with pytest.raises(ConfigError, match="--base: expected frozen linear layers: give --lora"):
+        with_compact_base(MODEL, "nf4")
 
 
 @pytest.mark.parametrize("rank", [0, -1, 10_000])
@@ -108,6 +154,26 @@ def test_adapters_let_a_model_fit_that_does_not_as_a_whole(plan: Any) -> None:
 
     assert (whole, status) == (1, 0)
     assert "41,943,040 of them trained" in out
+
+
+def test_a_base_in_4_bits_takes_a_third_of_the_memory(plan: Any) -> None:
+    def parameters(*more: str) -> int:
+        _, out, _ = plan("--model", "llama-3-8b", "--lora", "16", *more, "--json")
+        held = json.loads(out)["memory"]["device"]["holdings"]
+        [nbytes] = [part["bytes"] for part in held if part["what"] == "parameters"]
+        return int(nbytes)
+
+    assert parameters("--base", "nf4") < 0.4 * parameters()
+
+
+def test_a_chunked_loss_lets_a_sequence_fit_and_is_offered(plan: Any) -> None:
+    asked = ("--model", "qwen2.5-1.5b", "--sequence", "32768")
+    refused, words, _ = plan(*asked)
+    status, out, _ = plan(*asked, "--loss", "chunked")
+
+    assert (refused, status) == (1, 0)
+    assert "a loss without whole logits (--loss chunked)" in words
+    assert "no whole logits" in out
 
 
 def test_a_quantized_model_is_answered_with_a_note(plan: Any, tmp_path: Path) -> None:
