@@ -58,6 +58,8 @@ def with_lora(model: ModelShape, rank: int) -> ModelShape:
     """Return the model, frozen, with adapters of this rank beside every linear module but the
     last, which makes the logits.
 
+    Autograd keeps what goes into each adapter, in fp32, and what comes out of its first half.
+
     Raises:
         ConfigError: the rank is none.
     """
@@ -66,7 +68,11 @@ def with_lora(model: ModelShape, rank: int) -> ModelShape:
         raise ConfigError(field="--lora", value=rank, expected=expected)
     *inner, last = model.modules
     modules = [part for module in inner for part in _adapted(module, rank)]
-    return replace(model, modules=(*modules, _frozen(last)))
+    known = model.activations
+    if known is not None:
+        kept = sum(module.sides[1] + rank for module in inner if module.sides[1])
+        known = replace(known, fp32=known.fp32 + -(-kept // known.blocks))
+    return replace(model, modules=(*modules, _frozen(last)), activations=known)
 
 
 def with_compact_base(model: ModelShape, kind: str) -> ModelShape:

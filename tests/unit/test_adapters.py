@@ -61,6 +61,17 @@ def test_attention_has_its_whole_backward_beside_frozen_parameters() -> None:
     assert grown == 2 * 4 * 1024 * out.attention_width
 
 
+def test_a_block_with_adapters_keeps_what_autograd_keeps_of_one() -> None:
+    """17,080 bytes a token: the block of this model as peft adapts it at rank 16, in bf16."""
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {**CONFIG, **sizes, **heads, "model_type": "llama"}
+    known = with_lora(model_of_config(config, name="small"), 16).activations
+
+    assert known is not None
+    assert known.block_bytes(1, width=2) == pytest.approx(17_080, rel=0.25)
+
+
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_a_compact_base_has_the_parameters_that_the_engine_makes(kind: str) -> None:
     torch = pytest.importorskip("torch")
