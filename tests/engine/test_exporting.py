@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 
 import infinity_engine
+from infinity_engine.checkpoint import CheckpointDirectory
 from infinity_engine.engine.engine import Engine
-from infinity_engine.errors import ConfigError
+from infinity_engine.errors import ConfigError, TransferError
 from support.ranks import launched
 from support.resident_memory import ResidentMemory
 
@@ -135,6 +138,24 @@ def test_a_directory_with_weights_is_refused_and_left_alone(tmp_path: Path) -> N
             engine.export(tmp_path / "other", dtype=torch.int8)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("call", ["begin", "commit"])
+def test_a_drive_that_is_full_in_an_export_is_a_transfer_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    _, engine = trained(tmp_path)
+    with engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointDirectory, call, full)
+            with pytest.raises(TransferError, match="weights for ") as error:
+                engine.export(tmp_path / "out")
+        assert error.value.errno == errno.ENOSPC
+        assert list((tmp_path / "out").iterdir()) == []
+        engine.export(tmp_path / "out")
 
 
 def test_an_export_between_micro_batches_has_the_weights_of_the_last_step(tmp_path: Path) -> None:

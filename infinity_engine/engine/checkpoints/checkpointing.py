@@ -5,12 +5,14 @@ Lists tensors and small state; `saving` and `loading` move it. Imports no tier a
 
 from __future__ import annotations
 
+import errno
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +22,7 @@ from deepnvme.closing import Closing
 from deepnvme.memory.arrays import code_of, described
 from infinity_engine.checkpoint import Kind, SavedTensor
 from infinity_engine.checkpoint.objects import savable
-from infinity_engine.errors import CollectiveError, ConfigError
+from infinity_engine.errors import CollectiveError, ConfigError, InfinityError, TransferError
 from infinity_engine.gradients.scaling import LossScale
 from infinity_engine.kept_errors import again, kept
 from infinity_engine.memory import Ledger
@@ -37,6 +39,7 @@ __all__ = [
     "Run",
     "RunRanks",
     "Stateful",
+    "as_transfer",
     "check_extra",
     "random_state",
     "reserve_together",
@@ -319,6 +322,24 @@ def reserve_together(run: Run, ranks: RunRanks, ends: ExitStack) -> CheckpointMe
     [memory] = reserved
     memory.note_ranks(any_lent=any(lent))
     return memory
+
+
+@contextmanager
+def as_transfer(path: Path, what: str = "checkpoint") -> Iterator[None]:
+    """Raise what the file system refuses as the engine's own error; `what` is at `path`."""
+    try:
+        yield
+    except InfinityError:
+        raise
+    except OSError as error:
+        raise TransferError(
+            errno=error.errno or errno.EIO,
+            path=str(error.filename or path),
+            offset=0,
+            asked=0,
+            done=0,
+            what=f"{what} {path}",
+        ) from kept(error)
 
 
 def random_state() -> dict[str, Any]:

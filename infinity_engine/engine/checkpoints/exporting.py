@@ -15,7 +15,12 @@ from deepnvme import IOQueue, Pool
 from infinity_engine.checkpoint import SavedFile, SavedTensor, Slice, SliceSink
 from infinity_engine.checkpoint.export import Dtype
 from infinity_engine.checkpoint.exporting import WeightDraft
-from infinity_engine.engine.checkpoints.checkpointing import Run, RunRanks, reserve_together
+from infinity_engine.engine.checkpoints.checkpointing import (
+    Run,
+    RunRanks,
+    as_transfer,
+    reserve_together,
+)
 from infinity_engine.engine.checkpoints.sources import StateStreams, UntrainedStreams
 from infinity_engine.errors import ConfigError
 from infinity_engine.update.captured import CapturedStates
@@ -55,7 +60,12 @@ def export_weights(
             dtype=dtype,
             trainable_only=trainable_only,
         )
-        ranks.on_rank_0("beginning the export", draft.begin)
+
+        def begin() -> None:
+            with as_transfer(path, "weights for"):
+                draft.begin()
+
+        ranks.on_rank_0("beginning the export", begin)
         if ranks.rank == 0:
             # Also after finish(): what is left of the draft goes.
             ends.callback(draft.abandon)
@@ -77,13 +87,14 @@ def export_weights(
         ]
 
         def finish() -> list[str]:
-            made = draft.finish(
-                files,
-                queue,
-                shard_bytes=shard_bytes,
-                read_bytes=memory.large,
-                write_bytes=memory.small,
-            )
+            with as_transfer(path, "weights for"):
+                made = draft.finish(
+                    files,
+                    queue,
+                    shard_bytes=shard_bytes,
+                    read_bytes=memory.large,
+                    write_bytes=memory.small,
+                )
             return [str(file) for file in made]
 
         return tuple(map(Path, ranks.on_rank_0("making the files", finish)))

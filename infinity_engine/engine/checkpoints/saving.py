@@ -6,7 +6,6 @@ waits until what it changes is written (decision 0030). Ranks meet in the checkp
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import threading
@@ -44,6 +43,7 @@ from infinity_engine.engine.checkpoints.checkpointing import (
     Run,
     RunRanks,
     Stateful,
+    as_transfer,
     check_extra,
     random_state,
     reserve_together,
@@ -59,7 +59,6 @@ from infinity_engine.errors import (
     CollectiveError,
     ConfigError,
     DamagedCheckpoint,
-    InfinityError,
     TransferError,
 )
 from infinity_engine.kept_errors import again, kept
@@ -361,7 +360,7 @@ class Saves:
             queue = run.queue or ends.enter_context(IOQueue())
 
             def begin() -> str:
-                with _as_transfer(request.path):
+                with as_transfer(request.path):
                     if request.tag is None:
                         return directory.begin_step(request.steps)
                     directory.begin(request.tag)
@@ -406,7 +405,7 @@ class Saves:
 
         def write() -> dict[str, Any]:
             objects.append(RankObjects(self._objects(request.extra)))
-            with _as_transfer(request.path):
+            with as_transfer(request.path):
                 files = self._write_now(
                     folder, objects[0], tensors, small.names, queue=queue, memory=memory
                 )
@@ -436,7 +435,7 @@ class Saves:
         source.add(objects[0], small.copies() if ranks.rank == 0 else ())
 
         def share() -> None:
-            with _as_transfer(request.path):
+            with as_transfer(request.path):
                 source.share(folder, shard_names(ranks.rank, _shards(files)), ranks.size)
 
         try:
@@ -772,7 +771,7 @@ class _Save:
 
     def _run(self) -> None:
         try:
-            with _as_transfer(self._draft.directory.path):
+            with as_transfer(self._draft.directory.path):
                 self._draft.write()
                 self.written.set()
                 self._draft.commit()
@@ -916,24 +915,6 @@ def _rooms(memory: CheckpointMemory) -> Iterator[list[memoryview]]:
 
 def _part(rank: int) -> str:
     return f"rank-{rank:05d}.part"
-
-
-@contextmanager
-def _as_transfer(path: Path) -> Iterator[None]:
-    """Raise what the file system refuses as the engine's own error."""
-    try:
-        yield
-    except InfinityError:
-        raise
-    except OSError as error:
-        raise TransferError(
-            errno=error.errno or errno.EIO,
-            path=str(error.filename or path),
-            offset=0,
-            asked=0,
-            done=0,
-            what=f"checkpoint {path}",
-        ) from kept(error)
 
 
 @cache  # It is looked for in the folders of all installed packages.
