@@ -16,7 +16,7 @@ from types import TracebackType
 
 from deepnvme import IOQueue
 from deepnvme.errors import NVMeError
-from deepnvme.formats.safetensors import STAGING_BYTES, Order, SafetensorsWriter
+from deepnvme.formats.safetensors import STAGING_BYTES, Order, SafetensorsError, SafetensorsWriter
 from deepnvme.memory.buffers import memory_of
 from deepnvme.memory.checksum import BlockChecksums
 from infinity_engine.checkpoint.manifest import BLOCK_BYTES, SavedFile
@@ -157,6 +157,9 @@ class _ShardFiles:
         what = f"checkpoint {self._directory}"
         try:
             yield
+        except SafetensorsError:
+            # No drive has failed: it says what the format refuses.
+            raise
         except NVMeError as error:
             raise transfer_error(error, what) from None
         except OSError as error:

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import infinity_engine
+from deepnvme.formats.safetensors import SafetensorsError
 from deepnvme.volume.framing import framed
+from infinity_engine.checkpoint import CheckpointDirectory
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import (
     CheckpointError,
@@ -116,6 +118,21 @@ def test_a_file_where_checkpoints_should_be_is_named(tmp_path: Path, below: str)
                 call(file / below)
         one_step(engine)
     assert file.read_text() == "mine"
+
+
+def test_a_name_that_no_file_can_have_is_refused_with_the_reason(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    model.register_parameter("half \ud800", torch.nn.Parameter(torch.zeros(3)))
+    with infinity_engine.initialize(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        budget={"host": "64MiB"},
+        accelerator="cpu",
+    ) as engine:
+        for write in (engine.save, engine.export):
+            with pytest.raises(SafetensorsError, match="half of a surrogate pair"):
+                write(tmp_path / write.__name__)
+        assert CheckpointDirectory(tmp_path / "save").tags() == []
 
 
 def test_an_export_to_a_file_names_it(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from deepnvme import IOQueue
 from deepnvme.closing import Closing
+from deepnvme.formats.safetensors import SafetensorsError
 from deepnvme.memory.arrays import code_of, described
 from infinity_engine.checkpoint import Kind, SavedTensor
 from infinity_engine.checkpoint.objects import savable
@@ -329,7 +330,7 @@ def as_transfer(path: Path, what: str = "checkpoint") -> Iterator[None]:
     """Raise what the file system refuses as the engine's own error; `what` is at `path`."""
     try:
         yield
-    except InfinityError:
+    except (InfinityError, SafetensorsError):
         raise
     except OSError as error:
         raise TransferError(
