@@ -140,12 +140,13 @@ class _ShardFiles:
 
     def _end(self) -> None:
         """Let the open file take its place."""
-        assert self._writer is not None, "a file is open"
-        # Taken away first: should finishing fail, __exit__ must not finish the file again.
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        assert writer is not None, "a file is open"
         # Leaving the block gives the file its name, once it is on the drive.
         with writer:
             pass
+        # Not before: should finishing fail, or Ctrl-C come, __exit__ closes what is still open.
+        self._writer = None
         saved = SavedFile(
             name=writer.path.name, nbytes=writer.nbytes, checksums=self._sums.checksums()
         )

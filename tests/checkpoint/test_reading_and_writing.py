@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from infinity_engine.checkpoint import (
 )
 from infinity_engine.checkpoint.manifest import BLOCK_BYTES
 from infinity_engine.errors import ManifestMismatch
+from support.interrupts import interrupted_at
 from support.saved_streams import ArraySource, parameters_of, save, values_of
 
 SHAPES = {
@@ -161,3 +163,19 @@ def test_a_source_that_ends_too_early_writes_no_shard(
     with IOQueue() as queue, pytest.raises(AssertionError, match="all of its slices"):
         write_shard(tmp_path, 0, source, queue=queue, file_bytes=file_bytes)
     assert len(list(tmp_path.iterdir())) == (nbytes // 40 if file_bytes == 40 else 0)
+
+
+def test_an_interrupt_while_a_file_ends_leaves_nothing_open(tmp_path: Path) -> None:
+    parameters = parameters_of({"weight": (10,)})
+    source = ArraySource(parameters, values_of(parameters))
+    with IOQueue() as queue:
+        for line in count(1):
+            folder = tmp_path / str(line)
+            folder.mkdir()
+            with interrupted_at(line, ("checkpoint/writer.py",), "_end") as told:
+                write_shard(folder, 0, source, queue=queue)
+            left = [file.name for file in folder.iterdir()]
+            assert left in ([], ["rank-00000-00000.safetensors"]), line
+            if not told[0]:
+                break
+    assert line > 1
