@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infinity_engine.cli.plan_answer import Section, answer, refused, show, with_options
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
@@ -31,6 +32,9 @@ from infinity_engine.cli.plan_question import (
 )
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.units import GiB
+
+if TYPE_CHECKING:
+    from infinity_engine.placement.training import Training
 
 __all__ = ["HELP", "NAME", "SCHEMA", "PlanAnswer", "add_arguments", "answer_to", "run"]
 
@@ -50,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_machine(parser)
     add_settings(parser)
+    parser.add_argument(
+        "--tiling",
+        choices=("off", "auto"),
+        default="off",
+        help="whether layers that the device has no room for are cut into tiles, as the setting "
+        "tiling says (default: off)",
+    )
     run = parser.add_argument_group("a whole run")
     run.add_argument(
         "--tokens",
@@ -104,7 +115,9 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
     """
     from infinity_engine.advice.activations import activation_advice
     from infinity_engine.advice.advising import advise
+    from infinity_engine.advice.tiles import tile_advice
     from infinity_engine.cli.plan_page import page, refusal_page
+    from infinity_engine.placement.tiles import tiled_by_room
     from infinity_engine.sim.planner import decide
     from infinity_engine.sim.remedies import explain_refusal
     from infinity_engine.sim.report import report_of
@@ -115,6 +128,11 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
     means, sources, rates_are, rated_bytes, watts = machine_of(options, precision, training)
     run = run_of(options, watts)
     settings = settings_of(options)
+    whole, tiled = training, None
+    if options.tiling == "auto":
+        room = means.room_for_layers(training)
+        tiled = tiled_by_room(model, width=training.width, room=room)
+        training = training if tiled is None else replace(training, model=tiled.model)
     try:
         decision = decide(training, means, **settings)
     except CapacityError as error:
@@ -129,6 +147,16 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
     report = report_of(decision, rated_bytes=rated_bytes)
     advice = advise(decision, rates_are, run)
     ways = activation_advice(decision, report)
+
+    def step_s_of(asked: Training) -> float | None:
+        try:
+            return report_of(decide(asked, means, **settings), rated_bytes=rated_bytes).step_s
+        except CapacityError:
+            return None
+
+    tiles = None if tiled is None else tile_advice(whole, tiled, step_s_of)
+    if options.tiling == "auto":
+        report = replace(report, settings={**report.settings, "tiling": "auto"})
     # Where the rates come from stands first: all else follows from them.
     notes = (*sources, *report.notes)
     if run is not None and advice.run is None:
@@ -137,18 +165,21 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
         )
     elif run is not None and options.watts is None and watts is not None:
         notes += ("energy is what the GPUs alone draw at most: give --watts for the whole machine",)
+    if options.tiling == "auto" and tiled is None:
+        notes += ('tiling="auto" cuts no layer: the device has room for each, with its gradient',)
     report = replace(report, notes=notes)
     return PlanAnswer(
         status=0,
-        sections=answer(report, training, advice, ways, full=options.full),
+        sections=answer(report, training, advice, ways, tiles, full=options.full),
         mapping={
             "schema": SCHEMA,
             "fits": True,
             **report.to_mapping(),
             "advice": advice.to_mapping(),
             "activations": None if ways is None else ways.to_mapping(),
+            "tiling": None if tiles is None else tiles.to_mapping(),
         },
-        page=partial(page, report, training, advice, ways),
+        page=partial(page, report, training, advice, ways, tiles),
     )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from infinity_engine.advice.activations import ActivationAdvice
     from infinity_engine.advice.advising import Advice
     from infinity_engine.advice.course import RunForecast
+    from infinity_engine.advice.tiles import TileAdvice
     from infinity_engine.placement.training import Training
     from infinity_engine.plan import Capacity
     from infinity_engine.sim.remedies import Refusal, Remedy
@@ -75,6 +76,7 @@ def answer(
     training: Training,
     advice: Advice,
     ways: ActivationAdvice | None = None,
+    tiles: TileAdvice | None = None,
     *,
     full: bool = False,
 ) -> Iterator[Section]:
@@ -87,15 +89,20 @@ def answer(
     else:
         yield f"Memory{_of_each_rank(report)}", _memory(report)
         yield "Time", _phases(report)
-    yield from what_follows(report, advice, ways)
+    yield from what_follows(report, advice, ways, tiles)
     if report.notes:
         yield "Notes", [("", note) for note in report.notes]
 
 
 def what_follows(
-    report: PlanReport, advice: Advice, ways: ActivationAdvice | None
+    report: PlanReport,
+    advice: Advice,
+    ways: ActivationAdvice | None,
+    tiles: TileAdvice | None = None,
 ) -> Iterator[Section]:
-    """Yield what follows from a plan: activations, wear, the run, the next purchase."""
+    """Yield what follows from a plan: tiles, activations, wear, the run, the next purchase."""
+    if tiles is not None:
+        yield "Tiles", _tiles(tiles)
     if ways is not None:
         yield "Activations", _activations(ways)
     if report.wear is not None:
@@ -282,6 +289,28 @@ def _activations(ways: ActivationAdvice) -> Rows:
     if gains:
         more = "; ".join(f"{tier.value} {seconds_in_words(gain)}" for tier, gain in gains)
         yield "1 GiB more saves", more
+
+
+def _tiles(tiles: TileAdvice) -> Rows:
+    """Yield which layers are cut, why, and what whole ones would take."""
+    tiled, more = tiles.tiled, tiles.with_more
+    yield 'tiling="auto"', str(tiled)
+    yield (
+        "why",
+        f"whole, the largest works with {format_bytes(tiled.working)}, more than half of the "
+        f"{format_bytes(tiled.room)} that layers and updates have beside activations",
+    )
+    whole = tiles.whole_s
+    yield (
+        "with whole layers",
+        "nothing fits" if whole is None else f"a step of {seconds_in_words(whole)}",
+    )
+    yield (
+        "with 1 GiB more",
+        "no layer is cut"
+        if more is None
+        else f"{more.tiles} tiles of at most {format_bytes(more.tile_bytes)}",
+    )
 
 
 def _wear(report: PlanReport) -> Rows:

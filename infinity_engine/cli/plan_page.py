@@ -26,6 +26,7 @@ from infinity_engine.units import format_bytes
 if TYPE_CHECKING:
     from infinity_engine.advice.activations import ActivationAdvice
     from infinity_engine.advice.advising import Advice
+    from infinity_engine.advice.tiles import TileAdvice
     from infinity_engine.placement.training import Training
     from infinity_engine.sim.remedies import Refusal
     from infinity_engine.sim.report import Holding, PlanReport
@@ -47,7 +48,11 @@ _LANES = MappingProxyType(
 
 
 def page(
-    report: PlanReport, training: Training, advice: Advice, ways: ActivationAdvice | None = None
+    report: PlanReport,
+    training: Training,
+    advice: Advice,
+    ways: ActivationAdvice | None = None,
+    tiles: TileAdvice | None = None,
 ) -> str:
     """Return the page."""
     parts = [
@@ -73,16 +78,19 @@ def page(
             ("setting", "value"),
             [(name, setting_in_words(value)) for name, value in report.settings.items()],
         ),
-        *_what_follows(report, advice, ways),
+        *_what_follows(report, advice, ways, tiles),
         *(f"<p>{escape(note)}.</p>" for note in report.notes),
     ]
     return document(f"Plan for {report.model}", body)
 
 
 def _what_follows(
-    report: PlanReport, advice: Advice, ways: ActivationAdvice | None
+    report: PlanReport,
+    advice: Advice,
+    ways: ActivationAdvice | None,
+    tiles: TileAdvice | None,
 ) -> Iterator[str]:
-    for title, rows in what_follows(report, advice, ways):
+    for title, rows in what_follows(report, advice, ways, tiles):
         yield f"<h2>{escape(title)}</h2>"
         yield table(("", ""), [(label, str(value)) for label, value in rows])
 

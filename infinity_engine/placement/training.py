@@ -150,6 +150,14 @@ class Means:
         drives = {name: limit // self.ranks for name, limit in self.budget.nvme.items()}
         return replace(self.budget, host=self.budget.host // self.ranks, nvme=drives)
 
+    def room_for_layers(self, training: Training) -> int:
+        """Return the bytes that layers and what updates pass have together, as `tiling="auto"`
+        counts them.
+        """
+        budget = self.of_one_rank()
+        room = budget.host if self.unified else budget.device
+        return max(room - (training.activation_bytes() if self.for_all else 0), 0)
+
     def free_lanes(self) -> frozenset[Lane]:
         """Return the links over which nothing goes: those of one memory."""
         return frozenset({Lane.H2D, Lane.D2H}) if self.unified else frozenset()

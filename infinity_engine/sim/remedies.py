@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from infinity_engine.optim import FloatFormat, Formats
+from infinity_engine.placement.tiles import tiled_by_room
 from infinity_engine.placement.training import Means, Training, beside_inputs
 from infinity_engine.plan import Auto, DriveRates, Rates, ResolvedBudget, Strategy, Tier
 from infinity_engine.sim.planner import Planner
@@ -283,6 +284,10 @@ def _other(planner: Planner) -> Iterator[Remedy]:
 
 def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
     training = planner.training
+    room = planner.means.room_for_layers(training)
+    tiled = tiled_by_room(training.model, width=training.width, room=room)
+    if tiled is not None:
+        yield f"{tiled} (--tiling auto)", replace(training, model=tiled.model)
     if not training.checkpointing and training.model.activations is not None:
         yield _CHECKPOINT, replace(training, checkpointing=True)
     elif not training.inputs_moved and training.input_bytes() and not planner.means.unified:

@@ -697,3 +697,45 @@ def test_wrong_or_missing_input_is_told_by_the_name_of_its_option(
     assert said in err
     assert err.startswith("infinity plan: error: ")
     assert out == ""
+
+
+LARGE_HEAD = ("--ram", "64GiB", "--gpu-mem", "1800MiB", "--sequence", "64")
+
+
+def large_head(folder: Path) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**CONFIG, "vocab_size": 512_000}))
+    return str(path)
+
+
+def test_a_giant_layer_is_refused_with_tiles_as_a_way_out(plan: Any, tmp_path: Path) -> None:
+    status, out, _ = plan("--model", large_head(tmp_path), *LARGE_HEAD)
+
+    assert status == 1
+    assert "model.embed_tokens and lm_head in 20 tiles" in out
+    assert "--tiling auto" in out
+
+
+def test_a_plan_with_tiles_says_what_is_cut_why_and_what_more_would_do(
+    plan: Any, tmp_path: Path
+) -> None:
+    status, out, _ = plan("--model", large_head(tmp_path), *LARGE_HEAD, "--tiling", "auto")
+
+    assert status == 0
+    assert re.search(r"tiling=\"auto\" +model.embed_tokens and lm_head in 20 tiles", out)
+    assert "whole, the largest works with 1.953 GiB, more than half of" in out
+    assert re.search(r"with whole layers +nothing fits", out)
+    assert re.search(r"with 1 GiB more +10 tiles of at most 200 MiB", out)
+    assert re.search(r"tiling +auto", out)
+
+    _, out, _ = plan("--model", large_head(tmp_path), *LARGE_HEAD, "--tiling", "auto", "--json")
+    tiling = json.loads(out)["tiling"]
+    assert tiling["layers"] == ["model.embed_tokens", "lm_head"]
+    assert tiling["step_s_with_whole_layers"] is None
+
+
+def test_tiling_that_cuts_nothing_says_so(plan: Any, tmp_path: Path) -> None:
+    given = ("--model", large_head(tmp_path), "--ram", "64GiB", "--gpu-mem", "24GiB")
+    _, out, _ = plan(*given, "--tiling", "auto", "--sequence", "64")
+
+    assert 'tiling="auto" cuts no layer' in out

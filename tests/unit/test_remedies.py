@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from infinity_engine.errors import CapacityError
+from infinity_engine.placement.tiles import tiled_by_room
 from infinity_engine.placement.training import Means, Training, beside_inputs
 from infinity_engine.plan import DriveRates, Rates, ResolvedBudget
 from infinity_engine.sim.planner import Planner, decide
@@ -156,6 +157,36 @@ def test_inputs_of_blocks_are_offered_to_drives_or_the_host_where_that_is_enough
     assert "9.375 GiB there" in change
     assert is_planned(moved, beside_inputs(moved, means))
     assert not is_planned(training, means)
+
+
+def test_tiles_are_offered_where_one_layer_is_too_large() -> None:
+    training = replace(training_of(preset("llama-3-8b")), batch=1, sequence=128)
+    means = Means(
+        budget=ResolvedBudget(device=2 * GiB, host=230 * GiB), rates=random_case(0)[1].rates
+    )
+
+    [change] = [
+        remedy.change
+        for remedy in explain_refusal(training, means).remedies
+        if "--tiling" in remedy.change
+    ]
+
+    room = means.room_for_layers(training)
+    tiled = tiled_by_room(training.model, width=training.width, room=room)
+    assert tiled is not None
+    assert change.startswith("model.embed_tokens and lm_head in ")
+    assert is_planned(replace(training, model=tiled.model), means)
+    assert not is_planned(training, means)
+
+
+def test_a_loss_without_whole_logits_is_offered_where_that_is_enough() -> None:
+    training = replace(training_of(preset("llama-3-8b")), batch=1, sequence=2048)
+    means = Means(
+        budget=ResolvedBudget(device=int(3.5 * GiB), host=230 * GiB),
+        rates=random_case(0)[1].rates,
+    )
+    changes = [remedy.change for remedy in explain_refusal(training, means).remedies]
+    assert any("losses.chunk_loss" in change for change in changes), changes
 
 
 def test_moved_inputs_take_their_part_of_the_drives_or_the_host() -> None:

@@ -1,0 +1,142 @@
+"""Which weights are cut, and into tiles of which size, by bytes alone (decision 0056); and what a
+model in numbers is then.
+
+Pure. The engine cuts live modules by the same two functions, and plans the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from infinity_engine.placement.models import ModelShape, ModuleShape
+from infinity_engine.units import format_bytes
+
+__all__ = ["TiledShape", "largest_tile", "needs_tiles", "tiled_by_room"]
+
+_PART_FOR_LAYERS = 2  # of the room; the rest is for buffers that updates and copies pass
+_MOST_TILES = 4096  # that are planned
+_TILES_AT_ONCE = 4  # a tile, its gradient, the next tile, and the gradient of the one before
+
+
+def needs_tiles(nbytes: int, room: int, *, trains: bool) -> bool:
+    """Tell whether a layer has too large a weight: its working memory is above half of `room`.
+
+    `trains`: the weight has a gradient, which is on the device at the same time.
+    """
+    return nbytes * (2 if trains else 1) > room // _PART_FOR_LAYERS
+
+
+def largest_tile(room: int) -> int:
+    """Return the bytes that a tile may have."""
+    return room // _PART_FOR_LAYERS // _TILES_AT_ONCE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TiledShape:
+    """A model with its large layers in tiles. `working` are the bytes of the largest of these, its
+    gradient included; `room` is what layers and what updates pass have together.
+    """
+
+    model: ModelShape
+    names: tuple[str, ...]
+    tiles: int
+    tile_bytes: int
+    working: int
+    room: int
+
+    def __str__(self) -> str:
+        """Return which layers are cut, and into how many tiles."""
+        first, *others = self.names
+        cut = {0: first, 1: " and ".join(self.names)}.get(
+            len(others), f"{first} and {len(others)} more layers"
+        )
+        return f"{cut} in {self.tiles} tiles of at most {format_bytes(self.tile_bytes)}"
+
+
+def tiled_by_room(model: ModelShape, *, width: int, room: int) -> TiledShape | None:
+    """Return the model as `tiling="auto"` cuts it, with elements of `width` bytes; None: as it is,
+    or there is so little room that tiles would be too many to plan.
+
+    Tiles of equal size are an estimate: the engine's have whole rows.
+    """
+    large = {module.name: module for module in model.modules if _is_large(module, width, room)}
+    if not large:
+        return None
+    limit = max(largest_tile(room), width)
+    counts = {name: -(-_nbytes(module, width) // limit) for name, module in large.items()}
+    if sum(counts.values()) > _MOST_TILES:
+        return None
+    # An output layer that uses an embedding's weight uses it tile by tile.
+    tied = {module.numel: counts[module.name] for module in large.values()}
+    modules = tuple(
+        part
+        for module in model.modules
+        for part in _parts(module, counts.get(module.name) or tied.get(module.shared_numel, 1))
+    )
+    before, after = (max(module.numel for module in each) for each in (model.modules, modules))
+    working = max(
+        _nbytes(module, width) * (2 if _trains(module) else 1) for module in large.values()
+    )
+    return TiledShape(
+        model=replace(
+            model,
+            modules=modules,
+            deepest_numel=after if model.deepest_numel == before else model.deepest_numel,
+        ),
+        names=tuple(large),
+        tiles=sum(counts.values()),
+        tile_bytes=max(
+            _nbytes(part, width)
+            for name, module in large.items()
+            for part in _parts(module, counts[name])
+        ),
+        working=working,
+        room=room,
+    )
+
+
+def _is_large(module: ModuleShape, width: int, room: int) -> bool:
+    """Tell whether a module is a linear layer or an embedding, and too large for this room."""
+    is_embedding = not module.flops_per_token and len(module.parameters) == 1
+    return bool(module.parameters and (module.sides[1] or is_embedding)) and needs_tiles(
+        _nbytes(module, width), room, trains=_trains(module)
+    )
+
+
+def _nbytes(module: ModuleShape, width: int) -> int:
+    return sum(
+        parameter.numel * (parameter.element_bytes or width) for parameter in module.parameters
+    )
+
+
+def _trains(module: ModuleShape) -> bool:
+    return any(parameter.trained for parameter in module.parameters)
+
+
+def _parts(module: ModuleShape, count: int) -> Iterator[ModuleShape]:
+    """Yield so many modules that have equal parts of this one."""
+    if count == 1:
+        yield module
+        return
+
+    def part(whole: int, number: int) -> int:
+        return whole * (number + 1) // count - whole * number // count
+
+    for number in range(count):
+        yield replace(
+            module,
+            name=f"{module.name}.tiles.{number}",
+            parameters=tuple(
+                replace(
+                    parameter,
+                    name=f"{module.name}.tiles.{number}.{parameter.name.rpartition('.')[2]}",
+                    numel=part(parameter.numel, number),
+                )
+                for parameter in module.parameters
+            ),
+            flops_per_token=part(module.flops_per_token, number),
+            attention_width=part(module.attention_width, number),
+            shared_numel=part(module.shared_numel, number),
+            sides=(part(module.sides[0], number), module.sides[1]),
+        )
