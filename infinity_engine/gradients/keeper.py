@@ -34,7 +34,7 @@ from infinity_engine.optim import FloatFormat, GradientNorm, GradientSums, HostK
 from infinity_engine.placement.pieces import GradientPiece
 from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import Lane
-from infinity_engine.storage import Hop, IOEvent, Place
+from infinity_engine.storage import Hop, Hops, Place
 from infinity_engine.units import align_up
 
 __all__ = ["GradientKeeper", "Interceptor", "added_up"]
@@ -733,7 +733,7 @@ class _DriveSlot:
             places = self._places[: len(self.formats)]
             wires = [leases.enter_context(self._offload.lease()) for place in places]
             with self._lanes.meter.waits(Wait.GRADIENTS):
-                IOEvent(self.read([lease.memory() for lease in wires])).wait()
+                Hops(self.read([lease.memory() for lease in wires])).wait()
             streams = [
                 Values(lease.flat().data_ptr(), numel, format_, lease)
                 for lease, format_ in zip(wires, self.formats, strict=True)

@@ -19,7 +19,7 @@ from infinity_engine.lanes.meter import Cargo, Wait
 from infinity_engine.memory import Lease
 from infinity_engine.placement.buffers import GRADIENT_SLOTS, SUM, gradient_slot
 from infinity_engine.plan.ops import Lane
-from infinity_engine.storage import Hop, IOEvent, Place, SwapFile
+from infinity_engine.storage import Hop, Place, SwapFile
 
 __all__ = ["GradientOffload", "NoOffload"]
 
@@ -47,7 +47,7 @@ class GradientOffload:
         self._turn = 0
         # The device may still be copying these into their buffers: no write may begin before.
         self._waiting: deque[_Sent] = deque()
-        self._writing: list[IOEvent] = []
+        self._writing: list[Hop] = []
         self._failed: TransferError | None = None
 
     def allocate(self, nbytes: int) -> Place:
@@ -88,7 +88,7 @@ class GradientOffload:
         A failure is raised by `finish_writes`.
         """
         with self._lanes.meter.waits(Wait.GRADIENTS):
-            self._forget_written([IOEvent([self._swap.write(place, memory, what=what)])])
+            self._forget_written([self._swap.write(place, memory, what=what)])
         self._lanes.meter.copies(
             Lane.NVME_WRITE, Cargo.GRADIENTS, place.nbytes, None, name="gradient"
         )
@@ -134,7 +134,7 @@ class GradientOffload:
             with self._lanes.meter.waits(Wait.GRADIENTS):
                 sent.made.wait()
         memory = sent.lease.memory()[: sent.place.nbytes]
-        event = IOEvent([self._swap.write(sent.place, memory, what=sent.what)])
+        event = self._swap.write(sent.place, memory, what=sent.what)
         # Closed now, but the buffer returns to the pool only when the write has ended.
         sent.lease.until(event)
         sent.lease.close()
@@ -147,7 +147,7 @@ class GradientOffload:
             Lane.NVME_WRITE, Cargo.GRADIENTS, sent.place.nbytes, None, name="gradient"
         )
 
-    def _forget_written(self, events: Sequence[IOEvent]) -> None:
+    def _forget_written(self, events: Sequence[Hop]) -> None:
         """Wait for writes; keep the first error without its traceback, which holds buffers."""
         for event in events:
             try:

@@ -35,7 +35,7 @@ class Waitable(Protocol):
     def done(self) -> bool:
         """Tell whether the work before it has ended."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Wait, on the host, until it has; raise what failed."""
 
 

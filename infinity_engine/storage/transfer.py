@@ -20,7 +20,7 @@ from infinity_engine.kept_errors import again, kept
 if TYPE_CHECKING:
     from infinity_engine.accel import Event
 
-__all__ = ["CopyHop", "Hop", "Hops", "IOEvent", "IOHop", "PlannedHop", "Transfer", "transfer_error"]
+__all__ = ["CopyHop", "Hop", "Hops", "IOHop", "PlannedHop", "Transfer", "transfer_error"]
 
 
 class Hop(Protocol):
@@ -90,32 +90,17 @@ class Hops:
 
     def wait(self) -> int:
         """Wait for all of them, also when one fails; raise the first that did."""
-        # An event waits for all, whatever fails; then the sum only collects results.
-        IOEvent(self._hops).wait()
-        return sum(hop.wait() for hop in self._hops)
-
-
-class IOEvent:
-    """The end of several reads and writes, as an event to wait for."""
-
-    def __init__(self, hops: Sequence[Hop]) -> None:
-        self._hops = list(hops)
-
-    def done(self) -> bool:
-        """Tell whether all of them have ended."""
-        return all(hop.done() for hop in self._hops)
-
-    def wait(self) -> None:
-        """Wait for all of them, also when one fails; raise the first that did."""
         failed: TransferError | None = None
+        moved = 0
         for hop in self._hops:
             try:
-                hop.wait()
+                moved += hop.wait()
             except TransferError as error:
                 # The others are waited for first: their memory may go once this raises.
                 failed = failed or kept(error)
         if failed is not None:
             raise again(failed)
+        return moved
 
 
 class CopyHop:

@@ -20,7 +20,7 @@ import torch
 from infinity_engine.errors import TransferError
 from infinity_engine.lanes.meter import Meter, Wait
 from infinity_engine.optim import FloatFormat, Rule
-from infinity_engine.storage import IOEvent
+from infinity_engine.storage import Hops
 from infinity_engine.update.states import StateKeeper
 from infinity_engine.update.swapping import BufferedSubgroup, SwappedStates
 from infinity_engine.update.under_way import StepInputs
@@ -40,7 +40,7 @@ class _Early:
 
     buffer: int
     buffered: BufferedSubgroup
-    loading: IOEvent
+    loading: Hops
     # By segment: which piece it is, and the micro-batch of the gradient that is there.
     arrived: dict[int, tuple[_Piece, int]] = field(default_factory=dict)
     # An update that fails leaves a mixture of old and new values.
@@ -237,7 +237,7 @@ class EarlyUpdates:
         self._wait_for(early.loading, Wait.READS)
         self._leave(subgroup)
 
-    def _wait_for(self, event: IOEvent, wait: Wait) -> None:
+    def _wait_for(self, event: Hops, wait: Wait) -> None:
         """Wait for an I/O to end, whether it succeeds or not."""
         with self._meter.waits(wait), suppress(TransferError):
             event.wait()

@@ -47,7 +47,7 @@ from infinity_engine.plan.ops import (
 )
 from infinity_engine.plan.step import Home, StepPlan
 from infinity_engine.progress import ProgressReporter
-from infinity_engine.storage import IOEvent, Place
+from infinity_engine.storage import Hops, Place
 from infinity_engine.update.captured import (
     CapturedPiece,
     CapturedRun,
@@ -274,7 +274,7 @@ class StateKeeper:
     ) -> None:
         """Write the first masters, from `originals` in fp32, and previous or initial moments."""
         total = sum(self._nbytes(held) for held in self._held.values())
-        writing: deque[IOEvent] = deque()
+        writing: deque[Hops] = deque()
         buffers, count = len(self._plan.buffer_bytes), 0
         with reporter.part("making optimizer states", total) as made:
             for held in self._held.values():
@@ -574,7 +574,7 @@ class StateKeeper:
         """Whether a step has begun and not ended: some values may be new and the rest old."""
         return self.step is not None
 
-    def carry_out(self, op: Op, after: Sequence[Event]) -> Event | IOEvent | HostUpdate | None:
+    def carry_out(self, op: Op, after: Sequence[Event]) -> Event | Hops | HostUpdate | None:
         """Submit an op. Without a thread for it, an update on the host is done on return."""
         held = self._held[op.subgroup]
         if isinstance(op, UpdateOnHost | UpdateOnDevice | DownloadStates | StoreStates):
@@ -623,7 +623,7 @@ class StateKeeper:
             return True
         return held.home is Home.VISITING and index in self._step.updated
 
-    def _load(self, op: LoadStates, held: _SubgroupStates) -> IOEvent | None:
+    def _load(self, op: LoadStates, held: _SubgroupStates) -> Hops | None:
         gradients, segments = self._step.inputs.gradients, held.subgroup.segments
         # Segments without a gradient are neither updated nor stored.
         wanted = [

@@ -22,7 +22,7 @@ from infinity_engine.memory import Lease
 from infinity_engine.optim import NORM_BLOCK, Subgroup, SummedMemory, Sums
 from infinity_engine.placement.buffers import BufferLayout, buffer_slot, early_slot
 from infinity_engine.plan.ops import Lane, LoadStates, StoreStates
-from infinity_engine.storage import Hop, IOEvent, Place, SwapFile
+from infinity_engine.storage import Hop, Hops, Place, SwapFile
 from infinity_engine.update.captured import CheckShared
 
 __all__ = ["BufferedSubgroup", "SwappedStates"]
@@ -40,7 +40,7 @@ class BufferedSubgroup:
     buffer: Lease
     wanted: Collection[int]
     """The numbers of its segments that are updated: the others have no gradient."""
-    storing: IOEvent | None = None
+    storing: Hops | None = None
     moving: list[Hop] = field(default_factory=list)
     uncompared: list[_Piece] = field(default_factory=list)
     """What was read, and not yet compared with what was written."""
@@ -72,7 +72,7 @@ class BufferedSubgroup:
             with suppress(TransferError):
                 hop.wait()
 
-    def store(self, writing: IOEvent | None) -> None:
+    def store(self, writing: Hops | None) -> None:
         """Note the write that is in flight, or None when it has ended."""
         self.storing = writing
 
@@ -220,7 +220,7 @@ class SwappedStates:
 
     def load(
         self, op: LoadStates, wanted: Collection[int], gradients: GradientKeeper
-    ) -> IOEvent | None:
+    ) -> Hops | None:
         """Begin to read a subgroup: its states, and what the update of `wanted` segments needs."""
         if op.subgroup in self._buffered:  # an interrupted step has updated it
             return None
@@ -235,9 +235,7 @@ class SwappedStates:
         buffered = self._buffered[op.subgroup] = BufferedSubgroup(layout, buffer, wanted)
         return self._read(op, buffered, gradients) if wanted else None
 
-    def _read(
-        self, op: LoadStates, buffered: BufferedSubgroup, gradients: GradientKeeper
-    ) -> IOEvent:
+    def _read(self, op: LoadStates, buffered: BufferedSubgroup, gradients: GradientKeeper) -> Hops:
         pieces = self._pieces_of(op.subgroup, buffered, values=buffered.layout.in_place)
         # The update compares, while the caches have what it reads; see `update`.
         hops = buffered.read(self._swap, pieces, compared=False)
@@ -264,7 +262,7 @@ class SwappedStates:
                 # Only of those that were read: others may still be in memory.
                 moved += sum(format_.nbytes * segment.numel for format_ in formats[: len(read)])
         self._count(Lane.NVME_READ, Cargo.GRADIENTS, moved, op)
-        return IOEvent(hops)
+        return Hops(hops)
 
     def compare(self, index: int) -> None:
         """Compare what was read of a subgroup with what was written, before it is used.
@@ -306,13 +304,13 @@ class SwappedStates:
             buffered.sums[memory.address, memory.block_bytes] = sums.after
         buffered.uncompared.clear()
 
-    def store(self, op: StoreStates) -> IOEvent | None:
+    def store(self, op: StoreStates) -> Hops | None:
         """Begin to write an updated subgroup to the drives."""
         buffered = self._buffered.get(op.subgroup)
         # Without gradients nothing was updated.
         if buffered is None or not buffered.wanted:
             return None
-        buffered.store(IOEvent(buffered.write(self._swap, self._pieces_of(op.subgroup, buffered))))
+        buffered.store(Hops(buffered.write(self._swap, self._pieces_of(op.subgroup, buffered))))
         self._count(Lane.NVME_WRITE, Cargo.STATES, buffered.layout.states_bytes, op)
         self._count(
             Lane.NVME_WRITE,
@@ -346,7 +344,7 @@ class SwappedStates:
 
     def load_early(
         self, index: int, buffer: int, gradients: GradientKeeper
-    ) -> tuple[BufferedSubgroup, IOEvent]:
+    ) -> tuple[BufferedSubgroup, Hops]:
         """Begin to read a subgroup, with its gradients on drives, into an early buffer."""
         layout, segments = self._layouts[index], self._subgroups[index].segments
         buffered = self._buffered[index] = BufferedSubgroup(
@@ -359,7 +357,7 @@ class SwappedStates:
             self.leave_early(index)
             raise
 
-    def store_early(self, index: int, buffer: int) -> IOEvent:
+    def store_early(self, index: int, buffer: int) -> Hops:
         """Begin to write a subgroup that was updated early, to its new places."""
         buffered = self._buffered[index]
         places = self._places
@@ -370,7 +368,7 @@ class SwappedStates:
         self._count(
             Lane.NVME_WRITE, Cargo.PARAMETERS, self._nbytes_of_values(index, buffered.wanted), op
         )
-        writing = IOEvent(hops)
+        writing = Hops(hops)
         buffered.store(writing)
         return writing
 
@@ -396,7 +394,7 @@ class SwappedStates:
         # A borrowed buffer has no owner but this call until it returns.
         try:
             pieces = self._pieces_of(index, buffered, values=buffered.layout.in_place)
-            IOEvent(buffered.read(self._swap, pieces)).wait()
+            Hops(buffered.read(self._swap, pieces)).wait()
         except BaseException:
             buffered.buffer.close()
             raise
@@ -409,21 +407,21 @@ class SwappedStates:
             self._layouts[index], lease, range(len(self._subgroups[index].segments))
         )
 
-    def give_back(self, index: int, buffered: BufferedSubgroup) -> IOEvent:
+    def give_back(self, index: int, buffered: BufferedSubgroup) -> Hops:
         """Begin to write a borrowed subgroup's states, and close its buffer.
 
         The buffer returns to the pool when they are written.
         """
         pieces = self._pieces_of(index, buffered, values=False)
-        writing = IOEvent(buffered.write(self._swap, pieces))
+        writing = Hops(buffered.write(self._swap, pieces))
         # The pool keeps the buffer until the write has ended.
         buffered.buffer.until(writing)
         buffered.buffer.close()
         return writing
 
-    def write_back(self, index: int, buffered: BufferedSubgroup) -> IOEvent:
+    def write_back(self, index: int, buffered: BufferedSubgroup) -> Hops:
         """Begin to write a borrowed subgroup's states, and its values that are on the drives."""
-        return IOEvent(buffered.write(self._swap, self._pieces_of(index, buffered)))
+        return Hops(buffered.write(self._swap, self._pieces_of(index, buffered)))
 
     def states_place(self, index: int) -> Place | None:
         """Return where the states of a subgroup are on the drives; None if they are in memory."""

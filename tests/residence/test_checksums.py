@@ -19,7 +19,7 @@ from deepnvme.memory.checksum import crc32c
 from infinity_engine.errors import DamageError, TransferError
 from infinity_engine.memory import Ledger
 from infinity_engine.plan import ResolvedBudget
-from infinity_engine.storage import IOEvent, Place, SwapFile
+from infinity_engine.storage import Hops, Place, SwapFile
 from support.unnamed_files import unnamed_files
 
 PAGE = 4096
@@ -179,7 +179,7 @@ def test_damage_is_told_to_everybody_who_waits(tmp_path: Path) -> None:
     with swap_file(tmp_path / "a") as swap:
         place = written(swap, BLOCK)
         flip(tmp_path / "a", place.extents[0].offset)
-        event = IOEvent([swap.read(place, memoryview(bytearray(BLOCK)), what="weights")])
+        event = Hops([swap.read(place, memoryview(bytearray(BLOCK)), what="weights")])
         for _ in range(2):
             with pytest.raises(DamageError, match=r"^weights: "):
                 event.wait()

@@ -18,7 +18,7 @@ from deepnvme.queue.faults import Requests
 from infinity_engine.errors import TransferError
 from infinity_engine.memory import Ledger
 from infinity_engine.plan import ResolvedBudget
-from infinity_engine.storage import IOEvent, PlannedHop, SwapFile, Transfer
+from infinity_engine.storage import Hops, PlannedHop, SwapFile, Transfer
 
 PAGE = 4096
 
@@ -165,7 +165,7 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize(
-    "failed", [IOEvent([FailedHop()]).wait, Transfer([stage(fail)]).result], ids=["event", "move"]
+    "failed", [Hops([FailedHop()]).wait, Transfer([stage(fail)]).result], ids=["event", "move"]
 )
 def test_an_error_keeps_no_buffer_of_those_that_it_passed(failed: Callable[[], object]) -> None:
     assert [told_beside_a_buffer(failed)() for _ in range(2)] == [None, None]
