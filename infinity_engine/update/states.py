@@ -534,7 +534,7 @@ class StateKeeper:
         """Lease the memory of a step that it does not have yet."""
         if not self._unified:
             with self._lanes.meter.waits(Wait.OPS):  # for evicted parameters
-                # Only those that are missing: an interruption may have come between two leases.
+                # Only those that are missing: a refusal may have come between two leases.
                 for nbytes in self._plan.staging_bytes[len(self._staging) :]:
                     self._staging.append(self._lanes.device.lease(nbytes, holder="staging sets"))
         self._swapped.begin_step(len(self._plan.buffer_bytes), self._step.updated)

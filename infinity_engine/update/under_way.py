@@ -27,7 +27,7 @@ class StepInputs:
 
 @dataclass(slots=True)
 class StepUnderWay:
-    """A step whose update has begun and not ended: some values may be new and the rest old."""
+    """An update that has begun and not ended: some values may be new and the rest old."""
 
     inputs: StepInputs
     result: StepResult

@@ -221,7 +221,8 @@ class Updates:
     def _count(self) -> None:
         """Count a step with an update that nothing can stop: an interrupt does not repeat it."""
         step = self._states.step
-        self._made += step is not None and step.count()
+        if step is not None and step.count():
+            self._made += 1
 
     @contextmanager
     def _failing_ends(self) -> Iterator[None]:
