@@ -47,8 +47,10 @@ def memory_of(thing: Any, *, writable: bool) -> Memory:
         ValueError: it is not contiguous.
         BufferError: it is read-only and `writable` was asked.
     """
-    if type(thing) is memoryview:  # which is what a pool gives
-        return _of_view(thing, writable=writable)
+    # A memoryview is what a pool gives.
+    view = thing if type(thing) is memoryview else _usual_view(thing)
+    if view is not None:
+        return _of_view(view, thing, writable=writable)
     if isinstance(thing, Memory):
         return thing
     torch = torch_of(thing)
@@ -57,7 +59,7 @@ def memory_of(thing: Any, *, writable: bool) -> Memory:
     if hasattr(thing, "__cuda_array_interface__"):
         raise TypeError(_DEVICE.format(kind=type(thing).__name__))
     try:
-        view = _native.BufferView(thing, writable=writable)
+        exposed = _native.BufferView(thing, writable=writable)
     except TypeError:
         if hasattr(thing, "__array_interface__"):
             return _of_array_interface(thing, writable=writable)
@@ -71,9 +73,10 @@ def memory_of(thing: Any, *, writable: bool) -> Memory:
         raise _refusal(thing, refusal, writable=writable) from None
     if _holds_objects(thing):
         raise TypeError(_OBJECTS.format(kind=type(thing).__name__))
-    return Memory(view.address, view.nbytes, view)
+    return Memory(exposed.address, exposed.nbytes, exposed)
 
 
+_PLAIN_KINDS = "biufc"  # of numpy dtypes: what the buffer protocol has a format for
 _DEVICE = (
     "{kind} is not in host memory, which is needed here: copy it to the host first (.cpu(), "
     "cupy.asnumpy)"
@@ -109,13 +112,25 @@ def refuse_unless_plain(tensor: Any, torch: Any) -> None:
         )
 
 
-def _of_view(view: memoryview, *, writable: bool) -> Memory:
+def _usual_view(thing: Any) -> memoryview | None:
+    """Return Python's own view of bytes, a bytearray or an array of plain numbers, else None."""
+    if type(thing) is bytes or type(thing) is bytearray:
+        return memoryview(thing)
+    numpy = sys.modules.get("numpy")
+    kind = getattr(numpy, "ndarray", None)  # another thread may be importing it just now
+    if kind is not None and type(thing) is kind and thing.dtype.kind in _PLAIN_KINDS:
+        return memoryview(thing)
+    return None
+
+
+def _of_view(view: memoryview, thing: Any, *, writable: bool) -> Memory:
+    """Return the memory that Python's own view of `thing` is of."""
     # A third of what a BufferView costs, which small operations feel. Python's own view of the view
     # keeps the memory in place as well: releasing `view` meanwhile lets nothing go.
     try:
         memory = Memory(*_native.held(view, writable))
     except (BufferError, ValueError) as refusal:
-        raise _refusal(view, refusal, writable=writable) from None
+        raise _refusal(thing, refusal, writable=writable) from None
     if "O" in view.format:
         raise TypeError(_OBJECTS.format(kind="memoryview"))
     return memory
