@@ -153,6 +153,9 @@ def run(options: argparse.Namespace) -> int:
         )
         console.print(Text(f"fio: {yardstick}"))
         console.print(Text("threads: preadv and pwritev in at most 16 plain Python threads."))
+        console.print(
+            Text("Each operation is a call of its own. pread_many moves small ones together.")
+        )
         for rival in ("fio", "threads"):
             slower = slower_than(rows, rival) or ["nothing"]
             console.print(Text(f"Slower than {rival}, with the ratio: {', '.join(slower)}."))
