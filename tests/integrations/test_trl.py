@@ -11,6 +11,7 @@ import torch
 import infinity_engine
 from support.engine_bits import bits_of, differing
 from support.families import peft, transformers
+from support.nvme_programs import output_of, run_program
 from support.trainers import arguments_of, language_model
 
 transformers()
@@ -177,26 +178,90 @@ def test_adapters_are_trained_on_a_base_that_was_loaded_onto_drives(
         trainer.end()
 
 
-def test_adapters_are_resumed_with_the_same_bits(tmp_path: Path) -> None:
-    def run(folder: Path, **more: Any) -> Any:
-        torch.manual_seed(0)
-        return Sft(
-            model=language_model(pad_token_id=0),
-            args=options(trl.SFTConfig, folder, **more),
-            train_dataset=texts(),
-            processing_class=tokenizer(),
-            peft_config=lora(),
-            engine=on_drives(tmp_path / "drive"),
-        )
+def adapting(kind: Any, folder: Path, **more: Any) -> Any:
+    """Return an SFT trainer of adapters with dropout, in an engine, that saves every two steps."""
+    torch.manual_seed(0)
+    trainer = kind(
+        model=language_model(dropout=0.1, pad_token_id=0),
+        args=options(trl.SFTConfig, folder / "run"),
+        train_dataset=texts(),
+        processing_class=tokenizer(),
+        peft_config=lora(),
+        engine=on_drives(folder / "drive"),
+        **more,
+    )
+    trainer.args.save_strategy = transformers().trainer_utils.SaveStrategy.STEPS
+    trainer.args.save_steps = 2
+    return trainer
 
-    whole = run(tmp_path / "whole")
-    whole.args.save_strategy = transformers().trainer_utils.SaveStrategy.STEPS
-    whole.args.save_steps = 2
+
+def test_adapters_are_resumed_with_the_same_bits(tmp_path: Path) -> None:
+    whole = adapting(Sft, tmp_path / "whole")
     whole.train()
     expected = bits_of(whole.engine)
     whole.end()
 
-    resumed = run(tmp_path / "again")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-4"))
+    resumed = adapting(Sft, tmp_path / "again")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/run/checkpoint-4"))
     assert differing(bits_of(resumed.engine), expected) == []
     resumed.end()
+
+
+PROGRAM = """
+import hashlib, os, signal, sys
+from pathlib import Path
+
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/integrations"]
+import torch
+from test_trl import Sft, adapting, bits_of, losses
+
+folder, place, step = Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+torch.set_num_threads(1)
+
+def die(trainer):
+    if trainer.state.global_step == step:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Killed(Sft):
+    def training_step(self, *args, **kwargs):
+        if place == "training":
+            die(self)
+        return super().training_step(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir):
+        if place == "saving":
+            die(self)
+        super()._save_rng_state(output_dir)
+
+trainer = adapting(Killed, folder)
+trainer.train(resume_from_checkpoint=place == "resumed")
+digest = hashlib.sha256()
+for name, value in sorted(bits_of(trainer.engine).items()):
+    digest.update(name.encode() + value.contiguous().view(-1).numpy().tobytes())
+print(trainer.state.global_step, losses(trainer)[-1], digest.hexdigest())
+trainer.end()
+"""
+
+
+def ran(folder: Path, place: str, step: int) -> Any:
+    folder.mkdir(exist_ok=True)
+    tests = Path(__file__).resolve().parents[1]
+    return run_program(PROGRAM, tests, folder, place, step, folder=folder, timeout_s=600)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return what a run says at its end that was not killed."""
+    return output_of(ran(tmp_path_factory.mktemp("whole"), "nowhere", -1)).splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("place", "step"), [("training", 5), ("saving", 4)])
+def test_killed_training_of_adapters_goes_on_with_the_same_bits(
+    place: str, step: int, whole: str, tmp_path: Path
+) -> None:
+    assert ran(tmp_path / "killed", place, step).returncode == -9
+    found = output_of(ran(tmp_path / "killed", "resumed", -1)).splitlines()[-1]
+
+    assert found == whole
