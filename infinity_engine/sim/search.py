@@ -57,6 +57,14 @@ _NEAREST = 3  # forms that are placed though they seem not to fit
 _NEAR = 1.12  # times the best: what is slower is not gone on from
 _FIRST_STEPS = (1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of all, to parts nearby
 _LAST_STEPS = (1 / 32, 1 / 128)
+_POLISHING_STEPS = (1 / 128, 1 / 64, 1 / 256)  # from the best at the end
+# Work beyond the limit, as the best is often found when it is reached; less where it takes as long
+# as estimated, so that small changes matter little.
+_POLISHING, _POLISHING_SMOOTH = 3000, 1500
+_SMOOTH = 0.015  # of its estimate: the best takes so much more or less at most
+_RUGGED = 1.03  # times its estimate: the best takes longer, so that other parts may be better
+_ELSEWHERE = 4  # plans of the best kind that are apart from all others that were simulated
+_WORTH_A_LOOK = 1.04  # times the best estimate of a kind: estimates are off by as much
 _ESTIMATED_STEPS = (1 / 64, 1 / 16, 1 / 64, 1 / 256)  # the first one crosses an edge nearby
 _STARTS = 4  # of each kind, from which estimates lead on
 _PROMISING = 1.3  # times the best estimate: from what takes longer, none leads to the best
@@ -183,6 +191,7 @@ class Search:
         self._go_on(_FIRST_STEPS, starts=2, most_work=_MOST_WORK // 2)
         self._other_sizes(entries)
         self._try_last(entries)
+        self._polish(entries)
         self._left_to_rates()
         return [candidate for candidate in self._known.values() if candidate is not None]
 
@@ -574,6 +583,46 @@ class Search:
             if least_ns < self._least_ns:
                 self._try(form, numel)
 
+    def _polish(self, entries: Sequence[_Ranked]) -> None:
+        """Look once more around the best, and at what is alike and apart from it.
+
+        Whole subgroups and modules make the time of a step rugged: a neighbour, or other parts that
+        are estimated alike, may be a few hundredths shorter. The more so, the more the best differs
+        from its estimate.
+        """
+        self._double_or_halve()
+        form, numel = self._forms[self._ranked()[0]]
+        estimate_ns = self._estimate_ns(form, numel)
+        if self._least_ns > _RUGGED * estimate_ns:
+            self._look_elsewhere(entries, form.kind)
+        is_smooth = abs(self._least_ns - estimate_ns) <= _SMOOTH * estimate_ns
+        more_work = _POLISHING_SMOOTH if is_smooth else _POLISHING
+        self._go_on(_POLISHING_STEPS, starts=1, most_work=self._work + more_work)
+
+    def _double_or_halve(self) -> None:
+        """Try the best parts with twice and half as many subgroups."""
+        if self._planner.subgroup_numel is not None:
+            return
+        form, numel = self._forms[self._ranked()[0]]
+        for other in (numel // 2, 2 * numel):
+            whole = max(other - other % NORM_BLOCK, NORM_BLOCK)
+            if _COUNTS[0] <= self._planner.trained_numel // whole <= _COUNTS[1]:
+                self._try(self._within(form, whole), whole)
+
+    def _look_elsewhere(self, entries: Iterable[_Ranked], kind: _Kind) -> None:
+        """Try a few parts of the best kind that are apart from those that were simulated."""
+        numel = self._numels(_COUNTS[:2])[-1]  # small enough, and simulated soon
+        alike = (entry for entry in entries if (entry.form.kind, entry.numel) == (kind, numel))
+        ranked = sorted(alike, key=attrgetter("estimate_ns"))
+        tried = [form.parts for form, known in self._forms.values() if known == numel]
+        most = len(tried) + _ELSEWHERE
+        for entry in ranked:
+            if len(tried) == most or entry.estimate_ns > _WORTH_A_LOOK * ranked[0].estimate_ns:
+                return
+            if all(entry.form.parts.distance(parts) >= _APART for parts in tried):
+                tried.append(entry.form.parts)
+                self._try(entry.form, numel)
+
     def _of_each_kind(self) -> list[Choice]:
         """Return the best choice of each kind that is near the best of all."""
         best: dict[_Kind, Choice] = {}
@@ -601,13 +650,14 @@ class Search:
 
     def _left_to_rates(self) -> None:
         """Try the best with the share left to the policy, which knows the update alone."""
-        best = self._best
-        assert best is not None, "something fits"
-        choice = best.choice
-        count = len(best.plan.steps.subgroups)
-        if self._given is None and isinstance(choice.strategy, Interleaved) and count <= _FEW:
-            form, _ = self._forms[choice]
-            self._known_of(replace(choice, strategy=replace(choice.strategy, share=None)), form)
+        for choice in self._ranked():
+            if self._given is not None or self._ns_of(choice) > _NEAR * self._least_ns:
+                return
+            count = self._planner.trained_numel // choice.subgroup_numel
+            if isinstance(choice.strategy, Interleaved) and count <= _FEW:
+                form, _ = self._forms[choice]
+                self._known_of(replace(choice, strategy=replace(choice.strategy, share=None)), form)
+                return
 
     # --- one of them ------------------------------------------------------------------------------
 

@@ -52,6 +52,17 @@ def test_more_of_a_resource_makes_no_step_longer(seed: int) -> None:
     assert longer_steps(seed) == []
 
 
+@pytest.mark.parametrize(("seed", "name"), [(130, "device"), (152, "links")])
+def test_more_of_a_resource_makes_no_rugged_step_longer(seed: int, name: str) -> None:
+    """A search that ends where its work does finds steps up to 1.1% longer there."""
+    training, means = random_case(seed)
+    before, after = (
+        decide(training, given).best.timeline.ns for given in (means, dict(with_more(means))[name])
+    )
+
+    assert after <= _SEARCH * before
+
+
 def test_a_kind_of_plan_that_is_long_with_large_subgroups_is_tried_with_small_ones() -> None:
     """At an edge, large subgroups have one staging set and three buffers: 1.6 times the estimate."""
     training, means = random_case(114)
