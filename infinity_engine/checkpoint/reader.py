@@ -495,6 +495,9 @@ class _CheckedFile:
             future.result()
         except NVMeError as error:
             raise transfer_error(error, f"checkpoint {self._directory}") from None
+        finally:
+            # Ctrl-C may have ended the wait, and not the read.
+            future.exception()
         return checksums_of(room, BLOCK_BYTES)
 
     def _block_bytes(self, block: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -11,13 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepnvme import IOQueue
+from deepnvme import IOFuture, IOQueue
+from deepnvme.queue.pipeline import once_there_is_room
 from infinity_engine.checkpoint import (
     CheckpointDirectory,
     CheckpointReader,
     SavedStream,
     Slice,
     SliceSink,
+    reader,
     write_shard,
 )
 from infinity_engine.checkpoint.manifest import BLOCK_BYTES
@@ -163,6 +166,46 @@ def test_a_source_that_ends_too_early_writes_no_shard(
     with IOQueue() as queue, pytest.raises(AssertionError, match="all of its slices"):
         write_shard(tmp_path, 0, source, queue=queue, file_bytes=file_bytes)
     assert len(list(tmp_path.iterdir())) == (nbytes // 40 if file_bytes == 40 else 0)
+
+
+class _Reading:
+    """A read that Ctrl-C interrupts the first wait for; tells whether its end was waited for."""
+
+    def __init__(self, future: IOFuture[int]) -> None:
+        self._future = future
+        self.ended = False
+
+    def result(self) -> int:
+        raise KeyboardInterrupt
+
+    def exception(self) -> BaseException | None:
+        self.ended = True
+        return self._future.exception()
+
+
+def test_an_interrupted_read_leaves_none_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = parameters_of({"weight": (3 * BLOCK_BYTES,)})
+    path = save(tmp_path, "tag", parameters, values_of(parameters))
+    into = np.empty(3 * BLOCK_BYTES, np.float32)
+    begun: list[_Reading] = []
+
+    def begin(submit: Callable[[], IOFuture[int]]) -> _Reading:
+        begun.append(_Reading(once_there_is_room(submit)))
+        return begun[-1]
+
+    with CheckpointReader(path) as opened:
+        opened.check_slices()
+        monkeypatch.setattr(reader, "once_there_is_room", begin)
+        for first in (0, 2 * BLOCK_BYTES):  # its block is kept, and is not
+            with pytest.raises(KeyboardInterrupt):
+                opened.read(parameters[0].stream("master"), first, into[: -first or None])
+        with pytest.raises(KeyboardInterrupt):
+            list(opened.verify())
+
+    assert len(begun) > 3
+    assert all(reading.ended for reading in begun)
 
 
 def test_an_interrupt_while_a_file_ends_leaves_nothing_open(tmp_path: Path) -> None:
