@@ -225,7 +225,9 @@ class ActivationMoves:
         if error is None:
             self._end_there(memory, stays=stays)
             return
-        if memory.record.home() is self._here and not stays:
+        if memory.record.home() is not self._here:  # a first hop went well
+            self._mover.move(memory.record, self._here)  # it is still here, so nothing moves
+        if not stays:
             self.resident.admit(memory.number, memory)
         raise again(error)
 

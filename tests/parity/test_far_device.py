@@ -24,6 +24,7 @@ from support.exact_training import trained_exact
 from support.far_programs import (
     MIB,
     exact_far,
+    failed_write_far,
     far_process,
     gradients_seen,
     limits_of_modules,
@@ -99,6 +100,17 @@ def test_saved_tensors_leave_the_device_and_come_back_with_the_same_bits(
 
     assert differing(reference(case).bits, bits) == []
     assert "activations" in report
+
+
+def test_a_write_that_fails_behind_the_copy_to_the_host_loses_nothing(
+    far: ProcessPoolExecutor, reference: Reference, tmp_path: Path
+) -> None:
+    case = Case(model="llama", small_bytes=0, steps=2)
+    activations = {"at": "nvme", "resident_bytes": 8192, "host_bytes": "1MiB", "small_bytes": 0}
+
+    bits = far.submit(failed_write_far, case, tmp_path, activations).result()
+
+    assert differing(reference(case).bits, bits) == []
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ accelerator for ever.
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 from collections.abc import Iterator
@@ -18,8 +19,9 @@ import torch
 
 from deepnvme.queue import queue
 from infinity_engine.accel import Emulation
-from infinity_engine.errors import CapacityError
+from infinity_engine.errors import CapacityError, TransferError
 from infinity_engine.plan import Strategy
+from infinity_engine.storage import Hop, Place, SwapFile
 from support.determinism import deterministic_compute
 from support.device_training import wide_engine
 from support.engine_bits import Bits, bits_of, differing
@@ -39,6 +41,7 @@ from support.scripts import load_script
 __all__ = [
     "MIB",
     "exact_far",
+    "failed_write_far",
     "far_process",
     "gpu_bench",
     "gradients_seen",
@@ -93,6 +96,34 @@ def offloaded_far(case: Case, drive: Path, activations: dict[str, object]) -> tu
     ):
         train(engine, task, case)
         return bits_of(engine), str(engine.report())
+
+
+def failed_write_far(case: Case, drive: Path, activations: dict[str, object]) -> Bits:
+    """Train with a write of saved tensors that fails on the way from the device through the host,
+    and run that batch again; return the bits.
+    """
+    real, left = SwapFile.write, [1]
+
+    def write(swap: SwapFile, place: Place, memory: memoryview, *, what: str = "") -> Hop:
+        if what.startswith("activation") and left[0]:
+            left[0] -= 1
+            raise TransferError(errno=errno.EIO, path="drive", offset=0, asked=1, done=0, what=what)
+        return real(swap, place, memory, what=what)
+
+    with (
+        deterministic_compute(),
+        _device() as device,
+        opened(case, device, drive, activations=activations) as (engine, task),
+    ):
+        train(engine, task, replace(case, steps=1))
+        batch = task.batch(1).to(engine.device)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SwapFile, "write", write)
+            with pytest.raises(TransferError, match="activation"):
+                engine.backward(engine(batch))
+        engine.zero_grad()
+        train(engine, task, replace(case, steps=case.steps - 1), first=1)
+        return bits_of(engine)
 
 
 def saved_beside_training(case: Case, folder: Path, drive: Path | None) -> list[str]:
