@@ -16,9 +16,10 @@ from infinity_engine.accel import Accelerator
 from infinity_engine.config import EngineConfig, Tiling
 from infinity_engine.errors import ConfigError
 from infinity_engine.parameters.precision import asked_dtype
+from infinity_engine.placement.tiles import largest_tile, needs_tiles
 from infinity_engine.planning.planning import room_for_layers
 from infinity_engine.ranks.ranks import Ranks
-from infinity_engine.tiling import Tiled, largest_tile, needs_tiles, replaceable, tile_those
+from infinity_engine.tiling import Tiled, replaceable, tile_those
 
 __all__ = ["tiled_by_budget"]
 

@@ -3,7 +3,6 @@
 Each tile is a module, so an engine fetches and releases its parameters one tile at a time.
 """
 
-from infinity_engine.placement.tiles import largest_tile, needs_tiles
 from infinity_engine.tiling.cuts import TileCut, cut_evenly, cut_into
 from infinity_engine.tiling.embedding import TiledEmbedding
 from infinity_engine.tiling.linear import TiledLinear
@@ -34,8 +33,6 @@ __all__ = [
     "WeightTile",
     "cut_evenly",
     "cut_into",
-    "largest_tile",
-    "needs_tiles",
     "places_of_tiles",
     "plan_tiles",
     "replaceable",

@@ -17,8 +17,9 @@ import infinity_engine
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.losses import chunked_cross_entropy
+from infinity_engine.placement.tiles import largest_tile
 from infinity_engine.plan import Tier
-from infinity_engine.tiling import TiledEmbedding, TiledLinear, largest_tile, tile, tile_sequence
+from infinity_engine.tiling import TiledEmbedding, TiledLinear, tile, tile_sequence
 from support.engine_bits import Bits, bits_of, differing
 from support.nvme_training import RATES, emulated
 

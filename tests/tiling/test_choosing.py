@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity_engine.tiling import largest_tile, needs_tiles, plan_tiles
+from infinity_engine.placement.tiles import largest_tile, needs_tiles
+from infinity_engine.tiling import plan_tiles
 
 MIB = 1 << 20
 
