@@ -4,6 +4,7 @@ how far it is.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Callable
@@ -157,6 +158,25 @@ def test_a_family_that_the_planner_does_not_know_is_planned_by_the_engine(
     said = "None before the model is loaded, as the planner does not know it"
     assert said in " ".join(out.split())
     assert "step 1/1" in out
+
+
+@pytest.mark.parametrize(("more", "loss"), [((), "whole"), (("--chunk-loss",), "chunked")])
+def test_the_plan_has_the_loss_of_the_training(
+    infinity: Command,
+    model: Path,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more: tuple[str, ...],
+    loss: str,
+) -> None:
+    def asked_for(options: argparse.Namespace, *_: object) -> None:
+        raise ConfigError(field="loss", value=options.loss, expected="nothing, to end here")
+
+    monkeypatch.setattr("infinity_engine.cli.runs.plan_first.training_of", asked_for)
+
+    _, _, err = infinity(model, text, "--host", "64MiB", "--sequence", "16", *more)
+
+    assert f"got '{loss}'" in err
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ def _question(
         "accumulation": settings.accumulation_steps,
         "optimizer": settings.optimizer,
         "checkpointing": settings.checkpointing,
+        "loss": "chunked" if settings.chunk_loss else "whole",
         "strategy": strategy if isinstance(strategy, str) else json.dumps(strategy),
         "parameters": engine.get("parameters", "auto"),
         "overlap": "off" if engine.get("overlap") == "off" else "auto",
