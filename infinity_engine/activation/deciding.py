@@ -156,7 +156,9 @@ class MeasuredWays:
             ),
             default=0,
         )
-        return max(self._limit - held - again, 0)
+        # Whatever was chosen: moves have their own part of the room already.
+        left = self._room.device - self._room.staging - self._outside
+        return max(left - held - again, 0)
 
     # --- what calls take --------------------------------------------------------------------------
 
