@@ -160,7 +160,7 @@ def test_a_family_that_the_planner_does_not_know_is_planned_by_the_engine(
     assert "step 1/1" in out
 
 
-@pytest.mark.parametrize(("more", "loss"), [((), "whole"), (("--chunk-loss",), "chunked")])
+@pytest.mark.parametrize(("more", "loss"), [((), "whole"), (("--loss", "chunked"), "chunked")])
 def test_the_plan_has_the_loss_of_the_training(
     infinity: Command,
     model: Path,

@@ -139,7 +139,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="recompute the activations of blocks in the backward (default: yes)",
     )
     what.add_argument(
-        "--chunk-loss", action="store_true", help="compute the loss without whole logits"
+        "--loss",
+        choices=("whole", "chunked"),
+        default="whole",
+        help="chunked: without whole logits (default: whole)",
     )
     what.add_argument(
         "--save-every",
@@ -258,7 +261,7 @@ def _settings(options: argparse.Namespace) -> TrainingSettings:
         name: getattr(options, name)
         for name in (
             *("model", "batch", "accumulation_steps", "epochs", "steps", "optimizer", "warmup"),
-            *("weight_decay", "seed", "lora", "checkpointing", "chunk_loss", "keep", "resume"),
+            *("weight_decay", "seed", "lora", "checkpointing", "keep", "resume"),
             "export_dtype",
         )
     }
@@ -268,6 +271,7 @@ def _settings(options: argparse.Namespace) -> TrainingSettings:
     return TrainingSettings(
         **chosen,
         **({"lr": options.lr} if options.lr is not None else usual),
+        chunk_loss=options.loss == "chunked",
         data=tuple(options.data),
         run=options.run_directory,
         sequence=_sequence(options),
