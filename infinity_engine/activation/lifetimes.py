@@ -24,7 +24,7 @@ class HeldAs(Enum):
     DRIVES = "on drives"
 
 
-class _Part(NamedTuple):
+class _HeldBytes(NamedTuple):
     """Bytes that one call holds in one place, and since when."""
 
     held: HeldAs
@@ -68,7 +68,7 @@ class _Call:
 
     def __init__(self, block: str) -> None:
         self.block = block
-        self.parts: list[_Part] = []
+        self.parts: list[_HeldBytes] = []
 
     @property
     def kept(self) -> int:
@@ -105,7 +105,7 @@ class Lifetimes:
 
     def begin(self, call: _Call, held: HeldAs, nbytes: int) -> None:
         """Count what a call holds from now on."""
-        call.parts.append(_Part(held, nbytes, self.now_ns()))
+        call.parts.append(_HeldBytes(held, nbytes, self.now_ns()))
         self._coming = 0
         if held is HeldAs.KEPT:
             self._kept += nbytes
@@ -116,7 +116,7 @@ class Lifetimes:
         for part in [part for part in call.parts if part.held is HeldAs.AGAIN]:
             call.parts.remove(part)
             self._record(call, part, now_ns)
-        call.parts.append(_Part(HeldAs.AGAIN, nbytes, now_ns))
+        call.parts.append(_HeldBytes(HeldAs.AGAIN, nbytes, now_ns))
 
     def note_end(self, call: _Call) -> None:
         """Note when the graph of a call has gone."""
@@ -130,7 +130,7 @@ class Lifetimes:
             for part in call.parts:
                 self._record(call, part, end_ns)
 
-    def _record(self, call: _Call, part: _Part, end_ns: int) -> None:
+    def _record(self, call: _Call, part: _HeldBytes, end_ns: int) -> None:
         if part.nbytes:
             self._meter.holds(
                 call.block,

@@ -381,7 +381,6 @@ class Collectives:
         self._polling = False
         self._started = 0
         self._looked = self._asked = 0.0
-        self._doubted: Pending | None = None  # under way when another rank was seen to have failed
         self._join: Callable[[int], object] = _join_nothing
         self._while_waiting: Callable[[], object] = nothing
         self._headers: deque[tuple[Pending, HostWork, torch.Tensor]] = deque()
@@ -847,10 +846,10 @@ class Collectives:
                 return
             # Not at the first look: that rank may have done its part of this one, which then ends
             # here too, and this rank goes on to what it would say itself.
-            if self._doubted is oldest:
+            if oldest.doubted:
                 # Without a cause of its own: `account` says which rank it was.
                 self._fail(oldest, None)
-            self._doubted = oldest
+            oldest.doubted = True
 
     def _fail(self, pending: Pending, cause: BaseException | None) -> None:
         """End everything, with an error that names the ranks to blame, where they can be found."""

@@ -115,6 +115,7 @@ class Pending:
         self.number = header.number
         self.position = position  # among those of all sequences that keep the order of all ranks
         self.ended = False
+        self.doubted = False  # it was under way when another rank was seen to have failed
         self.error: CollectiveError | None = None
         self.since = time.monotonic()
         self.announced: Sequence[int] = ()
