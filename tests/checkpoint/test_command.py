@@ -176,4 +176,4 @@ def test_commands_take_little_memory_and_need_no_torch(tmp_path: Path) -> None:
     peaks = [(command, int(nbytes)) for _, command, nbytes in lines]
     assert len(peaks) == 6
     for command, peak in peaks:
-        assert peak < 144 << 20, command  # of which 42 MiB are modules
+        assert peak < 152 << 20, command  # of which 42 MiB are modules

@@ -89,7 +89,8 @@ def test_a_write_that_the_disk_has_no_room_for_is_an_error_and_says_how_much_arr
             error = failed(file.pwrite(data))
             assert error.errno == errno.ENOSPC
             assert "the file system is full" in str(error)
-            assert 0 < error.done <= 10 * MIB
+            # Threads may fill the disk with later parts before the first one is written.
+            assert (0 if backend == "threads" else 1) <= error.done <= 10 * MIB
             assert_same(path.read_bytes()[: error.done], data[: error.done])
     finally:
         path.unlink()

@@ -70,7 +70,7 @@ def test_a_kind_of_plan_that_is_long_with_large_subgroups_is_tried_with_small_on
         decide(training, given).best.timeline.ns for given in (means, with_updates(means, _MORE))
     )
 
-    assert after <= 1.02 * before
+    assert after <= 1.03 * before
 
 
 @pytest.mark.slow
