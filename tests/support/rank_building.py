@@ -344,7 +344,8 @@ def _looking_late() -> Iterator[None]:
     look = Collectives._look
 
     def late(collectives: Collectives) -> None:
-        time.sleep(0.3)
+        if collectives._under_way[0].op == "the model that was built":
+            time.sleep(0.3)
         look(collectives)
 
     with patch.object(Collectives, "_look", late):
