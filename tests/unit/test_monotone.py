@@ -47,7 +47,7 @@ def longer_steps(seed: int) -> list[tuple[int, str, float]]:
     return [found for found in times if found[2] > _SEARCH]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 4, 5, 80])
+@pytest.mark.parametrize("seed", [1, 2, 4, 5])
 def test_more_of_a_resource_makes_no_step_longer(seed: int) -> None:
     assert longer_steps(seed) == []
 
