@@ -846,10 +846,9 @@ class Collectives:
                 return
             # Not at the first look: that rank may have done its part of this one, which then ends
             # here too, and this rank goes on to what it would say itself.
-            if oldest.doubted:
+            if oldest.doubt():
                 # Without a cause of its own: `account` says which rank it was.
                 self._fail(oldest, None)
-            oldest.doubted = True
 
     def _fail(self, pending: Pending, cause: BaseException | None) -> None:
         """End everything, with an error that names the ranks to blame, where they can be found."""

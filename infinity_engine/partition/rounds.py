@@ -115,7 +115,7 @@ class Pending:
         self.number = header.number
         self.position = position  # among those of all sequences that keep the order of all ranks
         self.ended = False
-        self.doubted = False  # it was under way when another rank was seen to have failed
+        self._doubted = False
         self.error: CollectiveError | None = None
         self.since = time.monotonic()
         self.announced: Sequence[int] = ()
@@ -136,6 +136,11 @@ class Pending:
     def issued(self) -> bool:
         """Whether all of its rounds were started, so that the next collective may start its own."""
         return self._rounds is not None and not self._rounds
+
+    def doubt(self) -> bool:
+        """Note that another rank has failed while this is under way; tell whether it was noted."""
+        was_doubted, self._doubted = self._doubted, True
+        return was_doubted
 
     def agreed(self, nbytes: Sequence[int]) -> None:
         """Note that all ranks do this, and what each announced, such as bytes that it shares."""
