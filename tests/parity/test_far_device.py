@@ -108,9 +108,10 @@ def test_a_write_that_fails_behind_the_copy_to_the_host_loses_nothing(
     case = Case(model="llama", small_bytes=0, steps=2)
     activations = {"at": "nvme", "resident_bytes": 8192, "host_bytes": "1MiB", "small_bytes": 0}
 
-    bits = far.submit(failed_write_far, case, tmp_path, activations).result()
+    bits, still_there = far.submit(failed_write_far, case, tmp_path, activations).result()
 
     assert differing(reference(case).bits, bits) == []
+    assert still_there == [True]
 
 
 @pytest.mark.parametrize(

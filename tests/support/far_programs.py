@@ -19,8 +19,10 @@ import torch
 
 from deepnvme.queue import queue
 from infinity_engine.accel import Emulation
+from infinity_engine.activation.memories import SavedMemory
+from infinity_engine.activation.moving import ActivationMoves
 from infinity_engine.errors import CapacityError, TransferError
-from infinity_engine.plan import Strategy
+from infinity_engine.plan import Strategy, Tier
 from infinity_engine.storage import Hop, Place, SwapFile
 from support.determinism import deterministic_compute
 from support.device_training import wide_engine
@@ -98,11 +100,21 @@ def offloaded_far(case: Case, drive: Path, activations: dict[str, object]) -> tu
         return bits_of(engine), str(engine.report())
 
 
-def failed_write_far(case: Case, drive: Path, activations: dict[str, object]) -> Bits:
+def failed_write_far(
+    case: Case, drive: Path, activations: dict[str, object]
+) -> tuple[Bits, list[bool]]:
     """Train with a write of saved tensors that fails on the way from the device through the host,
-    and run that batch again; return the bits.
+    and run that batch again; return the bits, and whether what was to leave is still on the device.
     """
-    real, left = SwapFile.write, [1]
+    real, end, left = SwapFile.write, ActivationMoves._end_eviction, [1]
+    still_there = []
+
+    def ended(moves: ActivationMoves, memory: SavedMemory) -> None:
+        try:
+            end(moves, memory)
+        except TransferError:
+            still_there.append(memory.record.home() is Tier.DEVICE)
+            raise
 
     def write(swap: SwapFile, place: Place, memory: memoryview, *, what: str = "") -> Hop:
         if what.startswith("activation") and left[0]:
@@ -119,11 +131,12 @@ def failed_write_far(case: Case, drive: Path, activations: dict[str, object]) ->
         batch = task.batch(1).to(engine.device)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SwapFile, "write", write)
+            patch.setattr(ActivationMoves, "_end_eviction", ended)
             with pytest.raises(TransferError, match="activation"):
                 engine.backward(engine(batch))
         engine.zero_grad()
         train(engine, task, replace(case, steps=case.steps - 1), first=1)
-        return bits_of(engine)
+        return bits_of(engine), still_there
 
 
 def saved_beside_training(case: Case, folder: Path, drive: Path | None) -> list[str]:

@@ -268,7 +268,8 @@ def fails_to_share_on_one_rank(run: Run, path: Path) -> list[str]:
 
 
 def lacks_memory_on_one_rank(run: Run, path: Path) -> list[str]:
-    """Let the last rank have no room for a save, a load and an export; return what each is told.
+    """Let the last rank have no room for a save, a load and an export; return the errors
+    of these calls.
 
     After that, a save works.
     """
