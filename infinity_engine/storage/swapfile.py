@@ -12,6 +12,7 @@ import errno
 import shutil
 from array import array
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from infinity_engine.memory.ledger import Ledger, Reservation
 from infinity_engine.plan import Tier
 from infinity_engine.storage.checksums import BlockSums
 from infinity_engine.storage.transfer import IOHop
-from infinity_engine.units import align_down
+from infinity_engine.units import align_down, align_up
 
 __all__ = ["Place", "SwapFile", "Traffic"]
 
@@ -111,6 +112,8 @@ class SwapFile(Closing):
         self._ledger = ledger
         self._holder = holder
         self._checksum = checksum
+        # The capacity of each directory before it was extended; empty: it was not.
+        self._unextended: tuple[int, ...] = ()
         # For errors alone: who holds how much when the drives are full.
         self._holders: dict[Place, str] = {}
         self._host: Reservation | None = None
@@ -218,6 +221,36 @@ class SwapFile(Closing):
     def trim(self) -> None:
         """Give the drives the free space behind the last place; a directory keeps one page."""
         self._shrink_drives(dict(zip(self._directories, self._volume.trim(), strict=True)))
+
+    def extend(self, nbytes: int, *, leave: int) -> None:
+        """Take so many bytes more of the drives until `retract`, or as many as there are.
+
+        A file system keeps at least `leave` bytes free.
+        """
+        self._unextended = self._unextended or self._volume.capacities
+        missing = nbytes - sum(self._volume.capacities) + sum(self._unextended)
+        drives = {directory: Path(directory).stat().st_dev for directory in self._directories}
+        free = {
+            drive: shutil.disk_usage(directory).free - leave for directory, drive in drives.items()
+        }
+        more: dict[str, int] = {}
+        for directory, capacity in zip(self._directories, self._unextended, strict=True):
+            share = align_up(max(missing, 0) * capacity // sum(self._unextended), PAGE)
+            left = self._ledger.free(Tier.NVME, directory=directory)
+            more[directory] = max(align_down(min(share, left, free[drives[directory]]), PAGE), 0)
+            free[drives[directory]] -= more[directory]
+        if any(more.values()):
+            # Others may have taken it since: then there is no more than before.
+            with suppress(CapacityError):
+                self.grow(more)
+
+    def retract(self) -> None:
+        """Give the drives back what `extend` took, as far as nothing lies behind it."""
+        if self._unextended:
+            trimmed = self._volume.trim(self._unextended)
+            self._shrink_drives(dict(zip(self._directories, trimmed, strict=True)))
+            if all(map(int.__ge__, self._unextended, self._volume.capacities)):
+                self._unextended = ()
 
     def allocate(self, nbytes: int, *, holder: str, block_bytes: int = CHECKSUM_BYTES) -> Place:
         """Allocate a place for `nbytes`, written and read whole or in blocks of `block_bytes`.

@@ -1,7 +1,8 @@
 """`CapturedStates`: the optimizer's states between two steps, handed out while training goes on.
 
-Copies nothing: it knows where each subgroup's states lie. Code that changes a subgroup waits until
-that was handed out. One thread hands out, and the engine's own thread waits. Made by
+Copies nothing: it knows where each subgroup's states lie. What is in memory is handed out first, as
+an update has to wait for it. What is on drives an update can leave there: it writes to another
+place (`PlacesAside`). One thread hands out, and the engine's own thread waits. Made by
 `StateKeeper.capture`.
 """
 
@@ -22,6 +23,7 @@ from infinity_engine.optim import Segment
 from infinity_engine.storage import Hop, Place
 
 __all__ = [
+    "CapturedBytes",
     "CapturedPiece",
     "CapturedRun",
     "CapturedStates",
@@ -75,6 +77,29 @@ class StateDrives(Protocol):
 
     def share(self, place: Place, descriptor: int, offset: int) -> CheckShared:
         """Let another file have the bytes of a place without a copy."""
+        ...
+
+    def make_room(self, nbytes: int, leave: int) -> None:
+        """Take up to so many bytes more for updates that a save would hold up.
+
+        At least `leave` bytes of each drive stay free.
+        """
+        ...
+
+
+class CapturedBytes(Protocol):
+    """Bytes that a save has still to read, as updates see them."""
+
+    def wait_for(self, index: int) -> None:
+        """Return when what a subgroup has in memory may change."""
+        ...
+
+    def reads(self, place: Place) -> bool:
+        """Tell whether what is at this place on the drives has to stay there."""
+        ...
+
+    def wait_for_place(self, place: Place) -> None:
+        """Return when that may change."""
         ...
 
 
@@ -199,76 +224,93 @@ class _Cursor:
 
 @dataclass(frozen=True, slots=True)
 class CapturedSubgroup:
-    """All states of one subgroup."""
+    """What one subgroup has in memory."""
 
     index: int
-    runs: tuple[CapturedRun, ...]
+    runs: tuple[RunInMemory, ...]
 
 
 class CapturedStates:
     """The states of all subgroups, in the order in which they are handed out."""
 
-    def __init__(self, subgroups: Sequence[CapturedSubgroup]) -> None:
-        self.pieces = [
-            piece for subgroup in subgroups for run in subgroup.runs for piece in run.pieces
-        ]
+    def __init__(
+        self, in_memory: Sequence[CapturedSubgroup], on_drives: Sequence[RunOnDrives]
+    ) -> None:
+        self._in_memory = deque(in_memory)
+        self._on_drives = deque(on_drives)
+        of_memory = (run for subgroup in in_memory for run in subgroup.runs)
+        runs: list[CapturedRun] = [*of_memory, *on_drives]
+        self.pieces = [piece for run in runs for piece in run.pieces]
         """What is handed out, in its order."""
-        self._subgroups = deque(subgroups)
-        self._left = {subgroup.index for subgroup in subgroups}
-        # Guards `_left`: the saving thread takes subgroups out, and the engine's thread waits for
-        # that.
+        self._left = {subgroup.index for subgroup in in_memory}
+        self._places = {run.place for run in on_drives}
+        # Guards both sets: the saving thread takes out, and the engine's thread waits for that.
         self._changed = threading.Condition()
 
     def runs_on_drives(self) -> list[RunOnDrives]:
         """Return what lies on drives."""
-        return [
-            run
-            for subgroup in self._subgroups
-            for run in subgroup.runs
-            if isinstance(run, RunOnDrives)
-        ]
+        return list(self._on_drives)
 
     def without(self, runs: Sequence[RunOnDrives]) -> CapturedStates:
-        """Return the states that are not in these runs; subgroups with no others may change."""
+        """Return the states that are not in these runs."""
         gone = set(map(id, runs))
-        left = (
-            CapturedSubgroup(
-                subgroup.index, tuple(run for run in subgroup.runs if id(run) not in gone)
-            )
-            for subgroup in self._subgroups
-        )
-        return CapturedStates([subgroup for subgroup in left if subgroup.runs])
+        left = [run for run in self._on_drives if id(run) not in gone]
+        return CapturedStates(list(self._in_memory), left)
 
     @classmethod
     def nothing(cls) -> CapturedStates:
         """Return those of no subgroup, for which nothing waits."""
-        return cls(())
+        return cls((), ())
+
+    def make_room(self, leave: int) -> None:
+        """Let updates write elsewhere what this has not handed out when they come to it.
+
+        At least `leave` bytes of each drive stay free.
+        """
+        if self._on_drives:
+            nbytes = sum(run.nbytes for run in self._on_drives)
+            self._on_drives[0].drives.make_room(nbytes, leave)
 
     def hand_out(self, sink: PieceSink, rooms: Sequence[memoryview]) -> None:
         """Hand out the bytes of each piece, in the order of `pieces`. Once."""
-        while self._subgroups:
-            subgroup = self._subgroups.popleft()
+        while self._in_memory:
+            subgroup = self._in_memory.popleft()
             for run in subgroup.runs:
                 run.hand_out(sink, rooms)
             sink.settle()
             # Last: from here on an update may change the bytes that were handed out.
-            self._let_go([subgroup.index])
+            self._let_go([subgroup.index], [])
+        while self._on_drives:
+            on_drives = self._on_drives.popleft()
+            on_drives.hand_out(sink, rooms)
+            self._let_go([], [on_drives.place])
 
     def let_go(self) -> None:
         """Let all subgroups change: whatever was not handed out by now never is."""
-        self._subgroups.clear()
-        self._let_go(list(self._left))
+        self._in_memory.clear()
+        self._on_drives.clear()
+        self._let_go(list(self._left), list(self._places))
 
     def is_left(self, index: int) -> bool:
-        """Tell whether a subgroup has to stay as it is."""
+        """Tell whether what a subgroup has in memory has to stay as it is."""
         return index in self._left
 
     def wait_for(self, index: int) -> None:
-        """Return when a subgroup may change."""
+        """Return when what a subgroup has in memory may change."""
         with self._changed:
             self._changed.wait_for(lambda: index not in self._left)
 
-    def _let_go(self, indices: Sequence[int]) -> None:
+    def reads(self, place: Place) -> bool:
+        """Tell whether what is at this place on the drives has to stay there."""
+        return place in self._places
+
+    def wait_for_place(self, place: Place) -> None:
+        """Return when that may change."""
+        with self._changed:
+            self._changed.wait_for(lambda: place not in self._places)
+
+    def _let_go(self, indices: Sequence[int], places: Sequence[Place]) -> None:
         with self._changed:
             self._left.difference_update(indices)
+            self._places.difference_update(places)
             self._changed.notify_all()

@@ -49,8 +49,8 @@ from infinity_engine.plan.step import Home, StepPlan
 from infinity_engine.progress import ProgressReporter
 from infinity_engine.storage import Hops, Place
 from infinity_engine.update.captured import (
+    CapturedBytes,
     CapturedPiece,
-    CapturedRun,
     CapturedStates,
     CapturedSubgroup,
     RunInMemory,
@@ -124,7 +124,7 @@ class StateKeeper:
         self._lanes = lanes
         self.step: StepUnderWay | None = None  # None between two steps
         self._receiver: Receiver | None = None
-        self._before_change: Callable[[int], None] = _nothing
+        self._captured: CapturedBytes = CapturedStates.nothing()
         # Updated on the device, and in flight back to the host.
         self._on_the_way: list[tuple[_SubgroupStates, list[int], Event]] = []
         homes = plan.homes()
@@ -348,25 +348,34 @@ class StateKeeper:
         """The names of the moments."""
         return self._state_names
 
-    def before_changes(self, call: Callable[[int], None]) -> None:
-        """Call this with each subgroup's index before its states change where they rest."""
-        self._before_change = call
+    def before_changes(self, captured: CapturedBytes) -> None:
+        """Ask this before states change where they rest."""
+        self._captured = captured
+        self._swapped.before_changes(captured)
 
     def capture(self) -> CapturedStates:
         """Return the states as they are now, in the order in which the next update changes them."""
         updates = [op for op in self._plan.ops if isinstance(op, UpdateOnHost | UpdateOnDevice)]
         # In the order of updates, so that an update waits for what is saved next, not for all.
         order = dict.fromkeys([*(op.subgroup for op in updates), *self._held])
-        return CapturedStates([self._captured(self._held[index]) for index in order])
+        in_memory: list[CapturedSubgroup] = []
+        on_drives: list[RunOnDrives] = []
+        for index in order:
+            runs = self._runs(self._held[index])
+            mine = tuple(run for run in runs if isinstance(run, RunInMemory))
+            if mine:
+                in_memory.append(CapturedSubgroup(index, mine))
+            on_drives += (run for run in runs if isinstance(run, RunOnDrives))
+        return CapturedStates(in_memory, on_drives)
 
-    def _captured(self, held: _SubgroupStates) -> CapturedSubgroup:
+    def _runs(self, held: _SubgroupStates) -> list[RunInMemory | RunOnDrives]:
         index, swapped, names = held.subgroup.index, self._swapped, self._state_names
         numbered = [
             (number, segment)
             for number, segment in enumerate(held.subgroup.segments)
             if segment.numel
         ]
-        runs: list[CapturedRun] = []
+        runs: list[RunInMemory | RunOnDrives] = []
         if not self._in_place(held):
             names = ("master", *names)
         else:
@@ -387,7 +396,7 @@ class StateKeeper:
                 runs.append(RunInMemory(piece, flat[4 * first :][: piece.nbytes]))
         elif (place := swapped.states_place(index)) is not None:
             runs.append(RunOnDrives(tuple(pieces), place, swapped))
-        return CapturedSubgroup(index, tuple(runs))
+        return runs
 
     def overwrite_segments(
         self, fill: Callable[[Segment, Mapping[str, torch.Tensor]], None]
@@ -471,7 +480,7 @@ class StateKeeper:
         index = held.subgroup.index
         if write_states or write_values:
             # A save may still be reading these bytes.
-            self._before_change(index)
+            self._captured.wait_for(index)
         if not self._swapped.has(index):
             assert held.lease is not None, "states that are not on drives have a lease"
             yield held.lease.flat(), None
@@ -560,7 +569,6 @@ class StateKeeper:
 
     def update_early(self, index: int, inputs: StepInputs) -> list[int]:
         """Update a subgroup in its buffer; return the step counts for when it is adopted."""
-        self._before_change(index)
         held = self._held[index]
         state = self._state_in(self._states_of(held), held)
         op = UpdateOnHost(subgroup=index, params=held.subgroup.numel)
@@ -577,9 +585,9 @@ class StateKeeper:
     def carry_out(self, op: Op, after: Sequence[Event]) -> Event | Hops | HostUpdate | None:
         """Submit an op. Without a thread for it, an update on the host is done on return."""
         held = self._held[op.subgroup]
-        if isinstance(op, UpdateOnHost | UpdateOnDevice | DownloadStates | StoreStates):
-            # A save of the step before may not have written this subgroup yet.
-            self._before_change(op.subgroup)
+        if isinstance(op, UpdateOnHost | UpdateOnDevice | DownloadStates):
+            # A save of the step before may not have written what this subgroup has in memory.
+            self._captured.wait_for(op.subgroup)
         if isinstance(op, StoreStates):
             return self._swapped.store(op)
         # After an interrupted step, only what it has left undone is done. What was updated waits in
@@ -925,10 +933,6 @@ class StateKeeper:
                     self._target_bytes(held, number),
                     source[width * segment.offset :][: width * segment.numel],
                 )
-
-
-def _nothing(_index: int) -> None:
-    """Let a subgroup change at once."""
 
 
 def _part(values: torch.Tensor, segment: Segment) -> torch.Tensor:

@@ -23,7 +23,8 @@ from infinity_engine.optim import NORM_BLOCK, Subgroup, SummedMemory, Sums
 from infinity_engine.placement.buffers import BufferLayout, buffer_slot, early_slot
 from infinity_engine.plan.ops import Lane, LoadStates, StoreStates
 from infinity_engine.storage import Hop, Hops, Place, SwapFile
-from infinity_engine.update.captured import CheckShared
+from infinity_engine.update.aside import PlacesAside
+from infinity_engine.update.captured import CapturedBytes, CheckShared
 
 __all__ = ["BufferedSubgroup", "SwappedStates"]
 
@@ -181,6 +182,7 @@ class SwappedStates:
             for parameter, width in sorted(widths.items())
         }
         self._places = _Places(states, new_states, dict(values), new_values)
+        self._aside = PlacesAside(swap)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -310,7 +312,8 @@ class SwappedStates:
         # Without gradients nothing was updated.
         if buffered is None or not buffered.wanted:
             return None
-        buffered.store(Hops(buffered.write(self._swap, self._pieces_of(op.subgroup, buffered))))
+        pieces = self._pieces_to_write(op.subgroup, buffered)
+        buffered.store(Hops(buffered.write(self._swap, pieces)))
         self._count(Lane.NVME_WRITE, Cargo.STATES, buffered.layout.states_bytes, op)
         self._count(
             Lane.NVME_WRITE,
@@ -361,7 +364,7 @@ class SwappedStates:
         """Begin to write a subgroup that was updated early, to its new places."""
         buffered = self._buffered[index]
         places = self._places
-        pieces = self._pieces_of(index, buffered, places.new_states, places.new_values)
+        pieces = self._pieces_to_write(index, buffered, places.new_states, places.new_values)
         hops = buffered.write(self._swap, pieces)
         op = StoreStates(subgroup=index, nbytes=buffered.layout.store_bytes, buffer=buffer)
         self._count(Lane.NVME_WRITE, Cargo.STATES, buffered.layout.states_bytes, op)
@@ -412,7 +415,7 @@ class SwappedStates:
 
         The buffer returns to the pool when they are written.
         """
-        pieces = self._pieces_of(index, buffered, values=False)
+        pieces = self._pieces_to_write(index, buffered, values=False)
         writing = Hops(buffered.write(self._swap, pieces))
         # The pool keeps the buffer until the write has ended.
         buffered.buffer.until(writing)
@@ -421,7 +424,20 @@ class SwappedStates:
 
     def write_back(self, index: int, buffered: BufferedSubgroup) -> Hops:
         """Begin to write a borrowed subgroup's states, and its values that are on the drives."""
-        return Hops(buffered.write(self._swap, self._pieces_of(index, buffered)))
+        return Hops(buffered.write(self._swap, self._pieces_to_write(index, buffered)))
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def before_changes(self, captured: CapturedBytes) -> None:
+        """Ask this before a place is overwritten."""
+        self._aside.before_changes(captured)
+
+    def make_room(self, nbytes: int, leave: int) -> None:
+        """Take up to so many bytes more for updates beside a save. Any thread may call it.
+
+        At least `leave` bytes of each drive stay free.
+        """
+        self._aside.make_room(nbytes, leave)
 
     def states_place(self, index: int) -> Place | None:
         """Return where the states of a subgroup are on the drives; None if they are in memory."""
@@ -448,6 +464,7 @@ class SwappedStates:
         """Return all memory and all places."""
         self.end_step()
         self.end_early()
+        self._aside.close()
         # Taken away first: a second call releases nothing twice.
         places, self._places = self._places, _Places({}, {}, {}, {})
         for kind in (places.states, places.new_states, places.new_values):
@@ -483,6 +500,24 @@ class SwappedStates:
                 whole = (values_at or self._places.values)[segment.parameter]
                 place = whole.part(width * segment.first_element, nbytes)
                 yield place, memory[at : at + nbytes], self._names(segment.parameter)
+
+    def _pieces_to_write(
+        self,
+        index: int,
+        buffered: BufferedSubgroup,
+        states_at: dict[int, Place] | None = None,
+        values_at: Mapping[int, Place] | None = None,
+        *,
+        values: bool = True,
+    ) -> Iterator[_Piece]:
+        """Yield what `_pieces_of` does, where a save that is under way lets it be written."""
+        states_at = self._places.states if states_at is None else states_at
+        if index in states_at:
+            states_at[index] = self._aside.target(states_at[index])
+        for piece in self._pieces_of(index, buffered, states_at, values_at, values=values):
+            if buffered.layout.in_place:
+                self._aside.wait_for(piece[0])  # a master that is a parameter has one place only
+            yield piece
 
     def _nbytes_of_values(self, index: int, wanted: Collection[int]) -> int:
         subgroup = self._subgroups[index]

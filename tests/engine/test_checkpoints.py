@@ -523,9 +523,9 @@ def test_a_relative_path_is_that_of_the_call(
     monkeypatch.chdir(tmp_path)
     write = _Draft.write
 
-    def moves_first(draft: _Draft) -> None:
+    def moves_first(draft: _Draft, *, beside: bool) -> None:
         os.chdir("elsewhere")
-        write(draft)
+        write(draft, beside=beside)
 
     monkeypatch.setattr(_Draft, "write", moves_first)
     _, _, engine = small()

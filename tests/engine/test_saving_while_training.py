@@ -23,6 +23,8 @@ from infinity_engine.engine.checkpoints.saving import Saves, SaveState, _Save
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import TransferError
 from infinity_engine.lanes.meter import Wait
+from infinity_engine.plan import Tier
+from infinity_engine.storage import SwapFile
 from infinity_engine.update.captured import CapturedStates, PieceSink, RunInMemory, RunOnDrives
 from support.engine_bits import bits_of, differing
 from support.saved_engines import PLACES, engine_at, one_step, small, steps
@@ -44,9 +46,12 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def slow_writer(
-    monkeypatch: pytest.MonkeyPatch, pieces: int = 0
+    monkeypatch: pytest.MonkeyPatch, pieces: int = 0, *, in_memory: bool = True
 ) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Let the thread of a save stop after so many pieces, and say so, until it is let go on."""
+    """Let the thread of a save stop after so many pieces, and say so, until it is let go on.
+
+    Pieces on drives alone count where those `in_memory` do not.
+    """
     stopped, go_on = threading.Event(), threading.Event()
     handed = iter(range(1 << 30))
 
@@ -60,7 +65,8 @@ def slow_writer(
         return stops
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunInMemory, "hand_out", stopping(RunInMemory.hand_out))
+        if in_memory:
+            patch.setattr(RunInMemory, "hand_out", stopping(RunInMemory.hand_out))
         patch.setattr(RunOnDrives, "hand_out", stopping(RunOnDrives.hand_out))
         try:
             yield stopped, go_on
@@ -77,9 +83,8 @@ def test_a_save_beside_training_has_the_content_of_one_step(
     with engine_at(PLACES[name], tmp_path, precision=precision) as (engine, run):
         steps(engine, run, 0, 2)
         before = bits_of(engine)
-        captured = engine._parts.states.capture()._subgroups
-        runs = [found for subgroup in captured for found in subgroup.runs]
-        assert any(isinstance(found, RunOnDrives) for found in runs) == PLACES[name].drives
+        captured = engine._parts.states.capture()
+        assert bool(captured.runs_on_drives()) == PLACES[name].drives
         tag = engine.save(tmp_path / "saved", wait=False)
         losses = steps(engine, run, 2, 3)
         ended = bits_of(engine)
@@ -115,6 +120,7 @@ def test_sigterm_beside_a_save_lets_it_end_and_saves_what_is_newer(
         steps(engine, run, 0, 2)
         with slow_writer(monkeypatch) as (stopped, go_on):
             lets_writer_go_on(monkeypatch, CapturedStates, "wait_for", go_on)
+            lets_writer_go_on(monkeypatch, CapturedStates, "wait_for_place", go_on)
             lets_writer_go_on(monkeypatch, Saves, "finish_before_last", go_on)
             assert engine.autosave(tmp_path / "saved", every=2) == "step-00000002"
             assert stopped.wait(60)
@@ -131,11 +137,27 @@ def test_sigterm_beside_a_save_lets_it_end_and_saves_what_is_newer(
         assert differing(expected, bits_of(engine)) == []
 
 
+def notes_waits(
+    patch: pytest.MonkeyPatch, name: str, waited: list[object], go_on: threading.Event
+) -> None:
+    """Let a method of captured states note that it waits, and let the writer go on first."""
+    wait = getattr(CapturedStates, name)
+
+    def noting(self: CapturedStates, what: object) -> None:
+        waited.append(what)
+        go_on.set()
+        wait(self, what)
+
+    patch.setattr(CapturedStates, name, noting)
+
+
 @pytest.mark.usefixtures("beside")
 @pytest.mark.parametrize("name", ["host", "interleaved device", "drives", "drives, early updates"])
 def test_an_update_waits_for_what_is_not_written_yet(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Drives that have no more than they need.
+    monkeypatch.setattr(SwapFile, "extend", lambda *_, **__: None)
     with engine_at(PLACES[name], tmp_path) as (engine, run):
         steps(engine, run, 0, 2)
         before = bits_of(engine)
@@ -143,15 +165,11 @@ def test_an_update_waits_for_what_is_not_written_yet(
             engine.save(tmp_path / "saved", wait=False)
             assert stopped.wait(60)
             assert engine.last_save().state is SaveState.WRITING
-            waited, wait_for = [], CapturedStates.wait_for
-
-            def noting(self: CapturedStates, index: int) -> None:
-                waited.append(index)
-                go_on.set()
-                wait_for(self, index)
-
-            monkeypatch.setattr(CapturedStates, "wait_for", noting)
-            steps(engine, run, 2, 1)
+            waited: list[object] = []
+            for method in ("wait_for", "wait_for_place"):
+                notes_waits(monkeypatch, method, waited, go_on)
+            # An early update writes to a place of its own; the next one of that subgroup waits.
+            steps(engine, run, 2, 2 if "early" in name else 1)
             engine.state_dict()  # ends the update
             assert waited
         if name == "host":  # elsewhere time is computed, or the update goes on after its step
@@ -161,6 +179,48 @@ def test_an_update_waits_for_what_is_not_written_yet(
     with engine_at(PLACES["host"], tmp_path) as (engine, _):
         engine.load(tmp_path / "saved")
         assert differing(before, bits_of(engine)) == []
+
+
+def held_of_drives(engine: Engine) -> int:
+    return sum(usage.held for usage in engine.usage() if usage.tier is Tier.NVME)
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize("name", ["drives", "drives, early updates", "drives and device"])
+def test_updates_of_states_on_drives_do_not_wait_for_a_save(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_at(PLACES[name], tmp_path) as (engine, run):
+        losses = steps(engine, run, 0, 6)
+        engine.state_dict()  # ends the update
+        ended = bits_of(engine)
+    with engine_at(PLACES[name], tmp_path) as (engine, run):
+        assert steps(engine, run, 0, 2) == losses[:2]
+        before, held = bits_of(engine), held_of_drives(engine)
+        with slow_writer(monkeypatch, pieces=1, in_memory=False) as (stopped, _):
+            engine.save(tmp_path / "saved", wait=False)
+            assert stopped.wait(60)
+            # The writer stands still. These steps end all the same.
+            assert steps(engine, run, 2, 2) == losses[2:4]
+            engine.state_dict()
+            assert engine.last_save().state is SaveState.WRITING
+            assert held_of_drives(engine) > held
+        # A second save reads the states where they are now, while updates write them home again.
+        tag = engine.save(tmp_path / "later", wait=False)
+        assert steps(engine, run, 4, 2) == losses[4:]
+        engine.state_dict()
+        assert differing(ended, bits_of(engine)) == []
+        engine.save(tmp_path / "last")
+        steps(engine, run, 6, 2)
+        engine.state_dict()
+        assert held_of_drives(engine) == held
+    with engine_at(PLACES["host"], tmp_path) as (engine, run):
+        engine.load(tmp_path / "saved")
+        assert differing(before, bits_of(engine)) == []
+        assert engine.load(tmp_path / "later").tag == tag
+        assert steps(engine, run, 4, 2) == losses[4:]
+        engine.load(tmp_path / "last")
+        assert differing(ended, bits_of(engine)) == []
 
 
 def test_what_training_waited_is_in_the_report_of_the_save(

@@ -4,6 +4,7 @@ is.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -186,7 +187,7 @@ def test_a_swap_file_grows_by_what_is_asked_of_each_directory_and_keeps_what_it_
         swap.grow({second: 5 * PAGE + 1})
 
         assert (swap.capacity, swap.free_bytes) == (9 * PAGE, 5 * PAGE)
-        held = {each.directory: each.held for each in books.usage() if each.tier is Tier.NVME}
+        held = held_of(books)
         assert held == {first: 3 * PAGE, second: 8 * PAGE}
         files = {
             str(drive): sum(file.stat().st_size for file in unnamed_files(drive))
@@ -214,6 +215,61 @@ def test_trimmed_swap_file_frees_the_budget_behind_its_bytes(tmp_path: Path) -> 
         assert file.stat().st_size == 5 * PAGE
         assert books.free(Tier.NVME, directory=str(tmp_path)) == (1 << 20) - 5 * PAGE
     assert books.free(Tier.NVME, directory=str(tmp_path)) == 1 << 20
+
+
+def held_of(books: Ledger) -> dict[str, int]:
+    return {str(each.directory): each.held for each in books.usage() if each.tier is Tier.NVME}
+
+
+def test_what_a_swap_file_was_extended_by_goes_back_as_far_as_it_is_free(tmp_path: Path) -> None:
+    drives = [tmp_path / name for name in "ab"]
+    for drive in drives:
+        drive.mkdir()
+    first, second = map(str, drives)
+    books = ledger(*drives)
+    sizes = {first: 3 * PAGE, second: 5 * PAGE}
+    with SwapFile(sizes, books, rates={first: 1, second: 2}) as swap:
+        place = swap.allocate(6 * PAGE, holder="w")
+        swap.write(place, memoryview(b"x" * 6 * PAGE)).wait()
+
+        swap.extend(6 * PAGE, leave=0)  # in the ratio of what each directory had
+        assert held_of(books) == {first: 5 * PAGE, second: 9 * PAGE}
+        swap.extend(6 * PAGE, leave=0)
+        assert swap.free_bytes == 6 * PAGE
+        aside = swap.allocate(PAGE, holder="aside")
+        swap.retract()
+        assert PAGE <= swap.capacity - 6 * PAGE < 6 * PAGE
+        swap.release(aside)
+        swap.retract()
+        assert held_of(books) == sizes
+        swap.retract()
+        found = bytearray(6 * PAGE)
+        swap.read(place, memoryview(found)).wait()
+        assert found == b"x" * 6 * PAGE
+        assert held_of(books) == sizes
+
+
+@pytest.mark.parametrize("leave", [0, 1 << 60])
+def test_a_swap_file_is_extended_by_what_there_is(tmp_path: Path, leave: int) -> None:
+    books = ledger(tmp_path)
+    with SwapFile({str(tmp_path): 3 * PAGE}, books) as swap:
+        swap.extend(1 << 30, leave=leave)
+        assert held_of(books) == {str(tmp_path): 3 * PAGE if leave else 1 << 20}
+        swap.retract()
+        assert held_of(books) == {str(tmp_path): 3 * PAGE}
+
+
+def test_a_drive_that_refuses_to_extend_a_swap_file_leaves_it_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    books = ledger(tmp_path)
+    with SwapFile({str(tmp_path): 3 * PAGE}, books) as swap:
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        swap.extend(PAGE, leave=0)
+        assert (swap.capacity, held_of(books)) == (2 * PAGE, {str(tmp_path): 3 * PAGE})
 
 
 def test_growing_beyond_the_budget_changes_nothing(tmp_path: Path) -> None:

@@ -88,10 +88,10 @@ class SpaceMapAgainstPages(RuleBasedStateMachine):
             with pytest.raises(ValueError, match=r"not all free|not pages between"):
                 self.space.reserve(page * PAGE, nbytes)
 
-    @rule()
-    def trim_and_extend(self) -> None:
-        last = max(self.used, default=FIRST)
-        assert self.space.trim() == (FIRST + PAGES - last - 1) * PAGE
+    @rule(least=st.integers(1, PAGES))
+    def trim_and_extend(self, least: int) -> None:
+        last = max([*self.used, FIRST + least - 1])
+        assert self.space.trim(least * PAGE) == (FIRST + PAGES - last - 1) * PAGE
         assert self.space.end == (last + 1) * PAGE
         if self.space.end < (FIRST + PAGES) * PAGE:
             self.space.extend((FIRST + PAGES) * PAGE)

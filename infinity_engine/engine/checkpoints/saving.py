@@ -64,6 +64,7 @@ from infinity_engine.errors import (
 from infinity_engine.kept_errors import again, kept
 from infinity_engine.lanes.meter import Wait
 from infinity_engine.parameters.parameters import ModelParameter
+from infinity_engine.storage import Place
 from infinity_engine.telemetry import Telemetry
 from infinity_engine.update.captured import CapturedStates
 
@@ -167,10 +168,10 @@ class SaveInFlight:
         save = self.save
         return self._report if save is None else save.report(self._stall_s)
 
-    def begin(self, save: _Save) -> None:
-        """Let a save go on beside training."""
+    def begin(self, save: _Save, *, beside: bool) -> None:
+        """Let a save go on, `beside` training or not."""
         self._captured = save.captured
-        save.start()
+        save.start(beside=beside)
         self.save = save
 
     def note_failure(self, tag: str, step: int, error: Exception) -> None:
@@ -199,12 +200,21 @@ class SaveInFlight:
             with self.stalling():
                 save.written.wait()
 
-    def wait_for_subgroup(self, index: int) -> None:
-        """Return when the states of a subgroup may change."""
+    def wait_for(self, index: int) -> None:
+        """Return when what a subgroup has in memory may change."""
         # Without the lock: a subgroup leaves the set and never comes back.
         if self._captured.is_left(index):
             with self.stalling():
                 self._captured.wait_for(index)
+
+    def reads(self, place: Place) -> bool:
+        """Tell whether what is at this place on the drives has to stay there."""
+        return self._captured.reads(place)
+
+    def wait_for_place(self, place: Place) -> None:
+        """Return when that may change."""
+        with self.stalling():
+            self._captured.wait_for_place(place)
 
     @contextmanager
     def stalling(self) -> Iterator[None]:
@@ -231,8 +241,8 @@ class Saves:
         self.in_flight = SaveInFlight(run.telemetry, self._ranks)
         self._looked_at = -1  # the step at which the ranks have asked one another
         self._changed = False  # the run has, since the newest save began
-        # The walk calls this before an op changes a subgroup.
-        run.states.before_changes(self.in_flight.wait_for_subgroup)
+        # Asked before an op changes a subgroup.
+        run.states.before_changes(self.in_flight)
 
     def save(self, request: SaveRequest) -> str:
         """Save the run as it is; return the tag. See `Engine.save`."""
@@ -252,10 +262,11 @@ class Saves:
                     raise
                 _warn(tag, error)
                 return tag
-            self.in_flight.begin(save)
+            # What the queue has lent must be back before training uses the drives again.
+            waits = request.wait or save.has_lent_memory
+            self.in_flight.begin(save, beside=not waits)
             self._changed = False
-        # What the queue has lent must be back before training uses the drives again.
-        if request.wait or save.has_lent_memory:
+        if waits:
             self.finish()
         return save.tag
 
@@ -566,10 +577,12 @@ class _Draft:
         """The bytes of the files so far."""
         return sum(file.nbytes for file in self._files)
 
-    def write(self) -> None:
-        """Write this rank's part; tell rank 0 what it wrote."""
+    def write(self, *, beside: bool) -> None:
+        """Write this rank's part, `beside` training or not; tell rank 0 what it wrote."""
         draft = self.directory.draft_of(self.manifest.tag)
         source, memory = self._sources.pop(), self.memory
+        if beside:
+            source.captured.make_room(leave=source.nbytes_of(self._size))
         with source.shared_files() as shared, _rooms(memory) as rooms:
             source.use(rooms)
             # First what updates wait for. What is shared is safe from them.
@@ -691,14 +704,16 @@ class _Save:
         self._began = began
         self._ended_s: float | None = None
         self._ends = ExitStack()
+        self._beside = False  # training
         self._thread = threading.Thread(target=self._run, name=f"checkpoint {self.tag}")
 
     def owns(self, ends: ExitStack) -> None:
         """Give its memory back at its end."""
         self._ends = ends
 
-    def start(self) -> None:
-        """Let it go on beside the caller."""
+    def start(self, *, beside: bool) -> None:
+        """Let it go on beside the caller, who trains meanwhile or only waits."""
+        self._beside = beside
         try:
             self._thread.start()
         except BaseException:  # the interpreter is about to end
@@ -772,7 +787,7 @@ class _Save:
     def _run(self) -> None:
         try:
             with as_transfer(self._draft.directory.path):
-                self._draft.write()
+                self._draft.write(beside=self._beside)
                 self.written.set()
                 self._draft.commit()
         except Exception as error:
@@ -834,14 +849,17 @@ class _BackgroundStreams:
         for these, and for what this save copies, of all ranks, lets a copy fail now, as a save;
         sharing would let a later update fail.
         """
-        room = ranks * sum(part.nbytes for part in self.slices())
-        if _free_bytes(draft) < room:
+        if _free_bytes(draft) < self.nbytes_of(ranks):
             return
         runs = [run for run in self.captured.runs_on_drives() if run.nbytes >= LEAST_BYTES]
         slices = [(run, [self._states.slice_of(piece) for piece in run.pieces]) for run in runs]
         self._shared = share_runs(draft, names, slices, FILE_BYTES)
         if self._shared:
             self._states.leave_out(runs)
+
+    def nbytes_of(self, ranks: int) -> int:
+        """Return what so many ranks have to write, if each writes as much as this one."""
+        return ranks * sum(part.nbytes for part in self.slices())
 
     @property
     def shared_nbytes(self) -> int:
