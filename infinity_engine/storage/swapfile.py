@@ -22,7 +22,7 @@ from deepnvme import Checksum, IOQueue, Member, Volume, VolumeError, VolumeFullE
 from deepnvme.closing import Closing
 from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.memory.checksum import CHECKSUM_BYTES
-from deepnvme.sizes import PAGE
+from deepnvme.sizes import PAGE, whole_pages
 from deepnvme.volume.extents import Extent, slices
 from infinity_engine.errors import CapacityError, ConfigError, DamageError
 from infinity_engine.kept_errors import again
@@ -112,8 +112,9 @@ class SwapFile(Closing):
         self._ledger = ledger
         self._holder = holder
         self._checksum = checksum
-        # The capacity of each directory before it was extended; empty: it was not.
-        self._unextended: tuple[int, ...] = ()
+        # The capacity of each directory without the spare bytes; empty: there are none.
+        self._without_spare: tuple[int, ...] = ()
+        self._spare_in_use = 0
         # For errors alone: who holds how much when the drives are full.
         self._holders: dict[Place, str] = {}
         self._host: Reservation | None = None
@@ -179,8 +180,12 @@ class SwapFile(Closing):
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the pages that are not in use."""
-        return self._volume.free_bytes
+        """Bytes of the pages that are not in use, without the spare ones."""
+        return self._volume.free_bytes - max(self._spare_bytes - self._spare_in_use, 0)
+
+    @property
+    def _spare_bytes(self) -> int:
+        return sum(self._volume.capacities) - sum(self._without_spare or self._volume.capacities)
 
     def traffic(self) -> dict[str, Traffic]:
         """Return the bytes submitted so far, by directory. Works after close(), too."""
@@ -222,20 +227,28 @@ class SwapFile(Closing):
         """Give the drives the free space behind the last place; a directory keeps one page."""
         self._shrink_drives(dict(zip(self._directories, self._volume.trim(), strict=True)))
 
-    def extend(self, nbytes: int, *, leave: int) -> None:
-        """Take so many bytes more of the drives until `retract`, or as many as there are.
+    def have_spare(self, nbytes: int, *, leave: int) -> None:
+        """Have up to so many bytes more of the drives, for `spare_place` alone.
 
-        A file system keeps at least `leave` bytes free.
+        A file system keeps at least `leave` bytes free. Where it has less, the drives get back what
+        is not in use. Any thread may call this, one at a time.
         """
-        self._unextended = self._unextended or self._volume.capacities
-        missing = nbytes - sum(self._volume.capacities) + sum(self._unextended)
+        self._without_spare = self._without_spare or self._volume.capacities
         drives = {directory: Path(directory).stat().st_dev for directory in self._directories}
         free = {
             drive: shutil.disk_usage(directory).free - leave for directory, drive in drives.items()
         }
+        if self._spare_bytes and min(free.values()) < 0:
+            trimmed = dict(
+                zip(self._directories, self._volume.trim(self._without_spare), strict=True)
+            )
+            self._shrink_drives(trimmed)
+            for directory, gone in trimmed.items():
+                free[drives[directory]] += gone
+        missing = max(nbytes - self._spare_bytes, 0)
         more: dict[str, int] = {}
-        for directory, capacity in zip(self._directories, self._unextended, strict=True):
-            share = align_up(max(missing, 0) * capacity // sum(self._unextended), PAGE)
+        for directory, capacity in zip(self._directories, self._without_spare, strict=True):
+            share = align_up(missing * capacity // sum(self._without_spare), PAGE)
             left = self._ledger.free(Tier.NVME, directory=directory)
             more[directory] = max(align_down(min(share, left, free[drives[directory]]), PAGE), 0)
             free[drives[directory]] -= more[directory]
@@ -243,14 +256,6 @@ class SwapFile(Closing):
             # Others may have taken it since: then there is no more than before.
             with suppress(CapacityError):
                 self.grow(more)
-
-    def retract(self) -> None:
-        """Give the drives back what `extend` took, as far as nothing lies behind it."""
-        if self._unextended:
-            trimmed = self._volume.trim(self._unextended)
-            self._shrink_drives(dict(zip(self._directories, trimmed, strict=True)))
-            if all(map(int.__ge__, self._unextended, self._volume.capacities)):
-                self._unextended = ()
 
     def allocate(self, nbytes: int, *, holder: str, block_bytes: int = CHECKSUM_BYTES) -> Place:
         """Allocate a place for `nbytes`, written and read whole or in blocks of `block_bytes`.
@@ -284,6 +289,27 @@ class SwapFile(Closing):
         """Give back a place as it was allocated. All reads and writes of it must have ended."""
         self._volume.release(place.extents)
         self._holders.pop(place, None)
+
+    def spare_place(self, like: Place, *, holder: str) -> Place | None:
+        """Allocate a place as large as another one, out of the spare bytes; None: there are not so
+        many.
+        """
+        nbytes = whole_pages(like.nbytes)
+        if self._spare_in_use + nbytes > self._spare_bytes:
+            return None
+        try:
+            place = self.allocate(
+                like.nbytes, holder=holder, block_bytes=like.block_bytes or CHECKSUM_BYTES
+            )
+        except CapacityError:
+            return None
+        self._spare_in_use += nbytes
+        return place
+
+    def release_spare(self, place: Place) -> None:
+        """Give back such a place, or the one instead of which it was allocated."""
+        self.release(place)
+        self._spare_in_use -= whole_pages(place.nbytes)
 
     def read(
         self, place: Place, into: memoryview | Memory, *, what: str = "", compared: bool = True

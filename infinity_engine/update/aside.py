@@ -1,14 +1,12 @@
 """`PlacesAside`: where updates write while a save still reads the place that they would overwrite.
 
 A place on the drives is a home. An update that comes to it before the save has read it writes to a
-place aside, and a later update writes home again. What the drives gave for this they get back then.
+place aside, and a later update writes home again. So the bytes that the drives gave for places
+aside lie behind all others, and can go back.
 """
 
 from __future__ import annotations
 
-from deepnvme.memory.checksum import CHECKSUM_BYTES
-from deepnvme.sizes import whole_pages
-from infinity_engine.errors import CapacityError
 from infinity_engine.storage import Place, SwapFile
 from infinity_engine.update.captured import CapturedBytes, CapturedStates
 
@@ -25,8 +23,6 @@ class PlacesAside:
         self._homes: dict[Place, Place] = {}  # the other way round
         # Left for home. A save that began in between reads them.
         self._left: list[Place] = []
-        # What was free before there was room for places aside: it is others'. None: there is none.
-        self._others: int | None = None
 
     def before_changes(self, captured: CapturedBytes) -> None:
         """Ask this which places have to stay as they are."""
@@ -38,10 +34,8 @@ class PlacesAside:
         return self._drives
 
     def make_room(self, nbytes: int, leave: int) -> None:
-        """Take up to so many bytes more of the drives, where `leave` stay free. Any thread may."""
-        free = self._swap.free_bytes
-        self._swap.extend(nbytes, leave=leave)
-        self._others = free if self._others is None else self._others
+        """Have up to so many bytes of the drives for places aside; see `SwapFile.have_spare`."""
+        self._swap.have_spare(nbytes, leave=leave)
 
     def target(self, place: Place) -> Place:
         """Return where what lies at `place` may be written now: there, at home or aside.
@@ -69,34 +63,20 @@ class PlacesAside:
     def close(self) -> None:
         """Give back the places that states have left, aside or at home."""
         for place in [*self._left, *self._aside]:
-            self._swap.release(place)
+            self._swap.release_spare(place)
         self._left, self._aside, self._homes = [], {}, {}
 
     def _leave(self, home: Place) -> bool:
         """Find a place aside; tell whether there is one."""
-        if self._others is None:
-            return False
-        if self._swap.free_bytes - whole_pages(home.nbytes) < self._others:
-            return False
-        block_bytes = home.block_bytes or CHECKSUM_BYTES
-        try:
-            aside = self._swap.allocate(
-                home.nbytes, holder="states beside a checkpoint", block_bytes=block_bytes
-            )
-        except CapacityError:  # another thread was faster
-            return False
-        self._aside[home], self._homes[aside] = aside, home
-        return True
+        aside = self._swap.spare_place(home, holder="states beside a checkpoint")
+        if aside is not None:
+            self._aside[home], self._homes[aside] = aside, home
+        return aside is not None
 
     def _release_left(self) -> None:
-        """Give back places that states have left, and the drives what they gave for these."""
-        if not self._left:
-            return
-        reads = self._captured.reads
-        gone = [place for place in self._left if not reads(place)]
-        self._left = [place for place in self._left if reads(place)]
-        for place in gone:
-            self._swap.release(place)
-        if gone and not self._left and not self._aside:
-            self._others = None
-            self._swap.retract()
+        if self._left:
+            reads = self._captured.reads
+            gone = [place for place in self._left if not reads(place)]
+            self._left = [place for place in self._left if reads(place)]
+            for place in gone:
+                self._swap.release_spare(place)

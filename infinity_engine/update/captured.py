@@ -80,9 +80,9 @@ class StateDrives(Protocol):
         ...
 
     def make_room(self, nbytes: int, leave: int) -> None:
-        """Take up to so many bytes more for updates that a save would hold up.
+        """Have up to so many bytes more for updates that a save would hold up.
 
-        At least `leave` bytes of each drive stay free.
+        At least `leave` bytes of each drive stay free for the save.
         """
         ...
 
@@ -262,13 +262,13 @@ class CapturedStates:
         """Return those of no subgroup, for which nothing waits."""
         return cls((), ())
 
-    def make_room(self, leave: int) -> None:
-        """Let updates write elsewhere what this has not handed out when they come to it.
+    def make_room(self, leave: int, *, beside: bool) -> None:
+        """Let updates `beside` this write elsewhere what they come to before it was handed out.
 
-        At least `leave` bytes of each drive stay free.
+        At least `leave` bytes of each drive stay free for the save.
         """
         if self._on_drives:
-            nbytes = sum(run.nbytes for run in self._on_drives)
+            nbytes = sum(run.nbytes for run in self._on_drives) if beside else 0
             self._on_drives[0].drives.make_room(nbytes, leave)
 
     def hand_out(self, sink: PieceSink, rooms: Sequence[memoryview]) -> None:

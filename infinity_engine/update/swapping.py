@@ -433,9 +433,9 @@ class SwappedStates:
         self._aside.before_changes(captured)
 
     def make_room(self, nbytes: int, leave: int) -> None:
-        """Take up to so many bytes more for updates beside a save. Any thread may call it.
+        """Have up to so many bytes of the drives for updates beside a save.
 
-        At least `leave` bytes of each drive stay free.
+        See `SwapFile.have_spare`.
         """
         self._aside.make_room(nbytes, leave)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,7 +159,7 @@ def test_an_update_waits_for_what_is_not_written_yet(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Drives that have no more than they need.
-    monkeypatch.setattr(SwapFile, "extend", lambda *_, **__: None)
+    monkeypatch.setattr(SwapFile, "have_spare", lambda *_, **__: None)
     with engine_at(PLACES[name], tmp_path) as (engine, run):
         steps(engine, run, 0, 2)
         before = bits_of(engine)
@@ -213,6 +215,9 @@ def test_updates_of_states_on_drives_do_not_wait_for_a_save(
         engine.save(tmp_path / "last")
         steps(engine, run, 6, 2)
         engine.state_dict()
+        assert held_of_drives(engine) > held  # kept for the next save
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+        engine.save(tmp_path / "full")  # which may need it
         assert held_of_drives(engine) == held
     with engine_at(PLACES["host"], tmp_path) as (engine, run):
         engine.load(tmp_path / "saved")

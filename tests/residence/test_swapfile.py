@@ -221,7 +221,9 @@ def held_of(books: Ledger) -> dict[str, int]:
     return {str(each.directory): each.held for each in books.usage() if each.tier is Tier.NVME}
 
 
-def test_what_a_swap_file_was_extended_by_goes_back_as_far_as_it_is_free(tmp_path: Path) -> None:
+def test_spare_bytes_are_for_spare_places_and_go_back_where_a_drive_is_full(
+    tmp_path: Path,
+) -> None:
     drives = [tmp_path / name for name in "ab"]
     for drive in drives:
         drive.mkdir()
@@ -229,37 +231,40 @@ def test_what_a_swap_file_was_extended_by_goes_back_as_far_as_it_is_free(tmp_pat
     books = ledger(*drives)
     sizes = {first: 3 * PAGE, second: 5 * PAGE}
     with SwapFile(sizes, books, rates={first: 1, second: 2}) as swap:
-        place = swap.allocate(6 * PAGE, holder="w")
-        swap.write(place, memoryview(b"x" * 6 * PAGE)).wait()
+        place = swap.allocate(5 * PAGE, holder="w")
+        swap.write(place, memoryview(b"x" * 5 * PAGE)).wait()
+        assert swap.spare_place(place, holder="aside") is None
 
-        swap.extend(6 * PAGE, leave=0)  # in the ratio of what each directory had
-        assert held_of(books) == {first: 5 * PAGE, second: 9 * PAGE}
-        swap.extend(6 * PAGE, leave=0)
-        assert swap.free_bytes == 6 * PAGE
-        aside = swap.allocate(PAGE, holder="aside")
-        swap.retract()
-        assert PAGE <= swap.capacity - 6 * PAGE < 6 * PAGE
-        swap.release(aside)
-        swap.retract()
+        for _ in range(2):
+            swap.have_spare(6 * PAGE, leave=0)  # in the ratio of what each directory had
+            assert held_of(books) == {first: 5 * PAGE, second: 9 * PAGE}
+            assert swap.free_bytes == PAGE
+        aside = swap.spare_place(place, holder="aside")
+        assert aside is not None
+        assert (aside.nbytes, swap.free_bytes) == (5 * PAGE, PAGE)
+        assert swap.spare_place(place, holder="another") is None
+
+        swap.have_spare(6 * PAGE, leave=1 << 60)  # so much is not free: what is in use stays
+        assert sum(held_of(books).values()) >= sum(sizes.values()) + 4 * PAGE
+        assert swap.free_bytes <= PAGE
+        swap.release_spare(aside)
+        swap.have_spare(0, leave=0)  # there is room
+        assert sum(held_of(books).values()) >= sum(sizes.values()) + 4 * PAGE
+        swap.have_spare(6 * PAGE, leave=1 << 60)
         assert held_of(books) == sizes
-        swap.retract()
-        found = bytearray(6 * PAGE)
+        found = bytearray(5 * PAGE)
         swap.read(place, memoryview(found)).wait()
-        assert found == b"x" * 6 * PAGE
-        assert held_of(books) == sizes
+        assert found == b"x" * 5 * PAGE
 
 
-@pytest.mark.parametrize("leave", [0, 1 << 60])
-def test_a_swap_file_is_extended_by_what_there_is(tmp_path: Path, leave: int) -> None:
+def test_there_are_as_many_spare_bytes_as_the_budget_has(tmp_path: Path) -> None:
     books = ledger(tmp_path)
     with SwapFile({str(tmp_path): 3 * PAGE}, books) as swap:
-        swap.extend(1 << 30, leave=leave)
-        assert held_of(books) == {str(tmp_path): 3 * PAGE if leave else 1 << 20}
-        swap.retract()
-        assert held_of(books) == {str(tmp_path): 3 * PAGE}
+        swap.have_spare(1 << 30, leave=0)
+        assert (held_of(books), swap.free_bytes) == ({str(tmp_path): 1 << 20}, 2 * PAGE)
 
 
-def test_a_drive_that_refuses_to_extend_a_swap_file_leaves_it_as_it_was(
+def test_a_drive_that_refuses_spare_bytes_leaves_a_swap_file_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -268,7 +273,7 @@ def test_a_drive_that_refuses_to_extend_a_swap_file_leaves_it_as_it_was(
     books = ledger(tmp_path)
     with SwapFile({str(tmp_path): 3 * PAGE}, books) as swap:
         monkeypatch.setattr(os, "posix_fallocate", full)
-        swap.extend(PAGE, leave=0)
+        swap.have_spare(PAGE, leave=0)
         assert (swap.capacity, held_of(books)) == (2 * PAGE, {str(tmp_path): 3 * PAGE})
 
 

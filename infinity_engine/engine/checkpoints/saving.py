@@ -581,8 +581,7 @@ class _Draft:
         """Write this rank's part, `beside` training or not; tell rank 0 what it wrote."""
         draft = self.directory.draft_of(self.manifest.tag)
         source, memory = self._sources.pop(), self.memory
-        if beside:
-            source.captured.make_room(leave=source.nbytes_of(self._size))
+        source.captured.make_room(source.nbytes_of(self._size), beside=beside)
         with source.shared_files() as shared, _rooms(memory) as rooms:
             source.use(rooms)
             # First what updates wait for. What is shared is safe from them.
