@@ -531,10 +531,9 @@ class Collectives:
         *,
         key: bytes = b"",
         announces: int | None = None,
-        after: Sequence[Event] = (),
         ended: Callable[[BaseException | None], object] = ignore,
     ) -> CollectiveEvent:
-        """Begin a collective; data moves once all ranks have started it and `after` has passed.
+        """Begin a collective; data moves once all ranks have started it.
 
         `op` names it in messages; all ranks must start the same `op` with the same `key`. `ended`
         is called at its end, with the error if there is one. All ranks can read from the event the
@@ -550,7 +549,7 @@ class Collectives:
             return rounds if announces is None or any(announced) else ()
 
         pending = self._begin(
-            op, rounds_if_any, self._issue, key=key, nbytes=announces or 0, after=after, ended=ended
+            op, rounds_if_any, self._issue, key=key, nbytes=announces or 0, ended=ended
         )
         # At once: headers of other ranks may be here already.
         self.poll()
@@ -730,7 +729,6 @@ class Collectives:
         *,
         key: bytes = b"",
         nbytes: int = 0,
-        after: Sequence[Event] = (),
         ended: Callable[[BaseException | None], object] = ignore,
     ) -> Pending:
         if self._closed:
@@ -753,7 +751,6 @@ class Collectives:
             header,
             rounds,
             issue,
-            after=after,
             ended=ended,
             in_stream=in_stream,
             position=self._position,

@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 
-from infinity_engine.accel import Event
 from infinity_engine.errors import ConfigError
 from infinity_engine.partition.collectives import CollectiveEvent, Collectives
 from infinity_engine.partition.header import digest
@@ -109,11 +108,8 @@ class ShardGroup:
         into: Sequence[torch.Tensor],
         *,
         wire: torch.Tensor | None = None,
-        after: Sequence[Event] = (),
     ) -> CollectiveEvent:
-        """Begin to assemble whole parameters from all ranks' shards, once `after` have passed.
-
-        Returns at once.
+        """Begin to assemble whole parameters from all ranks' shards. Returns at once.
 
         All tensors are flat: this rank's shards, the whole parameters, and `wire`, bytes that are
         used until the end; the more of them, up to `gather_bytes`, the fewer rounds.
@@ -130,7 +126,7 @@ class ShardGroup:
         rounds = self._gathering(shards, into, _no_bytes() if wire is None else wire, most)
         # With `most`: buffers of other sizes would make other rounds.
         return self._collectives.start(
-            f"gather of {self.name}", rounds, key=digest(self._key, most), after=after
+            f"gather of {self.name}", rounds, key=digest(self._key, most)
         )
 
     def _gathering(
@@ -142,16 +138,11 @@ class ShardGroup:
     ) -> list[Round]:
         layout, rank = self._layout, self._collectives.rank
         if layout.ranks == 1:
-            # Also where the shard is the whole parameter there is a round: it waits for `after`.
             return [
-                Round(
-                    NoWire(),
-                    nothing
-                    if shard.data_ptr() == target.data_ptr()
-                    else partial(target.copy_, shard),
-                )
+                Round(NoWire(), partial(target.copy_, shard))
                 for shard, target in zip(shards, into, strict=True)
-                if shard.numel()
+                # Where the shard is the whole parameter already, nothing is to be done.
+                if shard.numel() and shard.data_ptr() != target.data_ptr()
             ]
         if layout.is_one_run:
             # The segments are the parameter as it lies in memory, so nothing is copied.
@@ -198,7 +189,6 @@ class ShardGroup:
         *,
         adder: Adder,
         wire: torch.Tensor | None = None,
-        after: Sequence[Event] = (),
         ended: Callable[[BaseException | None], object] = ignore,
     ) -> CollectiveEvent:
         """Begin to add up all ranks' gradients of this rank's shards, in fp32, into `into`.
@@ -232,7 +222,7 @@ class ShardGroup:
             announces |= 1 << MOST_ANNOUNCED
         key = digest(self._key, most)
         return self._collectives.start(
-            f"reduce of {self.name}", rounds, key=key, announces=announces, after=after, ended=ended
+            f"reduce of {self.name}", rounds, key=key, announces=announces, ended=ended
         )
 
     def _reducing(

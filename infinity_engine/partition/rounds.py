@@ -106,7 +106,6 @@ class Pending:
         rounds: Rounds,
         issue: Callable[[Round], Work],
         *,
-        after: Sequence[Event],
         ended: Callable[[BaseException | None], object],
         in_stream: bool,
         position: int,
@@ -122,7 +121,6 @@ class Pending:
         self._make_rounds = rounds
         self._rounds: list[Round] | None = None
         self._issue = issue
-        self._after = after
         self._tell = ended
         self._in_stream = in_stream  # rounds follow one another without the host
         self._work: Work | None = None
@@ -167,14 +165,8 @@ class Pending:
                 self._work = None
             if not self._rounds:
                 return True
-            if not all(event.done() for event in self._after):
-                self.since = time.monotonic()  # it waits for its device: no other rank is late
-                return False
             if not may_issue:
                 return False
-            for event in self._after:
-                event.wait()  # raises what failed
-            self._after = ()
             self._work = self._issue(self._rounds.pop(0))
             self.since = time.monotonic()
 
@@ -183,7 +175,7 @@ class Pending:
         self.ended, self.error = True, error
         # Called once and last: it may start the next collective, which must find this one ended.
         tell, self._tell = self._tell, ignore
-        self._rounds, self._make_rounds, self._work, self._after = [], _no_rounds, None, ()
+        self._rounds, self._make_rounds, self._work = [], _no_rounds, None
         tell(error)
 
 

@@ -202,9 +202,7 @@ def norm_bits(ranks: Collectives) -> float:
 
 
 def several_at_once(ranks: Collectives) -> list[torch.Tensor]:
-    """Start gathers without waiting, one of them after another, then wait in another order on each
-    rank.
-    """
+    """Start gathers without waiting, then wait in another order on each rank."""
     numel = 3 * BLOCK * ranks.size + 5
     [spec] = cut([numel], ranks.size)
     under_way: list[CollectiveEvent] = []
@@ -216,9 +214,7 @@ def several_at_once(ranks: Collectives) -> list[torch.Tensor]:
         results.append(into)
         mine = values(numel, torch.float32, number)[shard.first_element : shard.end].clone()
         wire = torch.empty(group.gather_bytes() // (1 + number % 3), dtype=torch.uint8)
-        under_way.append(
-            group.gather([mine], [into], wire=wire, after=under_way[-1:] if number == 3 else ())
-        )
+        under_way.append(group.gather([mine], [into], wire=wire))
     order = under_way[ranks.rank :] + under_way[: ranks.rank]
     for event in order:
         event.wait()
@@ -514,11 +510,8 @@ def works_until(rank: int, killed_after_s: float) -> CollectiveError | None:
             threading.Timer(killed_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
         try:
             while True:
-                gathered = group.gather(mine, [into], wire=wire)
-                reduced = group.reduce(
-                    [into], [sums], adder=TorchAdder(), wire=buffer, after=[gathered]
-                )
-                reduced.wait()
+                group.gather(mine, [into], wire=wire).wait()
+                group.reduce([into], [sums], adder=TorchAdder(), wire=buffer).wait()
         except CollectiveError as error:
             return error
 

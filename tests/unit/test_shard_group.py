@@ -4,7 +4,9 @@ torch.distributed runs.
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch_adder import TorchAdder
 
-from infinity_engine.accel import Event
 from infinity_engine.errors import CollectiveError, ConfigError
 from infinity_engine.partition import (
     Collectives,
@@ -25,24 +26,36 @@ from infinity_engine.partition import (
 )
 from infinity_engine.partition.failures import Failures, Process
 from infinity_engine.partition.header import Header, digest, disagreement
-from infinity_engine.partition.rounds import NoWire, Round
+from infinity_engine.partition.rounds import NoWire, Round, Wire
 
 BLOCK = 4096
 
 
-class Ending(Event):
-    """An event that ends when it is told to, well or not."""
+class Silence:
+    """A way to the other ranks on which nothing arrives, and what was sent on it."""
 
-    def __init__(self) -> None:
-        self.ended = False
-        self.error: Exception | None = None
+    store = None
+
+    def start(self, _wire: Wire, *, on_host: bool) -> Silence:
+        return self
+
+    def again(self, _timeout_s: float) -> Silence:
+        return self
+
+    def parted(self, _parts: Sequence[range], _mine: int, _timeout_s: float) -> Silence:
+        return self
 
     def done(self) -> bool:
-        return self.ended
+        return False
 
     def wait(self) -> None:
-        if self.error is not None:
-            raise self.error
+        raise AssertionError("nothing arrives")
+
+    def block(self, most_s: float) -> None:
+        raise AssertionError("nothing arrives")
+
+    def close(self) -> None:
+        pass
 
 
 def group_of(*numels: int, ranks: Collectives | None = None) -> ShardGroup:
@@ -69,23 +82,11 @@ def test_a_gather_that_has_ended_keeps_nobodys_memory() -> None:
 # --- gathers ----------------------------------------------------------------------------------------
 
 
-def test_a_group_is_gathering_until_what_it_comes_after_has_passed() -> None:
-    group, before = group_of(3), Ending()
-    mine, into = torch.ones(3), torch.zeros(3)
+def test_a_gather_that_fails_ends_and_each_wait_says_why() -> None:
+    def fail() -> None:
+        raise OSError("a bad drive")
 
-    event = group.gather([mine], [into], after=[before])
-    assert (event.done(), float(into.sum())) == (False, 0.0)
-
-    before.ended = True
-    event.wait()
-    assert (event.done(), float(into.sum())) == (True, 3.0)
-
-
-def test_a_gather_that_fails_ends_where_it_came_from() -> None:
-    group, before = group_of(3), Ending()
-    before.ended, before.error = True, OSError("a bad drive")
-
-    event = group.gather([torch.ones(3)], [torch.zeros(3)], after=[before])
+    event = Collectives.alone().start("gather of layer", [Round(NoWire(), pack=fail)])
 
     assert event.done()
     for _ in range(2):
@@ -134,8 +135,8 @@ def test_joining_without_others_is_being_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_rank_that_has_left_starts_nothing() -> None:
-    ranks = Collectives.alone()
-    waiting = ranks.start("waiting", [Round(NoWire())], after=[Ending()])
+    ranks = Collectives(Silence(), name="one rank", rank=0, size=1, timeout_s=math.inf)
+    waiting = ranks.start("waiting", [Round(NoWire())])
 
     ranks.close()
     ranks.close()
