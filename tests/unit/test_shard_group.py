@@ -36,13 +36,13 @@ class Silence:
 
     store = None
 
-    def start(self, _wire: Wire, *, on_host: bool) -> Silence:
+    def start(self, wire: Wire, *, on_host: bool) -> Silence:
         return self
 
-    def again(self, _timeout_s: float) -> Silence:
+    def again(self, timeout_s: float) -> Silence:
         return self
 
-    def parted(self, _parts: Sequence[range], _mine: int, _timeout_s: float) -> Silence:
+    def parted(self, parts: Sequence[range], mine: int, timeout_s: float) -> Silence:
         return self
 
     def done(self) -> bool:
