@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -101,45 +101,25 @@ class Counter:
 
 
 class Gauge:
-    """A number that rises and falls and is never negative: bytes held, requests in flight.
+    """A number that rises and falls and is never negative, such as bytes held.
 
-    Made by Telemetry.gauge.
+    Made by Telemetry.gauge; each step has its peak.
     """
 
-    __slots__ = ("_lock", "_peak", "_step_peak", "_value")
+    __slots__ = ("_lock", "_step_peak", "_value")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._value = 0
-        self._peak = 0
         self._step_peak = 0
-
-    @property
-    def value(self) -> int:
-        """Its present value."""
-        return self._value
-
-    @property
-    def peak(self) -> int:
-        """Its highest value so far."""
-        return self._peak
 
     def set(self, value: int) -> None:
         """Set it to `value`, which is not negative."""
-        with self._lock:
-            self._stand_at(value)
-
-    def add(self, amount: int) -> None:
-        """Raise it by `amount`, or lower it where that is negative."""
-        with self._lock:
-            self._stand_at(self._value + amount)
-
-    def _stand_at(self, value: int) -> None:
         if value < 0:
             raise ValueError(f"a gauge is 0 or more, and cannot be set to {value}")
-        self._value = value
-        self._peak = max(self._peak, value)
-        self._step_peak = max(self._step_peak, value)
+        with self._lock:
+            self._value = value
+            self._step_peak = max(self._step_peak, value)
 
     def _begin_step(self) -> None:
         with self._lock:
@@ -193,26 +173,15 @@ class Telemetry:
         self._dropped_steps = 0
         self._dropped_spans = 0
 
-    def span(
-        self, name: str, /, *, track: str | None = None, **fields: object
-    ) -> AbstractContextManager[None]:
-        """Return a context manager that records its body in the step in which it began.
-
-        A body that raises is recorded too.
-
-        `track` is the line of the timeline that it is drawn on, by default the thread's; `fields`
-        are kept with it.
-        """
-        return _Span(self, name, track, fields)
-
     def timed(
         self, name: str, /, *, track: str | None = None, **fields: object
     ) -> AbstractContextManager[None]:
-        """Return a span that also adds its ns to the counter `<name> ns`.
+        """Return a context manager that records its body as a span of the step in which it began.
 
-        The counter stays exact where spans are dropped.
-
-        A span within another of the same name is counted twice.
+        A body that raises is recorded too. `track` is the line of the timeline that the span is
+        drawn on, by default the thread's; `fields` are kept with it. Its ns are added to the
+        counter `<name> ns`, which stays exact where spans are dropped. A span within another of the
+        same name is counted twice.
         """
         return _Span(self, name, track, fields, self.counter(f"{name} ns"))
 
@@ -276,11 +245,6 @@ class Telemetry:
         with self._lock:
             return self._totals()
 
-    def peaks(self) -> dict[str, int]:
-        """Return the highest value of every gauge so far."""
-        with self._lock:
-            return {name: gauge.peak for name, gauge in self._gauges.items()}
-
     def note(self, **values: object) -> None:
         """Keep values that the running step has once, such as its outcome; the newest counts."""
         with self._lock:
@@ -322,15 +286,6 @@ class Telemetry:
             step.growth = self._growth(step)
             step.peaks = self._step_peaks()
             self._open = None
-
-    @contextlib.contextmanager
-    def step(self, index: int) -> Iterator[None]:
-        """Run the body as step `index`, which ends however the body ends."""
-        self.begin_step(index)
-        try:
-            yield
-        finally:
-            self.end_step()
 
     def timeline(self) -> Timeline:
         """Return what is recorded at this moment, the running step included."""
@@ -392,7 +347,7 @@ class _Span:
         name: str,
         track: str | None,
         fields: dict[str, object],
-        counter: Counter | None = None,
+        counter: Counter,
     ) -> None:
         self._telemetry = telemetry
         self._name = name
@@ -431,8 +386,7 @@ class _Span:
         with self._telemetry._lock:
             # The deque chosen at the start: it may be of a step that has ended by now.
             self._telemetry._keep(record, self._spans)
-        if self._counter is not None:
-            self._counter.add(end_ns - self._start_ns)
+        self._counter.add(end_ns - self._start_ns)
 
 
 class NullTelemetry(Telemetry):
@@ -443,12 +397,6 @@ class NullTelemetry(Telemetry):
         self._nothing = contextlib.nullcontext()  # one for all: a nullcontext has no state
         self._unread = _UnreadCounter()
         self._unread_gauge = _UnreadGauge()
-
-    def span(
-        self, name: str, /, *, track: str | None = None, **fields: object
-    ) -> AbstractContextManager[None]:
-        """Return a context manager that does nothing."""
-        return self._nothing
 
     def timed(
         self, name: str, /, *, track: str | None = None, **fields: object
@@ -490,9 +438,6 @@ class _UnreadGauge(Gauge):
     __slots__ = ()
 
     def set(self, value: int) -> None:
-        pass
-
-    def add(self, amount: int) -> None:
         pass
 
 

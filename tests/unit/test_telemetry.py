@@ -6,8 +6,9 @@ import json
 import math
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -17,7 +18,6 @@ from hypothesis import strategies as st
 
 from infinity_engine.plan import Tier
 from infinity_engine.telemetry import (
-    Gauge,
     NullTelemetry,
     SpanRecord,
     Telemetry,
@@ -59,6 +59,14 @@ def only_span(telemetry: Telemetry) -> SpanRecord:
     return span
 
 
+@contextmanager
+def recorded_step(telemetry: Telemetry, index: int) -> Iterator[None]:
+    """Run the body as step `index`."""
+    telemetry.begin_step(index)
+    yield
+    telemetry.end_step()
+
+
 def names(spans: tuple[SpanRecord, ...]) -> list[str]:
     return [span.name for span in spans]
 
@@ -71,7 +79,7 @@ def test_a_span_has_the_times_of_its_clock() -> None:
     telemetry = recorder(clock)
 
     clock.now_ns = 100
-    with telemetry.span("load"):
+    with telemetry.timed("load"):
         clock.now_ns = 250
 
     assert (only_span(telemetry).start_ns, only_span(telemetry).end_ns) == (100, 250)
@@ -80,7 +88,7 @@ def test_a_span_has_the_times_of_its_clock() -> None:
 def test_a_span_keeps_its_fields_whatever_they_are_called() -> None:
     telemetry = recorder()
 
-    with telemetry.span("load", nbytes=4096, name="w1", self="s"):
+    with telemetry.timed("load", nbytes=4096, name="w1", self="s"):
         pass
 
     assert only_span(telemetry).fields == {"nbytes": 4096, "name": "w1", "self": "s"}
@@ -89,7 +97,7 @@ def test_a_span_keeps_its_fields_whatever_they_are_called() -> None:
 def test_a_span_lies_on_the_track_of_its_thread() -> None:
     telemetry = recorder()
 
-    with telemetry.span("load"):
+    with telemetry.timed("load"):
         pass
 
     here = threading.current_thread()
@@ -99,7 +107,7 @@ def test_a_span_lies_on_the_track_of_its_thread() -> None:
 def test_a_span_lies_on_the_track_that_it_is_given() -> None:
     telemetry = recorder()
 
-    with telemetry.span("copy", track="h2d stream"):
+    with telemetry.timed("copy", track="h2d stream"):
         pass
 
     assert (only_span(telemetry).track, only_span(telemetry).thread) == ("h2d stream", None)
@@ -108,7 +116,7 @@ def test_a_span_lies_on_the_track_that_it_is_given() -> None:
 def test_a_span_is_recorded_and_marked_when_its_body_raises() -> None:
     telemetry = recorder()
 
-    with pytest.raises(KeyError, match="gone"), telemetry.span("load"):
+    with pytest.raises(KeyError, match="gone"), telemetry.timed("load"):
         raise KeyError("gone")
 
     assert (only_span(telemetry).name, only_span(telemetry).error) == ("load", "KeyError")
@@ -117,7 +125,7 @@ def test_a_span_is_recorded_and_marked_when_its_body_raises() -> None:
 def test_a_span_is_recorded_and_marked_when_its_body_is_interrupted() -> None:
     telemetry = recorder()
 
-    with pytest.raises(KeyboardInterrupt), telemetry.span("load"):
+    with pytest.raises(KeyboardInterrupt), telemetry.timed("load"):
         raise KeyboardInterrupt
 
     assert only_span(telemetry).error == "KeyboardInterrupt"
@@ -126,7 +134,7 @@ def test_a_span_is_recorded_and_marked_when_its_body_is_interrupted() -> None:
 def test_a_span_whose_body_ends_well_is_not_marked() -> None:
     telemetry = recorder()
 
-    with telemetry.span("load"):
+    with telemetry.timed("load"):
         pass
 
     assert only_span(telemetry).error is None
@@ -135,7 +143,7 @@ def test_a_span_whose_body_ends_well_is_not_marked() -> None:
 def test_a_span_that_has_not_ended_is_not_recorded() -> None:
     telemetry = recorder()
 
-    with telemetry.span("load"):
+    with telemetry.timed("load"):
         assert telemetry.timeline().between_steps == ()
 
 
@@ -151,7 +159,7 @@ def test_spans_within_spans_nest_in_time(tree: list[Any]) -> None:
     inside: dict[str, str] = {}
 
     def walk(node: list[Any], name: str) -> None:
-        with telemetry.span(name):
+        with telemetry.timed(name):
             for number, child in enumerate(node):
                 inside[f"{name}.{number}"] = name
                 walk(child, f"{name}.{number}")
@@ -185,14 +193,14 @@ def test_spans_within_spans_nest_in_time(tree: list[Any]) -> None:
 def test_a_step_holds_the_spans_that_began_in_it() -> None:
     telemetry = recorder()
 
-    with telemetry.span("before"):
+    with telemetry.timed("before"):
         pass
     for index in (7, 8):
         telemetry.begin_step(index)
-        with telemetry.span(f"within {index}"):
+        with telemetry.timed(f"within {index}"):
             pass
         telemetry.end_step()
-    with telemetry.span("after"):
+    with telemetry.timed("after"):
         pass
 
     timeline = telemetry.timeline()
@@ -207,7 +215,7 @@ def test_a_span_belongs_to_the_step_in_which_it_began() -> None:
     telemetry = recorder()
 
     telemetry.begin_step(1)
-    with telemetry.span("store"):
+    with telemetry.timed("store"):
         telemetry.end_step()
         telemetry.begin_step(2)
 
@@ -220,7 +228,7 @@ def test_a_step_has_the_times_of_the_clock() -> None:
     telemetry = recorder(clock)
 
     clock.now_ns = 5
-    with telemetry.step(0):
+    with recorded_step(telemetry, 0):
         clock.now_ns = 9
 
     (step,) = telemetry.timeline().steps
@@ -236,16 +244,6 @@ def test_a_step_that_is_running_is_on_the_timeline_without_an_end() -> None:
 
     assert step.end_ns is None
     assert step.counters == {"bytes": 3}
-
-
-def test_a_step_ends_when_its_body_raises() -> None:
-    telemetry = recorder()
-
-    with pytest.raises(KeyError), telemetry.step(0):
-        raise KeyError
-
-    (step,) = telemetry.timeline().steps
-    assert step.end_ns is not None
 
 
 def test_it_tells_whether_a_step_is_running() -> None:
@@ -311,10 +309,10 @@ def test_a_step_says_by_how_much_each_counter_grew_in_it() -> None:
     telemetry = recorder()
     telemetry.counter("bytes").add(100)
     for index, grown in enumerate((5, 0, 7)):
-        with telemetry.step(index):
+        with recorded_step(telemetry, index):
             telemetry.counter("bytes").add(grown)
         telemetry.counter("bytes").add(1000)
-    with telemetry.step(3):
+    with recorded_step(telemetry, 3):
         telemetry.counter("new").add(2)
 
     assert [step.counters for step in telemetry.timeline().steps] == [
@@ -328,72 +326,46 @@ def test_a_step_says_by_how_much_each_counter_grew_in_it() -> None:
 # --- gauges ---
 
 
-def test_a_gauge_rises_and_falls() -> None:
+def test_a_gauge_never_stands_below_zero() -> None:
     telemetry = recorder()
+    telemetry.gauge("held").set(2)
 
-    telemetry.gauge("held").add(5)
-    telemetry.gauge("held").add(-3)
-
-    assert telemetry.gauge("held").value == 2
-
-
-def test_a_gauge_can_be_set_to_what_was_measured() -> None:
-    gauge = recorder().gauge("rss")
-
-    gauge.set(7)
-    gauge.set(4)
-
-    assert (gauge.value, gauge.peak) == (4, 7)
+    with pytest.raises(ValueError, match="a gauge is 0 or more, and cannot be set to -1"):
+        telemetry.gauge("held").set(-1)
+    with recorded_step(telemetry, 0):
+        pass
+    assert telemetry.timeline().steps[0].peaks == {"held": 2}
 
 
 @PATIENT
-@given(st.lists(st.tuples(st.booleans(), st.integers(-10, 10))))
-def test_a_gauge_keeps_the_highest_it_ever_stood_at(changes: list[tuple[bool, int]]) -> None:
-    gauge = recorder().gauge("held")
-    stood = [0]
-
-    for is_set, number in changes:
-        after = number if is_set else stood[-1] + number
-        if after >= 0:
-            (gauge.set if is_set else gauge.add)(number)
-            stood.append(after)
-
-    assert (gauge.value, gauge.peak) == (stood[-1], max(stood))
-
-
-@pytest.mark.parametrize("change", [lambda gauge: gauge.add(-3), lambda gauge: gauge.set(-1)])
-def test_a_gauge_never_stands_below_zero(change: Callable[[Gauge], None]) -> None:
-    gauge = recorder().gauge("held")
-    gauge.add(2)
-
-    with pytest.raises(ValueError, match="a gauge is 0 or more, and cannot be set to -1"):
-        change(gauge)
-    assert (gauge.value, gauge.peak) == (2, 2)
-
-
-def test_the_peaks_of_all_gauges_can_be_read() -> None:
+@given(st.lists(st.integers(0, 10)), st.lists(st.integers(0, 10)))
+def test_a_step_has_the_highest_that_a_gauge_stood_at_in_it(
+    before: list[int], within: list[int]
+) -> None:
     telemetry = recorder()
-    telemetry.gauge("host").add(3)
-    telemetry.gauge("host").add(-1)
-    telemetry.gauge("device")
+    for value in (0, *before):
+        telemetry.gauge("held").set(value)
+    with recorded_step(telemetry, 0):
+        for value in within:
+            telemetry.gauge("held").set(value)
 
-    assert telemetry.peaks() == {"host": 3, "device": 0}
+    assert telemetry.timeline().steps[0].peaks == {"held": max([*before[-1:], *within], default=0)}
 
 
 def test_a_step_says_how_high_each_gauge_stood_in_it_from_its_beginning_on() -> None:
     telemetry = recorder()
     held = telemetry.gauge("held")
-    held.add(100)
-    held.add(-90)
-    with telemetry.step(0):
-        held.add(-5)
-    held.add(50)
-    held.add(-50)
-    with telemetry.step(1):
-        held.add(2)
-        held.add(-2)
+    for value in (100, 10):
+        held.set(value)
+    with recorded_step(telemetry, 0):
+        held.set(5)
+    for value in (55, 5):
+        held.set(value)
+    with recorded_step(telemetry, 1):
+        for value in (7, 5):
+            held.set(value)
         telemetry.gauge("new").set(1)
-    held.add(1000)
+    held.set(1005)
 
     assert [step.peaks for step in telemetry.timeline().steps] == [
         {"held": 10},
@@ -404,10 +376,10 @@ def test_a_step_says_how_high_each_gauge_stood_in_it_from_its_beginning_on() -> 
 def test_a_step_that_is_running_says_its_peaks_so_far() -> None:
     telemetry = recorder()
     telemetry.begin_step(0)
-    telemetry.gauge("held").add(3)
+    telemetry.gauge("held").set(3)
     before = telemetry.timeline()
 
-    telemetry.gauge("held").add(1)
+    telemetry.gauge("held").set(4)
 
     assert before.steps[0].peaks == {"held": 3}
 
@@ -542,7 +514,7 @@ def test_only_the_newest_steps_are_kept_and_the_others_counted() -> None:
     telemetry = recorder(keep_steps=2)
 
     for index in range(5):
-        with telemetry.step(index):
+        with recorded_step(telemetry, index):
             pass
 
     timeline = telemetry.timeline()
@@ -553,9 +525,9 @@ def test_only_the_newest_steps_are_kept_and_the_others_counted() -> None:
 def test_only_the_newest_spans_of_a_step_are_kept_and_the_others_counted() -> None:
     telemetry = recorder(keep_spans=2)
 
-    with telemetry.step(0):
+    with recorded_step(telemetry, 0):
         for number in range(5):
-            with telemetry.span(str(number)):
+            with telemetry.timed(str(number)):
                 pass
 
     timeline = telemetry.timeline()
@@ -567,7 +539,7 @@ def test_only_the_newest_spans_between_steps_are_kept_and_the_others_counted() -
     telemetry = recorder(keep_spans=2)
 
     for number in range(5):
-        with telemetry.span(str(number)):
+        with telemetry.timed(str(number)):
             pass
 
     timeline = telemetry.timeline()
@@ -579,7 +551,7 @@ def test_nothing_counts_as_dropped_while_all_of_it_fits() -> None:
     telemetry = recorder(keep_steps=2, keep_spans=2)
 
     for index in range(2):
-        with telemetry.step(index), telemetry.span("a"), telemetry.span("b"):
+        with recorded_step(telemetry, index), telemetry.timed("a"), telemetry.timed("b"):
             pass
 
     timeline = telemetry.timeline()
@@ -590,9 +562,9 @@ def test_a_span_may_end_after_its_step_was_dropped() -> None:
     telemetry = recorder(keep_steps=1)
     telemetry.begin_step(0)
 
-    with telemetry.span("late"):
+    with telemetry.timed("late"):
         telemetry.end_step()
-        with telemetry.step(1):
+        with recorded_step(telemetry, 1):
             pass
 
     assert [names(step.spans) for step in telemetry.timeline().steps] == [[]]
@@ -605,7 +577,7 @@ def test_a_timed_span_is_a_span_and_counts_its_nanoseconds() -> None:
     clock = Clock()
     telemetry = recorder(clock)
 
-    with telemetry.step(0):
+    with recorded_step(telemetry, 0):
         for _ in range(2):
             with telemetry.timed("update", track="host", subgroup=3):
                 clock.now_ns += 40
@@ -644,10 +616,10 @@ def test_a_timed_span_that_failed_is_counted() -> None:
 def test_a_step_keeps_what_was_noted_last() -> None:
     telemetry = recorder()
 
-    with telemetry.step(0):
+    with recorded_step(telemetry, 0):
         telemetry.note(outcome="skipped", loss_scale=2.0)
         telemetry.note(outcome="updated")
-    with telemetry.step(1):
+    with recorded_step(telemetry, 1):
         pass
 
     assert [step.notes for step in telemetry.timeline().steps] == [
@@ -681,7 +653,7 @@ def test_threads_lose_no_span_and_no_count() -> None:
     def work(worker: int) -> None:
         together.wait(timeout=60)
         for number in range(500):
-            with telemetry.span(f"{worker}.{number}"):
+            with telemetry.timed(f"{worker}.{number}"):
                 telemetry.counter("bytes").add(1)
 
     with ThreadPoolExecutor(4) as pool:
@@ -692,24 +664,7 @@ def test_threads_lose_no_span_and_no_count() -> None:
         f"{worker}.{number}" for worker in range(4) for number in range(500)
     )
     assert len({span.thread for span in spans}) == 4
-    assert telemetry.counters() == {"bytes": 2000}
-
-
-def test_threads_lose_no_change_of_a_gauge() -> None:
-    gauge = recorder().gauge("held")
-    together = threading.Barrier(4)
-
-    def work(_: int) -> None:
-        together.wait(timeout=60)
-        for _ in range(2000):
-            gauge.add(2)
-            gauge.add(-1)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-
-    assert gauge.value == 8000
-    assert 8001 <= gauge.peak <= 8004
+    assert telemetry.counters()["bytes"] == 2000
 
 
 # --- records ---
@@ -721,7 +676,7 @@ def test_a_timeline_stays_as_it_was() -> None:
     before = telemetry.timeline()
     kept = copy.deepcopy(before)
 
-    with telemetry.span("load"):
+    with telemetry.timed("load"):
         telemetry.counter("bytes").add(1)
     telemetry.end_step()
 
@@ -730,7 +685,7 @@ def test_a_timeline_stays_as_it_was() -> None:
 
 def test_a_timeline_can_be_sent_to_another_process() -> None:
     telemetry = recorder()
-    with telemetry.step(0), telemetry.span("load", nbytes=1):
+    with recorded_step(telemetry, 0), telemetry.timed("load", nbytes=1):
         pass
 
     assert pickle.loads(pickle.dumps(telemetry.timeline())) == telemetry.timeline()
@@ -738,7 +693,7 @@ def test_a_timeline_can_be_sent_to_another_process() -> None:
 
 def test_records_cannot_be_changed() -> None:
     telemetry = recorder()
-    with telemetry.step(0), telemetry.span("load"):
+    with recorded_step(telemetry, 0), telemetry.timed("load"):
         pass
     timeline = telemetry.timeline()
 
@@ -754,39 +709,31 @@ def test_a_null_telemetry_takes_all_calls_and_keeps_nothing() -> None:
     telemetry: Telemetry = NullTelemetry()
 
     telemetry.begin_step(0)
-    with telemetry.span("load", track="t", nbytes=1), telemetry.timed("inner"):
+    with telemetry.timed("load", track="t", nbytes=1), telemetry.timed("inner"):
         telemetry.counter("bytes").add(5)
-        telemetry.gauge("held").add(5)
-        telemetry.gauge("rss").set(5)
+        telemetry.gauge("held").set(5)
     telemetry.record("copy", track="t", start_ns=0, end_ns=1)
     telemetry.note(outcome="updated")
     telemetry.end_step()
-    with telemetry.step(1):
-        pass
 
     assert telemetry.timeline() == Timeline(
         steps=(), between_steps=(), dropped_steps=0, dropped_spans=0
     )
-    assert (telemetry.counters(), telemetry.peaks()) == ({}, {})
-    assert (
-        telemetry.counter("bytes").total,
-        telemetry.gauge("held").value,
-        telemetry.gauge("rss").peak,
-    ) == (0, 0, 0)
+    assert telemetry.counters() == {}
+    assert telemetry.counter("bytes").total == 0
 
 
 def test_a_null_telemetry_lets_exceptions_pass() -> None:
     telemetry = NullTelemetry()
 
-    with pytest.raises(KeyError), telemetry.step(0), telemetry.span("load"):
+    with pytest.raises(KeyError), telemetry.timed("load"):
         raise KeyError
 
 
 def test_a_null_telemetry_makes_nothing_new_for_a_span() -> None:
     telemetry = NullTelemetry()
 
-    assert telemetry.span("a") is telemetry.span("b", nbytes=1)
-    assert telemetry.span("a") is telemetry.timed("b", nbytes=1)
+    assert telemetry.timed("a") is telemetry.timed("b", nbytes=1)
     assert telemetry.counter("a") is telemetry.counter("b")
     assert telemetry.gauge("a") is telemetry.gauge("b")
 
@@ -815,7 +762,7 @@ def test_a_span_becomes_a_complete_event_in_microseconds() -> None:
     clock = Clock()
     telemetry = recorder(clock)
     clock.now_ns = 1500
-    with telemetry.span("load", track="nvme", nbytes=4096):
+    with telemetry.timed("load", track="nvme", nbytes=4096):
         clock.now_ns = 4000
 
     assert events(telemetry, "X") == [
@@ -833,7 +780,7 @@ def test_a_span_becomes_a_complete_event_in_microseconds() -> None:
 
 def test_a_span_that_failed_says_so_in_its_arguments() -> None:
     telemetry = recorder()
-    with pytest.raises(KeyError), telemetry.span("load"):
+    with pytest.raises(KeyError), telemetry.timed("load"):
         raise KeyError
 
     assert events(telemetry, "X")[0]["args"] == {"error": "KeyError"}
@@ -842,12 +789,12 @@ def test_a_span_that_failed_says_so_in_its_arguments() -> None:
 def test_every_track_has_a_named_line_of_its_own() -> None:
     telemetry = recorder()
     with (
-        telemetry.step(0),
-        telemetry.span("load", track="nvme"),
-        telemetry.span("copy", track="h2d"),
+        recorded_step(telemetry, 0),
+        telemetry.timed("load", track="nvme"),
+        telemetry.timed("copy", track="h2d"),
     ):
         pass
-    with telemetry.span("store", track="nvme"):
+    with telemetry.timed("store", track="nvme"):
         pass
 
     lines = {
@@ -865,7 +812,7 @@ def test_two_threads_of_one_name_have_two_lines() -> None:
     both_alive = threading.Barrier(2)
 
     def work() -> None:
-        with telemetry.span("load"):
+        with telemetry.timed("load"):
             both_alive.wait(timeout=60)
 
     threads = [threading.Thread(target=work, name="io") for _ in range(2)]
@@ -880,7 +827,7 @@ def test_two_threads_of_one_name_have_two_lines() -> None:
 
 def test_the_process_is_named_and_nothing_uses_the_ids_of_the_idle_task() -> None:
     telemetry = recorder()
-    with telemetry.step(0), telemetry.span("load"):
+    with recorded_step(telemetry, 0), telemetry.timed("load"):
         pass
 
     assert events(telemetry, "M")[0]["args"] == {"name": "infinity_engine"}
@@ -890,7 +837,7 @@ def test_the_process_is_named_and_nothing_uses_the_ids_of_the_idle_task() -> Non
 
 def test_a_step_becomes_an_event_around_its_spans_with_its_notes() -> None:
     telemetry = recorder(TickingClock())
-    with telemetry.step(5), telemetry.span("load"):
+    with recorded_step(telemetry, 5), telemetry.timed("load"):
         telemetry.note(outcome="updated", gradient_norm=math.inf)
 
     (step,) = (event for event in events(telemetry, "X") if event["name"] == "step 5")
@@ -902,7 +849,7 @@ def test_a_step_becomes_an_event_around_its_spans_with_its_notes() -> None:
 def test_a_step_that_is_running_shows_its_spans_only() -> None:
     telemetry = recorder()
     telemetry.begin_step(0)
-    with telemetry.span("load"):
+    with telemetry.timed("load"):
         pass
 
     assert [event["name"] for event in events(telemetry, "X")] == ["load"]
@@ -913,7 +860,7 @@ def test_a_counter_becomes_an_event_for_each_step() -> None:
     telemetry = recorder(clock)
     for index in range(2):
         clock.now_ns = 1000 * index
-        with telemetry.step(index):
+        with recorded_step(telemetry, index):
             telemetry.counter("bytes").add(10 + index)
 
     assert [(event["name"], event["ts"], event["args"]) for event in events(telemetry, "C")] == [
@@ -927,8 +874,8 @@ def test_a_gauge_becomes_an_event_with_its_peak_for_each_step() -> None:
     telemetry = recorder(clock)
     for index in range(2):
         clock.now_ns = 1000 * index
-        with telemetry.step(index):
-            telemetry.gauge("held").add(10)
+        with recorded_step(telemetry, index):
+            telemetry.gauge("held").set(10 + 10 * index)
 
     assert [(event["name"], event["ts"], event["args"]) for event in events(telemetry, "C")] == [
         ("held", 0.0, {"peak in step": 10}),
@@ -946,7 +893,7 @@ def lines_of(telemetry: Telemetry) -> dict[int, str]:
 
 def test_recorded_spans_have_the_line_of_their_track() -> None:
     telemetry = recorder(Clock())
-    with telemetry.step(0), telemetry.span("load", track="nvme0"):
+    with recorded_step(telemetry, 0), telemetry.timed("load", track="nvme0"):
         telemetry.record("read", track="nvme0", start_ns=10, end_ns=20)
         telemetry.record("copy", track="h2d", start_ns=15, end_ns=30)
 
@@ -999,7 +946,7 @@ def test_on_every_line_spans_nest_or_follow_one_another(spans: list[tuple[str, i
 def test_spans_of_one_moment_stand_outer_first() -> None:
     telemetry = recorder(Clock())
 
-    with telemetry.span("outer"), telemetry.span("middle"), telemetry.span("inner"):
+    with telemetry.timed("outer"), telemetry.timed("middle"), telemetry.timed("inner"):
         pass
 
     assert [event["name"] for event in events(telemetry, "X")] == ["outer", "middle", "inner"]
@@ -1022,7 +969,7 @@ def test_spans_of_one_moment_stand_outer_first() -> None:
 )
 def test_a_field_that_json_does_not_have_is_shown_as_text(value: object, shown: object) -> None:
     telemetry = recorder()
-    with telemetry.span("load", field=value):
+    with telemetry.timed("load", field=value):
         pass
 
     assert events(telemetry, "X")[0]["args"]["field"] == shown
@@ -1031,7 +978,7 @@ def test_a_field_that_json_does_not_have_is_shown_as_text(value: object, shown: 
 def test_the_trace_says_what_was_dropped() -> None:
     telemetry = recorder(keep_steps=1, keep_spans=1)
     for index in range(3):
-        with telemetry.step(index), telemetry.span("a"), telemetry.span("b"):
+        with recorded_step(telemetry, index), telemetry.timed("a"), telemetry.timed("b"):
             pass
 
     assert exported(telemetry)["otherData"] == {"dropped_steps": 2, "dropped_spans": 3}
