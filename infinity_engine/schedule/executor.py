@@ -56,15 +56,6 @@ class Executor:
         self._telemetry = telemetry
         self._safe_point = safe_point
 
-    def run(self, plan: StepPlan) -> None:
-        """Carry out every op of the plan and wait until all have ended.
-
-        Raises:
-            RuntimeError: an op failed; names it. Those that were submitted have ended, later ones
-                were not begun.
-        """
-        self.begin(plan).finish()
-
     def begin(self, plan: StepPlan) -> Walk:
         """Return a walk along the plan, which goes on as far as each call says."""
         return Walk(plan, self._carrier, self._telemetry, self._safe_point)

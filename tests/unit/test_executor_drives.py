@@ -318,7 +318,7 @@ def test_what_is_waited_for_is_recorded_as_reads_or_as_writes() -> None:
     )
     telemetry = Telemetry(keep_steps=1, keep_spans=100)
 
-    Executor(Drives(), telemetry).run(HOST_ONLY(specs, RATES, limits))
+    Executor(Drives(), telemetry).begin(HOST_ONLY(specs, RATES, limits)).finish()
 
     waits = [span.name for span in telemetry.timeline().between_steps]
     assert sorted(waits) == [WAIT_FOR_READS] * 5 + [WAIT_FOR_WRITES] * 5
