@@ -13,9 +13,11 @@ from fractions import Fraction
 from infinity_engine.errors import ConfigError
 
 __all__ = [
+    "DAY_S",
     "GB",
     "KB",
     "MB",
+    "NS_PER_S",
     "PB",
     "TB",
     "GiB",
@@ -35,6 +37,8 @@ __all__ = [
 
 KiB, MiB, GiB, TiB, PiB = 2**10, 2**20, 2**30, 2**40, 2**50
 KB, MB, GB, TB, PB = 10**3, 10**6, 10**9, 10**12, 10**15
+NS_PER_S = 10**9
+DAY_S = 24 * 60 * 60
 
 _BINARY = (("PiB", PiB), ("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB), ("B", 1))
 _DECIMAL = (("PB", PB), ("TB", TB), ("GB", GB), ("MB", MB), ("KB", KB), ("B", 1))

@@ -22,6 +22,7 @@ from infinity_engine.accel.operation import Action, Copy, Operation, Work
 from infinity_engine.accel.ordered import OrderedAccelerator
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan import Rates
+from infinity_engine.units import NS_PER_S
 
 __all__ = [
     "NAN_BYTE",
@@ -34,7 +35,6 @@ __all__ = [
 ]
 
 NAN_BYTE = 0xFF
-_NS_PER_S = 10**9
 _Op = TypeVar("_Op", bound=Operation)
 
 
@@ -239,11 +239,11 @@ def _ratio(rate: float | None, *, name: str) -> tuple[int, int]:
 
 def op_start_ns(seconds: float | None) -> int:
     """Return what an operation costs, however small it is; None: nothing."""
-    return round((seconds or 0) * _NS_PER_S)
+    return round((seconds or 0) * NS_PER_S)
 
 
 def ceil_ns(amount: int, rate: tuple[int, int]) -> int:
     """Return the ns that `amount` takes at a rate per second, rounded up once, at the end."""
     numerator, denominator = rate
     # Floor division of the negated value is division rounded up, in integers of any size.
-    return -(-amount * _NS_PER_S * denominator // numerator)
+    return -(-amount * NS_PER_S * denominator // numerator)

@@ -17,11 +17,10 @@ from infinity_engine.machine.capacity import capacity_of
 from infinity_engine.placement.training import Means
 from infinity_engine.plan import Auto, Lane
 from infinity_engine.sim.planner import Decision
-from infinity_engine.units import GB, GiB
+from infinity_engine.units import DAY_S, GB, GiB
 
 __all__ = ["Purchase", "Worth", "purchases", "worths"]
 
-_S_PER_DAY = 86_400
 _LITTLE = 0.05  # of a resource: what is added to find what it is worth
 _NOTHING = 0.003  # of a step: a resource that saves less is worth nothing
 _HOPELESS = 0.02  # of an estimate: what saves less is not simulated
@@ -76,7 +75,7 @@ def purchases(decision: Decision) -> tuple[Purchase, ...]:
             shortest = min(plans, key=lambda timeline: timeline.ns)
             ns, written = shortest.ns, shortest.moved.get(Lane.NVME_WRITE, 0)
         saved = max(1 - ns / best.timeline.ns, 0.0) if best.timeline.ns else 0.0
-        per_day = written * means.ranks * _S_PER_DAY / (ns / 1e9) if ns else 0.0
+        per_day = written * means.ranks * DAY_S / (ns / 1e9) if ns else 0.0
         found.append(Purchase(offer.what, ns / 1e9, per_day, saved))
     return tuple(sorted(found, key=lambda purchase: -purchase.saved))
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from infinity_engine.cli.plan_machine import free
-from infinity_engine.units import GiB, format_bytes
+from infinity_engine.units import DAY_S, GiB, format_bytes
 
 if TYPE_CHECKING:
     from deepnvme.cli.report import Rows
@@ -44,7 +44,6 @@ _LARGEST = 3  # of what a tier holds, on one line
 _MOST_PURCHASES = 3  # that are shown
 _WORTH_SHOWING = 0.02  # of a step
 _TB = 1e12
-_S_PER_DAY = 86_400
 _SOURCES = MappingProxyType(
     {"measured": "measured rates", "given": "given rates", "published": "published rates"}
 )
@@ -384,7 +383,7 @@ def _takes(run: RunForecast, rated_bytes: int | None) -> str:
 
 
 def _time_in_words(seconds: float) -> str:
-    days = seconds / _S_PER_DAY
+    days = seconds / DAY_S
     return f"{days:,.1f} days" if days >= 1 else f"{seconds / 3600:,.1f} hours"
 
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan.ops import Lane, Op
 from infinity_engine.plan.rates import Rates
+from infinity_engine.units import NS_PER_S
 
 __all__ = ["LaneClocks", "OpTime"]
 
-_NS_PER_S = 10**9
 _RATE = (
     (Lane.HOST, "host_update_params_per_s"),
     (Lane.DEVICE, "device_update_params_per_s"),
@@ -64,7 +64,7 @@ class LaneClocks:
         self._instead = {lane: instead.get(lane, lane) for lane in Lane}
         self._ratios: dict[Lane, tuple[int, int]] = {}  # what a lane does in how many nanoseconds
         self._start_ns = {
-            lane: 0 if lane in self._free else round((getattr(rates, name) or 0) * _NS_PER_S)
+            lane: 0 if lane in self._free else round((getattr(rates, name) or 0) * NS_PER_S)
             for lane, name in _STARTS.items()
         }
         self._free_ns = dict.fromkeys(Lane, 0)
@@ -117,7 +117,7 @@ class LaneClocks:
                 raise ConfigError(field=f"Rates.{name}", value=None, expected=expected)
             # As an exact fraction: durations then need whole numbers only.
             numerator, denominator = rate.as_integer_ratio()
-            self._ratios[lane] = numerator, denominator * _NS_PER_S
+            self._ratios[lane] = numerator, denominator * NS_PER_S
         return self._ratios[lane]
 
     def _rate(self, lane: Lane) -> tuple[str, float | None]:

@@ -11,12 +11,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from infinity_engine.units import format_decimal_bytes
+from infinity_engine.units import DAY_S, format_decimal_bytes
 
 __all__ = ["Endurance", "Wear"]
 
 _WARNED_AT = (0.01, 0.1, 0.5, 1.0)
-_SECONDS_PER_DAY = 86400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +68,7 @@ class Wear:
         new, seconds = written - self._at_first.get(directory, 0), self._clock() - self._began
         days = (
             # At the rate at which the engine has written since it began.
-            max(rated - written, 0) * seconds / new / _SECONDS_PER_DAY
-            if new > 0 and seconds > 0
-            else None
+            max(rated - written, 0) * seconds / new / DAY_S if new > 0 and seconds > 0 else None
         )
         return Endurance(rated_bytes=rated, share=written / rated, days_left=days)
 

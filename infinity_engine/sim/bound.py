@@ -15,6 +15,7 @@ from fractions import Fraction
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan.rates import Rates
 from infinity_engine.plan.step import ADAM_BYTES, BytesPerParameter
+from infinity_engine.units import NS_PER_S
 
 __all__ = ["HOST_UPDATE_BYTES", "VISIT_BYTES", "UpdateBound", "update_bound"]
 
@@ -24,7 +25,6 @@ HOST_UPDATE_BYTES = 32
 """
 VISIT_BYTES = 24
 """Host memory that is read and written per parameter, where states visit the device."""
-_NS_PER_S = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class UpdateBound:
 
     def least_ns(self, params: int) -> Fraction:
         """Return the nanoseconds that so many parameters take at least."""
-        return params * _NS_PER_S * self.seconds_per_param(self.best_share)
+        return params * NS_PER_S * self.seconds_per_param(self.best_share)
 
 
 def update_bound(

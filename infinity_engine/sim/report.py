@@ -17,7 +17,7 @@ from infinity_engine.plan.step import Home, StepPlan
 from infinity_engine.sim.candidate import Candidate
 from infinity_engine.sim.planner import Decision, Planner
 from infinity_engine.sim.timeline import StepTimeline
-from infinity_engine.units import format_bytes
+from infinity_engine.units import DAY_S, format_bytes
 
 __all__ = [
     "Alternative",
@@ -29,7 +29,6 @@ __all__ = [
     "resource",
 ]
 
-_S_PER_DAY = 86_400
 _DAYS_PER_YEAR = 365.25
 _SUMMED = 4  # bytes of an fp32 sum
 _COMPUTE = "compute"
@@ -299,7 +298,7 @@ def _wear(best: Candidate, means: Means, rated_bytes: int | None) -> WearForecas
     written = best.timeline.moved.get(Lane.NVME_WRITE, 0) * means.ranks
     if not written or not best.step_s:
         return None
-    per_day = written * _S_PER_DAY / best.step_s
+    per_day = written * DAY_S / best.step_s
     years = None if rated_bytes is None else rated_bytes / per_day / _DAYS_PER_YEAR
     return WearForecast(per_day, rated_bytes, years)
 

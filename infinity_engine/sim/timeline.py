@@ -23,6 +23,7 @@ from infinity_engine.schedule.executor import Walk
 from infinity_engine.schedule.prefetch import LOOK_AHEAD
 from infinity_engine.sim.walking import ComputeTime, FetchingRoom, RankWire, TimedCarrier
 from infinity_engine.telemetry import NullTelemetry
+from infinity_engine.units import NS_PER_S
 
 __all__ = [
     "Phase",
@@ -32,7 +33,6 @@ __all__ = [
     "time_step",
 ]
 
-_NS_PER_S = 10**9
 _ROUNDS = 8  # to find how much of their time updates and moves disturb one another
 
 
@@ -285,14 +285,14 @@ class _TimedStep:
         computing_s = 0.0
         if self.deferred and self._compute is Lane.HOST:
             computing_s = (
-                sum(self._duration_ns(needs.flops, 0) for needs in self._modules) / _NS_PER_S
+                sum(self._duration_ns(needs.flops, 0) for needs in self._modules) / NS_PER_S
             )
         rates, disturbed = alone, (0.0, 0.0)
         for _ in range(_ROUNDS):
             rates = _rates_between(alone, beside, *disturbed)
             clocks = LaneClocks(rates, free=free)
             seconds = {
-                lane: clocks.duration_ns(lane, amount) / _NS_PER_S
+                lane: clocks.duration_ns(lane, amount) / NS_PER_S
                 for lane, amount in amounts.items()
             }
             updating_s = seconds.pop(Lane.HOST, 0.0)

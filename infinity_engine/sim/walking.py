@@ -15,10 +15,10 @@ from math import ceil
 from infinity_engine.plan import Lane, LaneClocks, OpTime
 from infinity_engine.plan.compute import ComputeRate
 from infinity_engine.plan.ops import Op
+from infinity_engine.units import NS_PER_S
 
 __all__ = ["GATHERED", "ComputeTime", "FetchingRoom", "RankWire", "TimedCarrier", "TimedEvent"]
 
-_NS_PER_S = 10**9
 GATHERED = 2
 """Modules whose parameters are whole at once: one computes, the next one is gathered."""
 
@@ -87,7 +87,7 @@ class ComputeTime:
         work = forward, backward
         if work not in self._known:
             seconds = sum(flops / rate for flops, rate in zip(work, self._rate, strict=True))
-            self._known[work] = ceil(seconds * _NS_PER_S)
+            self._known[work] = ceil(seconds * NS_PER_S)
         return self._known[work]
 
 
@@ -118,7 +118,7 @@ class RankWire:
         """Let each rank send all others so many bytes; return when they have arrived."""
         if self._bytes_per_s is None or not nbytes:
             return after_ns
-        duration_ns = ceil(nbytes * self._others / Fraction(self._bytes_per_s) * _NS_PER_S)
+        duration_ns = ceil(nbytes * self._others / Fraction(self._bytes_per_s) * NS_PER_S)
         self._free_ns = max(self._free_ns, after_ns) + duration_ns
         self.busy_ns += duration_ns
         return self._free_ns
