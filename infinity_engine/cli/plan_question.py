@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypedDict
 
 from infinity_engine.errors import ConfigError
+from infinity_engine.training.settings import OPTIMIZERS
 from infinity_engine.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from infinity_engine.plan import Strategy, Tier
 
 __all__ = [
+    "PRECISION_OF_DTYPE",
+    "TOKENS",
     "AskedSettings",
     "add_settings",
     "add_training",
@@ -44,9 +47,8 @@ __all__ = [
     "without_collecting",
 ]
 
-_OF_DTYPES = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"})
-_TOKENS = 2048
-_OPTIMIZERS = ("adamw", "adam", "lion", "adagrad", "sgd")
+PRECISION_OF_DTYPE = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"})
+TOKENS = 2048
 _PRECISIONS = ("bf16", "fp16", "fp32", "bf16_autocast", "fp16_autocast", "model")
 _THOUSANDS = MappingProxyType({"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12})
 _MOST_COUNT = 10**18
@@ -94,7 +96,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         "--sequence",
         type=int,
         metavar="TOKENS",
-        help=f"tokens in a sequence (default: {_TOKENS}, or the model's maximum)",
+        help=f"tokens in a sequence (default: {TOKENS}, or the model's maximum)",
     )
     what.add_argument(
         "--accumulation",
@@ -112,7 +114,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--optimizer",
-        choices=_OPTIMIZERS,
+        choices=OPTIMIZERS,
         default="adamw",
         help="the optimizer (default: adamw); sgd is the one with momentum",
     )
@@ -174,7 +176,7 @@ def precision_of(given: str, model: ModelShape) -> str:
     """Return what parameters compute in, where that is left to the model."""
     if given != "model":
         return given
-    precision = _OF_DTYPES.get(model.dtype or "")
+    precision = PRECISION_OF_DTYPE.get(model.dtype or "")
     if precision is None:
         stated = "states no dtype" if model.dtype is None else f"states {model.dtype}"
         expected = (
@@ -201,7 +203,7 @@ def training_of(options: argparse.Namespace, model: ModelShape, precision: str) 
         model=model,
         batch=options.batch,
         # No longer than the positions that the model has.
-        sequence=min(_TOKENS, model.positions or _TOKENS) if sequence is None else sequence,
+        sequence=min(TOKENS, model.positions or TOKENS) if sequence is None else sequence,
         accumulation_steps=options.accumulation,
         checkpointing=options.checkpointing,
         inputs_moved=options.offload_inputs,

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.units import GB, GiB
+from infinity_engine.units import GB, TB, GiB
 
 __all__ = [
     "DRIVE_SHEETS",
@@ -28,7 +28,7 @@ __all__ = [
     "find_gpu",
 ]
 
-_TERA = 10**12
+_TERA = 10**12  # operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +244,11 @@ _DRIVES: tuple[tuple[str, float, float, float, float | None, float, str], ...] =
 DRIVE_SHEETS = tuple(
     DriveSheet(
         name,
-        round(tb * _TERA),
+        round(tb * TB),
         read * GB,
         burst * GB,
         None if sustained is None else sustained * GB,
-        round(tbw * _TERA),
+        round(tbw * TB),
         source,
     )
     for name, tb, read, burst, sustained, tbw, source in _DRIVES

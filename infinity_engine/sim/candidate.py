@@ -124,16 +124,20 @@ class Evaluator:
             CapacityError: that is so.
         """
         width, budget = self.training.width, self.means.of_one_rank()
-        each = 4 * len(self.training.state_names) + width
-        each += 0 if self.training.in_memory else 4 + (width if width < _FP32 else 0)
+        per_parameter = _FP32 * len(self.training.state_names) + width
+        if not self.training.in_memory:
+            per_parameter += _FP32 + (width if width < _FP32 else 0)
         numel = self.trained_numel
         there = (
             (0 if self.means.unified else budget.device) + budget.host + sum(budget.nvme.values())
         )
-        if each * numel > there:
+        if per_parameter * numel > there:
             tier = Tier.NVME if budget.nvme else Tier.HOST
             raise _short(
-                tier, each * numel, there, "give a tier more: all of them together are too small"
+                tier,
+                per_parameter * numel,
+                there,
+                "give a tier more: all of them together are too small",
             )
 
     # --- one choice -------------------------------------------------------------------------------

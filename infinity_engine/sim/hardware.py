@@ -16,7 +16,7 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.machine.catalogue import PCIE_BYTES_PER_S, DriveSheet, GpuSheet
 from infinity_engine.plan.rates import DriveRates, Rates
 from infinity_engine.sim.bound import HOST_UPDATE_BYTES
-from infinity_engine.units import GB, GiB
+from infinity_engine.units import GB, TB, GiB
 
 __all__ = [
     "DESKTOP_4090",
@@ -264,8 +264,8 @@ _OF_MEMORY = (
     "host_update_params_per_s",
 )
 _OF_PEAK = 0.4  # of its peak a GPU computes, where no achieved rate is published
-_BILLION = 10**9
-_TERA = 10**12
+_BILLION = 10**9  # updates
+_TERA = 10**12  # operations
 GPU_UPDATE_BYTES = 28
 """What Adam on a GPU reads and writes for a parameter: master, moments, the 16-bit gradient and
 parameter.
@@ -355,7 +355,7 @@ DESKTOP_4090 = MachineModel(
         dram_bytes_per_s=89.6 * GB,
         update_params_per_s=89.6 * GB / HOST_UPDATE_BYTES,
     ),
-    drives=Drives(capacity_bytes=2 * _TERA, read_bytes_per_s=7.45 * GB, write_bytes_per_s=1.4 * GB),
+    drives=Drives(capacity_bytes=2 * TB, read_bytes_per_s=7.45 * GB, write_bytes_per_s=1.4 * GB),
     sources=MappingProxyType(
         {
             "gpus": "assumed",

@@ -10,7 +10,6 @@ import argparse
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from infinity_engine.advice.doubt import RateSource
@@ -18,6 +17,7 @@ from infinity_engine.cli.plan_answer import Section, answer, refused
 from infinity_engine.cli.plan_machine import AskedMachine, machine_of
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
 from infinity_engine.cli.plan_question import (
+    PRECISION_OF_DTYPE,
     add_settings,
     add_training,
     model_of,
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from infinity_engine.training.settings import TrainingSettings
 
 __all__ = ["PlannedTraining", "plan_first"]
-
-_DTYPES = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +143,7 @@ def _question(
 
 def _precision(given: str, model: ModelShape) -> str:
     """Return what parameters compute in; a directory that states no dtype is loaded as fp32."""
-    return _DTYPES.get(model.dtype or "", "fp32") if given == "model" else given
+    return PRECISION_OF_DTYPE.get(model.dtype or "", "fp32") if given == "model" else given
 
 
 def _within(means: Means, budget: Budget) -> Means:

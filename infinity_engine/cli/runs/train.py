@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity_engine.cli.plan_answer import show
-from infinity_engine.cli.plan_question import size_of, strategy_of
+from infinity_engine.cli.plan_question import TOKENS, size_of, strategy_of
 from infinity_engine.config import EngineConfig
 from infinity_engine.errors import ConfigError, InfinityError
 from infinity_engine.machine.packages import require_torch
@@ -33,7 +33,6 @@ __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
 NAME = "train"
 HELP = "Fine-tune a local model of Transformers on text or JSON lines, within budgets."
-_TOKENS = 2048
 _INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 _LINE_EVERY_S = 10.0  # where the output is no terminal
 
@@ -74,7 +73,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--sequence",
         type=int,
         metavar="TOKENS",
-        help=f"tokens in a sequence (default: {_TOKENS}, or the model's maximum)",
+        help=f"tokens in a sequence (default: {TOKENS}, or the model's maximum)",
     )
     what.add_argument(
         "--framing",
@@ -287,7 +286,7 @@ def _sequence(options: argparse.Namespace) -> int:
         return int(options.sequence)
     config = read_json(options.model / "config.json")
     known = [config.get(name) for name in ("max_position_embeddings", "n_positions")]
-    return min(_TOKENS, *(most for most in known if isinstance(most, int) and most > 0), _TOKENS)
+    return min([TOKENS, *(most for most in known if isinstance(most, int) and most > 0)])
 
 
 def _engine(options: argparse.Namespace) -> dict[str, Any]:
