@@ -82,7 +82,7 @@ def activations_of(
         kept = building.offload(home, settings.resident, building.reserve(settings.resident))
     if settings.recompute is Recompute.NOTHING:
         return kept
-    return building.by_block(
+    return building.closed_with_engine(
         BlockActivations(
             _blocks_of(model),
             FixedWays(_RECOMPUTED_AT[settings.at], _left_alone(model)),
@@ -111,9 +111,10 @@ def _left_alone(model: torch.nn.Module) -> str:
     """Return why no block of a model is run again by the engine; empty where some are."""
     recomputing = recomputing_modules(model)
     if recomputing:
+        others = f" and {len(recomputing) - 1} other modules" if recomputing[1:] else ""
         return (
-            f"the model checkpoints itself ({recomputing[0]} and {len(recomputing) - 1} other "
-            "modules), so the engine runs none of its blocks again"
+            f"the model checkpoints itself ({recomputing[0]}{others}), so the engine runs none of "
+            "its blocks again"
         )
     if any(is_compiled(module) for module in model.modules()):
         return "the model is compiled, so the engine does not see its blocks"
@@ -138,23 +139,26 @@ class _Assembling:
         return self.planned.accelerator
 
     @property
-    def passes(self) -> bool:
-        """Whether what is saved lies in memory of the device's own."""
+    def has_device_memory(self) -> bool:
+        """Whether modules save tensors in memory that the host does not share."""
         return self.accelerator.torch_device.type != "cpu"
 
     def reserve(self, resident: int) -> PinnedPool | None:
-        """Reserve the host memory that saved tensors take; return the pool that they pass.
+        """Reserve the host memory that saved tensors take; return the pool that they go through.
 
-        On the CPU that is for what stays in memory; else for what passes the host, or stays there.
+        On the CPU that is for what stays in memory; else for what goes through the host, or stays
+        there.
         """
         settings, host = self.config.activations, self.planned.budget.host
         nbytes = saved_on_host(settings, self.accelerator, host)
         reservation = self.resources.enter_context(
             self.ledger.reserve(
-                Tier.HOST, nbytes if self.passes else resident, holder="saved activations"
+                Tier.HOST,
+                nbytes if self.has_device_memory else resident,
+                holder="saved activations",
             )
         )
-        if not self.passes:
+        if not self.has_device_memory:
             return None
         pool = PinnedPool(reservation)
         self.resources.callback(pool.close)
@@ -178,7 +182,7 @@ class _Assembling:
             room = DriveRoom(self.swap, self.planned.budget.nvme)
             if pool is not None:
                 in_flight = min(in_flight, settings.host_bytes // 2)
-        here = Tier.DEVICE if self.passes else Tier.HOST
+        here = Tier.DEVICE if self.has_device_memory else Tier.HOST
         nothing = self.resources.enter_context(
             self.ledger.reserve(here, 0, holder="memory of saved tensors")
         )
@@ -224,19 +228,19 @@ class _Assembling:
         decider = MeasuredWays(
             blocks,
             room,
-            rates=lambda: measured_rates(moved, over_link=self.passes),
+            rates=lambda: measured_rates(moved, over_link=self.has_device_memory),
             clock=self._clock(),
             homes=homes,
             left_alone=_left_alone(model),
             agreement=self._agreement(),
         )
-        return self.by_block(
+        return self.closed_with_engine(
             BlockActivations(
                 blocks, decider, outside=KeptActivations(), moved=moved, lifetimes=lifetimes
             )
         )
 
-    def by_block(self, activations: BlockActivations) -> BlockActivations:
+    def closed_with_engine(self, activations: BlockActivations) -> BlockActivations:
         """Return these, which are closed with the engine."""
         self.resources.callback(activations.close)
         return activations
@@ -249,7 +253,7 @@ class _Assembling:
         # With several ranks, the rest is for whole parameters.
         if self.planned.sharding is not None:
             return saved_on_host(settings, self.accelerator, self.planned.budget.host)
-        free = self.ledger.free(Tier.DEVICE if self.passes else Tier.HOST)
+        free = self.ledger.free(Tier.DEVICE if self.has_device_memory else Tier.HOST)
         part, of = _PART_FOR_SAVED
         return free * part // of
 
@@ -258,7 +262,7 @@ class _Assembling:
         return ChosenAlone() if sharding is None else ChosenTogether(sharding.cut.ranks.tell)
 
     def _homes(self) -> Iterator[Tier]:
-        if self.passes and self.config.activations.host_bytes:
+        if self.has_device_memory and self.config.activations.host_bytes:
             yield Tier.HOST
         if self.swap is not None and uses_drives(self.config):
             yield Tier.NVME
@@ -273,7 +277,7 @@ class _Assembling:
         clock = clock_of(self.accelerator)
 
         def ended() -> float:
-            if self.passes:
+            if self.has_device_memory:
                 self.accelerator.synchronize()
             return clock() / 1e9
 

@@ -503,15 +503,15 @@ def _swap(
     if not needed and not saves:
         return None
     free = sum(budget.nvme.values())
-    every = max(free, 1)
+    whole = max(free, 1)
     sizes = {
-        directory: align_up(needed * limit // every, PAGE) + 2 * PAGE
+        directory: align_up(needed * limit // whole, PAGE) + 2 * PAGE
         for directory, limit in budget.nvme.items()
     }
     # Rounded up to pages, a share may pass its directory's limit.
     if any(nbytes > budget.nvme[directory] for directory, nbytes in sizes.items()):
         smallest = max(min(budget.nvme.values()), 1)
-        enough = needed + 3 * PAGE * every // smallest  # where the limits keep their proportion
+        enough = needed + 3 * PAGE * whole // smallest  # where the limits keep their proportion
         raise CapacityError(
             tier=Tier.NVME.name,
             directory=", ".join(budget.nvme),
