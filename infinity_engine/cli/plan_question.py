@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypedDict
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.training.settings import OPTIMIZERS
+from infinity_engine.training.settings import OPTIMIZERS, SGD_MOMENTUM
 from infinity_engine.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def _states(optimizer: str) -> tuple[str, ...]:
         "lion": Lion(),
         "adagrad": Adagrad(),
         # Any learning rate: only the names of the states are asked for.
-        "sgd": SGD(lr=1.0, momentum=0.9),
+        "sgd": SGD(lr=1.0, momentum=SGD_MOMENTUM),
     }
     return rules[optimizer].states
 

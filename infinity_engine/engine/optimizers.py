@@ -17,7 +17,7 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.optim import SGD, Adagrad, Adam, AdamW, Lion, Rule
 from infinity_engine.plan.mappings import known_mapping
 
-__all__ = ["LionOptimizer", "optimizer_of"]
+__all__ = ["OPTIMIZERS_BY_NAME", "LionOptimizer", "optimizer_of"]
 
 _LION = Lion()  # its defaults are those of the rule
 
@@ -80,6 +80,7 @@ _MADE_BY: Mapping[type[Rule], Callable[..., torch.optim.Optimizer]] = MappingPro
 _BY_NAME: Mapping[str, type[Rule]] = MappingProxyType(
     {rule.__name__.lower(): rule for rule in _MADE_BY}
 )
+OPTIMIZERS_BY_NAME = MappingProxyType({name: _MADE_BY[rule] for name, rule in _BY_NAME.items()})
 
 
 def optimizer_of(model: torch.nn.Module, given: object) -> torch.optim.Optimizer:

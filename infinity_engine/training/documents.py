@@ -81,7 +81,6 @@ def _document(line: str, place: str) -> Document:
             return Document(_whole(given["text"], place))
         if isinstance(given.get("prompt"), str) and isinstance(given.get("completion"), str):
             return Document(_whole(given["completion"], place), _whole(given["prompt"], place))
-    if isinstance(given, dict):
         found = ", ".join(f"{name} ({type(value).__name__})" for name, value in given.items())
         found = f"keys {found}" if found else "no keys"
     else:

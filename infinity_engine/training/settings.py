@@ -15,10 +15,18 @@ from typing import Any
 
 from infinity_engine.errors import ConfigError
 
-__all__ = ["OPTIMIZERS", "Decay", "Framing", "TrainingSettings"]
+__all__ = [
+    "EXPORT_DTYPES",
+    "OPTIMIZERS",
+    "SGD_MOMENTUM",
+    "Decay",
+    "Framing",
+    "TrainingSettings",
+]
 
 OPTIMIZERS = ("adamw", "adam", "lion", "adagrad", "sgd")
-_DTYPES = ("float32", "bfloat16", "float16")
+SGD_MOMENTUM = 0.9
+EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 _MOST = 10**12
 # They decide no bit of the weights, so a run that is resumed may have others. Of the data, the
 # content decides, and not where it lies.
@@ -93,7 +101,7 @@ class TrainingSettings:
         self._check("data", "one file of text or JSON lines at least", bool)
         self._check_name("optimizer", OPTIMIZERS)
         if self.export_dtype is not None:
-            self._check_name("export_dtype", _DTYPES)
+            self._check_name("export_dtype", EXPORT_DTYPES)
         for name, kind in (("framing", Framing), ("decay", Decay)):
             value = getattr(self, name)
             if not isinstance(value, kind):

@@ -11,11 +11,10 @@ import math
 import resource
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any
 
 import torch
@@ -24,7 +23,7 @@ from infinity_engine.accel import Accelerator
 from infinity_engine.engine.api import initialize
 from infinity_engine.engine.checkpoints.autosave import Due
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.optimizers import LionOptimizer
+from infinity_engine.engine.optimizers import OPTIMIZERS_BY_NAME
 from infinity_engine.errors import ConfigError
 from infinity_engine.integrations.language_models import (
     DirectoryTokenizer,
@@ -58,21 +57,11 @@ from infinity_engine.training.samples import (
     micro_batches,
     prepare,
 )
-from infinity_engine.training.settings import TrainingSettings
+from infinity_engine.training.settings import SGD_MOMENTUM, TrainingSettings
 
 __all__ = ["train"]
 
-_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
-    {
-        "adamw": torch.optim.AdamW,
-        "adam": torch.optim.Adam,
-        "lion": LionOptimizer,
-        "adagrad": torch.optim.Adagrad,
-        "sgd": torch.optim.SGD,
-    }
-)
 _TIMELINE_EVERY = 50  # steps: then the newest one is written for the report
-_MOMENTUM = 0.9  # of sgd, as `infinity plan` has it
 
 
 def train(
@@ -348,8 +337,8 @@ def _optimizer(settings: TrainingSettings, model: torch.nn.Module) -> torch.opti
             "weight_decay": 0.0,
         },
     ]
-    options = {"momentum": _MOMENTUM} if settings.optimizer == "sgd" else {}
-    return _OPTIMIZERS[settings.optimizer](
+    options = {"momentum": SGD_MOMENTUM} if settings.optimizer == "sgd" else {}
+    return OPTIMIZERS_BY_NAME[settings.optimizer](
         [group for group in groups if group["params"]],
         lr=settings.lr,
         weight_decay=settings.weight_decay,

@@ -23,7 +23,13 @@ from infinity_engine.machine.packages import require_torch
 from infinity_engine.migration import read_json
 from infinity_engine.training.listening import TrainedStep, TrainingListener
 from infinity_engine.training.records import RunDirectory
-from infinity_engine.training.settings import OPTIMIZERS, Decay, Framing, TrainingSettings
+from infinity_engine.training.settings import (
+    EXPORT_DTYPES,
+    OPTIMIZERS,
+    Decay,
+    Framing,
+    TrainingSettings,
+)
 from infinity_engine.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -35,6 +41,7 @@ NAME = "train"
 HELP = "Fine-tune a local model of Transformers on text or JSON lines, within budgets."
 _INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 _LINE_EVERY_S = 10.0  # where the output is no terminal
+_LORA_LR = 2e-4  # adapters are trained at rates that would destroy whole weights
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_engine(parser)
 
 
+def _default(name: str) -> Any:
+    """Return the default of a setting of the training."""
+    return TrainingSettings.__dataclass_fields__[name].default
+
+
 def _add_training(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("training")
     what.add_argument(
@@ -78,45 +90,63 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--framing",
         choices=[framing.value for framing in Framing],
-        default=Framing.AUTO.value,
+        default=_default("framing").value,
         help="pack: documents follow one another without gaps; pad: each begins a sequence; auto: "
-        "pad where there are prompts, else pack (default: auto)",
+        "pad where there are prompts, else pack (default: %(default)s)",
     )
     what.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="sequences in a micro-batch (default: 1)"
+        "--batch",
+        type=int,
+        default=_default("batch"),
+        metavar="N",
+        help="sequences in a micro-batch (default: %(default)s)",
     )
     what.add_argument(
         "--accumulation-steps",
         type=int,
-        default=1,
+        default=_default("accumulation_steps"),
         metavar="N",
-        help="micro-batches of a step (default: 1)",
+        help="micro-batches of a step (default: %(default)s)",
     )
     what.add_argument(
-        "--epochs", type=float, default=1.0, metavar="N", help="rounds of the data (default: 1)"
+        "--epochs",
+        type=float,
+        default=_default("epochs"),
+        metavar="N",
+        help="rounds of the data (default: %(default)g)",
     )
     what.add_argument("--steps", type=int, metavar="N", help="steps, in place of --epochs")
     what.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="adamw", help="the optimizer (default: adamw)"
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default=_default("optimizer"),
+        help="the optimizer (default: %(default)s)",
     )
     what.add_argument(
-        "--lr", type=float, metavar="N", help="the learning rate (default: 2e-5; --lora: 2e-4)"
+        "--lr",
+        type=float,
+        metavar="N",
+        help=f"the learning rate (default: {_default('lr'):g}; --lora: {_LORA_LR:g})",
     )
     what.add_argument(
         "--warmup",
         type=float,
-        default=0.03,
+        default=_default("warmup"),
         metavar="N",
-        help="steps in which the rate rises, or a part of all steps below 1 (default: 0.03)",
+        help="steps in which the rate rises, or a part of all steps below 1 (default: %(default)g)",
     )
     what.add_argument(
         "--decay",
         choices=[decay.value for decay in Decay],
-        default=Decay.COSINE.value,
-        help="how the rate goes down after that (default: cosine)",
+        default=_default("decay").value,
+        help="how the rate goes down after that (default: %(default)s)",
     )
     what.add_argument(
-        "--weight-decay", type=float, default=0.0, metavar="N", help="of matrices (default: 0)"
+        "--weight-decay",
+        type=float,
+        default=_default("weight_decay"),
+        metavar="N",
+        help="of matrices (default: %(default)g)",
     )
     what.add_argument(
         "--max-grad-norm",
@@ -126,7 +156,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="the norm that gradients are clipped to; 0: they are not clipped (default: 1)",
     )
     what.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the data's order, adapters and dropout"
+        "--seed",
+        type=int,
+        default=_default("seed"),
+        metavar="N",
+        help="of the data's order, adapters and dropout (default: %(default)s)",
     )
     what.add_argument(
         "--lora", type=int, metavar="R", help="train adapters of this rank alone (needs peft)"
@@ -134,7 +168,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
-        default=True,
+        default=_default("checkpointing"),
         help="recompute the activations of blocks in the backward (default: yes)",
     )
     what.add_argument(
@@ -145,16 +179,20 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--save-every",
-        default="30min",
+        default=_default("save_every"),
         metavar="N",
-        help='steps, or a time such as "30min", between checkpoints (default: 30min)',
+        help='steps, or a time such as "30min", between checkpoints (default: %(default)s)',
     )
     what.add_argument(
-        "--keep", type=int, default=2, metavar="N", help="checkpoints that are kept (default: 2)"
+        "--keep",
+        type=int,
+        default=_default("keep"),
+        metavar="N",
+        help="checkpoints that are kept (default: %(default)s)",
     )
     what.add_argument(
         "--export-dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=EXPORT_DTYPES,
         help="of the weights at the end (default: what modules compute in)",
     )
 
@@ -265,11 +303,10 @@ def _settings(options: argparse.Namespace) -> TrainingSettings:
         )
     }
     every = options.save_every
-    # Adapters are trained at rates that would destroy whole weights.
-    usual = {} if options.lora is None else {"lr": 2e-4}
+    usual_lr = _default("lr") if options.lora is None else _LORA_LR
     return TrainingSettings(
         **chosen,
-        **({"lr": options.lr} if options.lr is not None else usual),
+        lr=usual_lr if options.lr is None else options.lr,
         chunk_loss=options.loss == "chunked",
         data=tuple(options.data),
         run=options.run_directory,
