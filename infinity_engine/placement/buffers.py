@@ -16,6 +16,7 @@ from infinity_engine.units import align_up
 
 __all__ = [
     "GRADIENT_SLOTS",
+    "NOTHING_RESTS",
     "SCRATCH",
     "SUM",
     "BufferLayout",
@@ -75,6 +76,9 @@ class Resting:
             gradients=self.gradients if any(layout.gradients for layout in layouts) else 0,
             early=self.early if any(layout.may_be_early for layout in layouts) else 0,
         )
+
+
+NOTHING_RESTS = Resting()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

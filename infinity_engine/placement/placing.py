@@ -16,7 +16,7 @@ from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.kept_errors import again
 from infinity_engine.optim.policies import DEVICE_ONLY, HOST_ONLY, policy_for
 from infinity_engine.optim.policy import HOST_BUFFERS, OffloadPolicy
-from infinity_engine.placement.buffers import BufferLayout, Resting
+from infinity_engine.placement.buffers import NOTHING_RESTS, BufferLayout, Resting
 from infinity_engine.placement.sizing import Demand, Sizing
 from infinity_engine.plan import Auto, NvmeStreamed, Rates, ResolvedBudget, Strategy, Tier
 from infinity_engine.plan.step import Home, PlanOutline, StepPlan
@@ -28,7 +28,6 @@ _MOST_TRIES = 4  # to find a plan with buffers that fit where it updates
 # bytes.
 _MOST_BUFFERS = 8
 _MOST_BUFFER_BYTES = 256 << 20
-_NOTHING = Resting()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,16 +141,16 @@ class _Placing:
         tiers = [
             tier for tier in wish.tiers if tier is not Tier.HOST or not self.sizing.unified
         ] or [Tier.DEVICE]
-        may_rest = isinstance(wish.strategy, NvmeStreamed)
-        must_rest = may_rest or (isinstance(wish.strategy, Auto) and wish.policy is None)
+        must_rest = isinstance(wish.strategy, NvmeStreamed)
+        may_rest = must_rest or (isinstance(wish.strategy, Auto) and wish.policy is None)
         # All that needs no drives for states comes before what does.
         for on_drives in (False, True):
             for tier in tiers:
                 drives = on_drives or tier is Tier.NVME
                 if (
-                    (may_rest and not on_drives)
+                    (must_rest and not on_drives)
                     or (drives and not self.budget.nvme)
-                    or (on_drives and not must_rest)
+                    or (on_drives and not may_rest)
                 ):
                     continue
                 yield tier, on_drives
@@ -160,7 +159,7 @@ class _Placing:
         self,
         parameters: Tier,
         *,
-        resting: Resting = _NOTHING,
+        resting: Resting = NOTHING_RESTS,
         layouts: Mapping[int, BufferLayout] = MappingProxyType({}),
         buffers: int = 0,
     ) -> Outlined:
@@ -171,7 +170,7 @@ class _Placing:
             sizing.spec(subgroup, layouts.get(subgroup.index)) for subgroup in sizing.subgroups
         ]
 
-        def taking(found: PlanOutline, steps: Callable[[], StepPlan]) -> Outlined:
+        def with_demand(found: PlanOutline, steps: Callable[[], StepPlan]) -> Outlined:
             return Outlined(
                 outline=found,
                 steps=steps,
@@ -180,10 +179,10 @@ class _Placing:
                 layouts=layouts,
             )
 
-        def made(by: OffloadPolicy) -> Outlined:
-            found, steps = by.outline(specs, wish.rates, limits)
+        def outlined_by(policy: OffloadPolicy) -> Outlined:
+            found, steps = policy.outline(specs, wish.rates, limits)
             try:
-                return taking(found, steps)
+                return with_demand(found, steps)
             except CapacityError as error:
                 # policies know nothing of gradients, and stage as much as there is room
                 refused = error.with_traceback(None)
@@ -191,24 +190,24 @@ class _Placing:
             for visit in (True, False):
                 left = sizing.beside_gradients(limits, found, drives=resting.any, visit=visit)
                 with suppress(CapacityError):  # not of a policy that could do with more
-                    fewer = by.outline(specs, wish.rates, left)
+                    fewer = policy.outline(specs, wish.rates, left)
                     try:
-                        return taking(*fewer)
+                        return with_demand(*fewer)
                     except CapacityError as error:
                         refused = error.with_traceback(None)
             raise again(refused)
 
         if wish.policy is not None:
-            return made(wish.policy)
+            return outlined_by(wish.policy)
         if not isinstance(wish.strategy, Auto):
-            return made(policy_for(wish.strategy))
+            return outlined_by(policy_for(wish.strategy))
         # On the device first: nothing moves in the update then.
         if not sizing.unified and not resting.states:
             try:
-                return made(DEVICE_ONLY)
+                return outlined_by(DEVICE_ONLY)
             except CapacityError:
                 pass
-        return made(HOST_ONLY)
+        return outlined_by(HOST_ONLY)
 
     # --- drives -----------------------------------------------------------------------------------
 
@@ -346,8 +345,8 @@ class _Placing:
                 for subgroup in sizing.subgroups
             }
             passing = MappingProxyType(
-                {index: layout for index, layout in layouts.items() if layout.nbytes}
                 # A subgroup without bytes in a buffer passes none.
+                {index: layout for index, layout in layouts.items() if layout.nbytes}
             )
             plan = self._outlined(
                 parameters, resting=rests.of(passing.values()), layouts=passing, buffers=buffers

@@ -25,6 +25,7 @@ from infinity_engine.optim import FloatFormat, Formats, Segment, Subgroup, cut_i
 from infinity_engine.optim.policy import Limits
 from infinity_engine.placement.buffers import (
     GRADIENT_SLOTS,
+    NOTHING_RESTS,
     SCRATCH,
     SUM,
     BufferLayout,
@@ -44,7 +45,6 @@ PASSING = 4
 
 # Values come to the drives in pieces of so many bytes before the first step.
 _MOST_SCRATCH = 8 << 20
-_NOTHING = Resting()
 _SPARE = 8 * PAGE  # for each place on the drives, of which there may be up to eight
 
 
@@ -271,8 +271,8 @@ class Sizing:
         )
 
     def in_place(self, subgroup: Subgroup, home: Home, parameters: Tier) -> bool:
-        # An fp32 master is what modules compute with only where both are in one place.
         """Tell whether values are the masters of a subgroup; StateKeeper goes by the same rule."""
+        # An fp32 master is what modules compute with only where both are in one place.
         here = Home.RESIDENT if parameters is Tier.DEVICE else Home.HOST
         return subgroup.formats.parameter is None and (self.unified or home is here)
 
@@ -565,7 +565,7 @@ class Sizing:
         else:
             device += self.on_their_way
         if at_home:
-            every = sum(passing) if self.unified else sum(self.parameters)
+            all_fetched = sum(passing) if self.unified else sum(self.parameters)
             # In one memory twice the deepest; `_with_room` adds what the host has left.
             room = (
                 2 * self.deepest
@@ -573,7 +573,7 @@ class Sizing:
                 else budget.device - device - self.of_backward(gradients)
             )
             # The deepest at least: modules cannot compute with less, which the check below refuses.
-            fetched = max(min(room, every), min(self.deepest, every))
+            fetched = max(min(room, all_fetched), min(self.deepest, all_fetched))
             if not self.unified and passing:
                 # What passes the host to the device: the largest of them at once.
                 window = sum(sorted(align_up(nbytes, PAGE) for nbytes in passing)[-PASSING:])
@@ -661,7 +661,7 @@ class Sizing:
             if home is Home.HOST and not self.unified:
                 # Its gradient, the sum of several, and what the update writes for a device.
                 nbytes += sum(
-                    self._gradient_on_host(subgroup, segment, _NOTHING, rests=False)
+                    self._gradient_on_host(subgroup, segment, NOTHING_RESTS, rests=False)
                     for segment in subgroup.segments
                 )
                 nbytes += 0 if at_home else align_up(self._copied(subgroup), PAGE)
