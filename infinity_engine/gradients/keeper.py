@@ -493,7 +493,10 @@ class _DeviceSlot:
         values, kernels = self.values(piece), self._lanes.device_kernels
         # Carries the result out of `work`, which may run later, in a thread of the device.
         made: list[object] = []
-        work = lambda: made.append(kernels.block_sums(values))  # noqa: E731
+
+        def work() -> None:
+            made.append(kernels.block_sums(values))
+
         event = self._lanes.on_device(work, piece.numel, name="norm of gradients")
         return event, lambda: put(kernels.on_host(made.pop()))
 
@@ -545,9 +548,13 @@ class _HostSlot:
         newest = self._newest_values()
         if self._sum is None:
             self._sum = self._sum_memory.lease(self._piece.numel)
-            self._block_sums = self._lanes.kernels.begin_sum(newest, self._sum_values(self._sum))
+            self._block_sums = self._lanes.kernels.begin_sum(
+                newest, _sum_in(self._sum, self._piece.numel)
+            )
         else:
-            self._block_sums = self._lanes.kernels.add_to_sum(newest, self._sum_values(self._sum))
+            self._block_sums = self._lanes.kernels.add_to_sum(
+                newest, _sum_in(self._sum, self._piece.numel)
+            )
         # The pool has this memory back before accumulate() asks for the next.
         lease.close()
         self._newest = None
@@ -561,7 +568,7 @@ class _HostSlot:
 
     def values(self) -> Values:
         self.finish_transfers()
-        return self._newest_values() if self._sum is None else self._sum_values(self._sum)
+        return self._newest_values() if self._sum is None else _sum_in(self._sum, self._piece.numel)
 
     def copy_into(self, into: Values) -> bool:
         # A sum of one term is a copy that converts to fp32.
@@ -592,9 +599,6 @@ class _HostSlot:
         lease, _, format_ = self._newest
         # The lease goes along: the address is good only while it is open.
         return Values(lease.flat().data_ptr(), self._piece.numel, format_, lease)
-
-    def _sum_values(self, lease: Lease | _Unplanned) -> Values:
-        return Values(lease.flat().data_ptr(), self._piece.numel, FloatFormat.FP32, lease)
 
 
 class _DriveSlot:
@@ -682,7 +686,7 @@ class _DriveSlot:
 
     def values(self) -> Values | None:
         """Return the sum where it is in memory."""
-        return None if self._sum is None else self._sum_in(self._sum)
+        return None if self._sum is None else _sum_in(self._sum, self._piece.numel)
 
     def finish_transfers(self) -> None:
         """Do nothing: `GradientOffload.finish_writes` waits for all writes at once."""
@@ -696,7 +700,7 @@ class _DriveSlot:
         if self._interceptor is not None:  # an early update may have used it already
             return False
         if self._sum is not None:
-            self._lanes.kernels.begin_sum(self._sum_in(self._sum), into)
+            self._lanes.kernels.begin_sum(_sum_in(self._sum, self._piece.numel), into)
         else:
             self._read_back(into)
         return True
@@ -708,7 +712,7 @@ class _DriveSlot:
             self._offload.finish_writes()
             total = self._sum_memory.lease(self._piece.numel)
             try:
-                self._read_back(self._sum_in(total))
+                self._read_back(_sum_in(total, self._piece.numel))
             except BaseException:
                 total.close()
                 raise
@@ -720,10 +724,9 @@ class _DriveSlot:
                 # The kernels of the host read the bytes next.
                 made.wait()
             newest = Values(lease.flat().data_ptr(), self._piece.numel, format_, lease)
-            self._block_sums = self._lanes.kernels.add_to_sum(newest, self._sum_in(self._sum))
-
-    def _sum_in(self, lease: Lease | _Unplanned) -> Values:
-        return Values(lease.flat().data_ptr(), self._piece.numel, FloatFormat.FP32, lease)
+            self._block_sums = self._lanes.kernels.add_to_sum(
+                newest, _sum_in(self._sum, self._piece.numel)
+            )
 
     def _read_back(self, total: Values | None) -> _Sums:
         """Read the gradients back and sum them, in `total` where given; return the block sums."""
@@ -741,7 +744,7 @@ class _DriveSlot:
             if not several:
                 return kernels.block_sums(streams[0])
             if total is None:
-                total = self._sum_in(leases.enter_context(self._offload.lease_sum()))
+                total = _sum_in(leases.enter_context(self._offload.lease_sum()), numel)
             return added_up(kernels, streams, total)
 
     def clear(self) -> None:
@@ -827,6 +830,11 @@ class _Unplanned:
             nbytes, self._memory = self._memory.nbytes, None
             self._reservation.release(nbytes)
             self._reservation.shrink(nbytes)
+
+
+def _sum_in(memory: Lease | _Unplanned, numel: int) -> Values:
+    """Return the fp32 values of a sum, which keep its memory."""
+    return Values(memory.flat().data_ptr(), numel, FloatFormat.FP32, memory)
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`PlaceholderGradient`: what a parameter shows as its `grad` after the engine took the real one.
+"""`PlaceholderGradient`: what a parameter shows as its `grad` after the engine moved the real one.
 
 Computing with it raises an error that names the engine's method instead. Without it, `grad` would
 be None, and torch.nn.utils.clip_grad_norm_ and similar code would silently do nothing. One
@@ -62,10 +62,10 @@ class GradientPlaceholders:
         """Show a placeholder at this parameter, unless another parameter of its group shows one."""
         if of.group in self._shown:
             return
-        taken = PlaceholderGradient(of.parameter)
-        self._shown[of.group] = of.parameter, taken
+        placeholder = PlaceholderGradient(of.parameter)
+        self._shown[of.group] = of.parameter, placeholder
         # torch checks shape, dtype and device here: the placeholder has its parameter's.
-        of.parameter.grad = taken
+        of.parameter.grad = placeholder
         if of.number not in self._watched:
             self._watched.add(of.number)
             self._hooks.before_accumulating(of.parameter, partial(self._make_way, of))
@@ -96,8 +96,8 @@ class GradientPlaceholders:
         return any(dropped)
 
     def _hide(self, group: int) -> bool:
-        parameter, taken = self._shown.pop(group)
-        if parameter.grad is not taken:
+        parameter, placeholder = self._shown.pop(group)
+        if parameter.grad is not placeholder:
             return True
         parameter.grad = None
         return False

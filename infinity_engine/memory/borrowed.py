@@ -6,13 +6,12 @@ own memory is outside of the ledger.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from infinity_engine.memory.lease import Backing, Lease, Lessor
+from infinity_engine.memory.lease import Backing, Lease, Lessor, typed_view
 from infinity_engine.memory.ledger import Reservation
 from infinity_engine.plan import Tier
 
@@ -54,11 +53,7 @@ class _TensorMemory:
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
         """Return a view from byte `offset` on."""
         assert self._flat is not None, "a lease that is closed has no backing"
-        return (
-            self._flat[offset : offset + math.prod(shape) * dtype.itemsize]
-            .view(dtype)
-            .view(tuple(shape))
-        )
+        return typed_view(self._flat, dtype, shape, offset)
 
     def release(self) -> None:
         """Keep it no more."""

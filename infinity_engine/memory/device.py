@@ -8,7 +8,6 @@ view.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from infinity_engine.errors import CapacityError
-from infinity_engine.memory.lease import Backing, Lease, Lessor, NoBytes, Waitable
+from infinity_engine.memory.lease import Backing, Lease, Lessor, NoBytes, Waitable, typed_view
 from infinity_engine.memory.ledger import Reservation
 from infinity_engine.plan import Tier
 
@@ -248,11 +247,7 @@ class _KeptBuffer:
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
         """Return a view from byte `offset` on."""
         assert self._tensor is not None, "a lease that is closed has no backing"
-        return (
-            self._tensor[offset : offset + math.prod(shape) * dtype.itemsize]
-            .view(dtype)
-            .view(tuple(shape))
-        )
+        return typed_view(self._tensor, dtype, shape, offset)
 
     def owner(self) -> object | None:
         """Return the object that lives until the last view is gone; None after that."""

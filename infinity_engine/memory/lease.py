@@ -26,7 +26,7 @@ from infinity_engine.plan import Tier
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Backing", "Lease", "Lessor", "NoBytes", "Waitable"]
+__all__ = ["Backing", "Lease", "Lessor", "NoBytes", "Waitable", "typed_view"]
 
 
 class Waitable(Protocol):
@@ -61,6 +61,14 @@ class NoBytes:
         import torch
 
         return torch.empty(shape, dtype=dtype)
+
+
+def typed_view(
+    flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], offset: int
+) -> torch.Tensor:
+    """Return a view of flat bytes from byte `offset` on, as elements of `dtype` in `shape`."""
+    end = offset + math.prod(shape) * dtype.itemsize
+    return flat[offset:end].view(dtype).view(tuple(shape))
 
 
 class Lease(Closing):
@@ -237,8 +245,7 @@ class Lessor(ABC):
     ) -> Lease:
         """Return a lease of the memory that `allocate` returns; None from it means no room.
 
-
-        Where it does, waits for the oldest of those closed leases that are `in_the_way`; raises
+        Without room, waits for the oldest of those closed leases that are `in_the_way`; raises
         `refusal` where there is none.
         """
         if nbytes < 0:
