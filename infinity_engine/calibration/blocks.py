@@ -61,14 +61,14 @@ def _shapes(
     device: torch.device, dtype: torch.dtype, flops_per_s: float, seconds: float, nbytes: int
 ) -> list[BlockShape]:
     """Return the shapes that fit in the memory and the time; at least the smallest."""
-    every = [
+    shapes = [
         BlockShape(width, tokens)
         for width in _WIDTHS[device.type]
         for tokens in _TOKENS[device.type]
     ]
     return [
         shape
-        for number, shape in enumerate(every)
+        for number, shape in enumerate(shapes)
         if number == 0
         or (
             _numel(shape) * dtype.itemsize <= nbytes

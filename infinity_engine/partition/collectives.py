@@ -265,11 +265,8 @@ def _init_world(timeout: timedelta, name: str) -> None:
 def _store_of_all(timeout: timedelta, name: str) -> tuple[Any, int, int]:
     """Return the store at which the ranks meet, this rank, and the number of ranks.
 
-    Rank 0 may hold the store.
-
-
-    With a world size of 1 rank 0 does not wait inside torch, where it could not name the missing
-    ranks.
+    Rank 0 may hold the store. With a world size of 1, it does not wait for the others inside torch,
+    where it could not name those that are missing.
     """
     # torch's annotations leave `rendezvous` out.
     found = dist.rendezvous("env://?world_size=1", timeout=timeout)  # type: ignore[attr-defined]

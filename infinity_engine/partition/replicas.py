@@ -60,16 +60,16 @@ class ReplicaSums:
         if not part and any(numels):
             expected = f"{2 * ranks * WIRE_ALIGNMENT} B or more"
             raise ConfigError(field=f"wire of {name}", value=f"{wire.numel()} B", expected=expected)
-        every = sum(numels)
+        numel = sum(numels)
         # No more than one round needs, so that buffers larger than that cut alike.
-        part = min(part, align_up(-(-every // ranks) * _SIZE, WIRE_ALIGNMENT) // _SIZE)
+        part = min(part, align_up(-(-numel // ranks) * _SIZE, WIRE_ALIGNMENT) // _SIZE)
         values = wire[: 2 * ranks * part * _SIZE].view(torch.float32)
         rounds: list[Round] = []
         # At least 1, as range() wants; without elements there is no round.
-        for first in range(0, every, max(ranks * part, 1)):
-            numel = min(ranks * part, every - first)
+        for first in range(0, numel, max(ranks * part, 1)):
+            in_round = min(ranks * part, numel - first)
             rounds += self._rounds(
-                _pieces(sums, first, numel), numel, part, values, adder, has=bool(announces)
+                _pieces(sums, first, in_round), in_round, part, values, adder, has=bool(announces)
             )
         return self._collectives.start(
             f"sum of {name} over replicas", rounds, key=digest(numels, part), announces=announces

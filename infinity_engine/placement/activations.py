@@ -473,7 +473,10 @@ class _Search:
         effects = [state.effect for state in states]
         most = [
             max(*amounts, 1e-30)
-            for amounts in zip(*((e.host, e.drives, e.recompute_s) for e in effects), strict=True)
+            for amounts in zip(
+                *((effect.host, effect.drives, effect.recompute_s) for effect in effects),
+                strict=True,
+            )
         ]
         steps = max(int(_MERGED_STATES ** (1 / 3)), 1)
         kept: dict[tuple[int, ...], _Walked] = {}

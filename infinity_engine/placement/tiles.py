@@ -74,7 +74,9 @@ def tiled_by_room(model: ModelShape, *, width: int, room: int) -> TiledShape | N
         for module in model.modules
         for part in _parts(module, counts.get(module.name) or tied.get(module.shared_numel, 1))
     )
-    before, after = (max(module.numel for module in each) for each in (model.modules, modules))
+    before, after = (
+        max(module.numel for module in registered) for registered in (model.modules, modules)
+    )
     working = max(
         _nbytes(module, width) * (2 if _trains(module) else 1) for module in large.values()
     )

@@ -80,10 +80,10 @@ class BlockRates:
             if distance < _AT_ONCE:
                 return self.measured[shape]
             weights[shape] = 1 / distance
-        every = sum(weights.values())
+        total = sum(weights.values())
         # Seconds per operation are averaged: these add up, rates do not.
         seconds = [
-            sum(weight / self.measured[shape][way] for shape, weight in weights.items()) / every
+            sum(weight / self.measured[shape][way] for shape, weight in weights.items()) / total
             for way in range(2)
         ]
         return ComputeRate(1 / seconds[0], 1 / seconds[1])

@@ -218,8 +218,7 @@ def check_and_plan(
 
 
 def check_device(accelerator: Accelerator, *, alone: bool) -> None:
-    """Refuse what does not work on a device yet, and warn of what was not tried; `alone`: without
-    other ranks.
+    """Refuse what does not work on a device yet; `alone`: without other ranks.
 
     Raises:
         ConfigError: several ranks on a device other than the CPU.
@@ -393,26 +392,26 @@ def _capacity(wanted: Budget, accelerator: Accelerator) -> Capacity:
 def _budget(
     config: EngineConfig, accelerator: Accelerator, built: BuiltModel | None, ranks: Ranks | None
 ) -> ResolvedBudget:
-    """Return this rank's budget in bytes, less what a model takes of it that was built on drives.
+    """Return this rank's budget in bytes, less what a model that was built on drives takes of it.
 
-    That is until it is taken over.
+    It takes that until the engine has its values.
     """
     wanted = config.budget or Budget()
     capacity = _capacity(wanted, accelerator)
     on_host, on_drives = (0, {}) if built is None else _held_by(built)
-    every = None if ranks is None or built is None else ranks.held_here(on_host, on_drives)
+    held = None if ranks is None or built is None else ranks.held_here(on_host, on_drives)
     budget = wanted.resolve(
         replace(
             capacity,
-            host=capacity.host + (on_host if every is None else every.host),
+            host=capacity.host + (on_host if held is None else held.host),
             nvme={
-                name: free + (on_drives.get(name, 0) if every is None else every.in_directory(name))
+                name: free + (on_drives.get(name, 0) if held is None else held.in_directory(name))
                 for name, free in capacity.nvme.items()
             },
         )
     )
     if ranks is not None:
-        budget = ranks.share_budget(budget, device_is_shared=accelerator.unified, held=every)
+        budget = ranks.share_budget(budget, device_is_shared=accelerator.unified, held=held)
     left = {name: max(limit - on_drives.get(name, 0), 0) for name, limit in budget.nvme.items()}
     return replace(budget, host=max(budget.host - on_host, 0), nvme=left)
 

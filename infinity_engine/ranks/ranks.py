@@ -38,6 +38,7 @@ from infinity_engine.partition import (
     share_block_sums,
 )
 from infinity_engine.partition.failures import Process
+from infinity_engine.partition.wire import WIRE_ALIGNMENT
 from infinity_engine.plan import ResolvedBudget
 from infinity_engine.units import align_up
 
@@ -515,8 +516,7 @@ def together(
 
 def wire_of(nbytes: int, parts: int, most: int) -> int:
     """Return the size of a collective's buffer: `nbytes`, or of `parts` parts within `most`."""
-    # WIRE_ALIGNMENT bytes for each part, the least that a round can take.
-    least = 64 * parts
+    least = WIRE_ALIGNMENT * parts  # that a round can take
     return min(nbytes, max(align_up(most, least), least)) if nbytes else 0
 
 
@@ -563,16 +563,16 @@ def _part_of(place: str, limit: int, drives: Sequence[Mapping[str, tuple[str, in
     limits: dict[str, int] = {}
     free = []
     for directories in drives:
-        for other, (where, bytes_, most) in directories.items():
+        for other, (where, free_there, most) in directories.items():
             # Several directories of one file system share what is free there.
             if where == system:
                 # The same directory, named by several ranks, counts once.
                 limits[other] = max(limits.get(other, 0), most)
-                free.append(bytes_)
-    every = sum(limits.values())
+                free.append(free_there)
+    asked = sum(limits.values())
     part = limit // sum(place in directories for directories in drives)
     # In integers: rounding up would promise bytes that are not there.
-    return part if every <= min(free) else part * min(free) // every
+    return part if asked <= min(free) else part * min(free) // asked
 
 
 def _version() -> str:

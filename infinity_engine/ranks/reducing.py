@@ -176,11 +176,11 @@ class _Progress:
 class _Backward:
     """One backward: which bucket all ranks reduce at which turn, and which gradients wait."""
 
-    def __init__(self, every: Sequence[tuple[int, ...]], expected: Collection[int]) -> None:
-        self._every = every
+    def __init__(self, buckets: Sequence[tuple[int, ...]], expected: Collection[int]) -> None:
+        self._buckets = buckets
         # Buckets keep their members' order; without an expected one they are left out.
-        buckets = [tuple(number for number in bucket if number in expected) for bucket in every]
-        self._first = [bucket for bucket in buckets if bucket]
+        first = (tuple(number for number in bucket if number in expected) for bucket in buckets)
+        self._first = [bucket for bucket in first if bucket]
         self.started = 0
         # Gradients that are in no reduce yet, by the number of their parameter.
         self.waiting: dict[int, deque[torch.Tensor]] = {}
@@ -199,7 +199,7 @@ class _Backward:
         """Return the bucket of a turn: first those of what is expected, then all of them again."""
         after = turn - len(self._first)
         # In turns, for gradients that come after their bucket.
-        return self._first[turn] if after < 0 else self._every[after % len(self._every)]
+        return self._first[turn] if after < 0 else self._buckets[after % len(self._buckets)]
 
     @property
     def expected(self) -> tuple[int, ...]:

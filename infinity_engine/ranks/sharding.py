@@ -293,10 +293,10 @@ class Sharding:
 
     def _limit(self, ledger: Ledger) -> int:
         """Return the bytes of whole parameters that every rank has room for."""
-        every = sum(parameter.nbytes for parameter in self.parameters)
+        wholes = sum(parameter.nbytes for parameter in self.parameters)
         # Beside the least, which the limit has in any case.
         free = ledger.free(Tier.DEVICE) - self.wires_bytes - self.least
-        more = min(max(free, 0), every - self.least)
+        more = min(max(free, 0), wholes - self.least)
         # One limit for all: [Note: all ranks decide alike].
         return self.ranks.least("room for whole parameters", self.least + more)
 

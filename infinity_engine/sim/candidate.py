@@ -207,8 +207,8 @@ class Evaluator:
     @cached_property
     def _largest_numel(self) -> int:
         """Elements of the largest parameter that is trained, whole."""
-        every = self.training.model.parameters
-        return max((parameter.numel for parameter in every if parameter.trained), default=0)
+        parameters = self.training.model.parameters
+        return max((parameter.numel for parameter in parameters if parameter.trained), default=0)
 
     def gathered(self, sizing: Sizing) -> int:
         """Return the bytes of modules gathered from all ranks: the one that computes, and the

@@ -112,12 +112,12 @@ class MemoryEdges:
             return None
         numel = sizing.numel
         largest = sizing.largest.numel
-        every = limits.device_bytes(numel)
+        all_states = limits.device_bytes(numel)
         staged = limits.device_bytes(largest)  # a set
         # Gradients that stay take the place of activations; sums of them do not, and one more is
         # there to be added.
         gradients = sizing.all_gradients.values()
-        gradient = (4 * numel + max(gradients) if sizing.sums else sum(gradients)) / every
+        gradient = (4 * numel + max(gradients) if sizing.sums else sum(gradients)) / all_states
         activations = 0 if sizing.sums else sizing.activations
         at_home = tier is not Tier.DEVICE
         fetched = (
@@ -127,7 +127,7 @@ class MemoryEdges:
         one = sizing.largest
         states = sizing.states_bytes(one, Home.RESIDENT, tier) + limits.update_bytes * one.numel
         resident = states / limits.device_bytes(one.numel)
-        allowed = limits.resident_bytes / every
+        allowed = limits.resident_bytes / all_states
         edges = [_NONE_RESIDENT, _NONE_VISITING, _ALL]
         if resident < 1:
             edges.append(_Edge(1, 0, allowed))
@@ -135,8 +135,8 @@ class MemoryEdges:
         staging = [(sets, fetched[0]) for sets in range(1, limits.staging_sets)]
         staging += [(limits.staging_sets, nbytes) for nbytes in fetched]
         for number, (sets, nbytes) in enumerate(staging):
-            left = (limits.staging_bytes - max(sets * staged, nbytes)) / every
-            within = left + activations / every - gradient * largest / numel
+            left = (limits.staging_bytes - max(sets * staged, nbytes)) / all_states
+            within = left + activations / all_states - gradient * largest / numel
             edges.append(_Edge(resident + gradient, gradient, within, hard=not number))
             if activations:
                 edges.append(_Edge(resident, 0, left, hard=not number))
@@ -147,7 +147,7 @@ class MemoryEdges:
         return cls(
             edges=tuple(edges),
             most_resident=max(
-                min(allowed, (allowed + activations / every) / (resident + gradient), 1.0), 0.0
+                min(allowed, (allowed + activations / all_states) / (resident + gradient), 1.0), 0.0
             ),
             whole=largest / numel,
             may_visit=share is not None,

@@ -378,8 +378,8 @@ class Search:
         planner = self._planner
         if planner.subgroup_numel is not None:
             return (planner.subgroup_numel,)
-        every = planner.trained_numel
-        wanted = (max(every // count, min(_LEAST_NUMEL, every // _COUNTS[0])) for count in counts)
+        numel = planner.trained_numel
+        wanted = (max(numel // count, min(_LEAST_NUMEL, numel // _COUNTS[0])) for count in counts)
         return tuple(dict.fromkeys(max(numel - numel % NORM_BLOCK, NORM_BLOCK) for numel in wanted))
 
     # --- what is simulated ------------------------------------------------------------------------

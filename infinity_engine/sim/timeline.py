@@ -312,14 +312,14 @@ class _TimedStep:
         """
         updates = _updates(self._plan.steps.ops) if deferred else {}
         end_ns = begin_ns
-        for number, each in enumerate(self._modules):
-            needs, ready_ns = each, begin_ns
+        for number, needs in enumerate(self._modules):
+            fetched, ready_ns = needs, begin_ns
             if deferred and needs.subgroups:
                 ops = [updates[index] for index in needs.subgroups]
                 self._update.run_until(max(ops))
                 ready_ns = max(self._clocks.times[op].end_ns for op in ops)
-                needs = needs._replace(read=0)
-            arrived_ns = self._fetch(number, needs, ready_ns)
+                fetched = needs._replace(read=0)
+            arrived_ns = self._fetch(number, fetched, ready_ns)
             ready_ns = self._wire.gather(needs.gathered, max(arrived_ns, begin_ns))
             duration_ns = self._duration_ns(needs.flops, 0)
             end_ns = self._work(self._compute, duration_ns, ready_ns).end_ns
@@ -479,7 +479,9 @@ class _TimedStep:
 
 def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
     """Return what each module needs of one micro-batch."""
-    numbers: dict[str, int] = {each.name: number for number, each in enumerate(training.ordered())}
+    numbers: dict[str, int] = {
+        parameter.name: number for number, parameter in enumerate(training.ordered())
+    }
     down, written = _gradients(plan, sizing)
     at_home = plan.steps.parameters is not Tier.DEVICE
     resting = plan.resting.values
@@ -488,7 +490,7 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
     found = []
     subgroups = sizing.subgroups_of
     for place, module in enumerate(modules):
-        own = [numbers[each.name] for each in module.parameters]
+        own = [numbers[parameter.name] for parameter in module.parameters]
         fetched = [
             number for number in own if at_home and (not sizing.unified or number in resting)
         ]
