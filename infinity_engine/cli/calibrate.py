@@ -113,7 +113,10 @@ def _measured(options: argparse.Namespace) -> tuple[Calibration, Path | None]:
         effort = replace(effort, seconds=options.seconds)
     # Rough figures are kept nowhere: every later plan would use them.
     cache = CalibrationCache(None) if options.quick else CalibrationCache.of_user()
-    waiting = lambda: _say("another process measures this machine: waiting for it")  # noqa: E731
+
+    def waiting() -> None:
+        _say("another process measures this machine: waiting for it")
+
     with contextlib.ExitStack() as resources:
         accelerator = None
         # Without torch, drives and the host are measured all the same.

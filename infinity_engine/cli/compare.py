@@ -28,6 +28,7 @@ from infinity_engine.cli.plan_question import (
     without_collecting,
 )
 from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.units import TB
 
 __all__ = ["HELP", "NAME", "SCHEMA", "ComparedMachine", "add_arguments", "run"]
 
@@ -211,6 +212,6 @@ def _cells(machine: ComparedMachine) -> tuple[str, ...]:
         step,
         f"{least} to {most}",
         rate,
-        f"{written / 1e12:,.1f} TB" if written else "nothing",
+        f"{written / TB:,.1f} TB" if written else "nothing",
         machine.bound_by or "",
     )

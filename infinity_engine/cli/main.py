@@ -59,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Found again in the parsed options: the subcommand that was named.
         subparser.set_defaults(run=command.run)
     options = parser.parse_args(argv)
-    # a path need not be text in this terminal's encoding
     # A program that calls this may have put another object there.
     if isinstance(sys.stdout, io.TextIOWrapper):
+        # A path need not be text in this terminal's encoding.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status: int = options.run(options)

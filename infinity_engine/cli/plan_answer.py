@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from infinity_engine.cli.plan_machine import free
-from infinity_engine.units import DAY_S, GiB, format_bytes
+from infinity_engine.units import DAY_S, TB, GiB, format_bytes
 
 if TYPE_CHECKING:
     from deepnvme.cli.report import Rows
@@ -43,7 +43,6 @@ _LEAST_GAIN = 0.001  # of a step, that one GiB more saves
 _LARGEST = 3  # of what a tier holds, on one line
 _MOST_PURCHASES = 3  # that are shown
 _WORTH_SHOWING = 0.02  # of a step
-_TB = 1e12
 _SOURCES = MappingProxyType(
     {"measured": "measured rates", "given": "given rates", "published": "published rates"}
 )
@@ -315,12 +314,12 @@ def _tiles(tiles: TileAdvice) -> Rows:
 def _wear(report: PlanReport) -> Rows:
     wear = report.wear
     assert wear is not None, "something is written"
-    yield "written", f"{wear.written_per_day / 1e12:,.1f} TB in a day of steps"
+    yield "written", f"{wear.written_per_day / TB:,.1f} TB in a day of steps"
     if wear.years is not None and wear.rated_bytes is not None:
         days = wear.years * 365.25
         # Below two years, days say more.
         life = f"{wear.years:,.1f} years" if wear.years >= 2 else f"{days:,.0f} days"
-        yield "drives' life", f"{life} of steps, at {wear.rated_bytes / 1e12:,.0f} TB rated"
+        yield "drives' life", f"{life} of steps, at {wear.rated_bytes / TB:,.0f} TB rated"
 
 
 def range_in_words(report: PlanReport, advice: Advice) -> str:
@@ -344,7 +343,7 @@ def _purchases(report: PlanReport, advice: Advice) -> Rows:
     for purchase in gains[:_MOST_PURCHASES]:
         change = f"{now} -> {seconds_in_words(purchase.step_s)} {step}"
         if written:
-            day = f"{written / _TB:,.1f} -> {purchase.written_per_day / _TB:,.1f}"
+            day = f"{written / TB:,.1f} -> {purchase.written_per_day / TB:,.1f}"
             change += f", {day} TB written a day"
         yield purchase.what, change
     idle = [purchase.what for purchase in advice.purchases if purchase.saved < _WORTH_SHOWING]
@@ -374,7 +373,7 @@ def _takes(run: RunForecast, rated_bytes: int | None) -> str:
     parts = [_time_in_words(run.seconds)]
     if run.written:
         share = "" if rated_bytes is None else f" ({run.written / rated_bytes:.1%} of the TBW)"
-        parts.append(f"{run.written / _TB:,.1f} TB written{share}")
+        parts.append(f"{run.written / TB:,.1f} TB written{share}")
     if run.kwh is not None:
         parts.append(f"{run.kwh:,.1f} kWh")
     if run.cost is not None:

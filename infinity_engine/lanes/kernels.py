@@ -79,7 +79,6 @@ class _OnGpu:
         import cupy
 
         self._device = device
-
         self._cupy = cupy
         # Compiled for, and loaded into, cupy's current device.
         with cupy.cuda.Device(device.index):
