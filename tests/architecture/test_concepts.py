@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def table(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
 
+@cache
 def classes() -> dict[str, set[str]]:
     """Return the files that define a class, by the name of the class."""
     found: dict[str, set[str]] = {}
