@@ -50,7 +50,7 @@ _COARSE = 1.08  # times the best estimate: subgroups that large are good enough 
 _APART = 0.05  # of all: parts nearer than that are alike
 _HOPEFUL = 1.1  # times the best step: what is estimated to take longer is not simulated
 _LOOKS = 2  # simulated plans of a short search
-_GAIN = 0.97  # of a step that is known: what is estimated to save less, a short search leaves alone
+_GAIN = 0.97  # of a known step: a short search simulates no form that is estimated to take more
 _SHORT = 1 / 1.02  # of the memory: with as little, a form is placed, as estimates are off by that
 _IN_DOUBT = 4  # forms of each kind that are placed to tell if anything fits
 _NEAREST = 3  # forms that are placed though they seem not to fit
@@ -71,7 +71,7 @@ _PROMISING = 1.3  # times the best estimate: from what takes longer, none leads 
 _WAYS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))  # of what is resident, and what visits
 _AS_GOOD = 1.02  # times the estimate of a step: neighbours with more are not tried
 _EXCEEDED = 1.05  # times its estimate: a step that takes longer has less room than was estimated
-_BESIDE = 0.85  # of its estimate, which a step took at the least whose update goes on beside it
+_BESIDE = 0.85  # of its estimate: a step takes no less where its update goes on beside a forward
 _MOST_LAST = 4  # plans that are tried at the end
 _TRUSTED = 1.25  # times its estimate: a step that takes longer is not ranked by estimates
 _WORTH_IT = 0.998  # of a step: parts nearby that save less are not gone on from
@@ -153,18 +153,16 @@ class Search:
         self._given = None if isinstance(given, Auto) else given
         self._known: dict[Choice, Candidate | None] = {}
         self._forms: dict[Choice, tuple[_Form, int]] = {}
-        self._alike: dict[
-            tuple[_Family, int, int, int], Choice
-        ] = {}  # as many subgroups everywhere
+        # The first choice of those with as many whole subgroups in each place.
+        self._alike: dict[tuple[_Family, int, int, int], Choice] = {}
         self._rooms: dict[tuple[_Family, int], MemoryEdges | None] = {}
         self._estimates: dict[tuple[_Family, int], StepEstimate | None] = {}
         self._work = 0
         self._least_ns = inf
         self._known_ns = inf  # what a step takes that the caller knows of
         self._exceeded: list[_Ranked] = []  # took much longer than their estimates
-        self._times: dict[
-            _Kind, float
-        ] = {}  # its estimate, what a simulated step took at the least
+        # For each kind, the least of a simulated step's time over its estimate.
+        self._times: dict[_Kind, float] = {}
 
     def run(self) -> list[Candidate]:
         """Return what fits of all that looks best.
