@@ -241,8 +241,9 @@ def _bisected(enough: Callable[[float], bool], low: float, high: float) -> tuple
 def _most(planner: Planner) -> float:
     """Return more bytes than all that there is to be held takes of any one tier."""
     training = planner.training
-    each = 64 + 8 * training.accumulation_steps
-    return float(4 * each * training.model.numel + 4 * training.activation_bytes() + (1 << 34))
+    per_parameter = 64 + 8 * training.accumulation_steps
+    held = per_parameter * training.model.numel
+    return float(4 * (held + training.activation_bytes()) + (1 << 34))
 
 
 def _with(planner: Planner, needs: Needs) -> Planner:
