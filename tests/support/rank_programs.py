@@ -7,7 +7,8 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -539,3 +540,10 @@ def _until(timeout_s: float, happens: Any) -> CollectiveError | None:
     except ZeroDivisionError:
         return None
     return None
+
+
+def run_program(text: str) -> str:
+    """Run a script; return what it printed."""
+    with redirect_stdout(StringIO()) as printed:
+        exec(compile(text, "program.py", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
