@@ -20,7 +20,7 @@ _FOLDER = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let Ctrl-C interrupt, and let no property fail for being slow."""
+    """Let Ctrl-C interrupt, let no property fail for being slow, and let bytecode be kept."""
     # A shell's background job is started with SIGINT ignored, and its children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,6 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("busy machine")
+    # The tests start hundreds of programs, which would compile the package anew each time. Images
+    # of containers often forbid to keep what was compiled.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     worker = getattr(config, "workerinput", None)  # of pytest-xdist
     # before any of them imports torch: threads of all would wait for one another's cores
     if worker is not None:
