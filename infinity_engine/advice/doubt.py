@@ -46,9 +46,8 @@ _OF_GIVEN = 0.25  # assumed: these numbers were measured too, but not as this en
 # 8 billion parameters a second were measured where the peak of the memory allows 19 (Deep Optimizer
 # States, docs/papers.md).
 _UPDATES = _DoubtPart(0.4, 1.0)
-_LINKS = _DoubtPart(
-    0.8, 1.1
-)  # they are rates that were achieved; chipsets and pageable memory cost more
+# Their rates were achieved; chipsets and pageable memory cost more.
+_LINKS = _DoubtPart(0.8, 1.1)
 _DRIVES = _DoubtPart(0.7, 1.5)  # held for hours, where the drive's state decides
 _COMPUTE = _DoubtPart(0.6, 1.5)  # 25% to 60% of the peak, where 40% is assumed
 
