@@ -296,8 +296,7 @@ class aio_handle:  # noqa: N801 - the name that programs use
             if file_offset is None and file.size > _nbytes(buffer):
                 raise ValueError(
                     f"{path} has {file.size} B, more than the {_nbytes(buffer)} B of the buffer; "
-                    "to read a part of it, "
-                    "give a file_offset"
+                    "to read a part of it, give a file_offset"
                 )
             future = file.pread(buffer, file_offset or 0)
         return _HandleOperation(
@@ -441,8 +440,7 @@ class _LockedTensors:
         except ImportError:
             raise ImportError(
                 "locked tensors need torch, which is not installed; "
-                "deepnvme.Pool(nbytes).empty(shape, dtype) gives "
-                "numpy arrays of the same memory"
+                "deepnvme.Pool(nbytes).empty(shape, dtype) gives numpy arrays of the same memory"
             ) from None
         if not isinstance(example, torch.Tensor):
             raise TypeError(
@@ -548,8 +546,7 @@ def _abandon(queue: IOQueue, pending: list[_HandleOperation], owner: int) -> Non
     if errors:
         warnings.warn(
             f"an aio_handle was dropped without wait() and {len(errors)} of its operations failed; "
-            "the first: "
-            f"{errors[0]}",
+            f"the first: {errors[0]}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -137,8 +137,7 @@ class QueueFull(NVMeError):  # noqa: N818 - as queue.Full, and what users expect
         super().__init__(
             errno_names.EAGAIN,
             f"{max_pending} operations are pending, the most this queue holds: wait for some, "
-            "raise max_pending, "
-            "or use when_full=WhenFull.BLOCK",
+            "raise max_pending, or use when_full=WhenFull.BLOCK",
         )
 
 
@@ -223,8 +222,7 @@ class ChecksumError(NVMeError):
         super().__init__(
             errno_names.EBADMSG,
             f"tensor {name!r}: bytes {offset} to {offset + nbytes} are not those that were put "
-            "(crc32c differs); "
-            "TensorStore.verify() and `deepnvme verify` list all damage",
+            "(crc32c differs); TensorStore.verify() and `deepnvme verify` list all damage",
             op="read",
             offset=offset,
             asked=nbytes,

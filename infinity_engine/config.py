@@ -567,8 +567,7 @@ class EngineConfig(_Settings):
         metadata=_about(
             _member(ParametersAt),
             "where parameters stay; host, nvme: fetched around the modules that need them; auto: "
-            "device, else host, "
-            "where they fit there",
+            "device, else host, where they fit there",
         ),
     )
     overlap: Overlap = field(

@@ -271,8 +271,7 @@ class CollectiveError(InfinityError):
         known = f": {self.reason}" if self.reason else ""
         return (
             f"{self.op} failed on rank {self.rank} of group {self.group}{known}. Look for the "
-            "first error in the logs of all ranks: a rank that fails makes the others fail or "
-            "hang"
+            "first error in the logs of all ranks: a rank that fails makes the others fail or hang"
         )
 
 

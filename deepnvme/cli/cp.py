@@ -99,8 +99,7 @@ def run(options: argparse.Namespace) -> int:
     seconds = time.perf_counter() - began
     print(
         f"{options.target}: {tensor_count(len(source.kinds))}, {format_bytes(total)} in "
-        f"{seconds:.1f} s "
-        f"({total / 1e9 / seconds:.2f} GB/s)"
+        f"{seconds:.1f} s ({total / 1e9 / seconds:.2f} GB/s)"
     )
     return 0
 
@@ -166,8 +165,7 @@ def _of_store(store: TensorStore, *, to_file: bool) -> _Source:
             if not _is_flat(tree):
                 warnings.warn(
                     f"of the state dict {name!r} only the tensors are copied: a {FILE_SUFFIX} file "
-                    "has no place for "
-                    "its structure and plain values",
+                    "has no place for its structure and plain values",
                     stacklevel=2,
                 )
 

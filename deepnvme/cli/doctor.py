@@ -84,8 +84,7 @@ def settings_text(measured: Settings | None) -> str:
     settings = settle(measured)
     return (
         f"chunks of {format_bytes(settings.chunk_bytes)}, {format_bytes(settings.inflight_bytes)} "
-        "in flight, "
-        f"ordinary memory by {settings.user_memory.name.lower().replace('_', ' ')} "
+        f"in flight, ordinary memory by {settings.user_memory.name.lower().replace('_', ' ')} "
         f"({'the defaults' if measured is None else f'measured, in {profile_path()}'})"
     )
 

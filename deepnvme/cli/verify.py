@@ -41,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=place_argument,
         metavar="PLACE",
         help="a store: its directory, or several joined by commas; or a .safetensors file, which "
-        "has no checksums: its "
-        "header is checked, and that it can be read",
+        "has no checksums: its header is checked, and that it can be read",
     )
     add_generation_argument(parser)
 

@@ -147,8 +147,7 @@ def refuse_where_threads_must(
         "report short transfers as whole ones, so that only threads are used there; this queue "
         "requires "
         f"{', '.join(acceptable)}. Use a file on another file system (ext4, xfs), or accept "
-        "threads too: "
-        f"require={others!r}",
+        f"threads too: require={others!r}",
         path=path,
     )
 

@@ -123,8 +123,7 @@ def about_system(system: SystemProbe, architecture: str) -> Iterator[Finding]:
             "memlock-limit-low",
             "memlock",
             f"only {format_bytes(limit)} may be locked: I/O buffers cannot be registered with "
-            "io_uring, "
-            "which costs CPU time per request",
+            "io_uring, which costs CPU time per request",
             "ulimit -l unlimited, or 'memlock unlimited' in /etc/security/limits.conf; docker run "
             "--ulimit memlock=-1",
         )
@@ -164,8 +163,7 @@ def about_directory(
             "direct-io-refused",
             path,
             f"{directory.file_system} refuses O_DIRECT ({directory.direct_errno}): reads and "
-            "writes go through the "
-            "page cache and take host memory",
+            "writes go through the page cache and take host memory",
             "use a directory on ext4 or xfs",
         )
     if directory.drive is not None and directory.drive.rotational:

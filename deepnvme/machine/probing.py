@@ -109,15 +109,13 @@ _REFUSALS = MappingProxyType(
         ),
         RefusalKind.SANDBOX: (
             "Linux {release} should have io_uring but answers that it has not: a sandbox such as "
-            "gVisor stands "
-            "between, or the kernel was built without it",
+            "gVisor stands between, or the kernel was built without it",
             "use a container runtime without such a sandbox (runc), or a kernel with "
             "CONFIG_IO_URING=y",
         ),
         RefusalKind.SYSCTL: (
             "the sysctl kernel.io_uring_disabled={disabled} switches it off (1: except for root "
-            "and one group; "
-            "2: for everybody)",
+            "and one group; 2: for everybody)",
             "sudo sysctl kernel.io_uring_disabled=0; a line in /etc/sysctl.d makes it last",
         ),
         RefusalKind.SECCOMP: (

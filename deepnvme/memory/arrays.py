@@ -433,8 +433,7 @@ def _as_array(thing: Any) -> np.ndarray[Any, Any]:
         if type(thing) not in (np.ndarray, np.memmap):
             raise TypeError(
                 f"expected a plain numpy.ndarray, got {type(thing).__name__}, which may mean more "
-                "than its bytes say: "
-                "give the arrays it consists of"
+                "than its bytes say: give the arrays it consists of"
             )
         return thing
     if hasattr(thing, "__array_interface__"):

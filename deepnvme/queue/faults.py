@@ -109,8 +109,7 @@ class FaultPlan:
         if sum((nth > 0, every > 0, probability > 0)) != 1:
             raise ValueError(
                 "a fault is aimed by exactly one of nth, every and probability, all positive; got "
-                f"nth={nth}, "
-                f"every={every}, probability={probability}"
+                f"nth={nth}, every={every}, probability={probability}"
             )
         if probability > 1:
             raise ValueError(f"a probability is at most 1, got {probability}")

@@ -103,8 +103,7 @@ class Commits:
             f"{what} failed ({str(error) or type(error).__name__}): what was put since commit "
             f"{self.generation} "
             "may be lost, and no later sync would tell. Tensors can still be got; open the store "
-            "again to go on "
-            "from its last commit",
+            "again to go on from its last commit",
             path=str(self._files.folder),
         )
 
@@ -131,8 +130,7 @@ class Commits:
             raise self._refusal(
                 errno.ENOENT,
                 "there never was a commit here: making the store was interrupted. Remove what is "
-                "in its directories "
-                "and make it anew",
+                "in its directories and make it anew",
             )
         if chosen not in whole:
             problems = f" ({'; '.join(damaged)})" if damaged else ""

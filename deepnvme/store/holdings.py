@@ -180,8 +180,7 @@ class Holdings:
             if name.startswith(f"{state}/") and name in _leaves_of(state, structure):
                 raise ValueError(
                     f"{name!r} is a part of the state dict {state!r}, which would be none without "
-                    "it: delete that by "
-                    "delete_state(), or put one without this tensor"
+                    "it: delete that by delete_state(), or put one without this tensor"
                 )
         self._unname(name)
         self.changed = True

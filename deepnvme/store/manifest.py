@@ -259,8 +259,7 @@ def _check_disjoint(tensors: Mapping[str, Record]) -> None:
         if member == next_member and end > begin:
             raise ValueError(
                 f"tensors {shown(name)} and {shown(next_name)} overlap: in member {member} the "
-                "space of the first "
-                f"ends at {end}, that of the other begins at {begin}"
+                f"space of the first ends at {end}, that of the other begins at {begin}"
             )
 
 

@@ -175,8 +175,7 @@ def _key(key: Any, path: _Path) -> Any:
     if key is not None and type(key) not in (bool, int, float, str):
         raise TypeError(
             f"{_place(path)} has the key {shown(key)}, a {_kind(key)}: expected str, int, bool, "
-            "float or None; "
-            "convert it first"
+            "float or None; convert it first"
         )
     return _plain(key, (*path, key))
 
@@ -190,8 +189,7 @@ def _plain(value: Any, path: _Path) -> Any:
         except ValueError:
             raise ValueError(
                 f"{_place(path)}: the text {shown(value)} has half of a surrogate pair, which "
-                "UTF-8 cannot keep: "
-                "give it as bytes"
+                "UTF-8 cannot keep: give it as bytes"
             ) from None
     # By its bits: JSON has no such number, and a NaN's payload is kept.
     if isinstance(value, float) and not math.isfinite(value):

@@ -31,8 +31,7 @@ class Extent:
         if self.member < 0 or self.offset < 0 or self.offset % PAGE or self.nbytes < 1:
             raise ValueError(
                 f"an extent has a member from 0, an offset that is a multiple of {PAGE}, and at "
-                "least one byte; "
-                f"got {self}"
+                f"least one byte; got {self}"
             )
 
     @property

@@ -577,8 +577,7 @@ def _flawed(page: bytes, problem: ValueError) -> str:
     if any(page) and not page.startswith(_KIND.encode()):
         return (
             f"its {DATA} is a file of something else, or the damaged one of a volume: {problem}. "
-            "If it is not "
-            "deepnvme's, name another directory; if it is, restore it from a copy"
+            "If it is not deepnvme's, name another directory; if it is, restore it from a copy"
         )
     return (
         f"it holds no volume that can be used: {problem}. Restore it from a copy, or remove it and "

@@ -699,8 +699,7 @@ def _check_asked(specs: Sequence[Member], capacity: int | None) -> None:
     if len(own) not in (0, len(specs)) or bool(own) == (capacity is not None):
         raise ValueError(
             f"give the volume a capacity, or every Member its own; got {capacity} for the volume, "
-            f"and {len(own)} of "
-            f"{len(specs)} members have their own"
+            f"and {len(own)} of {len(specs)} members have their own"
         )
     for nbytes in [*own, *([] if capacity is None else [capacity])]:
         if not isinstance(nbytes, int):

@@ -83,8 +83,7 @@ def carry_out_work(
     if changed:
         raise RuntimeError(
             f"{name} changed bytes of {' and '.join(changed)}, which may be under way: neither "
-            "waits for the other. Pass the event of the one that goes first in the other's "
-            "`after`"
+            "waits for the other. Pass the event of the one that goes first in the other's `after`"
         )
 
 

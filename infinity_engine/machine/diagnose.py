@@ -99,8 +99,7 @@ def _about_gpus(machine: Machine) -> Iterator[Finding]:
             "gpus-hidden",
             "GPU",
             f"CUDA_VISIBLE_DEVICES={gpus.visible_devices!r} hides all {len(gpus.devices)} from "
-            "this process; "
-            "training runs on the CPU",
+            "this process; training runs on the CPU",
             "unset CUDA_VISIBLE_DEVICES, or list GPUs in it: CUDA_VISIBLE_DEVICES=0",
         )
         # As without one: what else is wrong with them does not matter to this process.
@@ -118,8 +117,7 @@ def _about_gpus(machine: Machine) -> Iterator[Finding]:
             "torch-cuda-too-new",
             "torch",
             f"this build of PyTorch is for CUDA {build.cuda}, and the NVIDIA driver {gpus.driver} "
-            "goes up to "
-            f"CUDA {gpus.cuda}, so that the GPUs stay unused",
+            f"goes up to CUDA {gpus.cuda}, so that the GPUs stay unused",
             f"update the driver, or install a build of PyTorch for CUDA {_major(gpus.cuda)}: "
             "https://pytorch.org/get-started/locally",
         )
@@ -179,8 +177,7 @@ def _about_cpu(machine: Machine) -> Iterator[Finding]:
             "cpu-quota",
             "CPU quota",
             f"a control group grants the time of {cpu.quota_cores:g} cores, {cpu.usable_cores} are "
-            "visible: "
-            "threads for all of them will be throttled",
+            "visible: threads for all of them will be throttled",
             "raise the quota (docker run --cpus, Kubernetes limits.cpu), or set OMP_NUM_THREADS to "
             "it",
         )
