@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -46,15 +47,14 @@ def binding(rates: Rates, *, resident: Fraction = Fraction(0)) -> set[str]:
     """Return the rates that alone make the best share slower where they are lower."""
     bound = update_bound(rates, resident=resident)
     least = bound.seconds_per_param(bound.best_share)
-    return {
-        name
-        for name, rate in asdict(rates).items()
-        if isinstance(rate, float)
-        and update_bound(
-            replace(rates, **{name: 0.99 * rate}), resident=resident
-        ).seconds_per_param(bound.best_share)
-        > least
-    }
+    found = set()
+    for name, rate in asdict(rates).items():
+        if isinstance(rate, float):
+            lower: dict[str, Any] = {name: 0.99 * rate}
+            slower = update_bound(replace(rates, **lower), resident=resident)
+            if slower.seconds_per_param(bound.best_share) > least:
+                found.add(name)
+    return found
 
 
 def speedup(bound: UpdateBound) -> Fraction:

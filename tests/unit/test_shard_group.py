@@ -24,7 +24,7 @@ from infinity_engine.partition import (
     ShardGroup,
     share_block_sums,
 )
-from infinity_engine.partition.failures import Failures, Process
+from infinity_engine.partition.failures import Failures, Process, Store
 from infinity_engine.partition.header import Header, digest, disagreement
 from infinity_engine.partition.rounds import NoWire, Round, Wire
 
@@ -34,7 +34,7 @@ BLOCK = 4096
 class Silence:
     """A way to the other ranks on which nothing arrives, and what was sent on it."""
 
-    store = None
+    store: Store | None = None
 
     def start(self, wire: Wire, *, on_host: bool) -> Silence:
         return self
