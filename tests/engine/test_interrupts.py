@@ -45,7 +45,7 @@ FILES = tuple(
     )
     for file in sorted((PACKAGE / room).glob("*.py"))
 )
-# Where the default run tries more places than one in a few thousand, and every how many lines.
+# Files where more places are tried than anywhere, and every how many lines.
 PASSES: dict[str, tuple[tuple[str, ...], int]] = {
     "gradients": (tuple(str(file) for file in sorted((PACKAGE / "gradients").glob("*.py"))), 1500),
     "update": (tuple(str(file) for file in sorted((PACKAGE / "update").glob("*.py"))), 1000),
@@ -153,11 +153,12 @@ def test_what_ctrl_c_interrupts_anywhere_can_be_done_again(
     assert times
 
 
+@pytest.mark.parametrize("wider", [WIDER, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("where", ["drives", "drives, updated early"])
 @pytest.mark.parametrize("place", PASSES)
 def test_what_ctrl_c_interrupts_in_a_pass_can_be_done_again(
-    place: str, where: str, in_step: bool, tmp_path: Path
+    place: str, where: str, in_step: bool, wider: int, tmp_path: Path
 ) -> None:
     files, every = PASSES[place]
     case = fitting(replace(WHERE[where][0], checksum="crc32c"), device=False, drive=tmp_path)
@@ -170,7 +171,7 @@ def test_what_ctrl_c_interrupts_in_a_pass_can_be_done_again(
             train(engine, task, case, first=2)
             assert differing(in_memory(), bits_of(engine)) == [], line
         times += came
-        line += chance.randrange(1, 2 * every)
+        line += chance.randrange(1, 2 * wider * every)
     assert times
 
 
