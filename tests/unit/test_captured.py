@@ -17,7 +17,6 @@ from infinity_engine.optim import Segment
 from infinity_engine.storage.swapfile import Place
 from infinity_engine.update.captured import (
     CapturedPiece,
-    CapturedRun,
     CapturedStates,
     CapturedSubgroup,
     RunInMemory,
@@ -73,15 +72,18 @@ class Read:
         return self._nbytes
 
 
-def handed_out(*runs: Sequence[CapturedRun]) -> CheckingSink:
-    """Hand out one subgroup for each of `runs`, through two rooms of a page."""
+def handed_out(
+    *in_memory: Sequence[RunInMemory], on_drives: Sequence[RunOnDrives] = ()
+) -> CheckingSink:
+    """Hand out a subgroup for each of `in_memory`, and these runs; through two rooms of a page."""
     sink = CheckingSink()
-    sink.states = states = CapturedStates(
-        [CapturedSubgroup(index, tuple(of_one)) for index, of_one in enumerate(runs)]
-    )
+    subgroups = [CapturedSubgroup(index, tuple(runs)) for index, runs in enumerate(in_memory)]
+    sink.states = states = CapturedStates(subgroups, on_drives)
+    assert all(states.reads(run.place) for run in on_drives)
     states.hand_out(sink, [memoryview(bytearray(PAGE)) for _ in range(2)])
     assert not sink.unsettled, "an update may change what was not settled"
-    assert not any(states.is_left(index) for index in range(len(runs)))
+    assert not any(states.is_left(index) for index in range(len(in_memory)))
+    assert not any(states.reads(run.place) for run in on_drives)
     return sink
 
 
@@ -111,6 +113,6 @@ def test_a_room_is_filled_again_only_once_it_is_settled(numel: int) -> None:
     place = Place((Extent(0, 0, len(content)),))
     drives: StateDrives = ReadAtOnce(content)  # type: ignore[assignment]  # it shares nothing
 
-    sink = handed_out([RunOnDrives(of_run, place, drives)])
+    sink = handed_out(on_drives=[RunOnDrives(of_run, place, drives)])
 
     assert b"".join(sink.taken.values()) == content
