@@ -154,13 +154,13 @@ class SpaceMap:
             raise ValueError(f"bytes {offset} to {end} are not all free: reserved twice?")
         self._cut(piece, offset, end - offset)
 
-    def trim(self, least: int = PAGE) -> int:
-        """End the space behind the last piece in use, but with `least` bytes at least; return the
-        bytes less.
+    def trim(self, most: int | None = None) -> int:
+        """End the space behind the last piece in use, but with one page at least, or `most` bytes
+        before its end; return the bytes less.
         """
         self._finish()
         last = self._offsets[-1] if self._offsets else self.end
-        end = max(last, self.start + least)
+        end = max(last, self.start + PAGE, 0 if most is None else self.end - most)
         # Or something in use lies behind the last free piece.
         if end >= self.end or last + self._lengths[last] < self.end:
             return 0

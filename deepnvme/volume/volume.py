@@ -416,12 +416,13 @@ class Volume(Closing):
                 with self._changing:
                     part.space.extend(end)
 
-    def trim(self, least: Sequence[int] = ()) -> tuple[int, ...]:
+    def trim(self, most: Sequence[int] = ()) -> tuple[int, ...]:
         """Give the drives back what is free behind the last piece in use; return the bytes of each
         member, in order.
 
-        A member keeps `least` bytes for use, given for each in whole pages; else one page. What is
-        free between pieces in use stays the volume's.
+        A member keeps one page for use. With `most`, which has whole pages for each, it gives back
+        no more than that.
+        What is free between pieces in use stays the volume's.
 
         Raises:
             VolumeError: the volume has too many members for its headers to be changed; nothing has
@@ -435,9 +436,9 @@ class Volume(Closing):
                 )
             # The map first: nothing can be placed in bytes that are about to go.
             with self._changing:
-                kept = [max(nbytes, PAGE) for nbytes in least or (PAGE,) * len(self._parts)]
+                limits: Sequence[int | None] = most or (None,) * len(self._parts)
                 trimmed = tuple(
-                    part.space.trim(nbytes) for part, nbytes in zip(self._parts, kept, strict=True)
+                    part.space.trim(limit) for part, limit in zip(self._parts, limits, strict=True)
                 )
             for index, part in enumerate(self._parts):
                 if trimmed[index]:

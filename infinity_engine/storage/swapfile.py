@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import errno
 import shutil
+import threading
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,7 @@ from infinity_engine.kept_errors import again
 from infinity_engine.memory.ledger import Ledger, Reservation
 from infinity_engine.plan import Tier
 from infinity_engine.storage.checksums import BlockSums
+from infinity_engine.storage.spare import SpareBytes
 from infinity_engine.storage.transfer import IOHop
 from infinity_engine.units import align_down, align_up
 
@@ -112,9 +114,9 @@ class SwapFile(Closing):
         self._ledger = ledger
         self._holder = holder
         self._checksum = checksum
-        # The capacity of each directory without the spare bytes; empty: there are none.
-        self._without_spare: tuple[int, ...] = ()
-        self._spare_in_use = 0
+        self._spare = SpareBytes(len(self._directories))
+        # Guards them. Held while the drives give or get bytes: what is free is unknown meanwhile.
+        self._counting = threading.Lock()
         # For errors alone: who holds how much when the drives are full.
         self._holders: dict[Place, str] = {}
         self._host: Reservation | None = None
@@ -181,11 +183,8 @@ class SwapFile(Closing):
     @property
     def free_bytes(self) -> int:
         """Bytes of the pages that are not in use, without the spare ones."""
-        return self._volume.free_bytes - max(self._spare_bytes - self._spare_in_use, 0)
-
-    @property
-    def _spare_bytes(self) -> int:
-        return sum(self._volume.capacities) - sum(self._without_spare or self._volume.capacities)
+        with self._counting:
+            return self._volume.free_bytes - self._spare.unused
 
     def traffic(self) -> dict[str, Traffic]:
         """Return the bytes submitted so far, by directory. Works after close(), too."""
@@ -196,66 +195,89 @@ class SwapFile(Closing):
         }
 
     def grow(self, sizes: Mapping[str, int]) -> None:
-        """Take more of the drives: so many bytes, in whole pages, of each directory named.
+        """Have more for use: so many bytes, in whole pages, of each directory named.
 
-        What lies there stays.
+        Spare bytes that no place uses come first, the rest is taken of the drives. What lies there
+        stays.
 
         Raises:
             CapacityError: the budget, or a drive, has less left. Nothing was taken.
         """
-        more = {directory: align_down(nbytes, PAGE) for directory, nbytes in sizes.items()}
-        unknown = more.keys() - set(self._directories)
+        unknown = sizes.keys() - set(self._directories)
         if unknown:
             raise ConfigError.unknown_name(
                 field="directory of the swap file", name=min(unknown), known=self._directories
             )
-        taken: dict[str, int] = {}
-        # The budget first, then the drive; what was taken is given back if either refuses.
-        try:
-            for directory, nbytes in more.items():
-                self._drives[directory].grow(nbytes)
-                taken[directory] = nbytes
-                self._drives[directory].hold(nbytes)
-            self._volume.grow_members([more.get(directory, 0) for directory in self._directories])
-        except BaseException as error:
-            self._shrink_drives(taken)
-            if isinstance(error, VolumeError) and error.errno in _FULL:
-                raise self._drive_is_full(error, more) from error
-            raise
+        more = [align_down(sizes.get(directory, 0), PAGE) for directory in self._directories]
+        with self._counting:
+            from_spare = self._spare.remove(more)
+            try:
+                self._grow([nbytes - had for nbytes, had in zip(more, from_spare, strict=True)])
+            except BaseException:
+                self._spare.add(from_spare)
+                raise
 
     def trim(self) -> None:
         """Give the drives the free space behind the last place; a directory keeps one page."""
-        self._shrink_drives(dict(zip(self._directories, self._volume.trim(), strict=True)))
-
-    def have_spare(self, nbytes: int, *, leave: int) -> None:
-        """Have up to so many bytes more of the drives, for `spare_place` alone.
-
-        A file system keeps at least `leave` bytes free. Where it has less, the drives get back what
-        is not in use. Any thread may call this, one at a time.
-        """
-        self._without_spare = self._without_spare or self._volume.capacities
-        drives = {directory: Path(directory).stat().st_dev for directory in self._directories}
-        free = {
-            drive: shutil.disk_usage(directory).free - leave for directory, drive in drives.items()
-        }
-        if self._spare_bytes and min(free.values()) < 0:
-            trimmed = dict(
-                zip(self._directories, self._volume.trim(self._without_spare), strict=True)
-            )
+        with self._counting:
+            trimmed = self._volume.trim()
+            self._spare.remove(trimmed)
             self._shrink_drives(trimmed)
-            for directory, gone in trimmed.items():
-                free[drives[directory]] += gone
-        missing = max(nbytes - self._spare_bytes, 0)
-        more: dict[str, int] = {}
-        for directory, capacity in zip(self._directories, self._without_spare, strict=True):
-            share = align_up(missing * capacity // sum(self._without_spare), PAGE)
-            left = self._ledger.free(Tier.NVME, directory=directory)
-            more[directory] = max(align_down(min(share, left, free[drives[directory]]), PAGE), 0)
-            free[drives[directory]] -= more[directory]
-        if any(more.values()):
-            # Others may have taken it since: then there is no more than before.
-            with suppress(CapacityError):
-                self.grow(more)
+
+    def have_spare(self, nbytes: int, *, leave: int, ranks: int = 1) -> None:
+        """Have up to so many bytes of the drives for `spare_place` alone, beside what there is.
+
+        So many `ranks` may do the same at once: together they leave at least `leave` bytes of each
+        file system free. Where it has less already, it gets back what no spare place uses. Where a
+        drive refuses, there are no more than before. Any thread may call this.
+        """
+        with suppress(CapacityError, OSError), self._counting:
+            drives = {directory: Path(directory).stat().st_dev for directory in self._directories}
+            free = {
+                drive: shutil.disk_usage(directory).free - leave
+                for directory, drive in drives.items()
+            }
+            if min(free.values()) < 0:
+                for drive, gone in zip(drives.values(), self._give_spare_back(), strict=True):
+                    free[drive] += gone
+            missing = max(nbytes - self._spare.nbytes, 0)
+            both = zip(self._volume.capacities, self._spare.sizes, strict=True)
+            others = [capacity - spare for capacity, spare in both]
+            more: list[int] = []
+            for (directory, drive), other in zip(drives.items(), others, strict=True):
+                share = align_up(missing * other // sum(others), PAGE)
+                left = min(self._ledger.free(Tier.NVME, directory=directory), free[drive] // ranks)
+                more.append(max(align_down(min(share, left), PAGE), 0))
+                free[drive] -= more[-1] * ranks
+            self._grow(more)
+            self._spare.add(more)
+
+    def _give_spare_back(self) -> tuple[int, ...]:
+        """Give the drives the spare bytes that lie behind all places; return those of each."""
+        unused = self._spare.remove(self._spare.sizes)
+        trimmed = self._volume.trim(unused)
+        # What cannot go yet stays spare.
+        self._spare.add([nbytes - gone for nbytes, gone in zip(unused, trimmed, strict=True)])
+        self._shrink_drives(trimmed)
+        return trimmed
+
+    def _grow(self, sizes: Sequence[int]) -> None:
+        """Take so many bytes more of each directory's drive; see `grow`."""
+        if not any(sizes):
+            return
+        taken = [0] * len(sizes)
+        # The budget first, then the drive; what was taken is given back if either refuses.
+        try:
+            for index, (directory, nbytes) in enumerate(zip(self._directories, sizes, strict=True)):
+                self._drives[directory].grow(nbytes)
+                taken[index] = nbytes
+                self._drives[directory].hold(nbytes)
+            self._volume.grow_members(sizes)
+        except BaseException as error:
+            self._shrink_drives(taken)
+            if isinstance(error, VolumeError) and error.errno in _FULL:
+                raise self._drive_is_full(error, sizes) from error
+            raise
 
     def allocate(self, nbytes: int, *, holder: str, block_bytes: int = CHECKSUM_BYTES) -> Place:
         """Allocate a place for `nbytes`, written and read whole or in blocks of `block_bytes`.
@@ -295,21 +317,24 @@ class SwapFile(Closing):
         many.
         """
         nbytes = whole_pages(like.nbytes)
-        if self._spare_in_use + nbytes > self._spare_bytes:
-            return None
+        with self._counting:
+            if not self._spare.take(nbytes):
+                return None
         try:
-            place = self.allocate(
+            return self.allocate(
                 like.nbytes, holder=holder, block_bytes=like.block_bytes or CHECKSUM_BYTES
             )
         except CapacityError:
+            # Other places have taken more than was for them.
+            with self._counting:
+                self._spare.give(nbytes)
             return None
-        self._spare_in_use += nbytes
-        return place
 
     def release_spare(self, place: Place) -> None:
         """Give back such a place, or the one instead of which it was allocated."""
         self.release(place)
-        self._spare_in_use -= whole_pages(place.nbytes)
+        with self._counting:
+            self._spare.give(whole_pages(place.nbytes))
 
     def read(
         self, place: Place, into: memoryview | Memory, *, what: str = "", compared: bool = True
@@ -418,24 +443,25 @@ class SwapFile(Closing):
             others=tuple(others),
         )
 
-    def _drive_is_full(self, error: VolumeError, more: Mapping[str, int]) -> CapacityError:
+    def _drive_is_full(self, error: VolumeError, sizes: Sequence[int]) -> CapacityError:
         """Return the error for a drive that has less free than the budget says."""
+        directories = dict(zip(self._directories, sizes, strict=True))
         directory = next(
-            (name for name in more if Path(name) == Path(error.filename or "")),
+            (name for name in directories if Path(name) == Path(error.filename or "")),
             self._directories[0],
         )
         return CapacityError(
             tier=Tier.NVME.name,
             directory=directory,
-            asked=more[directory],
+            asked=directories[directory],
             free=shutil.disk_usage(directory).free,
             limit=shutil.disk_usage(directory).total,
             change=f"free space on the drive of {directory}, or name others in the budget's nvme "
             f"({error.strerror})",
         )
 
-    def _shrink_drives(self, sizes: Mapping[str, int]) -> None:
-        for directory, nbytes in sizes.items():
+    def _shrink_drives(self, sizes: Sequence[int]) -> None:
+        for directory, nbytes in zip(self._directories, sizes, strict=True):
             # Released before it is shrunk: a reservation cannot be smaller than what it holds.
             self._drives[directory].release(nbytes)
             self._drives[directory].shrink(nbytes)

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -275,6 +277,78 @@ def test_a_drive_that_refuses_spare_bytes_leaves_a_swap_file_as_it_was(
         monkeypatch.setattr(os, "posix_fallocate", full)
         swap.have_spare(PAGE, leave=0)
         assert (swap.capacity, held_of(books)) == (2 * PAGE, {str(tmp_path): 3 * PAGE})
+
+
+def test_what_a_swap_file_grows_by_is_not_spare(tmp_path: Path) -> None:
+    with SwapFile({str(tmp_path): 3 * PAGE}, ledger(tmp_path)) as swap:
+        swap.have_spare(0, leave=0)
+        swap.grow({str(tmp_path): 4 * PAGE})
+        assert swap.free_bytes == 6 * PAGE
+        swap.have_spare(PAGE, leave=0)
+        swap.grow({str(tmp_path): 4 * PAGE})  # the first page of it was spare
+        assert (swap.capacity, swap.free_bytes) == (10 * PAGE, 10 * PAGE)
+        assert swap.spare_place(swap.allocate(PAGE, holder="w"), holder="aside") is None
+        swap.have_spare(0, leave=1 << 60)
+        assert swap.capacity == 10 * PAGE
+
+
+def test_spare_bytes_that_no_place_uses_count_for_a_swap_file_that_grows(tmp_path: Path) -> None:
+    drives = [tmp_path / name for name in "ab"]
+    for drive in drives:
+        drive.mkdir()
+    books = ledger(*drives)
+    first, second = map(str, drives)
+    with SwapFile({first: 3 * PAGE, second: 5 * PAGE}, books, rates={first: 1, second: 1}) as swap:
+        home = swap.allocate(PAGE, holder="w")
+        swap.have_spare(1 << 30, leave=0)  # all that the budget has
+        held, free = held_of(books), swap.free_bytes
+        aside = swap.spare_place(home, holder="aside")
+        assert aside is not None
+        with pytest.raises(CapacityError):
+            swap.grow({first: 1 << 20})
+        assert swap.free_bytes == free
+        swap.grow({first: 16 * PAGE, second: 8 * PAGE})
+        assert (held_of(books), swap.free_bytes) == (held, free + 24 * PAGE)
+        # All that nothing uses can be had: the places aside get no more than what is left.
+        swap.allocate(swap.free_bytes, holder="activations")
+        assert swap.free_bytes == 0
+        assert swap.spare_place(home, holder="aside") is not None
+
+
+def test_bytes_that_are_not_spare_stay_where_places_aside_lie_in_them(tmp_path: Path) -> None:
+    with SwapFile({str(tmp_path): 11 * PAGE}, ledger(tmp_path)) as swap:
+        home = swap.allocate(4 * PAGE, holder="w")
+        swap.have_spare(4 * PAGE, leave=0)
+        # This lies before the bytes that the drive gave for it.
+        assert swap.spare_place(home, holder="aside") is not None
+        swap.have_spare(0, leave=1 << 60)  # the drive is full, and gets nothing
+        assert swap.free_bytes == 6 * PAGE
+        swap.allocate(6 * PAGE, holder="gradients")
+
+
+def test_ranks_that_share_a_drive_leave_a_save_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=14 * PAGE))
+    with SwapFile({str(tmp_path): 3 * PAGE}, ledger(tmp_path)) as swap:
+        swap.have_spare(10 * PAGE, leave=5 * PAGE, ranks=2)
+        assert swap.capacity == 6 * PAGE
+
+
+def test_a_drive_that_fails_leaves_the_spare_bytes_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    books = ledger(tmp_path)
+    with SwapFile({str(tmp_path): 3 * PAGE}, books) as swap:
+        for place, name in ((shutil, "disk_usage"), (os, "posix_fallocate")):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, fails)
+                swap.have_spare(PAGE, leave=0)
+            assert (swap.capacity, held_of(books)) == (2 * PAGE, {str(tmp_path): 3 * PAGE})
+            assert swap.free_bytes == 2 * PAGE
 
 
 def test_growing_beyond_the_budget_changes_nothing(tmp_path: Path) -> None:

@@ -88,10 +88,11 @@ class SpaceMapAgainstPages(RuleBasedStateMachine):
             with pytest.raises(ValueError, match=r"not all free|not pages between"):
                 self.space.reserve(page * PAGE, nbytes)
 
-    @rule(least=st.integers(1, PAGES))
-    def trim_and_extend(self, least: int) -> None:
-        last = max([*self.used, FIRST + least - 1])
-        assert self.space.trim(least * PAGE) == (FIRST + PAGES - last - 1) * PAGE
+    @rule(most=st.none() | st.integers(0, PAGES))
+    def trim_and_extend(self, most: int | None) -> None:
+        last = max([*self.used, FIRST, FIRST + PAGES - 1 - (PAGES if most is None else most)])
+        trimmed = self.space.trim(None if most is None else most * PAGE)
+        assert trimmed == (FIRST + PAGES - last - 1) * PAGE
         assert self.space.end == (last + 1) * PAGE
         if self.space.end < (FIRST + PAGES) * PAGE:
             self.space.extend((FIRST + PAGES) * PAGE)
