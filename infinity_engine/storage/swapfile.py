@@ -114,6 +114,8 @@ class SwapFile(Closing):
         self._ledger = ledger
         self._holder = holder
         self._checksum = checksum
+        self.grows_in_steps = False
+        """Whether it may have to grow at any time: then spare bytes leave it room to do so."""
         self._spare = SpareBytes(len(self._directories))
         # Guards them. Held while the drives give or get bytes: what is free is unknown meanwhile.
         self._counting = threading.Lock()
@@ -247,6 +249,8 @@ class SwapFile(Closing):
             for (directory, drive), other in zip(drives.items(), others, strict=True):
                 share = align_up(missing * other // sum(others), PAGE)
                 left = min(self._ledger.free(Tier.NVME, directory=directory), free[drive] // ranks)
+                # How much it will need is not known: as much again is more than it ever did.
+                left -= other if self.grows_in_steps else 0
                 more.append(max(align_down(min(share, left), PAGE), 0))
                 free[drive] -= more[-1] * ranks
             self._grow(more)

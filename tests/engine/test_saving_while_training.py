@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,9 @@ from infinity_engine.plan import Tier
 from infinity_engine.storage import SwapFile
 from infinity_engine.update.captured import CapturedStates, PieceSink, RunInMemory, RunOnDrives
 from support.engine_bits import bits_of, differing
+from support.nvme_training import opened, train
 from support.saved_engines import PLACES, engine_at, one_step, small, steps
+from support.small_models import Task
 from support.warm_programs import WITH_SUPPORT, run_warm
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -226,6 +229,33 @@ def test_updates_of_states_on_drives_do_not_wait_for_a_save(
         assert steps(engine, run, 4, 2) == losses[4:]
         engine.load(tmp_path / "last")
         assert differing(ended, bits_of(engine)) == []
+
+
+@pytest.mark.usefixtures("beside")
+def test_activations_have_as_much_of_the_drives_as_without_saves(tmp_path: Path) -> None:
+    case = replace(PLACES["drives"].case, steps=1)
+    settings = {"activations": {"at": "nvme", "resident_bytes": 1024, "small_bytes": 0}}
+
+    def one_step_with_many_graphs(engine: Engine, task: Task, step: int) -> list[float]:
+        graphs = [engine(task.batch(seed)) for seed in range(4)]
+        assert graphs
+        return train(engine, task, case, first=step)
+
+    with opened(case, None, tmp_path, **settings) as (engine, task):
+        planned = held_of_drives(engine)
+        losses = [one_step_with_many_graphs(engine, task, step) for step in range(2)]
+        needed = held_of_drives(engine)
+    assert needed > planned
+    # How much it is differs with how fast the drive is.
+    limit = needed + (64 << 10)
+    with opened(replace(case, nvme=limit), None, tmp_path, **settings) as (engine, task):
+        # It might take all that the budget has before activations ask for it.
+        engine.save(tmp_path / "saved", wait=False)
+        assert engine._saves.in_flight.save is not None
+        engine._saves.in_flight.save.join()
+        for step in range(2):
+            assert one_step_with_many_graphs(engine, task, step) == losses[step]
+            engine.save(tmp_path / "saved", wait=False)
 
 
 def test_what_training_waited_is_in_the_report_of_the_save(

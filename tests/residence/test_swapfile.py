@@ -21,6 +21,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from deepnvme import IOQueue
 from deepnvme.volume.member import MemberFile
+from infinity_engine.activation.drive_room import DriveRoom
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import Ledger
 from infinity_engine.plan import ResolvedBudget, Tier
@@ -313,6 +314,15 @@ def test_spare_bytes_that_no_place_uses_count_for_a_swap_file_that_grows(tmp_pat
         swap.allocate(swap.free_bytes, holder="activations")
         assert swap.free_bytes == 0
         assert swap.spare_place(home, holder="aside") is not None
+
+
+def test_spare_bytes_leave_a_swap_file_that_grows_in_steps_as_much_as_it_has(
+    tmp_path: Path,
+) -> None:
+    with SwapFile({str(tmp_path): 101 * PAGE}, ledger(tmp_path)) as swap:  # of 256 pages
+        DriveRoom(swap, {str(tmp_path): 1 << 20})
+        swap.have_spare(1 << 30, leave=0)
+        assert swap.capacity == 155 * PAGE
 
 
 def test_bytes_that_are_not_spare_stay_where_places_aside_lie_in_them(tmp_path: Path) -> None:

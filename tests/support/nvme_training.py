@@ -59,6 +59,7 @@ class Case:
     steps: int = 4
     host: int | str = "256MiB"
     device: int | str = "32MiB"
+    nvme: int | str = "64MiB"
     small_bytes: int = 256
     subgroup_numel: int = 4096
     early: bool = False
@@ -114,7 +115,7 @@ def opened(
     task, optimizer = made(case.model)
     budget: dict[str, object] = {"host": case.host, "device": case.device}
     if drive is not None:
-        budget["nvme"] = {str(drive): "64MiB"}
+        budget["nvme"] = {str(drive): case.nvme}
     storage: dict[str, object] = {"small_bytes": case.small_bytes, "early_updates": case.early}
     if case.checksum is not None:
         storage["checksum"] = case.checksum
