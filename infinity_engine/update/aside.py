@@ -1,8 +1,7 @@
 """`PlacesAside`: where updates write while a save still reads the place that they would overwrite.
 
 A place on the drives is a home. An update that comes to it before the save has read it writes to a
-place aside, and a later update writes home again. So the bytes that the drives gave for places
-aside lie behind all others, and can go back.
+place aside, and a later update writes home again.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class PlacesAside:
         assert self._drives is not None, "only what is on drives is overwritten there"
         return self._drives
 
-    def make_room(self, nbytes: int, leave: int) -> None:
+    def make_room(self, nbytes: int, leave: int, ranks: int) -> None:
         """Have up to so many bytes of the drives for places aside; see `SwapFile.have_spare`."""
-        self._swap.have_spare(nbytes, leave=leave)
+        self._swap.have_spare(nbytes, leave=leave, ranks=ranks)
 
     def target(self, place: Place) -> Place:
         """Return where what lies at `place` may be written now: there, at home or aside.

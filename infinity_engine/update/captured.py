@@ -79,10 +79,10 @@ class StateDrives(Protocol):
         """Let another file have the bytes of a place without a copy."""
         ...
 
-    def make_room(self, nbytes: int, leave: int) -> None:
+    def make_room(self, nbytes: int, leave: int, ranks: int) -> None:
         """Have up to so many bytes more for updates that a save would hold up.
 
-        At least `leave` bytes of each drive stay free for the save.
+        So many ranks do this: at least `leave` bytes of each drive stay free for their save.
         """
         ...
 
@@ -262,14 +262,14 @@ class CapturedStates:
         """Return those of no subgroup, for which nothing waits."""
         return cls((), ())
 
-    def make_room(self, leave: int, *, beside: bool) -> None:
+    def make_room(self, leave: int, ranks: int, *, beside: bool) -> None:
         """Let updates `beside` this write elsewhere what they come to before it was handed out.
 
-        At least `leave` bytes of each drive stay free for the save.
+        So many ranks do this: at least `leave` bytes of each drive stay free for their save.
         """
         if self._on_drives:
             nbytes = sum(run.nbytes for run in self._on_drives) if beside else 0
-            self._on_drives[0].drives.make_room(nbytes, leave)
+            self._on_drives[0].drives.make_room(nbytes, leave, ranks)
 
     def hand_out(self, sink: PieceSink, rooms: Sequence[memoryview]) -> None:
         """Hand out the bytes of each piece, in the order of `pieces`. Once."""

@@ -432,12 +432,12 @@ class SwappedStates:
         """Ask this before a place is overwritten."""
         self._aside.before_changes(captured)
 
-    def make_room(self, nbytes: int, leave: int) -> None:
+    def make_room(self, nbytes: int, leave: int, ranks: int) -> None:
         """Have up to so many bytes of the drives for updates beside a save.
 
         See `SwapFile.have_spare`.
         """
-        self._aside.make_room(nbytes, leave)
+        self._aside.make_room(nbytes, leave, ranks)
 
     def states_place(self, index: int) -> Place | None:
         """Return where the states of a subgroup are on the drives; None if they are in memory."""

@@ -232,6 +232,18 @@ def test_updates_of_states_on_drives_do_not_wait_for_a_save(
 
 
 @pytest.mark.usefixtures("beside")
+def test_a_save_leaves_its_drive_more_than_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(SwapFile, "have_spare", lambda *_, leave, **__: left.append(leave))
+    with engine_at(PLACES["drives"], tmp_path) as (engine, _):
+        engine.save(tmp_path / "saved", wait=False)
+    files = [file for file in (tmp_path / "saved").rglob("*") if file.is_file()]
+    assert left[0] > sum(512 * file.stat().st_blocks for file in files)
+
+
+@pytest.mark.usefixtures("beside")
 def test_activations_have_as_much_of_the_drives_as_without_saves(tmp_path: Path) -> None:
     case = replace(PLACES["drives"].case, steps=1)
     settings = {"activations": {"at": "nvme", "resident_bytes": 1024, "small_bytes": 0}}

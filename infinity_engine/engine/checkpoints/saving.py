@@ -78,6 +78,7 @@ __all__ = [
     "Saves",
 ]
 
+_SMALL_FILES = 64 << 20  # of a drive, for headers, the manifest and state dicts of a checkpoint
 _FAILED = ".failed"
 _POLL_S = 0.02  # how often rank 0 looks for the parts of other ranks
 _ORPHAN_S = 30.0  # for which rank 0 waits for other ranks after its own main thread has ended
@@ -581,7 +582,8 @@ class _Draft:
         """Write this rank's part, `beside` training or not; tell rank 0 what it wrote."""
         draft = self.directory.draft_of(self.manifest.tag)
         source, memory = self._sources.pop(), self.memory
-        source.captured.make_room(source.nbytes_of(self._size), beside=beside)
+        leave = source.nbytes_of(self._size)
+        source.captured.make_room(leave + leave // 16 + _SMALL_FILES, self._size, beside=beside)
         with source.shared_files() as shared, _rooms(memory) as rooms:
             source.use(rooms)
             # First what updates wait for. What is shared is safe from them.
