@@ -93,7 +93,7 @@ def test_as_many_ranks_go_on_with_the_same_bits(name: str) -> None:
         (2, "parameters", 1, "parameters"),
         (2, "drives", 3, "gradients"),
         (1, "drives", 2, "drives"),
-        (3, "parameters", 2, "optimizer"),
+        pytest.param(3, "parameters", 2, "optimizer", marks=pytest.mark.slow),
         (2, "odd", 3, "odd"),
         (4, "mesh", 3, "parameters"),
         pytest.param(1, "parameters", 4, "drives", marks=pytest.mark.slow),

@@ -183,7 +183,7 @@ def is_killed(ranks: list[Any]) -> bool:
 
 @pytest.mark.parametrize(
     "kind",
-    [KINDS[0], KINDS[3], *(pytest.param(kind, marks=LONG) for kind in KINDS[1:3])],
+    [*(pytest.param(kind, marks=LONG) for kind in KINDS[:3]), KINDS[3]],
     ids=name_of,
 )
 def test_ranks_of_which_one_is_killed_at_each_place_end_with_the_bits_of_a_whole_run(

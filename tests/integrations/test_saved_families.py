@@ -22,6 +22,9 @@ from infinity_engine.integrations.transformers import InfinityTrainer  # noqa: E
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
+# The families of which the default run resumes a run: one of each kind of model.
+RESUMED = ("clip", "gemma3", "gpt2", "llama", "mamba", "mixtral", "t5", "vit", "whisper")
+
 
 def trainer_of(name: str, folder: Path, **options: Any) -> InfinityTrainer:
     """Return a trainer of the family's saved model; each sample is a batch."""
@@ -92,7 +95,10 @@ def generated(model: Any, prompt: Batch) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in RESUMED else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
 def test_a_run_of_a_family_is_resumed_with_the_same_bits(name: str, tmp_path: Path) -> None:
     whole = trainer_of(name, tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
     whole.train()
