@@ -357,6 +357,13 @@ def test_a_budget_without_room_is_refused(tmp_path: Path, drive: Path) -> None:
 
 # --- memory ---------------------------------------------------------------------------------------
 
+
+@pytest.fixture(scope="module")
+def zeros(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved Llama of 0.3 GB."""
+    return saved_zeros(tmp_path_factory.mktemp("zeros"))
+
+
 LOADS_WITHIN = """
 import sys
 from pathlib import Path
@@ -388,10 +395,9 @@ print(sum(p.numel() * p.element_size() for p in model.parameters()), bytes_of("V
     [("", 512 << 20), ("nf4", 128 << 20)],
 )
 def test_a_load_keeps_to_the_host_budget_in_a_small_memory_group(
-    compact: str, nvme: int, tmp_path: Path, drive: Path
+    compact: str, nvme: int, zeros: Path, tmp_path: Path, drive: Path
 ) -> None:
     llama().save_pretrained(tmp_path / "small")
-    large = saved_zeros(tmp_path / "large")
     host = 64 << 20
 
     try:
@@ -401,7 +407,7 @@ def test_a_load_keeps_to_the_host_budget_in_a_small_memory_group(
                 run_program(
                     LOADS_WITHIN,
                     tmp_path / "small",
-                    large,
+                    zeros,
                     drive,
                     host,
                     nvme,
