@@ -299,12 +299,11 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         upcoming = self.resident.upcoming(LOOK_AHEAD)
         if not upcoming:
             return
-        unmade = self._pieces.unmade({number for _, use in upcoming for number in use.parameters})
-        chosen = self.resident.choose(upcoming, unmade=unmade)
+        chosen = self.resident.choose(upcoming, is_unmade=self._pieces.is_unmade)
         for number in chosen.evicted:
             self._evict(number)
         for number in chosen.fetched:
-            if number in unmade:
+            if self._pieces.is_unmade(number):
                 self._expect(number)
                 self._pieces.read(number)
             elif not self._prefetch_one(number):

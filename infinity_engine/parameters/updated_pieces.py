@@ -7,7 +7,7 @@ were written before are read from the drives.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -98,16 +98,9 @@ class UpdatedPieces:
             update.make(number for number in numbers if number not in self._resident)
             self.read_all()
 
-    def unmade(self, numbers: Iterable[int]) -> Collection[int]:
-        """Return which of these are neither resident nor at home with their new values."""
-        update = self.update
-        if update is None:
-            return ()
-        return {
-            number
-            for number in numbers
-            if number not in self._resident and not update.has_made(number)
-        }
+    def is_unmade(self, number: int) -> bool:
+        """Tell whether a parameter is not at home with its new values yet. Does not wait."""
+        return self.update is not None and not self.update.has_made(number)
 
     def may_expect(self, number: int) -> bool:
         """Tell whether to reserve memory for a parameter that the update makes piece by piece."""

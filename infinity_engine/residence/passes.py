@@ -1,17 +1,21 @@
-"""What stays resident while a model is only run, pass after pass: a pure decision.
+"""What a program that only runs a model needs next, and what stays resident from pass to pass.
 
-Each pass uses all members in one order, so the member used last is always the one needed last. To
-prefetch the next ones in its place would read every member in every pass, however much memory
-there is. So some members stay, and the others pass through a window.
+Pure decisions. Each pass uses all members in one order, so the member used last is always the one
+needed last. To prefetch the next ones in its place would read every member in every pass, however
+much memory there is. So some members stay, and the others pass through a window.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 
-from infinity_engine.schedule import Use
+from infinity_engine.errors import TraceMismatch
+from infinity_engine.schedule import TraceCursor, Use
 
-__all__ = ["kept_between_passes"]
+__all__ = ["PassCursor", "kept_between_passes"]
+
+_MOST_USES = 1 << 20  # of one pass; what follows a longer one is not predicted whole
 
 _IN_FLIGHT = 3  # of the largest use: one that computes, and others that are read meanwhile
 
@@ -37,3 +41,45 @@ def kept_between_passes(uses: Iterable[Use], nbytes: Mapping[int, int], limit: i
             kept.add(number)
             held += nbytes[number]
     return kept
+
+
+class PassCursor(TraceCursor):
+    """A cursor that predicts that a pass without a graph comes again, where no step goes on.
+
+    A program that only runs a model, such as generate(), ends no step, and calls the model again
+    and again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Uses since the outermost call of a module began; none before its owner says that one has.
+        self._pass: deque[Use] = deque(maxlen=0)
+        self._repeats = False  # the trace is a pass that was predicted to come again
+
+    def record_use(self, use: Use) -> bool:
+        """Record a use and go on behind its position in the trace. Tell whether it was the next."""
+        self._pass.append(use)
+        return super().record_use(use)
+
+    def begin_pass(self) -> None:
+        """Note that the outermost call of a module begins."""
+        self._pass = deque(maxlen=_MOST_USES)
+
+    def end_pass(self) -> tuple[Use, ...]:
+        """Return the uses of the call that has ended, if they are predicted to come once more.
+
+        Where the trace of a step has not ended, that step goes on.
+        """
+        uses = tuple(self._pass)
+        in_step = not self.mismatch and not self._repeats and self.at < len(self.trace.uses)
+        if in_step or not uses:
+            return ()
+        # Twice: while the last modules run, it is the first ones that are needed next.
+        self.expect((*uses, *uses))
+        self._repeats = True
+        return uses
+
+    def end_step(self) -> TraceMismatch | None:
+        """Begin the next step; return the first mismatch of the one that has ended."""
+        self._repeats = False
+        return super().end_step()

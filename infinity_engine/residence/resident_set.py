@@ -7,19 +7,17 @@ ones that are named here.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Generic, TypeVar
 
 from infinity_engine.errors import TraceMismatch
-from infinity_engine.residence.passes import kept_between_passes
-from infinity_engine.schedule import NEVER, Fetches, TraceCursor, Use, choose_fetches
-from infinity_engine.schedule.prefetch import farthest_first
+from infinity_engine.residence.eviction_order import EvictionOrder
+from infinity_engine.residence.passes import PassCursor, kept_between_passes
+from infinity_engine.schedule import NEVER, Fetches, Use, choose_fetches
 
 __all__ = ["FetchingStats", "ResidentSet"]
-
-_MOST_USES = 1 << 20  # of one pass; what follows a longer one is not predicted whole
 
 _Entry = TypeVar("_Entry")
 
@@ -51,6 +49,10 @@ def _nothing() -> int:
     return 0
 
 
+def _is_never_so(number: int) -> bool:
+    return False
+
+
 class ResidentSet(Generic[_Entry]):
     """Members by number, of `nbytes` each, within `limit` bytes.
 
@@ -68,31 +70,27 @@ class ResidentSet(Generic[_Entry]):
     ) -> None:
         self.limit = limit
         self._nbytes = nbytes
-        self._pinned = frozenset(pinned)
         self._beside = beside
         self._entries: dict[int, _Entry] = {}
         self._reserved: dict[int, None] = {}  # in the order of their reservations
         self.held: dict[int, int] = {}  # members, resident or not, and how many holders each has
         self._used = 0  # bytes of members and reservations
-        self._trace = TraceCursor()
+        self._trace = PassCursor()
+        self._order = EvictionOrder(self._entries, self.held, self._trace.next_use, pinned)
         # Every use before this position of the trace has its members, resident or in flight.
         self._ahead = 0
-        # Uses since the outermost call of a module began; none before its owner says that one has.
-        self._pass: deque[Use] = deque(maxlen=0)
-        self._on_trace = True  # no use of the step, or since the last prediction, was out of order
-        self._repeats = False  # the trace is a pass that was predicted to come again
-        self._kept: frozenset[int] = frozenset()  # members that stay from pass to pass
         self.stats = FetchingStats()
 
     # --- uses -------------------------------------------------------------------------------------
 
     def record_use(self, use: Use) -> None:
         """Record that this use is now."""
-        self._pass.append(use)
-        if not self._trace.record_use(use):
+        if self._trace.record_use(use):
+            self._order.note_use(use.parameters)
+        else:
             # After a jump in the trace, nothing ahead is known to be there.
             self._ahead = self._trace.at
-            self._on_trace = False
+            self._order.restart()
 
     def next_use(self, number: int) -> int:
         """Return the position of the trace at which a member is needed next; NEVER if it is not."""
@@ -107,32 +105,24 @@ class ResidentSet(Generic[_Entry]):
         """Predict these uses, of which the first is next, where no step has shown any."""
         self._trace.expect(uses)
         self._ahead = 0
+        self._order.restart()
 
     def begin_pass(self) -> None:
         """Note that the outermost call of a module begins."""
-        self._pass = deque(maxlen=_MOST_USES)
+        self._trace.begin_pass()
 
     def end_pass(self) -> None:
-        """Predict the uses of the outermost call, which has ended without a graph, once more.
-
-        A program that only runs a model, such as generate(), ends no step, and calls it again and
-        again. Where the trace of a step has not ended, that step goes on.
-        """
-        uses = tuple(self._pass)
-        in_step = (
-            self._on_trace and not self._repeats and self._trace.at < len(self._trace.trace.uses)
-        )
-        if uses and not in_step:
-            # Twice: while the last modules run, it is the first ones that are needed next.
-            self.expect((*uses, *uses))
-            self._on_trace, self._repeats = True, True
-            self._kept = frozenset(kept_between_passes(uses, self._nbytes, self.limit))
+        """Note that the outermost call has ended without a graph: it may come again."""
+        repeated = self._trace.end_pass()
+        if repeated:
+            self._ahead = 0
+            self._order.let_stay(kept_between_passes(repeated, self._nbytes, self.limit))
 
     def end_step(self) -> TraceMismatch | None:
         """Start the next step's trace; return where this step left that of the one before."""
         mismatch = self._trace.end_step()
         self._ahead = 0
-        self._on_trace, self._repeats, self._kept = True, False, frozenset()
+        self._order.let_stay(())
         return mismatch
 
     # --- holders ----------------------------------------------------------------------------------
@@ -168,6 +158,7 @@ class ResidentSet(Generic[_Entry]):
     def admit(self, number: int, entry: _Entry) -> None:
         """Count a member that is resident from now on, or in flight."""
         self._entries[number] = entry
+        self._order.add(number)
         self._used += self._nbytes[number]
         self.stats.count_brought(self._nbytes[number])
 
@@ -176,6 +167,7 @@ class ResidentSet(Generic[_Entry]):
         self._used -= self._nbytes[number]
         # Its next use lacks a member from now on.
         self.fetch_again(number)
+        self._order.remove(number)
         return self._entries.pop(number)
 
     def reserve(self, number: int) -> None:
@@ -187,6 +179,7 @@ class ResidentSet(Generic[_Entry]):
         """Turn a reservation into a member: all of its pieces are here, or in flight."""
         del self._reserved[number]
         self._entries[number] = entry
+        self._order.add(number)
 
     def cancel(self, number: int) -> None:
         """Give the room of a reservation back."""
@@ -200,22 +193,13 @@ class ResidentSet(Generic[_Entry]):
 
     # --- decisions --------------------------------------------------------------------------------
 
-    def idle(self) -> list[int]:
-        """Return the members that may be evicted, the farthest next use first.
+    def idle(self) -> Iterator[int]:
+        """Yield the members that may be evicted, the farthest next use first.
 
-        Those that stay from pass to pass come last.
+        Those that stay from pass to pass come last. The order is that of now: it ends where a
+        member comes or leaves.
         """
-        movable = [
-            number
-            for number in self._entries
-            if number not in self.held and number not in self._pinned
-        ]
-        passing = [number for number in movable if number not in self._kept]
-        staying = [number for number in movable if number in self._kept]
-        return [
-            *farthest_first(passing, self.next_use),
-            *farthest_first(staying, self.next_use),
-        ]
+        return self._order.idle(staying=True)
 
     def evictions(self, nbytes: int) -> Iterator[int]:
         """Yield what is to leave, one at a time, until `nbytes` are free or nothing can leave.
@@ -223,39 +207,41 @@ class ResidentSet(Generic[_Entry]):
         Reservations leave last, and the newest of them first: something else still makes their
         values. The caller evicts each before it asks for the next.
         """
-        if nbytes > self.free:
-            for number in (*self.idle(), *reversed(self._reserved)):
-                yield number
-                if nbytes <= self.free:
-                    return
+        while nbytes > self.free:
+            leaving = next(chain(self.idle(), reversed(self._reserved)), None)
+            if leaving is None:
+                return
+            yield leaving
 
     def room_before(self, number: int) -> Iterator[int]:
         """Yield what is to leave for a member that is not needed yet: only what is needed later."""
         at = self.next_use(number)
-        if at == NEVER:
-            return
-        for idle in self.idle():
-            # `idle` comes farthest first, so behind this one all are needed sooner.
-            if self._nbytes[number] <= self.free or self.next_use(idle) <= at:
+        while at != NEVER and self._nbytes[number] > self.free:
+            idle = next(self.idle(), None)
+            # Behind this one all are needed sooner.
+            if idle is None or self.next_use(idle) <= at:
                 return
             yield idle
 
     def choose(
-        self, upcoming: Sequence[tuple[int, Use]], *, unmade: Collection[int] = ()
+        self,
+        upcoming: Sequence[tuple[int, Use]],
+        *,
+        is_unmade: Callable[[int], bool] = _is_never_so,
     ) -> Fetches:
         """Decide what to bring for upcoming uses, and what leaves for that.
 
-        `unmade` members do not have all of their new values yet, so they cannot be brought whole.
+        An unmade member does not have all of its new values yet, so it cannot be brought whole.
         """
         chosen = choose_fetches(
             upcoming,
             nbytes=self._nbytes,
-            cached=self._entries.keys() | self._reserved.keys(),
-            unmade=unmade,
             # A reservation cannot be evicted for a prefetch: values are on their way to it.
-            held={*self.held, *self._pinned, *self._reserved, *self._kept},
+            cached=self._entries.keys() | self._reserved if self._reserved else self._entries,
+            idle=self._order.idle(staying=False),
             free=self.free,
             next_use=self.next_use,
+            is_unmade=is_unmade,
         )
         if upcoming:
             self._ahead = upcoming[0][0] + chosen.provided

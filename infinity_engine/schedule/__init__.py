@@ -1,7 +1,7 @@
 """Order in time: walking along plans, and the order in which modules need parameters."""
 
 from infinity_engine.schedule.executor import Executor, Walk
-from infinity_engine.schedule.prefetch import Fetches, choose_fetches, farthest_first
+from infinity_engine.schedule.prefetch import Fetches, choose_fetches
 from infinity_engine.schedule.trace import NEVER, ModuleTrace, TraceCursor, Use
 
 __all__ = [
@@ -13,5 +13,4 @@ __all__ = [
     "Use",
     "Walk",
     "choose_fetches",
-    "farthest_first",
 ]

@@ -279,8 +279,9 @@ def test_members_that_stay_are_evicted_only_where_nothing_else_can_be() -> None:
     for number in range(8):
         members.admit(number, "")
 
-    assert set(members.idle()) == set(range(8))
-    assert set(members.idle()[-len(kept & set(range(8))) :]) == kept & set(range(8))
+    idle, staying = list(members.idle()), kept & set(range(8))
+    assert set(idle) == set(range(8))
+    assert set(idle[-len(staying) :]) == staying
     chosen = members.choose(members.upcoming(32))
     assert not kept & set(chosen.evicted)
 

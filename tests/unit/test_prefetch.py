@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from infinity_engine.schedule import Fetches, ModuleTrace, Use, choose_fetches, farthest_first
+from infinity_engine.schedule import Fetches, ModuleTrace, Use, choose_fetches
 from infinity_engine.schedule.trace import NEVER
 
 
@@ -42,10 +42,10 @@ class Situation:
             upcoming,
             nbytes=self.nbytes,
             cached=self.cached,
-            held=self.held,
+            idle=sorted(set(self.cached) - self.held, key=self.next_use, reverse=True),
             free=self.free,
             next_use=self.next_use,
-            unmade=unmade,
+            is_unmade=lambda number: number in unmade,
         )
 
 
@@ -121,12 +121,6 @@ def test_a_use_of_which_only_a_part_has_room_is_begun_and_not_provided_for() -> 
     found = situation(using(0, 1), free=15).chosen()
 
     assert found == Fetches(evicted=(), fetched=(0,), provided=0)
-
-
-def test_farthest_first_begins_with_what_is_never_needed() -> None:
-    positions = {1: 5, 2: NEVER, 3: 7}
-
-    assert farthest_first([1, 2, 3], positions.__getitem__) == [2, 3, 1]
 
 
 # --- whatever there is ----------------------------------------------------------------------------

@@ -1,0 +1,93 @@
+"""`EvictionOrder`: which resident members leave first, kept sorted as members come and are used."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+
+__all__ = ["EvictionOrder"]
+
+# Whether it passes, its next use, the reverse of its arrival, its number.
+_Key = tuple[bool, int, int, int]
+
+
+class EvictionOrder:
+    """The order in which `members` leave: the farthest next use first, then the earliest arrival.
+
+    `pinned` members never leave, `held` ones not now, and those that stay from pass to pass leave
+    last. Sorted when it is first asked, and kept sorted until `restart`: most sets have room and
+    never ask. Members and holders are the owner's; members are in the order of their arrivals.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[int, object],
+        held: Container[int],
+        next_use: Callable[[int], int],
+        pinned: Collection[int] = (),
+    ) -> None:
+        self._members = members
+        self._held = held
+        self._next_use = next_use
+        self._pinned = frozenset(pinned)
+        self._staying: Collection[int] = ()
+        self._keys: dict[int, _Key] = {}
+        self._sorted: list[_Key] = []  # the first to leave at the end
+        self._arrivals = 0
+        self._is_sorted = False
+
+    def idle(self, *, staying: bool) -> Iterator[int]:
+        """Yield those that are not held, with or without those that stay."""
+        if not self._is_sorted:
+            self._sort()
+        for passes, _, _, number in reversed(self._sorted):
+            if not (passes or staying):
+                return
+            if number not in self._held:
+                yield number
+
+    def restart(self) -> None:
+        """Note that all next uses may be others now."""
+        self._is_sorted = False
+
+    def let_stay(self, numbers: Collection[int]) -> None:
+        """Let these leave last from now on, and no others."""
+        self._staying = numbers
+        self.restart()
+
+    def add(self, number: int) -> None:
+        """Note a member that has come."""
+        if self._is_sorted and number not in self._pinned:
+            self._insert(number, -self._arrivals)
+            self._arrivals += 1
+
+    def remove(self, number: int) -> None:
+        """Note a member that has left."""
+        if self._is_sorted and number in self._keys:
+            self._take_out(number)
+
+    def note_use(self, numbers: Iterable[int]) -> None:
+        """Note which members were used now, as was predicted: no others have another next use."""
+        if self._is_sorted:
+            for number in numbers:
+                if number in self._keys:
+                    self._insert(number, self._take_out(number))
+
+    def _sort(self) -> None:
+        movable = [number for number in self._members if number not in self._pinned]
+        self._keys = {number: self._key(number, -at) for at, number in enumerate(movable)}
+        self._sorted = sorted(self._keys.values())
+        self._arrivals = len(movable)
+        self._is_sorted = True
+
+    def _key(self, number: int, arrival: int) -> _Key:
+        return number not in self._staying, self._next_use(number), arrival, number
+
+    def _insert(self, number: int, arrival: int) -> None:
+        key = self._keys[number] = self._key(number, arrival)
+        insort(self._sorted, key)
+
+    def _take_out(self, number: int) -> int:
+        key = self._keys.pop(number)
+        del self._sorted[bisect_left(self._sorted, key)]
+        return key[2]
