@@ -213,18 +213,17 @@ def _parts(
     states = placed.states
     has_fp16 = any(subgroup.formats.parameter is FloatFormat.FP16 for subgroup in sizing.subgroups)
     gradients = _gradients(
+    early = _early_updates(sizing, plan, states=states, swapped=placed.swapped, lanes=lanes)
         planned.trained,
         sizing,
         plan,
         lanes=lanes,
         swap=swap,
         staying=reserved.staying,
+        early=early,
         sums=reserved.sums,
         # Block sums are made as gradients come only where each step needs a norm.
         sums_early=has_fp16 or config.max_grad_norm is not None,
-    )
-    early = _early_updates(
-        sizing, plan, gradients=gradients, states=states, swapped=placed.swapped, lanes=lanes
     )
     # Before ranks reserve all that is left for whole parameters.
     activations = activations_of(
@@ -391,6 +390,7 @@ def _serve_modules(
         )
         resources.callback(fetcher.close)
     ranks: OneRank | ManyRanks = OneRank(gradients)
+            beside=early.go_on,
     modules: ModuleParameters | UnwatchedModules = UnwatchedModules(model, hooks)
     provider: Provider = NothingFetched() if fetcher is None else fetcher
     # Several ranks have their own modules and provider, over this rank's shards.
@@ -412,8 +412,6 @@ def _serve_modules(
             hooks,
         )
         placed.states.on_new_values(fetcher.receive)
-        if early.enabled:
-            fetcher.call_beside(early.go_on)
     deferral = Deferral.none()
     if planned.sharding is None or fetcher is not None:  # else the update gathers replicas
         deferral = _deferral(
@@ -471,9 +469,10 @@ def _gradients(
     sums_early: bool,
 ) -> GradientKeeper:
     offload: GradientOffload | NoOffload = NoOffload()
+    early: EarlyUpdates | NoEarlyUpdates,
     if plan.resting.gradients:
         assert swap is not None, "gradients rest on drives that there are"
-        offload = GradientOffload(swap, lanes, plan.resting.gradients)
+        offload = GradientOffload(swap, lanes, plan.resting.gradients, early)
     return GradientKeeper(
         [parameter.name for parameter in trained],
         [parameter.numel for parameter in trained],
@@ -610,7 +609,6 @@ def _early_updates(
     sizing: Sizing,
     plan: Plan,
     *,
-    gradients: GradientKeeper,
     states: StateKeeper,
     swapped: SwappedStates,
     lanes: Lanes,
@@ -619,7 +617,7 @@ def _early_updates(
     if not order:
         return NoEarlyUpdates()
     numbers, chosen = piece_numbers(sizing.subgroups), set(order)
-    early = EarlyUpdates(
+    return EarlyUpdates(
         states,
         swapped,
         lanes.meter,
@@ -633,8 +631,6 @@ def _early_updates(
         },
         buffers=plan.resting.early,
     )
-    gradients.intercept_with(early.intercept)
-    return early
 
 
 def _pools(

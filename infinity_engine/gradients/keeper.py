@@ -37,12 +37,8 @@ from infinity_engine.plan.ops import Lane
 from infinity_engine.storage import Hop, Hops, Place
 from infinity_engine.units import align_up
 
-__all__ = ["GradientKeeper", "Interceptor", "added_up"]
+__all__ = ["GradientKeeper", "added_up"]
 
-Interceptor = Callable[[int, int, torch.Tensor, FloatFormat, int], bool]
-"""Called with (parameter, piece, bytes, format, how many came before) before a piece goes to the
-drives. Returns True if it keeps the piece itself.
-"""
 _Sums = npt.NDArray[np.float64]
 _Coming = tuple[Event, Callable[[], None]]
 """The event of a sum on the device, and what stores the sum once the event has passed."""
@@ -95,11 +91,14 @@ class GradientKeeper:
                 kept,
                 self._lanes,
                 self._offload,
+                parameter=number,
                 staying=self._staying,
                 sum_memory=self._sum_memory,
                 sums_early=self._sums_early,
             )
-            for name, numel, kept in zip(self._names, self._numels, pieces, strict=True)
+            for number, (name, numel, kept) in enumerate(
+                zip(self._names, self._numels, pieces, strict=True)
+            )
         )
 
     def make_room(self, nbytes: int) -> None:
@@ -247,14 +246,6 @@ class GradientKeeper:
         whole = torch.empty(self._numels[parameter])
         return whole if slots.count and slots.copy_into(whole) else None
 
-    def intercept_with(self, interceptor: Interceptor) -> None:
-        """Offer each piece that would go to the drives to `interceptor` first.
-
-        A piece that it keeps counts as if it were on the drives.
-        """
-        for parameter, slots in enumerate(self._slots):
-            slots.intercept_with(parameter, interceptor)
-
     def write_back(self, parameter: int, piece: int, memory: memoryview) -> None:
         """Write the newest gradient of a piece to the drives from the interceptor's memory."""
         self._slots[parameter].write_back(piece, memory)
@@ -280,6 +271,7 @@ class _Slots:
         lanes: Lanes,
         offload: GradientOffload | NoOffload,
         *,
+        parameter: int,
         staying: Reservation,
         sum_memory: _SumMemory,
         sums_early: bool,
@@ -307,7 +299,13 @@ class _Slots:
             elif piece.kept is Tier.NVME:
                 assert isinstance(offload, GradientOffload), "there are drives"
                 self._on_host[number] = _DriveSlot(
-                    name, piece, lanes, offload, sum_memory, sums_early=sums_early
+                    name,
+                    piece,
+                    lanes,
+                    offload,
+                    sum_memory,
+                    number=(parameter, number),
+                    sums_early=sums_early,
                 )
 
     def accumulate(self, gradient: torch.Tensor) -> None:
@@ -337,11 +335,6 @@ class _Slots:
 
     def formats(self, number: int) -> tuple[FloatFormat, ...]:
         return self._drive_slot(number).formats
-
-    def intercept_with(self, parameter: int, interceptor: Interceptor) -> None:
-        for number, slot in self._on_host.items():
-            if isinstance(slot, _DriveSlot):
-                slot.intercept_with(partial(interceptor, parameter, number))
 
     def write_back(self, number: int, memory: memoryview) -> None:
         self._drive_slot(number).write_back(memory)
@@ -605,7 +598,7 @@ class _DriveSlot:
     """A piece of a gradient on the drives, where each micro-batch has one, in order.
 
     If more come than have a place there, all are summed in host memory from then on, as far as
-    there is room.
+    there is room. `number` is the parameter's and that of the piece.
     """
 
     def __init__(
@@ -616,10 +609,11 @@ class _DriveSlot:
         offload: GradientOffload,
         sum_memory: _SumMemory,
         *,
+        number: tuple[int, int],
         sums_early: bool,
     ) -> None:
         self.formats: tuple[FloatFormat, ...] = ()
-        self._interceptor: Callable[[torch.Tensor, FloatFormat, int], bool] | None = None
+        self._number = number
         self._what = f"gradient of {name}"
         self._piece = piece
         self._lanes = lanes
@@ -635,7 +629,7 @@ class _DriveSlot:
         # Once they are summed in memory, a further one has no place on the drives.
         count = len(self.formats) if self._sum is None else self._offload.micro_batches
         format_ = Values.of(gradient).format
-        if self._interceptor is not None and self._interceptor(piece, format_, count):
+        if self._offload.interceptor.intercept(self._number, piece, format_, count):
             self.formats += (format_,)
             return
         if self._sum is not None or count == self._offload.micro_batches:
@@ -657,10 +651,6 @@ class _DriveSlot:
     def missing_sum_bytes(self) -> int:
         is_full = self._sum is None and len(self.formats) == self._offload.micro_batches
         return _SumMemory.nbytes(self._piece.numel) if is_full else 0
-
-    def intercept_with(self, interceptor: Callable[[torch.Tensor, FloatFormat, int], bool]) -> None:
-        """Offer each gradient to `interceptor` first: (bytes, format, how many came before it)."""
-        self._interceptor = interceptor
 
     def _make_place(self, count: int, nbytes: int) -> None:
         """Allocate the place for a micro-batch's gradient, unless there is one of this size."""
@@ -697,7 +687,7 @@ class _DriveSlot:
         return self._block_sums
 
     def copy_into(self, into: Values) -> bool:
-        if self._interceptor is not None:  # an early update may have used it already
+        if self._offload.interceptor.enabled:  # an early update may have used it already
             return False
         if self._sum is not None:
             self._lanes.kernels.begin_sum(_sum_in(self._sum, self._piece.numel), into)

@@ -10,6 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
+
+import torch
 
 from infinity_engine.accel import Event
 from infinity_engine.errors import CapacityError, TransferError
@@ -17,11 +20,23 @@ from infinity_engine.kept_errors import again, kept
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Cargo, Wait
 from infinity_engine.memory import Lease
+from infinity_engine.optim import FloatFormat
 from infinity_engine.placement.buffers import GRADIENT_SLOTS, SUM, gradient_slot
 from infinity_engine.plan.ops import Lane
 from infinity_engine.storage import Hop, Place, SwapFile
 
-__all__ = ["GradientOffload", "NoOffload"]
+__all__ = ["GradientOffload", "Interceptor", "NoOffload"]
+
+
+class Interceptor(Protocol):
+    """Keeps gradients that would go to the drives, where `enabled`."""
+
+    enabled: bool
+
+    def intercept(
+        self, piece: tuple[int, int], gradient: torch.Tensor, format_: FloatFormat, micro_batch: int
+    ) -> bool:
+        """Keep the bytes of a piece, which then counts as on the drives. Tell whether it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +50,16 @@ class _Sent:
 
 
 class GradientOffload:
-    """The gradients of one engine that go to `swap`: a place for `micro_batches` of each."""
+    """The gradients of one engine that go to `swap`: a place for `micro_batches` of each.
 
-    def __init__(self, swap: SwapFile, lanes: Lanes, micro_batches: int) -> None:
+    Each piece is offered to `interceptor` first.
+    """
+
+    def __init__(
+        self, swap: SwapFile, lanes: Lanes, micro_batches: int, interceptor: Interceptor
+    ) -> None:
         self.micro_batches = micro_batches
+        self.interceptor = interceptor
         self._swap = swap
         self._lanes = lanes
         # As many as the pool's layout has places for; reading back takes one a micro-batch.

@@ -34,16 +34,13 @@ from infinity_engine.storage import Place, SwapFile, Transfer
 __all__ = ["ParameterFetcher"]
 
 
-def _nothing() -> None:
-    pass
-
-
 class ParameterFetcher(ResidentParameters[Fetched]):
     """Fetches those of `parameters` that have a record in `records`, by number, to the device.
 
     Keeps `limit` bytes resident, views of evicted ones included; more only as long as more is in
     use and the device has it. Other users of the device's memory get what is idle. What comes from
-    `swap` to a device with memory of its own goes through the pool `passing`.
+    `swap` to a device with memory of its own goes through the pool `passing`. `beside` is called
+    whenever modules need something: work that waits for nothing.
     """
 
     def __init__(
@@ -53,8 +50,9 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         lanes: Lanes,
         limit: int,
         *,
-        swap: SwapFile | None = None,
-        passing: PinnedPool | None = None,
+        swap: SwapFile | None,
+        passing: PinnedPool | None,
+        beside: Callable[[], None],
     ) -> None:
         fetched = {known.number: known for known in parameters if known.number in records}
         nbytes = {number: record.nbytes for number, record in records.items()}
@@ -76,7 +74,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
             self._mover,
             collects=self._there is Tier.HOST,
         )
-        self._beside: Callable[[], None] = _nothing
+        self._beside = beside
         # Last: from here on leases that have no room may ask `evict_one`.
         lanes.device.attach(self)
 
@@ -97,7 +95,6 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         # Before anything is brought: making room for one must not evict another of them.
         self.resident.hold(use.parameters)
         try:
-            # Early updates go on: work that waits for nothing, at each need of a module.
             self._beside()
             self._pieces.make(use.parameters)
             for number in fresh:
@@ -161,10 +158,6 @@ class ParameterFetcher(ResidentParameters[Fetched]):
     def follow_update(self, update: DeferredUpdate | None) -> None:
         """Fetch nothing from here on that this update has not made yet; None: all of it is made."""
         self._pieces.follow_update(update)
-
-    def call_beside(self, go_on: Callable[[], None]) -> None:
-        """Call `go_on`, which waits for nothing, whenever a module needs parameters."""
-        self._beside = go_on
 
     def receive(self, number: int, start: int, values: torch.Tensor) -> None:
         """Copy a piece of a parameter's new values, if there is room until it is needed.

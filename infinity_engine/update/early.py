@@ -134,19 +134,14 @@ class EarlyUpdates:
         self._fill(inputs)
 
     def intercept(
-        self,
-        parameter: int,
-        piece: int,
-        gradient: torch.Tensor,
-        format_: FloatFormat,
-        micro_batch: int,
+        self, piece: _Piece, gradient: torch.Tensor, format_: FloatFormat, micro_batch: int
     ) -> bool:
         """Keep a piece of a gradient, as bytes, in its subgroup's buffer. Tell whether it did.
 
         Raises:
             RuntimeError: the subgroup was updated without it.
         """
-        inputs, where = self._inputs, self._segments.get((parameter, piece))
+        inputs, where = self._inputs, self._segments.get(piece)
         if inputs is None or where is None:
             return False
         subgroup, segment = where
@@ -172,7 +167,7 @@ class EarlyUpdates:
             return False
         early.buffered.gradient(segment, micro_batch, gradient.numel()).copy_(gradient)
         # Not updated here: the keeper has yet to count this gradient. The next go_on() does it.
-        early.arrived[segment] = (parameter, piece), micro_batch
+        early.arrived[segment] = piece, micro_batch
         return True
 
     def go_on(self) -> None:
@@ -306,6 +301,12 @@ class NoEarlyUpdates:
 
     def go_on(self) -> None:
         """Do nothing."""
+
+    def intercept(
+        self, piece: _Piece, gradient: torch.Tensor, format_: FloatFormat, micro_batch: int
+    ) -> bool:
+        """Keep no gradient."""
+        return False
 
     def finish(self) -> None:
         """Do nothing."""
