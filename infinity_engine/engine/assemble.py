@@ -20,6 +20,7 @@ from deepnvme.machine.probing import find_mount, read_mounts
 from deepnvme.sizes import PAGE
 from infinity_engine.accel import Accelerator, StreamKind, VirtualAccelerator, open_accelerator
 from infinity_engine.accel.virtual import clock_of
+from infinity_engine.activation import SavedTensors
 from infinity_engine.building.built import built_model_of
 from infinity_engine.building.initial_placement import (
     InitialValues,
@@ -212,15 +213,15 @@ def _parts(
     placed = _place(model, planned, resources, lanes=lanes, swap=swap, reporter=reporter)
     states = placed.states
     has_fp16 = any(subgroup.formats.parameter is FloatFormat.FP16 for subgroup in sizing.subgroups)
-    gradients = _gradients(
     early = _early_updates(sizing, plan, states=states, swapped=placed.swapped, lanes=lanes)
+    gradients = _gradients(
         planned.trained,
         sizing,
         plan,
         lanes=lanes,
         swap=swap,
-        staying=reserved.staying,
         early=early,
+        staying=reserved.staying,
         sums=reserved.sums,
         # Block sums are made as gradients come only where each step needs a norm.
         sums_early=has_fp16 or config.max_grad_norm is not None,
@@ -239,6 +240,7 @@ def _parts(
         lanes=lanes,
         gradients=gradients,
         early=early,
+        activations=activations,
         signals=signals,
         hooks=hooks,
     )
@@ -372,6 +374,7 @@ def _serve_modules(
     lanes: Lanes,
     gradients: GradientKeeper,
     early: EarlyUpdates | NoEarlyUpdates,
+    activations: SavedTensors,
     signals: HeldSignals,
     hooks: Hooks,
 ) -> _Served:
@@ -387,11 +390,11 @@ def _serve_modules(
             plan.demand.fetched,
             swap=reserved.swap,
             passing=reserved.passing,
+            beside=early.go_on,
         )
         resources.callback(fetcher.close)
     ranks: OneRank | ManyRanks = OneRank(gradients)
-            beside=early.go_on,
-    modules: ModuleParameters | UnwatchedModules = UnwatchedModules(model, hooks)
+    modules: ModuleParameters | UnwatchedModules = UnwatchedModules(model, hooks, activations)
     provider: Provider = NothingFetched() if fetcher is None else fetcher
     # Several ranks have their own modules and provider, over this rank's shards.
     if planned.sharding is not None:
@@ -401,6 +404,7 @@ def _serve_modules(
             Shards(lanes, gradients, fetcher, frozenset(records)),
             reserved.ledger,
             resources,
+            activations=activations,
             small_bytes=config.storage.small_bytes,
         )
         modules, provider = ranks.modules, ranks.provider
@@ -410,6 +414,7 @@ def _serve_modules(
             [parameter for parameter in everything if parameter.number in records],
             fetcher,
             hooks,
+            activations=activations,
         )
         placed.states.on_new_values(fetcher.receive)
     deferral = Deferral.none()
@@ -464,12 +469,12 @@ def _gradients(
     *,
     lanes: Lanes,
     swap: SwapFile | None,
+    early: EarlyUpdates | NoEarlyUpdates,
     staying: Reservation,
     sums: Reservation,
     sums_early: bool,
 ) -> GradientKeeper:
     offload: GradientOffload | NoOffload = NoOffload()
-    early: EarlyUpdates | NoEarlyUpdates,
     if plan.resting.gradients:
         assert swap is not None, "gradients rest on drives that there are"
         offload = GradientOffload(swap, lanes, plan.resting.gradients, early)

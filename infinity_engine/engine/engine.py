@@ -139,7 +139,6 @@ class Engine:
             # From here on check_untouched() compares with these.
             known.note_values()
         parts.ranks.on_wait(self._safe_point)
-        parts.modules.keep_saved_in(parts.activations)
         accept = while_alive(self._accept)
         for trained in parts.trained:
             # Hooks go with the model: they must not keep the engine alive.

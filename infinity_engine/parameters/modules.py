@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from infinity_engine.activation import KeptActivations, SavedTensors
+from infinity_engine.activation import SavedTensors
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.parameters.graphs import GraphParts, custom_functions, tensors_kept_by
 from infinity_engine.parameters.hooks import Hooks
@@ -261,8 +261,8 @@ class _CustomFunctions:
 class ModuleParameters:
     """Which of `parameters` the modules of one model use, and when.
 
-    A module of `leaves` uses all parameters inside it as one: when it begins, and when its backward
-    does.
+    `activations` keep what else autograd saves. A module of `leaves` uses all parameters inside it
+    as one: when it begins, and when its backward does.
     """
 
     fetches = True
@@ -274,6 +274,8 @@ class ModuleParameters:
         parameters: Sequence[ModelParameter],
         fetcher: ModuleProvider,
         hooks: Hooks,
+        *,
+        activations: SavedTensors,
         leaves: Collection[str] = (),
     ) -> None:
         # The engine has the model. This is among what closes an engine that was dropped.
@@ -297,7 +299,7 @@ class ModuleParameters:
         self._leaves = _Leaves()
         self._called: set[int] = set()  # ids of the modules that have hooks around their calls
         self._graph_parts = GraphParts()
-        self._activations: SavedTensors = KeptActivations()
+        self._activations = activations
         self._closed = False
         # Each module once: named_modules() lists a shared one by its first name.
         for name, module in model.named_modules():
@@ -320,10 +322,6 @@ class ModuleParameters:
                 if not _within(name, leaves):
                     hooks.on_call(module, self._before, self._after)
                     self._called.add(id(module))
-
-    def keep_saved_in(self, activations: SavedTensors) -> None:
-        """Let these keep what autograd saves, but for parameters."""
-        self._activations = activations
 
     def register_external(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
         """Let a module use a parameter from its next call on; a leaf for modules inside it.
@@ -600,13 +598,9 @@ class UnwatchedModules:
 
     fetches = False
 
-    def __init__(self, model: torch.nn.Module, hooks: Hooks) -> None:
+    def __init__(self, model: torch.nn.Module, hooks: Hooks, activations: SavedTensors) -> None:
         self._model = weakref.ref(model)
         self._hooks = hooks
-        self._activations: SavedTensors = KeptActivations()
-
-    def keep_saved_in(self, activations: SavedTensors) -> None:
-        """Let these keep what autograd saves, but for parameters."""
         self._activations = activations
 
     def register_external(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from infinity_engine.activation import SavedTensors
 from infinity_engine.config import EngineConfig, ParametersAt, ShardingStage
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.gradients.keeper import GradientKeeper
@@ -228,6 +229,7 @@ class Sharding:
         ledger: Ledger,
         resources: ExitStack,
         *,
+        activations: SavedTensors,
         small_bytes: int,
     ) -> ManyRanks:
         """Reserve memory for wholes from what the budget has left; return what makes them whole."""
@@ -263,9 +265,8 @@ class Sharding:
                 self.parameters, self.ranks, shards.lanes, memory, wire_bytes=self.gather_bytes
             )
             resources.callback(replicas.close)
-            return ManyRanks(
-                self.cut, replicas, UnwatchedModules(model, hooks), reducer, shards.gradients
-            )
+            modules = UnwatchedModules(model, hooks, activations)
+            return ManyRanks(self.cut, replicas, modules, reducer, shards.gradients)
         gatherer = ParameterGatherer(
             self.parameters,
             self.ranks,
@@ -286,7 +287,9 @@ class Sharding:
         return ManyRanks(
             self.cut,
             gatherer,
-            ModuleParameters(model, wholes, gatherer, hooks, self.leaves),
+            ModuleParameters(
+                model, wholes, gatherer, hooks, activations=activations, leaves=self.leaves
+            ),
             reducer,
             shards.gradients,
         )
