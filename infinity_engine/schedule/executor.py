@@ -9,8 +9,7 @@ by themselves. Its waits are spans, and counted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -85,18 +84,16 @@ class Walk:
         }
         self._arrived: set[int] = set()  # subgroups
         self._working: deque[int] = deque()  # the host's updates that may not have ended
-        # its message and its cause
-        self._failure: tuple[str, BaseException | None] | None = None
-        self._untold = False
+        self._failure = _Failure(plan.ops, self._events, telemetry)
 
     @property
     def failed(self) -> bool:
         """Whether an op has failed."""
-        return self._failure is not None
+        return self._failure.is_known
 
     def leave_untold(self) -> None:
         """Note that the caller keeps the failure that was just raised to itself."""
-        self._untold = True
+        self._failure.leave_untold()
 
     def tell(self) -> None:
         """Raise a failure that was left untold, once.
@@ -104,8 +101,7 @@ class Walk:
         Raises:
             RuntimeError: an op failed, as `finish` says.
         """
-        if self._untold:
-            self._check()
+        self._failure.tell()
 
     def has_arrived(self, subgroup: int) -> bool:
         """Tell whether the new parameters of a subgroup are where the plan leaves them.
@@ -131,7 +127,7 @@ class Walk:
         Raises:
             RuntimeError: an op failed, as `finish` says.
         """
-        with self._reporting_failures():
+        with self._failure:
             updates = self._update_on_host()
             self._keep_working()
             self._advance()
@@ -149,9 +145,9 @@ class Walk:
         while any(number not in self._events for number in wanted):
             # Outside of the block below: what a safe point raises does not end the walk.
             self._safe_point()
-            with self._reporting_failures():
+            with self._failure:
                 self._submit_next()
-        with self._reporting_failures():
+        with self._failure:
             self._submit_others()
             self._advance()
             for number in wanted:
@@ -179,71 +175,22 @@ class Walk:
     def _carry_out(self, wanted: Sequence[int]) -> None:
         """Carry out these ops and those before them, and wait for their end."""
         # A walk that failed raises here, also when nothing is left to do.
-        self._check()
+        self._failure.check()
         # One op after another: asking for all of them after each submission would take time that
         # grows with the square of the plan.
         for number in wanted:
             while number not in self._events:
                 self._safe_point()
-                with self._reporting_failures():
+                with self._failure:
                     if self._order:
                         self._submit_next()
                     else:
                         self._wait_for_held_back()
         for number in wanted:
             self._safe_point()
-            with self._reporting_failures():
+            with self._failure:
                 self._keep_working()
                 self._wait_for(number)
-
-    @contextmanager
-    def _reporting_failures(self) -> Iterator[None]:
-        """Where the body fails, let submitted ops end, and raise the plan's first failure."""
-        self._check()
-        try:
-            yield
-        except _OpError as failed:
-            kept(failed)  # it becomes the context of the error that is raised
-            # Of several failures the first one in the plan: the others may follow from it.
-            number, cause = min(
-                [(failed.number, failed.cause), *self._end()], key=lambda failure: failure[0]
-            )
-        except BaseException:
-            self._failure = (
-                "the update was interrupted between two of its ops and cannot go on",
-                # Without a cause to keep: the interrupt itself is raised on.
-                None,
-            )
-            self._end()  # submitted reads would go on into buffers that are about to be reused
-            raise
-        else:
-            return
-        op = self._plan.ops[number]
-        message = (
-            f"op {number} of the plan, {op.name} of subgroup {op.subgroup}, failed: "
-            f"{type(cause).__name__}: {cause}"
-        )
-        self._failure = message, cause
-        self._check()
-
-    def _check(self) -> None:
-        """Refuse to go on after a failure."""
-        if self._failure is not None:
-            self._untold = False
-            message, cause = self._failure
-            raise RuntimeError(message) from cause
-
-    def _end(self) -> list[tuple[int, Exception]]:
-        """Wait until all submitted ops have ended; return which failed, and why."""
-        failed = []
-        with self._telemetry.timed(WAIT_FOR_OPS):
-            for number, submitted in self._events.items():
-                try:
-                    if submitted is not None:
-                        submitted.wait()
-                except Exception as error:
-                    failed.append((number, kept(error)))
-        return failed
 
     def _submit_next(self) -> None:
         """Submit the next op of the order, or hold it back; then held-back ops that can go."""
@@ -300,10 +247,12 @@ class Walk:
     def _can_submit(self, op: Op) -> bool:
         if op.lane is Lane.HOST and self._has_enough_work():
             return False
-        return all(
-            other in self._events and (not self._has_to_end(other, op) or self._has_ended(other))
-            for other in op.after
-        )
+        for other in op.after:
+            if other not in self._events:
+                return False
+            if self._has_to_end(other, op) and not self._has_ended(other):
+                return False
+        return True
 
     def _advance(self) -> None:
         """Submit the held-back ops that can be submitted, each lane in its order."""
@@ -361,6 +310,75 @@ class Walk:
                     event.wait()
         except Exception as error:
             raise _OpError(number, error) from error
+
+
+class _Failure:
+    """Why a walk cannot go on, once that is known. What fails in its context is the failure."""
+
+    def __init__(
+        self, ops: Sequence[Op], events: Mapping[int, Waitable | None], telemetry: Telemetry
+    ) -> None:
+        self._ops = ops
+        self._events = events
+        self._telemetry = telemetry
+        self._message = ""
+        self._cause: BaseException | None = None
+        self._is_untold = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether an op has failed, or the walk was interrupted."""
+        return bool(self._message)
+
+    def leave_untold(self) -> None:
+        """Note that the caller keeps the failure that was just raised to itself."""
+        self._is_untold = True
+
+    def tell(self) -> None:
+        """Raise a failure that was left untold, once."""
+        if self._is_untold:
+            self.check()
+
+    def check(self) -> None:
+        """Refuse to go on after a failure."""
+        if self._message:
+            self._is_untold = False
+            raise RuntimeError(self._message) from self._cause
+
+    def __enter__(self) -> None:
+        self.check()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if isinstance(error, _OpError):
+            kept(error)  # it becomes the context of the error that is raised
+            # Of several failures the first one in the plan: the others may follow from it.
+            number, self._cause = min(
+                [(error.number, error.cause), *self._end()], key=lambda failure: failure[0]
+            )
+            op = self._ops[number]
+            self._message = (
+                f"op {number} of the plan, {op.name} of subgroup {op.subgroup}, failed: "
+                f"{type(self._cause).__name__}: {self._cause}"
+            )
+            self.check()
+        elif error is not None:
+            # Without a cause to keep: the interrupt itself is raised on.
+            self._message = "the update was interrupted between two of its ops and cannot go on"
+            self._end()  # submitted reads would go on into buffers that are about to be reused
+
+    def _end(self) -> list[tuple[int, Exception]]:
+        """Wait until all submitted ops have ended; return which failed, and why."""
+        failed = []
+        with self._telemetry.timed(WAIT_FOR_OPS):
+            for number, submitted in self._events.items():
+                try:
+                    if submitted is not None:
+                        submitted.wait()
+                except Exception as error:
+                    failed.append((number, kept(error)))
+        return failed
 
 
 class _OpError(Exception):
