@@ -134,12 +134,11 @@ class StepEstimate:
         self._tier = tier
         self._drives = drives
         self._micro_batches = training.accumulation_steps
-        self._numel = sizing.numel
         largest = sizing.largest
         self._largest = largest.numel
         self._parameters = sum(sizing.parameters)
         self._largest_passing = sum(sorted(sizing.parameters)[-PASSING:])
-        gradient = sum(sizing.all_gradients.values()) / self._numel
+        gradient = sum(sizing.all_gradients.values()) / sizing.numel
         has_copies = sizing.formats.parameter is not None and not sizing.unified
         width = sizing.width if has_copies else 0
         self._bytes = _OpBytes(
@@ -209,15 +208,15 @@ class StepEstimate:
         if self._means.unified:
             return 0.0, 0.0
         sizing, at = self._sizing, self._bytes
-        updated = (parts.resident + parts.visiting) * self._numel
+        updated = (parts.resident + parts.visiting) * sizing.numel
         gradients = at.gradient * updated
         staying = max(sizing.activations, gradients)
         if sizing.sums:  # a new sum has its first gradient beside it: as much of it as stays
             share = parts.visiting / max(1 - parts.resident, parts.visiting, 1e-9)
-            whole = at.gradient * parts.resident * self._numel
+            whole = at.gradient * parts.resident * sizing.numel
             first = min(share * at.largest_gradient + whole, at.largest_gradient)
             staying = sizing.activations + 4 * updated + first
-        held = at.resident * parts.resident * self._numel
+        held = at.resident * parts.resident * sizing.numel
         held += sizing.on_their_way + staying + (0 if self._at_home else self._parameters)
         needed = max(
             sizing.deepest if self._at_home else 0, self._set_bytes if parts.visiting > 0 else 0
@@ -226,7 +225,7 @@ class StepEstimate:
 
     def _in_whole_subgroups(self, parts: Parts) -> Parts:
         """Return the parts as a plan will have them."""
-        count = self._numel / self._largest
+        count = self._sizing.numel / self._largest
         resident = int(count * parts.resident + 1e-6) / count
         return Parts(resident, min(round(count * parts.visiting) / count, 1 - resident))
 
@@ -237,7 +236,7 @@ class StepEstimate:
         return self._largest * (4 * (1 + len(sizing.state_names)) + copied)
 
     def _on_host(self, parts: Parts) -> _HostPart:
-        sizing, at, numel = self._sizing, self._bytes, self._numel
+        sizing, at, numel = self._sizing, self._bytes, self._sizing.numel
         on_host = max(1 - parts.resident - parts.visiting, 0) * numel
         gradients = at.kept * (numel if sizing.unified else on_host)
         fixed: float = self._host_for_modules(gradients)
@@ -327,7 +326,7 @@ class StepEstimate:
     # --- time -------------------------------------------------------------------------------------
 
     def _ns(self, parts: Parts, fetched: float, spill: _Spill) -> float:
-        sizing, numel = self._sizing, self._numel
+        sizing, numel = self._sizing, self._sizing.numel
         states = 4 * (1 + len(sizing.state_names))
         visiting, resident = parts.visiting * numel, parts.resident * numel
         on_host = max(numel - visiting - resident, 0)
@@ -422,7 +421,7 @@ class StepEstimate:
         self, lanes: Mapping[Lane, float], spill: _Spill, crossing_ns: float, parts: Parts
     ) -> float:
         """Return the update's time: lanes overlap as far as buffers and staging sets allow."""
-        moving = (1 - parts.resident) * self._numel
+        moving = (1 - parts.resident) * self._sizing.numel
         found = max(_overlapped(lanes.values(), moving / self._largest), crossing_ns)
         if not (spill.states or spill.gradients):
             return found
@@ -432,7 +431,7 @@ class StepEstimate:
         away = min(spill.states / (self._bytes.host * max(moving, 1)), 1.0)
         through = (read_ns + write_ns + away * lanes[Lane.HOST]) / spill.buffers
         drives_ns = max(read_ns, write_ns, through)
-        part = min(parts.visiting * self._numel / max(moving, 1), 1.0)
+        part = min(parts.visiting * self._sizing.numel / max(moving, 1), 1.0)
         queues = [(lanes[Lane.HOST], 1 - part), (crossing_ns, part)]
         here = [((1 - away) * ns, part) for ns, part in queues if part > 0]
         begin_ns = min(ns for ns, _ in here)
