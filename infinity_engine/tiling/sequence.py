@@ -53,9 +53,10 @@ class SequenceTiles(torch.nn.Module):
             whole: torch.Tensor = module(inputs, *args, **kwargs)
             return whole
         parts = []
-        for tile in cut:
-            part = self._part(inputs[..., tile, :], *args, **kwargs)
-            self._check(part, tile.stop - tile.start)
+        # Not a slice for each: the gradient of a slice is as large as the whole.
+        for tile in torch.split(inputs, cut.size, -2):
+            part = self._part(tile, *args, **kwargs)
+            self._check(part, tile.shape[-2])
             parts.append(part)
         return torch.cat(parts, -2)
 

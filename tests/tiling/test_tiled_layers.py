@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.tiling import (
@@ -439,6 +440,34 @@ def test_a_tile_of_the_sequence_is_computed_again_for_its_backward_alone() -> No
     torch.autograd.backward(loss)
 
     assert block.calls == 6
+
+
+def test_gradients_of_tiles_are_put_together_once() -> None:
+    """A slice of the inputs for each tile would fill a whole gradient with zeros, tile by tile."""
+    _, tiled = blocks()
+    tile_sequence(tiled, "0", 1)
+    inputs = torch.randn(1, TOKENS, 8, dtype=torch.float64, requires_grad=True)
+    loss = tiled(inputs).sum()
+
+    with Seen() as seen:
+        torch.autograd.backward(loss)
+
+    assert "aten::slice_backward" not in seen.names
+    assert seen.names.count("aten::cat") == 1
+
+
+class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotations for it
+    """Notes the names of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.names.append(func.name().split(".")[0])
+        return func(*args, **(kwargs or {}))
 
 
 def test_dropout_is_the_same_when_a_tile_is_computed_again() -> None:
