@@ -7,7 +7,7 @@ what waits on the host or on drives; `Ways` decides.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -32,7 +32,13 @@ from infinity_engine.activation.saved import (
 from infinity_engine.placement.activations import BlockWay
 from infinity_engine.plan import Tier
 
-__all__ = ["BlockActivations", "FixedWays", "WayDecider", "cannot_run_again"]
+__all__ = [
+    "BlockActivations",
+    "FixedWays",
+    "WatchedModules",
+    "WayDecider",
+    "cannot_run_again",
+]
 
 _HELD_AS = MappingProxyType(
     {Tier.DEVICE: HeldAs.KEPT, Tier.HOST: HeldAs.HOST, Tier.NVME: HeldAs.DRIVES}
@@ -68,6 +74,16 @@ class WayDecider(Protocol):
 
     def described(self) -> str:
         """Return what was decided, and why; empty where there was nothing to decide."""
+
+
+class WatchedModules(Protocol):
+    """What second runs need of those who watch a model's modules."""
+
+    def saving_again(self) -> AbstractContextManager[None]:
+        """Return the context in which a second run saves what it saves."""
+
+    def versions_in(self, module: torch.nn.Module) -> Mapping[str, int]:
+        """Return the version of each parameter and buffer in a module, by its name there."""
 
 
 class FixedWays:
@@ -192,16 +208,16 @@ class BlockActivations:
         self._by_module = {id(block.module): block for block in blocks}
         self._running: list[_Running] = []
         self._second: BlockCall | None = None  # the call that runs again
-        self._saving: Callable[[], AbstractContextManager[None]] | None = None
+        self._modules: WatchedModules | None = None
         self._forward = _Forward(())
         self._lifetimes = lifetimes
         self._uses: dict[str, BlockUse] = {}
         self._last: tuple[BlockUse, ...] = ()
         self._closed = False
 
-    def run_again_under(self, saving: Callable[[], AbstractContextManager[None]]) -> None:
-        """Save tensors in second runs in the context that `saving` returns."""
-        self._saving = saving
+    def run_again_under(self, modules: WatchedModules) -> None:
+        """Run blocks again as those say who watch the model's modules."""
+        self._modules = modules
 
     # --- blocks -----------------------------------------------------------------------------------
 
@@ -327,7 +343,8 @@ class BlockActivations:
         if call.saves_nothing:
             call.keep()
         if call.runs_again:
-            call.drop_saved()
+            assert self._modules is not None, "the engine has set it"
+            call.drop_saved(self._modules.versions_in(running.module))
 
     # --- what autograd asks -----------------------------------------------------------------------
 
@@ -398,7 +415,8 @@ class BlockActivations:
 
     def _made(self, placeholder: Placeholder) -> object:
         call = placeholder.call
-        if placeholder.packed is not None and not call.runs_again:
+        # Also while its first run is under way: a gradient within a block asks for it then.
+        if placeholder.packed is not None and not call.has_dropped:
             return placeholder.packed
         if self._closed and placeholder.packed is None:
             raise RuntimeError(
@@ -407,6 +425,8 @@ class BlockActivations:
             )
         if placeholder.packed is not None:
             return call.unpack(placeholder, self._under)
+        assert self._modules is not None, "the engine has set it"
+        call.check_values(self._modules.versions_in(call.block.module))
         before, at = self._second, len(self._running)
         self._second, start = call, self._decider.now()
         call.life.make_again()
@@ -420,8 +440,8 @@ class BlockActivations:
             )
 
     def _under(self) -> AbstractContextManager[None]:
-        assert self._saving is not None, "the engine has set it"
-        return self._saving()
+        assert self._modules is not None, "the engine has set it"
+        return self._modules.saving_again()
 
     def end_step(self) -> None:
         """Note that a step has ended, and begin to count anew."""

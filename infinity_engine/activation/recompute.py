@@ -113,6 +113,7 @@ class BlockCall:
         self._made = 0  # of a second run
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # to a second run
         self._task = -1  # the backward that a second run is for
+        self._versions: Mapping[str, int] | None = None  # after the first run
 
     @staticmethod
     def arguments(
@@ -139,18 +140,41 @@ class BlockCall:
         """Whether nothing that this call has saved is asked for again."""
         return not self._placeholders
 
+    @property
+    def has_dropped(self) -> bool:
+        """Whether the first run has ended, and what it saved is made again."""
+        return self._versions is not None
+
     def keep(self) -> None:
         """Keep what the block has saved: it cannot run again, or need not."""
         self.runs_again = False
 
-    def drop_saved(self) -> None:
-        """Let what the block has saved go: from here on, it is made again."""
+    def drop_saved(self, versions: Mapping[str, int]) -> None:
+        """Let what the block has saved go: from here on, it is made again, with the parameters and
+        buffers of these versions.
+        """
+        self._versions = versions
         for reference in self._placeholders:
             placeholder = reference()
             if placeholder is not None:
                 placeholder.drop()
 
     # --- the second run ---------------------------------------------------------------------------
+
+    def check_values(self, versions: Mapping[str, int]) -> None:
+        """Refuse a second run with other parameters or buffers than those of the first.
+
+        Raises:
+            ChangedInPlaceError: one of them has changed since.
+        """
+        before = self._versions or {}
+        changed = next((name for name in versions if versions[name] != before.get(name)), None)
+        if changed is not None:
+            raise ChangedInPlaceError(
+                f"{self.block.name} has to run again for the backward, but its {changed} has "
+                "changed since it ran, by engine.step(), by a body of engine.gathered(modify=True) "
+                "or by your code. Call backward() before that, or run the model again"
+            )
 
     def unpack(
         self, placeholder: Placeholder, saving: Callable[[], AbstractContextManager[None]]

@@ -98,7 +98,7 @@ def watch_blocks(
 ) -> None:
     """Let `activations` see the calls of the blocks that they know."""
     if isinstance(activations, BlockActivations):
-        activations.run_again_under(modules.saving_again)
+        activations.run_again_under(modules)
         for block in activations.blocks:
             hooks.around_block(block.module, activations.before_block, activations.after_block)
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from infinity_engine.activation import SavedTensors
+from infinity_engine.activation.saved import version_of
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.parameters.graphs import GraphParts, custom_functions, tensors_kept_by
 from infinity_engine.parameters.hooks import Hooks
@@ -380,6 +381,15 @@ class ModuleParameters:
         """Save in the body as `saving` does. The body runs modules again for a backward."""
         return self._hooks.saving(self._pack, self._unpack)
 
+    def versions_in(self, module: torch.nn.Module) -> dict[str, int]:
+        """Return how often each parameter and buffer in a module was changed, by its name there."""
+        numbers = self._numbers
+        return _versions_in(module) | {
+            name: self._fetcher.version_of(numbers[id(parameter)])
+            for name, parameter in module.named_parameters()
+            if id(parameter) in numbers
+        }
+
     def close(self) -> None:
         """Let go of everything. No graph made so far can be differentiated any more."""
         self.let_go()
@@ -631,6 +641,10 @@ class UnwatchedModules:
         """Save in the body as `saving` does. The body runs modules again for a backward."""
         return self._hooks.saving(self._activations.pack, self._activations.unpack)
 
+    def versions_in(self, module: torch.nn.Module) -> dict[str, int]:
+        """Return how often each parameter and buffer in a module was changed, by its name there."""
+        return _versions_in(module)
+
     def let_go(self) -> None:
         """Do nothing."""
 
@@ -649,6 +663,13 @@ def _own_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors that are the model's own."""
     yield from model.parameters()
     yield from model.buffers()
+
+
+def _versions_in(module: torch.nn.Module) -> dict[str, int]:
+    return {
+        name: version_of(tensor)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
 
 
 def tensors_in(output: object) -> Iterator[torch.Tensor]:

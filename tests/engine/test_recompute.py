@@ -372,6 +372,42 @@ def test_an_input_that_changes_after_its_block_is_an_error_with_a_way_out(tmp_pa
             engine.backward(loss)
 
 
+def test_a_block_does_not_run_again_with_newer_parameters(tmp_path: Path) -> None:
+    with stack_of(tmp_path, parameters="device", activations=AGAIN) as (engine, model):
+        for parameter in model.last.parameters():  # what it saves would be refused first
+            parameter.requires_grad_(False)
+        older = engine(batch(1))
+        engine.backward(engine(batch(0)))
+        engine.step()
+        with pytest.raises(RuntimeError, match=r"blocks\.3 has to run again .* has changed"):
+            engine.backward(older)
+        engine.zero_grad()
+        engine.backward(engine(batch(1)))
+        engine.step()
+
+
+class Scaled(Block):
+    """Has a factor in a buffer, which it leaves alone."""
+
+    factor: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+
+def test_a_block_does_not_run_again_with_newer_buffers(tmp_path: Path) -> None:
+    with stack_of(tmp_path, Scaled, activations=AGAIN) as (engine, model):
+        loss = engine(batch(0))
+        factor = model.blocks[1].get_buffer("factor")
+        factor.mul_(2.0)
+        with pytest.raises(RuntimeError, match=r"blocks\.1 has to run again .* its factor has"):
+            engine.backward(loss)
+
+
 def test_a_frozen_block_that_saves_nothing_holds_nothing(tmp_path: Path) -> None:
     with stack_of(tmp_path, activations=AGAIN) as (engine, model):
         for parameter in (*model.first.parameters(), *model.blocks[0].parameters()):
@@ -460,6 +496,22 @@ class Slopes(Block):
 
 def test_a_gradient_within_a_block_is_made_again(tmp_path: Path) -> None:
     same_bits(tmp_path, Slopes)
+
+
+class SlopesAndCounts(Slopes):
+    """Changes a buffer as well, so it cannot run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+        self.get_buffer("seen").add_(1.0)
+        return super().forward(x)
+
+
+def test_a_gradient_within_a_block_that_is_kept_takes_nothing_away(tmp_path: Path) -> None:
+    same_bits(tmp_path, SlopesAndCounts)
 
 
 def test_gradients_of_gradients_have_the_same_bits(tmp_path: Path) -> None:
