@@ -29,8 +29,11 @@ class SavedMemory:
     use: Use
     record: ShardRecord
     address: int  # of the memory that was saved
-    # A tensor in it, and its version when it was saved; None once the memory is a copy of ours.
-    original: tuple[torch.Tensor, int] | None
+    shape: tuple[int, ...]  # of the first tensor in it
+    # A tensor in it that knows its version, and that when it was saved. Once the memory is a copy
+    # of ours, the tensor has no memory any more.
+    watched: tuple[torch.Tensor, int]
+    is_original: bool = True
     transfer: Transfer | None = None
     views: int = 0
     changed: RuntimeError | None = None
@@ -38,15 +41,18 @@ class SavedMemory:
 
     def drop_original(self) -> None:
         """Let the original go: the record has a copy of it elsewhere."""
-        # The last look at its version: a change from here on is not in the copy, which is right.
         self.note_change()
-        self.original = None
+        self.is_original = False
+        watched = self.watched[0]
+        # Assigned: unlike other ways to take its memory away, that is no change in place.
+        with torch.inference_mode(False):
+            watched.data = watched.new_empty(0)
 
     def note_change(self) -> None:
         """Remember an in-place change of what was saved."""
-        if self.original is not None and self.original[0]._version != self.original[1]:
-            tensor, version = self.original
-            self.changed = changed_since(tensor.shape, version, tensor._version)
+        tensor, version = self.watched
+        if self.changed is None and tensor._version != version:
+            self.changed = changed_since(self.shape, version, tensor._version)
 
     def add_view(self) -> None:
         """Count one more saved tensor in this memory."""
@@ -112,7 +118,7 @@ class SavedMemories:
     def find(self, tensor: torch.Tensor) -> SavedMemory | None:
         """Return the memory of a tensor, where it was saved at the same version and is here."""
         memory = self._by_address.get(tensor.untyped_storage().data_ptr())
-        if memory is None or memory.original is None or memory.original[1] != tensor._version:
+        if memory is None or not memory.is_original or memory.watched[1] != tensor._version:
             return None
         return memory
 
@@ -127,6 +133,7 @@ class SavedMemories:
             Use(name, (number,)),
             ShardRecord(name, self._borrowed.borrow(flat, holder=name)),
             storage.data_ptr(),
+            tuple(tensor.shape),
             # Detached: the tensor itself would hold its graph, and the graph holds what is saved.
             (tensor.detach(), tensor._version),
         )

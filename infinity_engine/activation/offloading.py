@@ -135,9 +135,7 @@ class ActivationOffload:
             memory.note_change()
             if memory.changed is not None:
                 raise memory.changed
-            self._meter.needs(
-                Cargo.ACTIVATIONS, memory.record.nbytes, found=memory.original is not None
-            )
+            self._meter.needs(Cargo.ACTIVATIONS, memory.record.nbytes, found=memory.is_original)
             self._expect(memory)
             resident = self._moves.resident
             resident.record_use(memory.use)
