@@ -28,6 +28,7 @@ from infinity_engine.units import align_up
 __all__ = ["ActivationLimits", "ActivationMoves", "nothing_spare"]
 
 _MOST_MOVES = 64  # at one time: each saved tensor looks at all of them
+_ALIGNED_FROM = 16 * PAGE  # bytes
 
 
 def nothing_spare() -> int:
@@ -339,8 +340,11 @@ class _Sizes(dict[int, int]):
 
 
 def _new_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return uninitialized memory; on the CPU it begins on a page, so that drives write to it."""
-    if device.type != "cpu":
+    """Return uninitialized memory; on the CPU it begins on a page, so that drives write to it.
+
+    Small memory does not: the rest of a page would be more than it is.
+    """
+    if device.type != "cpu" or nbytes < _ALIGNED_FROM:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
     begin = -memory.data_ptr() % PAGE

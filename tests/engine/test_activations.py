@@ -270,6 +270,40 @@ def test_one_memory_is_kept_once_whatever_views_of_it_are_saved(tmp_path: Path) 
         engine.backward(loss)
 
 
+def test_many_tiny_tensors_take_about_the_memory_that_they_are_counted_with(
+    tmp_path: Path,
+) -> None:
+    class Tiny(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(64, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x[:1])
+            for _ in range(1000):
+                y = y.exp().log()
+                y.register_hook(look)
+            return torch.as_tensor(y.sum())
+
+    taken: list[int] = []
+
+    def look(_: torch.Tensor) -> None:
+        moves = offload_of(engine)._moves
+        there = [moves.resident[number] for number in moves.resident]
+        taken.extend(
+            moves.lease(memory).flat().untyped_storage().nbytes()
+            for memory in there
+            if memory.transfer is None and not memory.is_original
+        )
+
+    torch.manual_seed(0)
+    few = {"at": "nvme", "resident_bytes": 4096, "small_bytes": 0}
+    with engine_of(Tiny(), tmp_path, activations=few) as engine:
+        engine.backward(engine(batch(0)))
+    assert taken
+    assert max(taken) <= 64
+
+
 def test_a_graph_that_is_dropped_gives_its_places_back(tmp_path: Path) -> None:
     with blocks(tmp_path, activations=ON_DRIVES) as (engine, _):
         engine.backward(engine(batch(0)))
