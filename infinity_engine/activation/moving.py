@@ -83,16 +83,38 @@ class ActivationMoves:
         self._evicting_bytes = 0
         self._is_saving = True
         self.resident: ResidentSet[SavedMemory] = ResidentSet(
-            self._sizes, limits.resident, beside=self._on_its_way
+            self._sizes, limits.resident, beside=self._not_for_members
         )
         self._failed: InfinityError | None = None
+        self._others: tuple[ActivationMoves, ...] = ()  # that share the limits
 
-    def _on_its_way(self) -> int:
+    def _not_for_members(self) -> int:
+        of_others = self._limits.resident - self._limits.resident // self._parts()
         # A forward begins to evict early, so that it need not wait. A backward evicts little, and
         # what it fetches ahead is resident.
         if self._is_saving:
-            return self._limits.in_flight
-        return self._evicting_bytes - self._limits.spare()
+            return of_others + self.most_in_flight
+        return of_others + self._evicting_bytes - self._limits.spare()
+
+    @property
+    def most_in_flight(self) -> int:
+        """The bytes that may be on their way at one time."""
+        return self._limits.in_flight // self._parts()
+
+    def share_limits(self, others: Sequence[ActivationMoves]) -> None:
+        """Have the limits together with others: equal parts for those that have something saved.
+
+        The offload of one that begins to save lets what the others have too much leave.
+        """
+        self._others = tuple(others)
+
+    def _parts(self) -> int:
+        return 1 + sum(other.is_used for other in self._others)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether something is saved, or on its way out."""
+        return bool(self._sizes)
 
     def note_saving(self, saving: bool) -> None:
         """Note whether tensors are saved now, or needed again."""
@@ -160,7 +182,7 @@ class ActivationMoves:
                 memory.end_move().take_error()
                 self.resident.remove(memory.number)
                 return
-        self._wait_for_evictions(max(self._limits.in_flight + self._limits.spare() - nbytes, 0))
+        self._wait_for_evictions(max(self.most_in_flight + self._limits.spare() - nbytes, 0))
         transfer = self._begin_eviction(memory)
         if isinstance(transfer.error, CapacityError):
             transfer.take_error()
@@ -179,7 +201,7 @@ class ActivationMoves:
 
     def make_room(self) -> None:
         """Wait until no more is on its way out than there is room for."""
-        self._wait_for_evictions(self._limits.in_flight + self._limits.spare())
+        self._wait_for_evictions(self.most_in_flight + self._limits.spare())
 
     def _begin_eviction(self, memory: SavedMemory) -> Transfer:
         record = memory.record

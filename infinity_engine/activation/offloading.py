@@ -9,7 +9,7 @@ needs one after the other: what comes next is fetched ahead. See decision 0045.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -50,7 +50,6 @@ class ActivationOffload:
     ) -> None:
         self._meter = lanes.meter
         self._clock_ns = clock_of(lanes.accelerator)
-        self._most_in_flight = limits.in_flight
         self._most_resident = limits.resident - limits.in_flight  # in a forward
         self._kept = KeptActivations()
         self._movable = _Movable(lanes.accelerator.torch_device, limits.small)
@@ -62,7 +61,16 @@ class ActivationOffload:
         self._expected = -1
         # Autograd's threads of several devices, or the caller's own.
         self._lock = threading.RLock()
+        self._sharing: tuple[ActivationOffload, ...] = ()
         self._closed = False
+
+    def share_limits(self, others: Sequence[ActivationOffload]) -> None:
+        """Have the limits together with others, which have the same: call it for each, before any
+        of them saves something.
+        """
+        self._sharing = tuple(other for other in others if other is not self)
+        self._moves.share_limits([other._moves for other in self._sharing])
+        self._lock = others[0]._lock  # one for all: each may evict what another has
 
     # --- what autograd asks -----------------------------------------------------------------------
 
@@ -85,11 +93,14 @@ class ActivationOffload:
             self._settle()
             self._moves.raise_failure()
             self._moves.note_saving(True)
+            begins = not self._moves.is_used
             memory = self._memories.find(tensor)
             if memory is None:
                 memory = self._memories.add(tensor)
                 self._moves.admit(memory)
             saved = self._memories.view(memory, tensor)
+            for other in self._sharing if begins else ():
+                other._give_way()
             resident = self._moves.resident
             if resident.free < 0:
                 self._evict(resident.evictions(self._most_resident // _SLACK))
@@ -99,6 +110,12 @@ class ActivationOffload:
         """Wait until no more is on its way out than there is room for."""
         with self._lock:
             self._moves.make_room()
+
+    def _give_way(self) -> None:
+        """Let leave what is more than this one's part, which another one needs from now on."""
+        self._settle()
+        self._evict(self._moves.resident.evictions(0))
+        self._moves.make_room()
 
     def begin_backward(self) -> None:
         """Fetch what is needed first, as far as there is room.
@@ -175,7 +192,7 @@ class ActivationOffload:
     @property
     def most_in_flight(self) -> int:
         """The bytes that may be on their way at one time."""
-        return self._most_in_flight
+        return self._moves.most_in_flight
 
     def time_moves(self, nbytes: int) -> tuple[float, float]:
         """Move so many bytes out and back, and return the seconds of each.

@@ -218,6 +218,8 @@ class _Assembling:
             return decider.spare(held=lifetimes.kept_soon) // len(homes)
 
         moved = {home: self.offload(home, staging, pool, spare=spare) for home in homes}
+        for offload in moved.values():
+            offload.share_limits(tuple(moved.values()))
         on_host = settings.host_bytes // (2 if Tier.NVME in homes else 1)
         room = ActivationRoom(
             device=resident,

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.far_activations import DEPTH, GPUS, SAVED, seconds_of_ways
+from infinity_engine.placement.activations import BlockWay
+from support.far_activations import DEPTH, GPUS, SAVED, most_held, seconds_of_ways
 from support.far_programs import far_process
 from support.session import SHARED
 
@@ -57,3 +59,22 @@ def test_auto_is_about_as_fast_as_the_best_fixed_choice_where_room_is_short(
     seconds = far.submit(seconds_of_ways, GPU, hidden, ways).result()
 
     assert seconds["auto"] <= 1.05 * min(seconds[way] for way in fixed), seconds
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        [BlockWay.HOST, BlockWay.DRIVE, BlockWay.HOST, BlockWay.DRIVE, BlockWay.HOST],
+        [BlockWay.HOST, BlockWay.HOST, BlockWay.HOST, BlockWay.DRIVE, BlockWay.DRIVE],
+    ],
+    ids=["in turn", "one after the other"],
+)
+def test_what_moves_to_host_and_drives_shares_one_staging(
+    far: ProcessPoolExecutor, tmp_path: Path, moved: list[BlockWay]
+) -> None:
+    """As the choice counts it: half of the room, whether one home is used or both."""
+    room = 2 * 3 * SAVED + SAVED // 2
+
+    held = far.submit(most_held, [*moved, *[BlockWay.KEEP] * 3], room, tmp_path).result()
+
+    assert 3 * SAVED < held <= room

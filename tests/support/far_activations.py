@@ -6,20 +6,27 @@ time of their products, and the host none. Nothing here depends on how fast the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import infinity_engine
 from infinity_engine.accel import Emulation, TimeCost
+from infinity_engine.activation import ActivationOffload
+from infinity_engine.activation.deciding import MeasuredWays
+from infinity_engine.placement.activations import BlockWay
 from infinity_engine.plan import Rates
+from support.block_ways import activations_by_block
 from support.determinism import deterministic_compute
 from support.far import FAR, FarAccelerator
 
-__all__ = ["GPUS", "Gpu", "seconds_of_ways"]
+__all__ = ["GPUS", "Gpu", "most_held", "seconds_of_ways"]
 
 MIB = 1 << 20
 WIDTH, TOKENS, DEPTH = 32, 256, 8
@@ -128,3 +135,99 @@ def _take_time(model: nn.Module, ns: int, passes: Any) -> None:
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(before)
             module.register_forward_hook(after)
+
+
+def most_held(
+    ways: Sequence[BlockWay],
+    room: int,
+    drive: Path | None,
+    *,
+    host_bytes: int = 16 * MIB,
+    graphs: int = 1,
+) -> int:
+    """Train with these ways of blocks, as if chosen; return the most bytes that were held of
+    activations on the device, by what blocks keep and by what moves.
+
+    `graphs` are made in each step before the first backward.
+    """
+    torch.manual_seed(0)
+    model, held = _Stack(), [0]
+    rates = Rates(
+        h2d_bytes_per_s=1e9,
+        d2h_bytes_per_s=1e9,
+        host_update_params_per_s=1e9,
+        device_update_params_per_s=1e10,
+    )
+    with (
+        deterministic_compute(),
+        FarAccelerator(Emulation(rates=rates, capacity_bytes=64 * MIB)) as device,
+        infinity_engine.initialize(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1e-3),
+            device=device,
+            strategy="device_only",
+            parameters="device",
+            rates=rates,
+            calibration="off",
+            budget={
+                "host": "64MiB",
+                "device": "48MiB",
+                "nvme": {} if drive is None else {str(drive): "64MiB"},
+            },
+            accumulation_steps=graphs,
+            activation_bytes="32MiB",
+            activations={
+                "at": "auto",
+                "resident_bytes": room,
+                "host_bytes": host_bytes,
+                "small_bytes": 0,
+            },
+        ) as engine,
+    ):
+        batch = torch.randn(TOKENS, WIDTH).to(FAR).requires_grad_()
+
+        def step(graphs: int) -> None:
+            for loss in [engine(batch).square().mean() for _ in range(graphs)]:
+                engine.backward(loss)
+            engine.step(update=True)
+
+        step(1)
+        step(1)
+        by_block = activations_by_block(engine)
+        decider = by_block._decider
+        assert isinstance(decider, MeasuredWays)
+        assert decider.choice is not None
+        decider._ways = dict(zip((block.name for block in by_block.blocks), ways, strict=True))
+        moves = [
+            keeper._moves
+            for keeper in by_block._keepers.values()
+            if isinstance(keeper, ActivationOffload)
+        ]
+
+        def look() -> None:
+            moved = sum(each.resident._used + each._evicting_bytes for each in moves)
+            held[0] = max(held[0], moved + by_block._lifetimes.kept)
+
+        with _after_each(look):
+            step(graphs)
+            step(1)
+        assert [use.way for use in engine.report().blocks] == [way.value for way in ways]
+    return held[0]
+
+
+@contextmanager
+def _after_each(look: Callable[[], None]) -> Iterator[None]:
+    """Call `look` whenever a tensor has been saved, or is needed."""
+
+    def followed(function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: Any) -> object:
+            found = function(*args)
+            look()
+            return found
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("pack", "unpack"):
+            patch.setattr(ActivationOffload, name, followed(getattr(ActivationOffload, name)))
+        yield
