@@ -6,7 +6,7 @@ The first steps hold as little as can be. A choice is made again where blocks sa
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from infinity_engine.activation.agreeing import Agreement, ChoiceBasis, ChosenAlone
@@ -66,8 +66,8 @@ class MeasuredWays:
     """Chooses within `room`; `rates` measures the links and drives when they are first asked for.
 
     `clock` is the time in seconds, at which all work that was submitted has ended. Tensors can wait
-    at `homes`. `left_alone` says why there are no blocks. With several ranks, `agreement` lets all
-    choose alike.
+    at `homes`, which tell how many bytes do. `left_alone` says why there are no blocks. With
+    several ranks, `agreement` lets all choose alike.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class MeasuredWays:
         *,
         rates: Callable[[], ActivationRates],
         clock: Callable[[], float],
-        homes: Sequence[Tier],
+        homes: Mapping[Tier, Callable[[], int]],
         left_alone: str = "",
         agreement: Agreement | None = None,
     ) -> None:
@@ -86,7 +86,7 @@ class MeasuredWays:
         self._room = room
         self._rates = rates
         self._clock = clock
-        self._homes = (Tier.DEVICE, *homes)
+        self._homes = homes
         self._measured = {block.name: _Measured() for block in blocks}
         self._again: list[tuple[float, float, int]] = []  # begin, seconds, block
         self._refused: dict[str, str] = {}
@@ -107,10 +107,17 @@ class MeasuredWays:
         wanted = self._ways.get(block.name, BlockWay.RECOMPUTE)
         possible = list(self._possible(block, wanted))
         for way in possible:
-            stays = self.expected(block, way, inputs=inputs)
-            if not stays or held + stays <= self._limit:
+            if self._fits(block, way, inputs=inputs, held=held):
                 return way
         return possible[-1]
+
+    def _fits(self, block: RepeatedBlock, way: BlockWay, *, inputs: int, held: int) -> bool:
+        """Tell whether there is room now for what a call that goes this way saves."""
+        nbytes = inputs if way.recomputes else self._measured[block.name].saved
+        if way.home is Tier.DEVICE:
+            return not nbytes or held + nbytes <= self._limit
+        room = self._room.host if way.home is Tier.HOST else self._room.drives
+        return nbytes <= room - self._homes[way.home]()
 
     def _possible(self, block: RepeatedBlock, wanted: BlockWay) -> Iterator[BlockWay]:
         """Yield the ways of a block, from what was chosen to what keeps least."""
@@ -125,7 +132,8 @@ class MeasuredWays:
         possible = [
             way
             for way in ways
-            if way.home in self._homes and not (way.recomputes and block.name in self._refused)
+            if way.home in (Tier.DEVICE, *self._homes)
+            and not (way.recomputes and block.name in self._refused)
         ]
         # What this rank holds now, the others do not know: the same blocks run again on all.
         alike = [way for way in possible if way.recomputes == wanted.recomputes]
@@ -140,7 +148,7 @@ class MeasuredWays:
     @property
     def _limit(self) -> int:
         moves = self.choice is None or any(way.home is not Tier.DEVICE for way in self.choice.ways)
-        staging = self._room.staging if moves and len(self._homes) > 1 else 0
+        staging = self._room.staging if moves and self._homes else 0
         return self._room.device - staging - self._outside
 
     def spare(self, *, held: int) -> int:

@@ -187,6 +187,12 @@ class ActivationOffload:
         self._closed = True
         self._moves.close()
 
+    def saved_bytes(self) -> int:
+        """Return the bytes that graphs hold of what it moves, wherever they are now."""
+        with self._lock:
+            self._settle()
+            return sum(memory.record.nbytes for memory in self._memories.by_number.values())
+
     # --- how fast it is ---------------------------------------------------------------------------
 
     @property

@@ -232,7 +232,7 @@ class _Assembling:
             room,
             rates=lambda: measured_rates(moved, over_link=self.has_device_memory),
             clock=self._clock(),
-            homes=homes,
+            homes={home: offload.saved_bytes for home, offload in moved.items()},
             left_alone=_left_alone(model),
             agreement=self._agreement(),
         )

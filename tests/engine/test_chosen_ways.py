@@ -390,6 +390,7 @@ def decider(
     rates: ActivationRates = NO_MOVES,
     homes: tuple[Tier, ...] = (),
     agreement: Agreement | None = None,
+    waiting: int = 0,
 ) -> tuple[MeasuredWays, tuple[RepeatedBlock, ...]]:
     blocks = find_blocks(Stack(4))
     ticks = iter(range(10**6))
@@ -398,7 +399,7 @@ def decider(
         room,
         rates=lambda: rates,
         clock=lambda: float(next(ticks)),
-        homes=homes,
+        homes=dict.fromkeys(homes, lambda: waiting),
         agreement=agreement,
     )
     return ways, blocks
@@ -463,6 +464,16 @@ def test_inputs_go_to_drives_where_they_do_not_fit_either() -> None:
         homes=(Tier.NVME,),
     )
     assert ways.way(blocks[0], inputs=MIB, held=100 * MIB) is BlockWay.RECOMPUTE_DRIVE
+
+
+def test_a_home_without_room_is_not_taken() -> None:
+    rates = ActivationRates(to_host=1e9, from_host=1e9, to_drives=1e8, from_drives=1e8)
+    room = ActivationRoom(device=100 * MIB, host=50 * MIB, drives=1 << 40)
+    homes = (Tier.HOST, Tier.NVME)
+    ways, blocks = decider(room, rates, homes=homes)
+    full, _ = decider(room, rates, homes=homes, waiting=50 * MIB)
+    assert ways.way(blocks[0], inputs=MIB, held=100 * MIB) is BlockWay.RECOMPUTE_HOST
+    assert full.way(blocks[0], inputs=MIB, held=100 * MIB) is BlockWay.RECOMPUTE_DRIVE
 
 
 def test_what_is_saved_outside_of_blocks_is_counted() -> None:

@@ -78,3 +78,15 @@ def test_what_moves_to_host_and_drives_shares_one_staging(
     held = far.submit(most_held, [*moved, *[BlockWay.KEEP] * 3], room, tmp_path).result()
 
     assert 3 * SAVED < held <= room
+
+
+def test_a_graph_without_room_on_the_host_goes_another_way(
+    far: ProcessPoolExecutor,
+) -> None:
+    room, whole = SAVED * DEPTH, SAVED * DEPTH
+
+    held = far.submit(
+        most_held, [BlockWay.HOST] * DEPTH, room, None, host_bytes=whole, graphs=2
+    ).result()
+
+    assert held <= room
