@@ -96,8 +96,11 @@ def _costs(training: Training, means: Means) -> list[BlockCost]:
     modules, tokens, sequence = training.model.modules[:-1], training.tokens, training.sequence
     forward = tokens * sum(module.flops(sequence) for module in modules) / rate.forward
     backward = tokens * sum(module.backward_flops(sequence) for module in modules) / rate.backward
+    if training.tiles > 1:  # each tile of the sequence runs again, whatever its block does
+        tiled = sum(module.flops(sequence) for module in modules if module.feed_forward)
+        backward += tokens * tiled / rate.forward
     cost = BlockCost(
-        saved=known.block_bytes(tokens, width=training.width),
+        saved=known.block_bytes(tokens, width=training.width, tile_tokens=training.tile_tokens),
         inputs=known.input_bytes(tokens, width=training.width),
         forward_s=forward / known.blocks,
         backward_s=backward / known.blocks,
@@ -112,7 +115,9 @@ def _room(training: Training, means: Means, report: PlanReport, cost: BlockCost)
     computes = Tier.HOST if means.unified else Tier.DEVICE
     # Not what the plan lists as theirs: gradients take their place as the backward goes on.
     planned = training.activation_bytes() if means.for_all else 0
-    device = left[computes] + max(planned - training.logits_bytes(), 0)
+    # Of one tile of the sequence at a time, whatever is done with what blocks save.
+    tile = training.tile_bytes()
+    device = max(left[computes] + max(planned - training.logits_bytes(), 0) - tile, 0)
     return ActivationRoom(
         device=device,
         host=0 if means.unified else left[Tier.HOST],

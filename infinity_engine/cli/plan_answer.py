@@ -193,6 +193,8 @@ def _summary(report: PlanReport, training: Training) -> Rows:
         kept += f", their inputs elsewhere: {format_bytes(training.input_bytes())}"
     if training.chunked_loss:
         kept += ", no whole logits"
+    if training.tiles > 1:
+        kept += f", feed-forward blocks in {training.tiles:,} tiles of the sequence"
     trained = sum(parameter.numel for parameter in training.model.parameters if parameter.trained)
     part = "" if trained == report.parameters else f", {trained:,} of them trained"
     yield "parameters", f"{report.parameters:,}{part}"

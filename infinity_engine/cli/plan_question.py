@@ -125,6 +125,13 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         help="recompute the activations of blocks in the backward (default: yes)",
     )
     what.add_argument(
+        "--tile-sequence",
+        type=int,
+        metavar="POSITIONS",
+        help="run feed-forward blocks on so many positions at a time, as tile_sequence() does "
+        "(default: on all at once)",
+    )
+    what.add_argument(
         "--offload-inputs",
         action="store_true",
         help="let the inputs of recomputed blocks wait on drives, or else on the host",
@@ -208,6 +215,7 @@ def training_of(options: argparse.Namespace, model: ModelShape, precision: str) 
         checkpointing=options.checkpointing,
         inputs_moved=options.offload_inputs,
         chunked_loss=options.loss == "chunked",
+        tile_positions=options.tile_sequence,
         # Autocast changes what operations compute in, not what parameters are kept in.
         formats=Formats(parameter=formats[precision.removesuffix("_autocast")]),
         state_names=_states(options.optimizer),
@@ -311,6 +319,7 @@ def in_words(error: ConfigError) -> str:
         "batch": "--batch",
         "sequence": "--sequence",
         "accumulation_steps": "--accumulation",
+        "tile_positions": "--tile-sequence",
         "model": "--model",
     }
     names |= {"machine": "--machine", "subgroup_numel": "--subgroup"}

@@ -135,6 +135,7 @@ def _adapted(module: ModuleShape, rank: int) -> Iterator[ModuleShape]:
                 ParameterShape(f"{module.name}.{name}.default.weight", numel, element_bytes=_FP32),
             ),
             flops_per_token=2 * numel,
+            feed_forward=module.feed_forward,
         )
 
 

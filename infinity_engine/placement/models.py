@@ -15,6 +15,7 @@ __all__ = ["LOSS_WORKSPACE", "Activations", "ModelShape", "ModuleShape", "Parame
 
 LOSS_WORKSPACE = "64MiB"  # what the tiles of a chunked loss take
 _MOVING_INPUTS = 4  # blocks whose inputs are on their way, or fetched ahead
+_GRADIENTS_OF_TILE = 2  # the part of inner elements that has gradients at the same time
 _LOGITS_FP32 = 3  # a copy of the logits, their log-softmax, and its gradient
 _PIECE = 4 << 20  # elements of a compact weight that are expanded at once
 _EXPANDING = 6  # bytes that the work on each of them takes
@@ -52,6 +53,8 @@ class ModuleShape:
     """Elements of another module's parameters that it reads."""
     sides: tuple[int, int] = (0, 0)
     """Of a linear module, the elements that come out for a token and that go in; else zeros."""
+    feed_forward: str = ""
+    """The feed-forward block that it is a part of; empty where it is a part of none."""
 
     @property
     def numel(self) -> int:
@@ -94,6 +97,9 @@ class Activations:
     logits: int
     expanded: int = 0
     """Elements of the largest compact weight: it is expanded while its layer computes."""
+    inner: int = 0
+    """Of `elements`, those that the feed-forward block makes and saves; 0 where there is none that
+    handles each position alone, or it is not known."""
 
     def nbytes(
         self,
@@ -103,13 +109,15 @@ class Activations:
         checkpointing: bool,
         inputs_moved: bool = False,
         chunked_loss: bool = False,
+        tile_tokens: int | None = None,
     ) -> int:
         """Return the most bytes at once for so many tokens, with elements of `width` bytes.
 
         `inputs_moved`: those of checkpointed blocks wait on the host or on drives. `chunked_loss`:
-        there are no whole logits.
+        there are no whole logits. `tile_tokens`: feed-forward blocks compute so many at a time.
         """
-        block = self.block_bytes(tokens, width=width)
+        block = self.block_bytes(tokens, width=width, tile_tokens=tile_tokens)
+        tile = self.tile_bytes(tokens, width=width, tile_tokens=tile_tokens)
         inputs = min(self.blocks, _MOVING_INPUTS) if inputs_moved else self.blocks
         # Checkpointed, one block at a time has everything beside the inputs of all.
         kept = (
@@ -117,12 +125,23 @@ class Activations:
             if checkpointing
             else block * self.blocks
         )
-        kept += width * self.expanded + _EXPANDING * min(self.expanded, _PIECE)
+        kept += tile + width * self.expanded + _EXPANDING * min(self.expanded, _PIECE)
         return kept + self.logits_bytes(tokens, width=width, chunked=chunked_loss)
 
-    def block_bytes(self, tokens: int, *, width: int) -> int:
-        """Return what one block saves."""
-        return tokens * (width * self.elements + 4 * self.fp32)
+    def block_bytes(self, tokens: int, *, width: int, tile_tokens: int | None = None) -> int:
+        """Return what one block saves; of a feed-forward block in tiles, its input alone."""
+        inner = 0 if tile_tokens is None else self.inner
+        return tokens * (width * (self.elements - inner) + 4 * self.fp32)
+
+    def tile_bytes(self, tokens: int, *, width: int, tile_tokens: int | None) -> int:
+        """Return what a feed-forward block in tiles takes while it computes: one tile's inner
+        elements and their gradients, and beside its output the outputs of tiles, or their
+        gradients.
+        """
+        if tile_tokens is None:
+            return 0
+        inner = tile_tokens * self.inner
+        return width * (inner + inner // _GRADIENTS_OF_TILE + tokens * self.hidden)
 
     def input_bytes(self, tokens: int, *, width: int) -> int:
         """Return what one block is given."""

@@ -45,19 +45,28 @@ class Training:
     """Whether the inputs of checkpointed blocks wait on the host or on drives."""
     chunked_loss: bool = False
     """Whether the loss is computed without whole logits."""
+    tile_positions: int | None = None
+    """Positions that feed-forward blocks compute at a time; None: all."""
     overlap: bool | None = True
     """Whether an update's end may go on beside the next forward; None: where a step is shorter."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "sequence", "accumulation_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    field=name, value=getattr(self, name), expected="a whole number, 1 or more"
-                )
+        for name in ("batch", "sequence", "accumulation_steps", "tile_positions"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise ConfigError(field=name, value=given, expected="a whole number, 1 or more")
         most = self.model.positions
         if most is not None and self.sequence > most:
             expected = f"at most {most} tokens, which is what {self.model.name} has positions for"
             raise ConfigError(field="sequence", value=self.sequence, expected=expected)
+        known = self.model.activations
+        if self.tile_positions is not None and (known is None or not known.inner):
+            raise ConfigError(
+                field="tile_positions",
+                value=self.tile_positions,
+                expected="nothing with this model: it has experts, or no block of which it is "
+                "known that it handles each position alone",
+            )
         if not any(parameter.trained and parameter.numel for parameter in self.model.parameters):
             raise ConfigError(
                 field="model", value=self.model.name, expected="a model with parameters to train"
@@ -73,6 +82,22 @@ class Training:
         """Tokens of one micro-batch of one rank."""
         return self.batch * self.sequence
 
+    @property
+    def tiles(self) -> int:
+        """How many tiles of the sequence feed-forward blocks compute one after another."""
+        return -(-self.sequence // (self.tile_positions or self.sequence))
+
+    @property
+    def tile_tokens(self) -> int | None:
+        """Tokens of one of several tiles; None where all tokens are computed at once."""
+        return None if self.tiles == 1 else self.batch * (self.tile_positions or 1)
+
+    def runs_again(self, place: int) -> int:
+        """Return how often a backward runs the module at that place of the model again."""
+        modules = self.model.modules
+        checkpointed = self.checkpointing and place < len(modules) - 1
+        return int(checkpointed) + int(self.tiles > 1 and bool(modules[place].feed_forward))
+
     def activation_bytes(self) -> int:
         """Return what autograd keeps at most, 0 where that is not known."""
         known = self.model.activations
@@ -85,7 +110,23 @@ class Training:
                 checkpointing=self.checkpointing,
                 inputs_moved=self.inputs_moved,
                 chunked_loss=self.chunked_loss,
+                tile_tokens=self.tile_tokens,
             )
+        )
+
+    def gradients_in_the_making(self) -> int:
+        """Return the most elements of gradients that autograd makes at the same time: of one
+        parameter; of a feed-forward block in tiles, the sums of all, and what is added to one.
+        """
+        together: dict[str, list[int]] = {}
+        for module in self.model.modules:
+            block = module.feed_forward if self.tiles > 1 else ""
+            together.setdefault(block, []).extend(
+                parameter.numel for parameter in module.parameters if parameter.trained
+            )
+        return max(
+            max(numels, default=0) + (sum(numels) if block else 0)
+            for block, numels in together.items()
         )
 
     def input_bytes(self) -> int:
@@ -94,6 +135,13 @@ class Training:
         return (
             0 if known is None else known.blocks * known.input_bytes(self.tokens, width=self.width)
         )
+
+    def tile_bytes(self) -> int:
+        """Return what one tile of the sequence takes while it computes, 0 where there are none."""
+        known, tokens = self.model.activations, self.tile_tokens
+        if known is None:
+            return 0
+        return known.tile_bytes(self.tokens, width=self.width, tile_tokens=tokens)
 
     def logits_bytes(self) -> int:
         """Return what the logits and their loss take of that."""

@@ -202,13 +202,11 @@ class Evaluator:
         """
         if not self.means.for_all:
             return 0
-        return sizing.width * self._largest_numel + self.gathered(sizing)
+        return sizing.width * self._making_numel + self.gathered(sizing)
 
     @cached_property
-    def _largest_numel(self) -> int:
-        """Elements of the largest parameter that is trained, whole."""
-        parameters = self.training.model.parameters
-        return max((parameter.numel for parameter in parameters if parameter.trained), default=0)
+    def _making_numel(self) -> int:
+        return self.training.gradients_in_the_making()
 
     def gathered(self, sizing: Sizing) -> int:
         """Return the bytes of modules gathered from all ranks: the one that computes, and the

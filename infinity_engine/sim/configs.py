@@ -158,8 +158,12 @@ class _Fields:
 _Model = tuple[list[ModuleShape], Activations, int | None]
 
 
-def _linear(name: str, out: int, into: int, *, bias: bool, attention: int = 0) -> ModuleShape:
-    """Return a linear module; `attention` is the width of the attention that feeds it, else 0."""
+def _linear(
+    name: str, out: int, into: int, *, bias: bool, attention: int = 0, feed_forward: str = ""
+) -> ModuleShape:
+    """Return a linear module; `attention` is the width of the attention that feeds it, else 0, and
+    `feed_forward` the block that it is a part of.
+    """
     parameters = [ParameterShape(f"{name}.weight", out * into)]
     if bias:
         parameters.append(ParameterShape(f"{name}.bias", out))
@@ -169,6 +173,7 @@ def _linear(name: str, out: int, into: int, *, bias: bool, attention: int = 0) -
         flops_per_token=2 * out * into,
         attention_width=attention,
         sides=(out, into),
+        feed_forward=feed_forward,
     )
 
 
@@ -371,6 +376,7 @@ def _gated(config: _Fields, kind: _Gated, experts: _Experts | None = None) -> _M
         + max(one_for_all, mixed),
         fp32=len(kind.norms) * hidden + normed,
         logits=vocabulary,
+        inner=0 if experts is not None else 4 * inner,
     )
     return (
         modules,
@@ -399,13 +405,16 @@ def _attention(at: str, kind: _Gated, hidden: int, heads: _Heads) -> list[Module
 
 def _feed_forward(at: str, kind: _Gated, hidden: int, inner: int) -> list[ModuleShape]:
     if kind.fused:
-        into = [_linear(f"{at}.gate_up_proj", 2 * inner, hidden, bias=kind.mlp_bias)]
+        into = [
+            _linear(f"{at}.gate_up_proj", 2 * inner, hidden, bias=kind.mlp_bias, feed_forward=at)
+        ]
     else:
         into = [
-            _linear(f"{at}.{name}_proj", inner, hidden, bias=kind.mlp_bias)
+            _linear(f"{at}.{name}_proj", inner, hidden, bias=kind.mlp_bias, feed_forward=at)
             for name in ("gate", "up")
         ]
-    return [*into, _linear(f"{at}.down_proj", hidden, inner, bias=kind.mlp_bias)]
+    out = _linear(f"{at}.down_proj", hidden, inner, bias=kind.mlp_bias, feed_forward=at)
+    return [*into, out]
 
 
 def _mixture(at: str, hidden: int, experts: _Experts) -> list[ModuleShape]:
@@ -448,8 +457,8 @@ def _gpt2(config: _Fields) -> _Model:
             _linear(f"{at}.attn.c_attn", 3 * hidden, hidden, bias=True),
             _linear(f"{at}.attn.c_proj", hidden, hidden, bias=True, attention=hidden),
             _norm(f"{at}.ln_2", hidden, bias=True),
-            _linear(f"{at}.mlp.c_fc", inner, hidden, bias=True),
-            _linear(f"{at}.mlp.c_proj", hidden, inner, bias=True),
+            _linear(f"{at}.mlp.c_fc", inner, hidden, bias=True, feed_forward=f"{at}.mlp"),
+            _linear(f"{at}.mlp.c_proj", hidden, inner, bias=True, feed_forward=f"{at}.mlp"),
         ]
     modules.append(_norm("transformer.ln_f", hidden, bias=True))
     modules.append(
@@ -459,7 +468,7 @@ def _gpt2(config: _Fields) -> _Model:
     # its input.
     saved = 4 * hidden + 5 * hidden + 6 * inner
     activations = Activations(
-        blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary
+        blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary, inner=6 * inner
     )
     return modules, activations, positions
 
@@ -531,8 +540,8 @@ def _gpt_neox(config: _Fields) -> _Model:
             _norm(f"{at}.post_attention_layernorm", hidden, bias=True),
             _linear(f"{at}.attention.query_key_value", made, hidden, bias=bias),
             _linear(f"{at}.attention.dense", hidden, attended, bias=bias, attention=attended),
-            _linear(f"{at}.mlp.dense_h_to_4h", inner, hidden, bias=True),
-            _linear(f"{at}.mlp.dense_4h_to_h", hidden, inner, bias=True),
+            _linear(f"{at}.mlp.dense_h_to_4h", inner, hidden, bias=True, feed_forward=f"{at}.mlp"),
+            _linear(f"{at}.mlp.dense_4h_to_h", hidden, inner, bias=True, feed_forward=f"{at}.mlp"),
         ]
     modules.append(_norm("gpt_neox.final_layer_norm", hidden, bias=True))
     modules.append(
@@ -540,7 +549,7 @@ def _gpt_neox(config: _Fields) -> _Model:
     )
     saved = 4 * hidden + 5 * hidden + 2 * inner
     activations = Activations(
-        blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary
+        blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary, inner=2 * inner
     )
     return (
         modules,

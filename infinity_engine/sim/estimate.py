@@ -82,7 +82,7 @@ class _Computing:
             return cls(lane, len(modules), 0.0, 0.0)
         flops = [module.flops(training.sequence) * training.tokens for module in modules]
         backward = [module.backward_flops(training.sequence) for module in modules]
-        again = sum(flops[:-1]) if training.checkpointing else 0
+        again = sum(work * training.runs_again(place) for place, work in enumerate(flops))
         return cls(
             lane,
             len(modules),

@@ -6,6 +6,7 @@ few hundredths less there is none. Called where the planner has refused.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -29,6 +30,7 @@ _LESS = (1.01, 1.03)  # an amount that fits is compared with so many times less
 _STEP = 1.1  # from an amount that fits to the next smaller one, until one does not
 _FURTHER = (1.0, 1.01, 1.02, 1.04, 1.08, 1.16, 1.32)  # times an estimate that may be too small
 _SHORTEST, _TOKENS = 128, 128  # of a sequence, and the steps in which it gets shorter
+_LEAST_POSITIONS = 64  # of a tile of the sequence
 _CHECKPOINT = "checkpoint activations (--checkpointing)"
 
 
@@ -295,6 +297,7 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
         moved = format_bytes(training.input_bytes())
         words = f"inputs of blocks on drives or the host, {moved} there (--offload-inputs)"
         yield words, replace(training, inputs_moved=True)
+    yield from _tiles_of_sequence(planner)
     if not training.chunked_loss and training.model.activations is not None:
         yield "a loss without whole logits (--loss chunked)", replace(training, chunked_loss=True)
     if training.batch > 1:
@@ -313,6 +316,30 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
     if len(training.state_names) > 1:
         lion = replace(training, state_names=training.state_names[:1])
         yield "an optimizer with one state (--optimizer lion)", lion
+
+
+def _tiles_of_sequence(planner: Planner) -> Iterator[tuple[str, Training]]:
+    """Yield the fewest tiles of the sequence that fit, where logits are not most of the
+    activations.
+    """
+    training = planner.training
+    known = training.model.activations
+    if known is None or not known.inner or training.tile_positions is not None:
+        return
+    if 2 * training.logits_bytes() > training.activation_bytes():
+        return
+    sizes: list[Training] = []  # of tiles: powers of two that are less than the sequence
+    while (size := _LEAST_POSITIONS << len(sizes)) < training.sequence:
+        sizes.append(replace(training, tile_positions=size))
+    # Larger tiles take more.
+    enough = bisect_left(sizes, True, key=lambda tiled: not planner.with_training(tiled).fits())
+    if enough:
+        tiled = sizes[enough - 1]
+        yield (
+            f"feed-forward blocks in {tiled.tiles:,} tiles of the sequence "
+            f"(--tile-sequence {tiled.tile_positions})",
+            tiled,
+        )
 
 
 def _longest(planner: Planner) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
+from infinity_engine.placement.models import ModuleShape
 from infinity_engine.placement.placing import Plan
 from infinity_engine.placement.sizing import Sizing
 from infinity_engine.placement.training import Means, Training
@@ -151,7 +152,12 @@ class _Needs(NamedTuple):
     read: int
     flops: int
     backward_flops: int
-    recomputed: bool
+    again: int
+    """How often a backward runs it once more."""
+    tiles: int
+    """How many tiles of the sequence a forward runs it on, one after another."""
+    stays: bool
+    """Whether what is fetched for one tile is still there for the next one."""
     gradient_down: int
     gradient_written: int
     subgroups: tuple[int, ...]
@@ -159,6 +165,15 @@ class _Needs(NamedTuple):
     """Bytes of its parameters that each rank sends the others."""
     reduced: int
     """Bytes of its gradients likewise."""
+
+    def of_backward(self) -> _Needs:
+        """Return what a backward needs of it: each tile of the sequence runs again first."""
+        return self if self.tiles == 1 else self._replace(tiles=2 * self.tiles)
+
+    @property
+    def fetches(self) -> int:
+        """How often it is fetched."""
+        return 1 if self.stays else self.tiles
 
 
 class _TimedUpdate:
@@ -320,7 +335,7 @@ class _TimedStep:
                 ready_ns = max(self._clocks.times[op].end_ns for op in ops)
                 fetched = needs._replace(read=0)
             arrived_ns = self._fetch(number, fetched, ready_ns)
-            ready_ns = self._wire.gather(needs.gathered, max(arrived_ns, begin_ns))
+            ready_ns = self._wire.gather(needs.tiles * needs.gathered, max(arrived_ns, begin_ns))
             duration_ns = self._duration_ns(needs.flops, 0)
             end_ns = self._work(self._compute, duration_ns, ready_ns).end_ns
             self._wire.note_use(end_ns)
@@ -354,7 +369,7 @@ class _TimedStep:
                 while not all(map(walk.has_arrived, needs.subgroups)):
                     if not walk.poll():
                         walk.arrive(needs.subgroups)
-            ready_ns = self._wire.gather(needs.gathered, self._thread.now_ns)
+            ready_ns = self._wire.gather(needs.tiles * needs.gathered, self._thread.now_ns)
             duration_ns = self._duration_ns(needs.flops, 0)
             end_ns = self._work(self._compute, duration_ns, ready_ns).end_ns
             self._wire.note_use(end_ns)
@@ -402,9 +417,10 @@ class _TimedStep:
     def _fetch_now(self, number: int) -> None:
         assert self._link is not None, "a device with memory of its own has links"
         needs, after_ns = self._modules[number], self._thread.now_ns
+        nbytes = needs.fetches * needs.fetched
         if needs.read:
-            after_ns = self._move(Lane.NVME_READ, needs.read, after_ns).end_ns
-        self._use(number, needs, self._move(self._link, needs.fetched, after_ns).end_ns)
+            after_ns = self._move(Lane.NVME_READ, needs.fetches * needs.read, after_ns).end_ns
+        self._use(number, needs, self._move(self._link, nbytes, after_ns).end_ns)
 
     def _give_up(self, running: int) -> int:
         """Let what the backward needs last make room, once the device has used it; return its
@@ -423,11 +439,10 @@ class _TimedStep:
         """
         end_ns = begin_ns
         for number in reversed(range(len(self._modules))):
-            needs = self._modules[number]
+            needs = self._modules[number].of_backward()
             arrived_ns = self._fetch(number, needs, 0)
-            again = needs.flops if needs.recomputed else 0
-            duration_ns = self._duration_ns(again, needs.backward_flops)
-            ready_ns = self._wire.gather(needs.gathered, max(arrived_ns, begin_ns))
+            duration_ns = self._duration_ns(needs.again * needs.flops, needs.backward_flops)
+            ready_ns = self._wire.gather(needs.tiles * needs.gathered, max(arrived_ns, begin_ns))
             made_ns = self._work(self._compute, duration_ns, ready_ns).end_ns
             self._wire.note_use(made_ns)
             self._use(number, needs, made_ns)
@@ -449,9 +464,9 @@ class _TimedStep:
             return after_ns
         after_ns = max(after_ns, self._room.make(needs.fetched))
         if needs.read:
-            after_ns = self._read(needs.read, after_ns)
+            after_ns = self._read(needs.fetches * needs.read, after_ns)
         if self._link is not None:
-            after_ns = self._move(self._link, needs.fetched, after_ns).end_ns
+            after_ns = self._move(self._link, needs.fetches * needs.fetched, after_ns).end_ns
         return after_ns
 
     def _read(self, nbytes: int, after_ns: int) -> int:
@@ -489,11 +504,22 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
     modules = training.model.modules
     found = []
     subgroups = sizing.subgroups_of
+
+    def fetched_of(module: ModuleShape) -> list[int]:
+        return [
+            numbers[parameter.name]
+            for parameter in module.parameters
+            if at_home and (not sizing.unified or numbers[parameter.name] in resting)
+        ]
+
+    together: dict[str, int] = {}
+    for module in modules if training.tiles > 1 else ():
+        together[module.feed_forward] = together.get(module.feed_forward, 0) + sum(
+            sizing.parameters[number] for number in fetched_of(module)
+        )
     for place, module in enumerate(modules):
         own = [numbers[parameter.name] for parameter in module.parameters]
-        fetched = [
-            number for number in own if at_home and (not sizing.unified or number in resting)
-        ]
+        fetched = fetched_of(module)
         nbytes = sum(sizing.parameters[number] for number in fetched)
         read = sum(sizing.parameters[number] for number in fetched if number in resting)
         if at_home and several and module.shared_numel:  # another one's, which has gone meanwhile
@@ -506,7 +532,9 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
                 read=read,
                 flops=module.flops(training.sequence) * training.tokens,
                 backward_flops=module.backward_flops(training.sequence) * training.tokens,
-                recomputed=training.checkpointing and place < len(modules) - 1,
+                again=training.runs_again(place),
+                tiles=training.tiles if module.feed_forward else 1,
+                stays=together.get(module.feed_forward, 0) <= plan.demand.fetched,
                 gradient_down=sum(down.get(number, 0) for number in own),
                 gradient_written=sum(written.get(number, 0) for number in own),
                 subgroups=tuple(

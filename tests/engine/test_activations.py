@@ -341,6 +341,33 @@ def test_a_change_in_place_after_saving_is_an_error_as_in_torch(tmp_path: Path) 
             engine.backward(loss)
 
 
+def test_a_change_of_what_has_left_is_an_error_as_in_torch(tmp_path: Path) -> None:
+    class Shows(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(64, 64)
+            self.results: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.results = [self.linear(x).exp() for _ in range(8)]  # each saves its result
+            return torch.stack(self.results).sum()
+
+    torch.manual_seed(0)
+    model = Shows()
+    few = {"at": "nvme", "resident_bytes": 4 * 64 * 64 * 4, "small_bytes": 0}
+    with engine_of(model, tmp_path, activations=few) as engine:
+        loss = engine(batch(0))
+        moves = offload_of(engine)._moves
+        moves._wait_for_evictions(0)
+        saved = moves._memories.by_number.values()
+        left = {memory.address for memory in saved if not memory.is_original}
+        changed = next(each for each in model.results if each.data_ptr() in left)
+        with torch.no_grad():
+            changed.add_(1.0)
+        with pytest.raises(RuntimeError, match=r"shape \(64, 64\) .* modified by"):
+            engine.backward(loss)
+
+
 def failing(method: str, times: int, patch: pytest.MonkeyPatch) -> None:
     """Let the next operations of swap files with activations fail."""
     real, left = getattr(SwapFile, method), [times]
@@ -375,33 +402,6 @@ class Unhurried:
         return self._waited
 
     def wait(self) -> int:
-def test_a_change_of_what_has_left_is_an_error_as_in_torch(tmp_path: Path) -> None:
-    class Shows(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(64, 64)
-            self.results: list[torch.Tensor] = []
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.results = [self.linear(x).exp() for _ in range(8)]  # each saves its result
-            return torch.stack(self.results).sum()
-
-    torch.manual_seed(0)
-    model = Shows()
-    few = {"at": "nvme", "resident_bytes": 4 * 64 * 64 * 4, "small_bytes": 0}
-    with engine_of(model, tmp_path, activations=few) as engine:
-        loss = engine(batch(0))
-        moves = offload_of(engine)._moves
-        moves._wait_for_evictions(0)
-        saved = moves._memories.by_number.values()
-        left = {memory.address for memory in saved if not memory.is_original}
-        changed = next(each for each in model.results if each.data_ptr() in left)
-        with torch.no_grad():
-            changed.add_(1.0)
-        with pytest.raises(RuntimeError, match=r"shape \(64, 64\) .* modified by"):
-            engine.backward(loss)
-
-
         self._waited = True
         return self._hop.wait()
 

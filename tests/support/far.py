@@ -45,6 +45,7 @@ __all__ = [
     "far_array_of",
     "far_device_is_missing",
     "load_far_device",
+    "most_allocated",
 ]
 
 FAR = torch.device("hpu", 0)
@@ -101,6 +102,14 @@ def load_far_device(library: Path) -> None:
 def allocated() -> int:
     """Return the bytes that torch has taken there."""
     return int(torch.ops.far.allocated())
+
+
+def most_allocated(work: Callable[[], object]) -> int:
+    """Return the most bytes that torch takes there while it works, beside those before."""
+    before = allocated()
+    torch.ops.far.forget_peak()
+    work()
+    return int(torch.ops.far.peak()) - before
 
 
 def _bytes_at(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,12 +21,14 @@ from infinity_engine.accel import Emulation, TimeCost
 from infinity_engine.activation import ActivationOffload
 from infinity_engine.activation.deciding import MeasuredWays
 from infinity_engine.placement.activations import BlockWay
+from infinity_engine.placement.models import Activations, ModelShape, ModuleShape, ParameterShape
 from infinity_engine.plan import Rates
+from infinity_engine.tiling import tile_sequence
 from support.block_ways import activations_by_block
 from support.determinism import deterministic_compute
-from support.far import FAR, FarAccelerator
+from support.far import FAR, FarAccelerator, most_allocated
 
-__all__ = ["GPUS", "Gpu", "most_held", "seconds_of_ways"]
+__all__ = ["GPUS", "Gpu", "gated_shape", "most_held", "peak_of_gated", "seconds_of_ways"]
 
 MIB = 1 << 20
 WIDTH, TOKENS, DEPTH = 32, 256, 8
@@ -231,3 +233,108 @@ def _after_each(look: Callable[[], None]) -> Iterator[None]:
         for name in ("pack", "unpack"):
             patch.setattr(ActivationOffload, name, followed(getattr(ActivationOffload, name)))
         yield
+
+
+HIDDEN, INNER, GATED, SEQUENCES, POSITIONS = 64, 1024, 3, 4, 128
+
+
+class _FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, INNER, bias=False)
+        self.up = nn.Linear(HIDDEN, INNER, bias=False)
+        self.down = nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.down(nn.functional.gelu(self.gate(x)) * self.up(x)))
+
+
+class _GatedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = _FeedForward()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(x + self.mlp(x))
+
+
+class _Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_GatedBlock() for _ in range(GATED))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def gated_shape() -> ModelShape:
+    """Return the model of `peak_of_gated` in numbers."""
+    sides = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
+    return ModelShape(
+        name="gated",
+        modules=tuple(
+            ModuleShape(
+                name=f"blocks.{number}.mlp.{name}",
+                parameters=(ParameterShape(f"blocks.{number}.mlp.{name}.weight", out * into),),
+                flops_per_token=2 * out * into,
+                sides=(out, into),
+                feed_forward=f"blocks.{number}.mlp",
+            )
+            for number in range(GATED)
+            for name, (out, into) in sides.items()
+        ),
+        deepest_numel=HIDDEN * INNER,
+        activations=Activations(
+            blocks=GATED,
+            hidden=HIDDEN,
+            elements=HIDDEN + 4 * INNER,
+            fp32=0,
+            logits=0,
+            inner=4 * INNER,
+        ),
+    )
+
+
+def peak_of_gated(positions: int | None, *, recompute: bool) -> int:
+    """Train gated blocks, with tiles of so many positions; return the most bytes that torch takes
+    of the device in the forward and backward of a step, beside what the engine holds there.
+    """
+    torch.manual_seed(0)
+    model = _Gated()
+    if positions is not None:
+        tile_sequence(model, "_FeedForward", positions)
+    rates = Rates(
+        h2d_bytes_per_s=1e9,
+        d2h_bytes_per_s=1e9,
+        host_update_params_per_s=1e9,
+        device_update_params_per_s=1e10,
+    )
+    with (
+        deterministic_compute(),
+        FarAccelerator(Emulation(rates=rates, capacity_bytes=64 * MIB)) as device,
+        infinity_engine.initialize(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1e-3),
+            device=device,
+            strategy="host_only",
+            parameters="device",
+            rates=rates,
+            calibration="off",
+            budget={"host": "64MiB", "device": "48MiB"},
+            activation_bytes="40MiB",
+            activations={"recompute": "blocks" if recompute else "nothing"},
+        ) as engine,
+    ):
+        batch = torch.randn(SEQUENCES, POSITIONS, HIDDEN).to(FAR).requires_grad_()
+
+        def step() -> None:
+            engine.backward(engine(batch))
+
+        step()
+        engine.step()
+        device.synchronize()
+        most = most_allocated(step)
+        engine.step()
+    return most

@@ -17,6 +17,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstdlib>
@@ -57,6 +58,16 @@ class FarMemory final : public c10::Allocator {
         limit_ = nbytes;
     }
 
+    std::int64_t peak() {
+        std::lock_guard lock(mutex_);
+        return peak_;
+    }
+
+    void forget_peak() {
+        std::lock_guard lock(mutex_);
+        peak_ = allocated_;
+    }
+
   private:
     void* take(std::size_t nbytes);
     void give(void* memory);
@@ -66,6 +77,7 @@ class FarMemory final : public c10::Allocator {
     std::map<std::size_t, std::vector<void*>> idle_;
     std::map<void*, std::size_t> sizes_;
     std::int64_t allocated_ = 0;
+    std::int64_t peak_ = 0;
     std::int64_t limit_ = std::numeric_limits<std::int64_t>::max();
 };
 
@@ -95,6 +107,7 @@ void* FarMemory::take(std::size_t nbytes) {
     }
     sizes_[memory] = rounded;
     allocated_ += static_cast<std::int64_t>(rounded);
+    peak_ = std::max(peak_, allocated_);
     return memory;
 }
 
@@ -300,6 +313,14 @@ std::int64_t allocated() {
     return far_memory().allocated();
 }
 
+std::int64_t peak() {
+    return far_memory().peak();
+}
+
+void forget_peak() {
+    far_memory().forget_peak();
+}
+
 C10_REGISTER_GUARD_IMPL(HPU, FarGuard)
 
 }  // namespace
@@ -335,4 +356,6 @@ TORCH_LIBRARY(far, m) {
     m.def("near(Tensor tensor) -> Tensor", &near);
     m.def("allocated() -> int", &allocated);
     m.def("set_limit(int nbytes) -> ()", &set_limit);
+    m.def("peak() -> int", &peak);
+    m.def("forget_peak() -> ()", &forget_peak);
 }

@@ -217,6 +217,32 @@ def test_checkpointing_keeps_the_inputs_of_blocks_and_one_block() -> None:
     assert less == 32 * 4096 * 2 + block + logits
 
 
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_tiles_of_the_sequence_take_the_inner_elements_of_one_tile_and_gradients(
+    checkpointing: bool,
+) -> None:
+    activations = preset("llama-3-8b").activations
+    assert activations is not None
+
+    whole, tiled = (
+        activations.nbytes(4096, width=2, checkpointing=checkpointing, tile_tokens=tokens)
+        for tokens in (None, 256)
+    )
+
+    blocks = 1 if checkpointing else 32
+    outputs = 4096 * 2 * 4096
+    assert activations.inner == 4 * 14336
+    assert whole - tiled == 2 * activations.inner * (blocks * 4096 - 256 - 128) - outputs
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "opt-1.3b"])
+def test_layers_with_experts_or_without_a_feed_forward_block_have_no_tiles(name: str) -> None:
+    known = preset(name).activations
+
+    assert known is not None
+    assert known.inner == 0
+
+
 def test_activations_grow_with_tokens() -> None:
     activations = preset("gpt2").activations
     assert activations is not None

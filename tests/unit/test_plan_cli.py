@@ -271,6 +271,16 @@ def test_the_page_says_what_a_run_takes_and_what_to_buy(plan: Any, tmp_path: Pat
         assert words in page
 
 
+def test_tiles_of_the_sequence_are_planned_and_said(plan: Any) -> None:
+    asked = ("--model", "gpt2", "--sequence", "1024", *DESKTOP)
+    _, whole, _ = plan(*asked, "--json")
+    _, tiled, _ = plan(*asked, "--tile-sequence", "256", "--json")
+    _, said, _ = plan(*asked, "--tile-sequence", "256")
+
+    assert json.loads(tiled)["step_s"] > json.loads(whole)["step_s"]
+    assert "feed-forward blocks in 4 tiles of the sequence" in said
+
+
 def test_moved_inputs_are_said_to_take_no_time_in_a_plan(plan: Any) -> None:
     _, out, _ = plan("--model", "gpt2", "--offload-inputs", *DESKTOP, "--json")
 
@@ -665,6 +675,14 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
         (
             ("--model", "gpt2", *DESKTOP, "--offload-inputs", "--no-checkpointing"),
             "--offload-inputs: expected --checkpointing with it",
+        ),
+        (
+            ("--model", "gpt2", *DESKTOP, "--tile-sequence", "0"),
+            "--tile-sequence: expected a whole number, 1 or more",
+        ),
+        (
+            ("--model", "mixtral-8x7b", *DESKTOP, "--tile-sequence", "256"),
+            "--tile-sequence: expected nothing with this model: it has experts",
         ),
         (
             ("--model", "gpt2", *DESKTOP, "--steps", "5", "--tokens", "1M"),

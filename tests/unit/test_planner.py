@@ -17,6 +17,7 @@ from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim.policies import DEVICE_ONLY, HOST_ONLY, algorithm1, static_split
 from infinity_engine.optim.policy import Limits
 from infinity_engine.placement.buffers import Resting
+from infinity_engine.placement.models import Activations
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import (
     BlockRates,
@@ -494,6 +495,61 @@ def test_parameters_at_home_cross_the_link_for_forward_and_backward_and_gradient
     assert every < moved[Lane.H2D] < 2 * every
     assert moved[Lane.H2D] >= 2 * every - stay
     assert moved[Lane.D2H] == every
+
+
+def in_tiles(tiles: int, *, checkpointing: bool = False) -> Training:
+    """Return a training of pairs of modules that compute so many tiles of the sequence each."""
+    modules = tuple(
+        replace(module, feed_forward=f"block {number // 2}")
+        for number, module in enumerate(SMALL.modules)
+    )
+    known = Activations(blocks=4, hidden=8, elements=16, fp32=0, logits=0, inner=8)
+    training = training_of(
+        replace(SMALL, modules=modules, activations=known), checkpointing=checkpointing
+    )
+    return replace(training, tile_positions=2048 // tiles, overlap=False)
+
+
+@pytest.mark.parametrize(("tiles", "checkpointing", "runs"), [(1, False, 2), (4, False, 3)])
+def test_a_backward_runs_tiles_of_the_sequence_once_more(
+    tiles: int, checkpointing: bool, runs: int
+) -> None:
+    choice = Choice(strategy=DeviceOnly(), parameters=Tier.DEVICE, subgroup_numel=2**23)
+
+    phases, _ = timed(PLENTY, choice, in_tiles(tiles, checkpointing=checkpointing))
+
+    assert phases["backward"] == pytest.approx(runs * phases["forward"], rel=1e-4)
+
+
+def test_tiles_of_a_checkpointed_block_run_three_times() -> None:
+    training = in_tiles(4, checkpointing=True)
+
+    assert [training.runs_again(place) for place in range(8)] == [2] * 7 + [1]
+
+
+@pytest.mark.parametrize(("device", "times"), [(0.55, 1), (0.4, 4)])
+def test_each_tile_fetches_what_does_not_stay_for_the_next(device: float, times: int) -> None:
+    there = means(device, 100)
+    choice = Choice(strategy=HostOnly(), parameters=Tier.HOST, subgroup_numel=2**23)
+    candidate = Planner(in_tiles(4), there).candidate(choice)
+    pair = 2 * 80_000_000
+
+    _, moved = timed(there, choice, in_tiles(4))
+
+    every = 2 * SMALL.numel
+    assert (candidate.plan.demand.fetched >= pair) == (times == 1)
+    if times == 1:
+        assert moved[Lane.H2D] <= 2 * every
+    else:  # in the backward, each tile runs again first
+        assert 11 * every <= moved[Lane.H2D] <= 12 * every
+    assert moved[Lane.D2H] == every
+
+
+def test_gradients_of_tiles_are_sums_of_all_weights_of_a_block() -> None:
+    one = 40_000_000
+
+    assert in_tiles(1).gradients_in_the_making() == one
+    assert in_tiles(4).gradients_in_the_making() == 3 * one
 
 
 def test_what_stays_on_the_device_crosses_no_link_but_with_new_values() -> None:

@@ -177,6 +177,41 @@ def test_tiles_are_offered_where_one_layer_is_too_large() -> None:
     assert not is_planned(training, means)
 
 
+def offered_tiles(training: Training, means: Means) -> list[str]:
+    return [
+        remedy.change
+        for remedy in explain_refusal(training, means).remedies
+        if "--tile-sequence" in remedy.change
+    ]
+
+
+def test_the_fewest_tiles_of_the_sequence_that_fit_are_offered() -> None:
+    training = replace(
+        training_of(preset("qwen2.5-1.5b")), sequence=32768, chunked_loss=True, inputs_moved=True
+    )
+    means = Means(
+        budget=ResolvedBudget(device=4 * GiB, host=230 * GiB), rates=random_case(0)[1].rates
+    )
+
+    [change] = offered_tiles(training, means)
+
+    positions = int(change.split("--tile-sequence ")[1].split(")")[0])
+    assert f"in {32768 // positions} tiles of the sequence" in change
+    assert "of activations" in change
+    assert is_planned(replace(training, tile_positions=positions), means)
+    assert not is_planned(replace(training, tile_positions=2 * positions), means)
+
+
+def test_tiles_of_the_sequence_are_not_offered_where_logits_are_the_cause() -> None:
+    training = replace(training_of(preset("llama-3-8b")), batch=1, sequence=2048)
+    means = Means(
+        budget=ResolvedBudget(device=int(3.5 * GiB), host=230 * GiB),
+        rates=random_case(0)[1].rates,
+    )
+
+    assert offered_tiles(training, means) == []
+
+
 def test_a_loss_without_whole_logits_is_offered_where_that_is_enough() -> None:
     training = replace(training_of(preset("llama-3-8b")), batch=1, sequence=2048)
     means = Means(
