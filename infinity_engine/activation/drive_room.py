@@ -21,7 +21,7 @@ class DriveRoom:
     def __init__(self, swap: SwapFile, limits: Mapping[str, int]) -> None:
         self._swap = swap
         self._limits = limits
-        swap.grows_in_steps = True
+        swap.keep_room_to_grow()
 
     def make(self, nbytes: int, *, what: str) -> None:
         """Grow the swap file until `nbytes` are free, for `what`.

@@ -114,8 +114,7 @@ class SwapFile(Closing):
         self._ledger = ledger
         self._holder = holder
         self._checksum = checksum
-        self.grows_in_steps = False
-        """Whether it may have to grow at any time: then spare bytes leave it room to do so."""
+        self._grows_in_steps = False
         self._spare = SpareBytes(len(self._directories))
         # Guards them. Held while the drives give or get bytes: what is free is unknown meanwhile.
         self._counting = threading.Lock()
@@ -196,6 +195,10 @@ class SwapFile(Closing):
             for directory, stats in members
         }
 
+    def keep_room_to_grow(self) -> None:
+        """Let spare bytes leave it room, as it may have to grow at any time from now on."""
+        self._grows_in_steps = True
+
     def grow(self, sizes: Mapping[str, int]) -> None:
         """Have more for use: so many bytes, in whole pages, of each directory named.
 
@@ -250,7 +253,7 @@ class SwapFile(Closing):
                 share = align_up(missing * other // sum(others), PAGE)
                 left = min(self._ledger.free(Tier.NVME, directory=directory), free[drive] // ranks)
                 # How much it will need is not known: as much again is more than it ever did.
-                left -= other if self.grows_in_steps else 0
+                left -= other if self._grows_in_steps else 0
                 more.append(max(align_down(min(share, left), PAGE), 0))
                 free[drive] -= more[-1] * ranks
             self._grow(more)
