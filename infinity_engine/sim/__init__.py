@@ -3,7 +3,7 @@
 Imports policies and plan/, never torch.
 """
 
-from infinity_engine.sim.bound import UpdateBound, update_bound
+from infinity_engine.sim.bound import Resource, UpdateBound, update_bound
 from infinity_engine.sim.simulate import Simulation, simulate
 
-__all__ = ["Simulation", "UpdateBound", "simulate", "update_bound"]
+__all__ = ["Resource", "Simulation", "UpdateBound", "simulate", "update_bound"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from enum import Enum
 from fractions import Fraction
 
 from infinity_engine.errors import ConfigError
@@ -17,7 +18,7 @@ from infinity_engine.plan.rates import Rates
 from infinity_engine.plan.step import ADAM_BYTES, BytesPerParameter
 from infinity_engine.units import NS_PER_S
 
-__all__ = ["HOST_UPDATE_BYTES", "VISIT_BYTES", "UpdateBound", "update_bound"]
+__all__ = ["HOST_UPDATE_BYTES", "VISIT_BYTES", "Resource", "UpdateBound", "update_bound"]
 
 HOST_UPDATE_BYTES = 32
 """Host memory that Adam on the CPU reads and writes per parameter: master, both moments, gradient,
@@ -27,10 +28,21 @@ VISIT_BYTES = 24
 """Host memory that is read and written per parameter, where states visit the device."""
 
 
+class Resource(Enum):
+    """What an update takes time of."""
+
+    HOST = "host"  # The CPU's updates.
+    DEVICE = "device"  # The device's updates.
+    H2D = "h2d"  # The link from host to device.
+    D2H = "d2h"  # The link from device to host.
+    DRAM = "dram"  # The host's memory.
+
+
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Seconds per parameter that one resource takes, as a function of the share that visits."""
+    """Seconds per parameter as a function of the share that visits."""
 
+    resource: Resource
     at_zero: Fraction
     slope: Fraction
 
@@ -68,6 +80,18 @@ class UpdateBound:
         shares = {Fraction(0), most, *(share for share in meetings if 0 <= share <= most)}
         return min(shares, key=lambda share: (self.seconds_per_param(share), share))
 
+    @property
+    def binding(self) -> tuple[Resource, ...]:
+        """What is busy all the time at the best share."""
+        share = self.best_share
+        least = self.seconds_per_param(share)
+        return tuple(line.resource for line in self.lines if line(share) == least)
+
+    @property
+    def speedup(self) -> Fraction:
+        """How much faster the best share is than no visitors at all."""
+        return self.seconds_per_param(Fraction(0)) / self.seconds_per_param(self.best_share)
+
     def least_ns(self, params: int) -> Fraction:
         """Return the nanoseconds that so many parameters take at least."""
         return params * NS_PER_S * self.seconds_per_param(self.best_share)
@@ -97,15 +121,15 @@ def update_bound(
     states = per_parameter.states
     new_up, new_down = (0, per_parameter.parameter) if at_home else (per_parameter.parameter, 0)
     lines = [
-        _Line(stays / host, -1 / host),  # updates on the host
-        _Line(resident / device, 1 / device),  # updates on the device
-        _Line(new_up * stays / h2d, (states - new_up) / h2d),  # the link up
-        _Line(new_down * resident / d2h, (states + new_down) / d2h),  # the link down
+        _Line(Resource.HOST, stays / host, -1 / host),
+        _Line(Resource.DEVICE, resident / device, 1 / device),
+        _Line(Resource.H2D, new_up * stays / h2d, (states - new_up) / h2d),
+        _Line(Resource.D2H, new_down * resident / d2h, (states + new_down) / d2h),
     ]
     if rates.dram_bytes_per_s is not None:
         dram = _rate(rates, "dram_bytes_per_s")
         slope = (VISIT_BYTES - HOST_UPDATE_BYTES) / dram
-        lines.append(_Line(HOST_UPDATE_BYTES * stays / dram, slope))
+        lines.append(_Line(Resource.DRAM, HOST_UPDATE_BYTES * stays / dram, slope))
     return UpdateBound(resident, tuple(lines))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import pytest
 
 from infinity_engine.errors import ConfigError
@@ -34,9 +32,7 @@ def test_each_rate_says_whether_it_is_of_a_gpu_a_rank_or_a_node(known: MachineMo
 
 @ALL
 def test_its_rates_bound_an_update(known: MachineModel) -> None:
-    bound = update_bound(known.rates())
-
-    assert bound.seconds_per_param(Fraction(0)) >= bound.seconds_per_param(bound.best_share) > 0
+    assert update_bound(known.rates()).speedup >= 1
 
 
 def test_links_are_shared_only_where_the_node_carries_less_than_they_do() -> None:

@@ -4,9 +4,8 @@ grid.
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim.policies import eq1_ratio
 from infinity_engine.plan import BytesPerParameter, Rates
-from infinity_engine.sim import UpdateBound, update_bound
+from infinity_engine.sim import Resource, update_bound
 
 # Per GPU, as in Deep Optimizer States.
 H100 = Rates(
@@ -43,25 +42,6 @@ BYTES = st.builds(BytesPerParameter, states=st.integers(1, 24), parameter=st.int
 PART = st.fractions(0, 1, max_denominator=20)
 
 
-def binding(rates: Rates, *, resident: Fraction = Fraction(0)) -> set[str]:
-    """Return the rates that alone make the best share slower where they are lower."""
-    bound = update_bound(rates, resident=resident)
-    least = bound.seconds_per_param(bound.best_share)
-    found = set()
-    for name, rate in asdict(rates).items():
-        if isinstance(rate, float):
-            lower: dict[str, Any] = {name: 0.99 * rate}
-            slower = update_bound(replace(rates, **lower), resident=resident)
-            if slower.seconds_per_param(bound.best_share) > least:
-                found.add(name)
-    return found
-
-
-def speedup(bound: UpdateBound) -> Fraction:
-    """Return how much faster the best share is than no visitors at all."""
-    return bound.seconds_per_param(Fraction(0)) / bound.seconds_per_param(bound.best_share)
-
-
 # --- by hand and by formula -----------------------------------------------------------------------
 
 
@@ -69,9 +49,9 @@ def test_on_the_h100_the_cpu_and_the_link_up_end_together() -> None:
     bound = update_bound(H100)
 
     assert bound.best_share == Fraction(17, 25)
-    assert binding(H100) == {"host_update_params_per_s", "h2d_bytes_per_s"}
+    assert bound.binding == (Resource.HOST, Resource.H2D)
     assert bound.least_ns(10**9) == 160_000_000
-    assert speedup(bound) == Fraction(25, 8)
+    assert bound.speedup == Fraction(25, 8)
 
 
 def test_on_the_v100_a_quarter_visits() -> None:
@@ -79,7 +59,7 @@ def test_on_the_v100_a_quarter_visits() -> None:
 
     assert bound.best_share == Fraction(1, 4)
     assert bound.least_ns(10**9) == 375_000_000
-    assert speedup(bound) == Fraction(4, 3)
+    assert bound.speedup == Fraction(4, 3)
 
 
 @given(RATE, RATE, BYTES, st.fractions(0, Fraction(19, 20), max_denominator=20))
@@ -101,25 +81,24 @@ def test_where_the_link_up_binds_the_share_and_the_speedup_have_a_closed_form(
         assert bound.best_share == (1 - resident) * (bytes_per_update - up) / (
             bytes_per_update + down - up
         )
-        assert speedup(bound) == 1 + (bytes_per_update - up) / down
+        assert bound.speedup == 1 + (bytes_per_update - up) / down
     elif down > up:
         assert bound.best_share == 0
-        assert speedup(bound) == 1
+        assert bound.speedup == 1
 
 
 def test_all_resident_takes_the_device_and_nothing_else() -> None:
     bound = update_bound(H100, resident=Fraction(1))
 
     assert bound.best_share == 0
-    assert binding(H100, resident=Fraction(1)) == {"device_update_params_per_s"}
+    assert bound.binding == (Resource.DEVICE,)
     assert bound.least_ns(25) == 1
 
 
 def test_slow_host_memory_binds_once_it_is_measured() -> None:
-    rates = replace(H100, dram_bytes_per_s=100e9)
-    bound = update_bound(rates)
+    bound = update_bound(replace(H100, dram_bytes_per_s=100e9))
 
-    assert binding(rates) == {"dram_bytes_per_s"}
+    assert bound.binding == (Resource.DRAM,)
     assert bound.best_share == 1  # A visit takes less of it than an update on the host.
     assert bound.least_ns(10**9) == 240_000_000
 

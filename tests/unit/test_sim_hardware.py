@@ -4,8 +4,6 @@ once.
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import pytest
 
 from infinity_engine.errors import ConfigError
@@ -51,9 +49,7 @@ def test_ranks_of_a_node_have_its_cpu_memory_and_drives_between_them(known: Mach
 
 @ALL
 def test_its_rates_bound_an_update(known: MachineModel) -> None:
-    bound = update_bound(known.rates())
-
-    assert bound.seconds_per_param(Fraction(0)) >= bound.seconds_per_param(bound.best_share) > 0
+    assert update_bound(known.rates()).speedup >= 1
 
 
 def test_links_that_are_busy_both_ways_are_shared_too() -> None:
