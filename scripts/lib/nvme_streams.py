@@ -31,6 +31,7 @@ __all__ = [
     "Memory",
     "Stream",
     "data_file",
+    "drop_from_cache",
     "folder_to_measure",
     "kind",
     "least_seconds",
@@ -89,10 +90,15 @@ def data_file(nbytes: int) -> Iterator[Path]:
         with path.open("wb") as file:
             for _ in range(nbytes // len(block)):
                 file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_from_cache(path)
         yield path
+
+
+def drop_from_cache(path: Path) -> None:
+    """Have a file on the drive, and nowhere in the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def least_seconds(
