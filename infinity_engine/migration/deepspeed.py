@@ -1,7 +1,7 @@
 """`migrate_deepspeed`: the settings of a DeepSpeed JSON file, key by key.
 
-Says of each key which setting of `initialize` has its effect, who does it instead, or that nothing
-does. Reads no machine and imports no torch.
+Says for each key which setting of `initialize` does the same, who does it instead, or that nothing
+does. Asks nothing of this machine and imports no torch.
 """
 
 from __future__ import annotations
@@ -391,11 +391,9 @@ class _Translation:
             return Fate.YOURS, "the optimizer that you pass"
         if name in _OPTIONS[rule]:
             return Fate.SETTING, f"optimizer={{{json.dumps(name)}: {json.dumps(value)}}}"
-        if name in ("adam_w_mode", "torch_adam", "fused", "foreach", "fp32_optimizer_states"):
-            return Fate.NOT_NEEDED, "chooses an implementation, or Adam's kind of weight decay"
-        if name == "bias_correction" and value is True:
-            return Fate.NOT_NEEDED, "on, as here"
-        return Fate.MISSING, "no option of this optimizer"
+        if name == "adam_w_mode":
+            return Fate.SETTING, f'chooses between Adam and AdamW: optimizer={{"name": "{rule}"}}'
+        return _unset_option(name, value)
 
     def schedule_type(self, value: Any) -> _Answer:
         if value in _SCHEDULES:
@@ -454,6 +452,17 @@ class _Translation:
 
     def _ranks_setting(self, name: str, value: Any) -> None:
         self.settings.setdefault("ranks", {})[name] = value
+
+
+def _unset_option(name: str, value: Any) -> _Answer:
+    """Return the answer for an optimizer's option that no setting has."""
+    if name in ("torch_adam", "fused", "foreach"):
+        return Fate.NOT_NEEDED, "chooses an implementation; the engine has its own"
+    if name == "fp32_optimizer_states" and value is not True:
+        return Fate.MISSING, "states are fp32 here: Adam's take 8 bytes of a parameter, not 4"
+    if name in ("fp32_optimizer_states", "bias_correction") and value is True:
+        return Fate.NOT_NEEDED, "on, as here"
+    return Fate.MISSING, "no option of this optimizer"
 
 
 def _whole(name: str, value: Any) -> int:

@@ -64,7 +64,7 @@ class Warmup:
 
     @property
     def _rising(self) -> int:
-        # The logarithm of 1 would be divided by.
+        # At least 2: log(1) = 0 would be the divisor.
         return max(2, self.warmup_steps)
 
     def _risen(self, steps: int) -> float:

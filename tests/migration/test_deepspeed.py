@@ -409,3 +409,27 @@ def test_every_key_that_decides_a_setting_is_on_the_page() -> None:
     ]
 
     assert [key for key in decides if f"`{key}`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "fate"),
+    [
+        ("adam_w_mode", True, Fate.SETTING),
+        ("adam_w_mode", False, Fate.SETTING),
+        ("torch_adam", True, Fate.NOT_NEEDED),
+        ("fp32_optimizer_states", True, Fate.NOT_NEEDED),
+        ("fp32_optimizer_states", False, Fate.MISSING),
+        ("bias_correction", True, Fate.NOT_NEEDED),
+        ("bias_correction", False, Fate.MISSING),
+    ],
+)
+def test_an_option_of_the_optimizer_is_said_to_have_the_effect_that_it_has(
+    option: str, value: bool, fate: Fate
+) -> None:
+    config = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, option: value}}}
+
+    key = next(key for key in migrate_deepspeed(config).keys if key.key.endswith(option))
+
+    assert key.fate is fate
+    if option == "adam_w_mode":
+        assert f'"name": "{"adamw" if value else "adam"}"' in key.here
