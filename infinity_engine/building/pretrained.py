@@ -1,4 +1,4 @@
-"""`fill_pretrained`: a model of Transformers out of its directory, within an init_context.
+"""`Pretrained`: a model of Transformers out of its directory, within an init_context.
 
 Transformers makes the modules, renames and converts tensors, ties them, and says what is missing.
 Here each tensor is read from its file when Transformers asks for its values, and not before.
@@ -23,7 +23,7 @@ from infinity_engine.building.built import BuiltModel
 from infinity_engine.building.sources import FileTensor, found_of_pretrained, listed, text_of
 from infinity_engine.compact import CompactKind
 from infinity_engine.errors import ConfigError, MissingDependencyError
-from infinity_engine.memory.resident import FreedMemory
+from infinity_engine.memory.freed import FreedMemory
 from infinity_engine.storage import IOHop
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from infinity_engine.compact.weights import (
     nf4_values,
 )
 from infinity_engine.errors import ConfigError
-from infinity_engine.memory.resident import return_freed_memory
+from infinity_engine.memory.freed import return_freed_memory
 
 __all__ = ["CompactLinear"]
 

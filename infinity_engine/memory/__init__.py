@@ -14,10 +14,10 @@ from infinity_engine.memory.layout import Layout
 if TYPE_CHECKING:
     from infinity_engine.memory.borrowed import BorrowedMemory
     from infinity_engine.memory.device import DeviceMemory, Views
+    from infinity_engine.memory.freed import FreedMemory, return_freed_memory
     from infinity_engine.memory.lease import Lease, Waitable
     from infinity_engine.memory.ledger import Ledger, Reservation, Usage
     from infinity_engine.memory.pinned import Freed, PinnedPool, PoolStats
-    from infinity_engine.memory.resident import FreedMemory, return_freed_memory
 
 __all__ = [
     "BorrowedMemory",
@@ -41,7 +41,7 @@ _MODULES = MappingProxyType(
         "BorrowedMemory": "borrowed",
         "DeviceMemory": "device",
         "Freed": "pinned",
-        "FreedMemory": "resident",
+        "FreedMemory": "freed",
         "Lease": "lease",
         "Ledger": "ledger",
         "PinnedPool": "pinned",
@@ -50,7 +50,7 @@ _MODULES = MappingProxyType(
         "Usage": "ledger",
         "Views": "device",
         "Waitable": "lease",
-        "return_freed_memory": "resident",
+        "return_freed_memory": "freed",
     }
 )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity_engine.memory import FreedMemory, resident
+from infinity_engine.memory import FreedMemory, freed
 from support.nvme_programs import output_of, run_program
 from support.warm_programs import WITH_SUPPORT
 
@@ -115,11 +115,11 @@ def test_what_is_freed_piece_by_piece_goes_back_whenever_it_is_as_much_as_was_sa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[None] = []
-    monkeypatch.setattr(resident, "return_freed_memory", lambda: given.append(None))
-    freed = FreedMemory(10)
+    monkeypatch.setattr(freed, "return_freed_memory", lambda: given.append(None))
+    memory = FreedMemory(10)
     seen = []
     for _ in range(7):
-        freed.freed(4)
+        memory.freed(4)
         seen.append(len(given))
 
     assert seen == [0, 0, 1, 1, 1, 2, 2]

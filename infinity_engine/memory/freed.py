@@ -20,20 +20,20 @@ def return_freed_memory() -> None:
 
 
 class FreedMemory:
-    """Counts what is freed in pieces: after every `most` bytes, malloc gives back what it keeps.
+    """Counts what is freed, and after every `return_after_bytes` has malloc return what it keeps.
 
     As soon as something small lies in the hole that a tensor left, the next tensor of that size
     does not fit there. Without this, a process that many tensors pass through grows by almost all
     of them.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, return_after_bytes: int) -> None:
+        self._return_after_bytes = return_after_bytes
         self._freed = 0
 
     def freed(self, nbytes: int) -> None:
         """Note that so many bytes were freed."""
         self._freed += nbytes
-        if self._freed >= self._most:
+        if self._freed >= self._return_after_bytes:
             self._freed = 0
             return_freed_memory()
