@@ -132,7 +132,7 @@ class Lifetimes:
 
     def _record(self, call: _Call, part: _HeldBytes, end_ns: int) -> None:
         if part.nbytes:
-            self._meter.holds(
+            self._meter.record_hold(
                 call.block,
                 part.held.value,
                 part.nbytes,

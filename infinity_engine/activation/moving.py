@@ -225,7 +225,7 @@ class ActivationMoves:
         ):
             oldest = next(iter(self._evicting.values()))
             assert oldest.transfer is not None, "what is evicted is in a move"
-            with self._lanes.meter.waits(Wait.ACTIVATIONS):
+            with self._lanes.meter.timed_wait(Wait.ACTIVATIONS):
                 oldest.transfer.wait()
             self._end_eviction(oldest)
 
@@ -332,7 +332,7 @@ class ActivationMoves:
     def _wait_for(self, memory: SavedMemory) -> None:
         assert memory.transfer is not None, "it is in a move"
         if not memory.transfer.poll():
-            with self._lanes.meter.waits(Wait.ACTIVATIONS):
+            with self._lanes.meter.timed_wait(Wait.ACTIVATIONS):
                 memory.transfer.wait()
 
     # --- the device -------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class ActivationMoves:
         return (self._lanes.accelerator.record(self._lanes.compute),)
 
     def _count(self, lane: Lane, memory: SavedMemory, transfer: Transfer) -> None:
-        self._lanes.meter.copies(
+        self._lanes.meter.count_copy(
             lane,
             Cargo.ACTIVATIONS,
             memory.record.nbytes,

@@ -152,7 +152,9 @@ class ActivationOffload:
             memory.note_change()
             if memory.changed is not None:
                 raise memory.changed
-            self._meter.needs(Cargo.ACTIVATIONS, memory.record.nbytes, found=memory.is_original)
+            self._meter.count_need(
+                Cargo.ACTIVATIONS, memory.record.nbytes, found=memory.is_original
+            )
             self._expect(memory)
             resident = self._moves.resident
             resident.record_use(memory.use)

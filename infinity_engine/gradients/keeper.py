@@ -227,7 +227,7 @@ class GradientKeeper:
             for pending in slots.put_sums(number, sums)
         ]
         if coming:
-            with self._lanes.meter.waits(Wait.GRADIENTS):
+            with self._lanes.meter.timed_wait(Wait.GRADIENTS):
                 for event, put in coming:
                     event.wait()
                     put()
@@ -584,7 +584,7 @@ class _HostSlot:
     def _wait(self) -> None:
         assert self._newest is not None, "there is one"
         if self._newest[1] is not None:
-            with self._lanes.meter.waits(Wait.GRADIENTS):
+            with self._lanes.meter.timed_wait(Wait.GRADIENTS):
                 self._newest[1].wait()
 
     def _newest_values(self) -> Values:
@@ -725,7 +725,7 @@ class _DriveSlot:
         with ExitStack() as leases:
             places = self._places[: len(self.formats)]
             wires = [leases.enter_context(self._offload.lease()) for place in places]
-            with self._lanes.meter.waits(Wait.GRADIENTS):
+            with self._lanes.meter.timed_wait(Wait.GRADIENTS):
                 Hops(self.read([lease.memory() for lease in wires])).wait()
             streams = [
                 Values(lease.flat().data_ptr(), numel, format_, lease)
@@ -857,7 +857,7 @@ def _download(lanes: Lanes, piece: torch.Tensor, lease: Lease) -> Event | None:
         lanes.accelerator.outlives(piece, lanes.download)
         return event
     # The emulated device keeps its memory apart, and autograd ran on the host: copy it there first.
-    with lanes.meter.waits(Wait.GRADIENTS):  # for device memory
+    with lanes.meter.timed_wait(Wait.GRADIENTS):  # for device memory
         source = lanes.device.lease(piece.numel(), holder="gradients on their way")
     with source:
         source.flat().copy_(piece)

@@ -86,7 +86,7 @@ class GradientOffload:
         while True:
             # Waits for the write that still reads this slot's memory.
             try:
-                with self._lanes.meter.waits(Wait.GRADIENTS):
+                with self._lanes.meter.timed_wait(Wait.GRADIENTS):
                     return self._lanes.host.lease_planned(slot, holder="gradients on their way")
             except CapacityError:
                 # Every buffer may hold a gradient that is not even being written: begin the oldest.
@@ -108,9 +108,9 @@ class GradientOffload:
 
         A failure is raised by `finish_writes`.
         """
-        with self._lanes.meter.waits(Wait.GRADIENTS):
+        with self._lanes.meter.timed_wait(Wait.GRADIENTS):
             self._forget_written([self._swap.write(place, memory, what=what)])
-        self._lanes.meter.copies(
+        self._lanes.meter.count_copy(
             Lane.NVME_WRITE, Cargo.GRADIENTS, place.nbytes, None, name="gradient"
         )
 
@@ -131,7 +131,7 @@ class GradientOffload:
                 the drives. The error is raised again until `drop`.
         """
         self.start()
-        with self._lanes.meter.waits(Wait.GRADIENTS):
+        with self._lanes.meter.timed_wait(Wait.GRADIENTS):
             self._forget_written(self._writing)
         self._writing = []
         if self._failed is not None:
@@ -152,7 +152,7 @@ class GradientOffload:
         """Begin the oldest write, after the copy into its buffer."""
         sent = self._waiting.popleft()
         if sent.made is not None:
-            with self._lanes.meter.waits(Wait.GRADIENTS):
+            with self._lanes.meter.timed_wait(Wait.GRADIENTS):
                 sent.made.wait()
         memory = sent.lease.memory()[: sent.place.nbytes]
         event = self._swap.write(sent.place, memory, what=sent.what)
@@ -164,7 +164,7 @@ class GradientOffload:
         # From one question: a write that ends between two would be in neither list.
         self._writing = [*(event for event in self._writing if event not in written), event]
         self._forget_written(written)
-        self._lanes.meter.copies(
+        self._lanes.meter.count_copy(
             Lane.NVME_WRITE, Cargo.GRADIENTS, sent.place.nbytes, None, name="gradient"
         )
 

@@ -57,7 +57,7 @@ class Lanes:
                 # A lease may be closed at once: its memory goes back only after the copy.
                 side.until(event)
         # Counted after the submission: a refused copy carries nothing.
-        self.meter.copies(lane, cargo, bytes_of[0].numel(), event, name=name, **fields)
+        self.meter.count_copy(lane, cargo, bytes_of[0].numel(), event, name=name, **fields)
         return event
 
     def on_device(
@@ -74,5 +74,5 @@ class Lanes:
         event = self.accelerator.run(
             work, stream=self.compute, cost=UpdateCost(params), after=after
         )
-        self.meter.works(event, name=name, params=params, **fields)
+        self.meter.note_work(event, name=name, params=params, **fields)
         return event

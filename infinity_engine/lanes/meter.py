@@ -46,12 +46,12 @@ __all__ = [
     "Cargo",
     "Meter",
     "Wait",
-    "busy",
-    "carried",
-    "needed",
-    "of_update",
-    "peak_of",
-    "updated",
+    "busy_counter",
+    "bytes_counter",
+    "lane_counter",
+    "need_counter",
+    "peak_gauge",
+    "update_counter",
 ]
 
 MICRO_BATCHES = "micro-batches"
@@ -99,32 +99,32 @@ class Wait(Enum):
     OPS = WAIT_FOR_OPS  # other ops of the update, or room for what they move
 
 
-def carried(lane: Lane, cargo: Cargo) -> str:
+def bytes_counter(lane: Lane, cargo: Cargo) -> str:
     """Return the name of the counter of one cargo's bytes over a link."""
     return f"{lane.value} bytes of {cargo.value}"
 
 
-def needed(cargo: Cargo, found: str) -> str:
+def need_counter(cargo: Cargo, found: str) -> str:
     """Return the counter of bytes that were needed and were `FOUND` in memory, or `MISSING`."""
     return f"bytes of {cargo.value} {found}"
 
 
-def busy(lane: Lane, unit: str) -> str:
+def busy_counter(lane: Lane, unit: str) -> str:
     """Return the counter of a link's busy ns, or of the bytes that it carried in them."""
     return f"{lane.value} busy {unit}"
 
 
-def updated(op: type[UpdateOp], unit: str) -> str:
+def update_counter(op: type[UpdateOp], unit: str) -> str:
     """Return the counter of the params that ops of a kind updated, or of the ns they took."""
     return f"{op.__name__} {unit}"
 
 
-def of_update(lane: Lane, unit: str) -> str:
+def lane_counter(lane: Lane, unit: str) -> str:
     """Return the counter of a lane's ns of work for an update, or of a drive's bytes."""
     return f"{lane.value} {unit} of the update"
 
 
-def peak_of(usage: Usage) -> str:
+def peak_gauge(usage: Usage) -> str:
     """Return the name of the gauge of a tier, or of a directory of NVMe."""
     return f"peak of {usage.directory or usage.tier.name}"  # one gauge a directory of NVMe
 
@@ -140,7 +140,7 @@ class _Update:
     nbytes: Counter[Lane] = field(default_factory=Counter)
     unknown: Counter[Lane] = field(default_factory=Counter)
 
-    def works(self, lane: Lane, start_ns: int, end_ns: int) -> None:
+    def note_work(self, lane: Lane, start_ns: int, end_ns: int) -> None:
         """Note that an op was at work between these times."""
         self.busy_ns[lane] += end_ns - start_ns
         self.end_ns = max(self.end_ns, end_ns)
@@ -148,7 +148,7 @@ class _Update:
     def know(self, lane: Lane, start_ns: int, end_ns: int) -> None:
         """Note the times of an op that were unknown so far."""
         self.unknown[lane] -= 1
-        self.works(lane, start_ns, end_ns)
+        self.note_work(lane, start_ns, end_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +186,11 @@ class Meter:
         """Return the time on the clock of what it counts."""
         return self._telemetry.now_ns()
 
-    def waits(self, wait: Wait) -> AbstractContextManager[None]:
+    def timed_wait(self, wait: Wait) -> AbstractContextManager[None]:
         """Return the span that counts the time in which the host waits for this."""
         return self._telemetry.timed(wait.value)
 
-    def copies(
+    def count_copy(
         self,
         lane: Lane,
         cargo: Cargo,
@@ -202,21 +202,22 @@ class Meter:
     ) -> None:
         """Count a copy over a link; `event` is its end, None where it has ended."""
         if self._on:
-            self._telemetry.counter(carried(lane, cargo)).add(nbytes)
+            self._telemetry.counter(bytes_counter(lane, cargo)).add(nbytes)
             update = self._update_of(name)
             if update is not None and lane in _DRIVES:
                 # Bytes only: nothing measures when a drive was busy for this engine.
                 update.nbytes[lane] += nbytes
             elif update is not None:
-                # An op with unknown times: when the device has told them, `know` counts it down.
                 update.unknown[lane] += 1
             self._note(event, _Submitted(name, lane, fields, nbytes, update))
 
-    def needs(self, cargo: Cargo, nbytes: int, *, found: bool) -> None:
+    def count_need(self, cargo: Cargo, nbytes: int, *, found: bool) -> None:
         """Count bytes that could be on drives and were needed: found in memory, or read."""
-        self._telemetry.counter(needed(cargo, FOUND if found else MISSING)).add(nbytes)
+        self._telemetry.counter(need_counter(cargo, FOUND if found else MISSING)).add(nbytes)
 
-    def holds(self, block: str, held: str, nbytes: int, *, start_ns: int, end_ns: int) -> None:
+    def record_hold(
+        self, block: str, held: str, nbytes: int, *, start_ns: int, end_ns: int
+    ) -> None:
         """Record for which time a block's activations were held; `held` says how, and where."""
         self._telemetry.record(
             f"{held}: {block}",
@@ -226,16 +227,16 @@ class Meter:
             **{HELD: held, "block": block, "nbytes": nbytes},
         )
 
-    def works(self, event: Event, *, name: str, **fields: object) -> None:
+    def note_work(self, event: Event, *, name: str, **fields: object) -> None:
         """Note work on the device; `event` is its end."""
         if self._on:
-            # In one memory `updates` times it on the host: the device's time would count twice.
+            # In one memory `run_update` times it on the host: the device's time would count twice.
             update = None if self._accelerator.unified else self._update_of(name)
             if update is not None:
                 update.unknown[Lane.DEVICE] += 1
             self._note(event, _Submitted(name, Lane.DEVICE, fields, update=update))
 
-    def updates(self, op: UpdateOp, update: Callable[[], None]) -> None:
+    def run_update(self, op: UpdateOp, update: Callable[[], None]) -> None:
         """Make an update and count it, and its time where the host makes it."""
         if op.lane is Lane.HOST or self._accelerator.unified:
             with self._telemetry.timed(
@@ -247,19 +248,19 @@ class Meter:
                     # Within the span: a virtual clock advances here.
                     self._accelerator.host_updated(op.params)
                 if self._on and self._update is not None:
-                    self._update.works(op.lane, start_ns, self._telemetry.now_ns())
+                    self._update.note_work(op.lane, start_ns, self._telemetry.now_ns())
         else:
             update()
-        self._telemetry.counter(updated(type(op), "params")).add(op.params)
+        self._telemetry.counter(update_counter(type(op), "params")).add(op.params)
 
-    def updated(self, op: UpdateOp, start_ns: int, end_ns: int) -> None:
+    def count_host_update(self, op: UpdateOp, start_ns: int, end_ns: int) -> None:
         """Count an update that the host has made on a thread of its own."""
         track, fields = op.lane.value, {"subgroup": op.subgroup, "params": op.params}
         self._telemetry.record(op.name, track=track, start_ns=start_ns, end_ns=end_ns, **fields)
         self._telemetry.counter(f"{op.name} ns").add(end_ns - start_ns)
         if self._on and self._update is not None:
-            self._update.works(op.lane, start_ns, end_ns)
-        self._telemetry.counter(updated(type(op), "params")).add(op.params)
+            self._update.note_work(op.lane, start_ns, end_ns)
+        self._telemetry.counter(update_counter(type(op), "params")).add(op.params)
 
     def micro_batch(self) -> None:
         """Count a micro-batch."""
@@ -293,7 +294,7 @@ class Meter:
         telemetry.counter(LATE).add(late - self._late)
         self._in_time, self._late = in_time, late
         for usage in self._ledger.usage():
-            telemetry.gauge(peak_of(usage)).set(usage.peak_held)
+            telemetry.gauge(peak_gauge(usage)).set(usage.peak_held)
         telemetry.note(
             device=_described(self._accelerator),
             outcome=result.outcome.value,
@@ -318,9 +319,9 @@ class Meter:
         self._telemetry.counter(UPDATE_NS).add(end_ns - update.begin_ns)
         for lane, ns in update.busy_ns.items():
             if lane not in unknown:
-                self._telemetry.counter(of_update(lane, "ns")).add(ns)
+                self._telemetry.counter(lane_counter(lane, "ns")).add(ns)
         for lane, nbytes in update.nbytes.items():
-            self._telemetry.counter(of_update(lane, "bytes")).add(nbytes)
+            self._telemetry.counter(lane_counter(lane, "bytes")).add(nbytes)
 
     def _note(self, event: Event | None, submitted: _Submitted) -> None:
         # Only emulated devices have a timeline; other events are not remembered.
@@ -352,8 +353,8 @@ class Meter:
         counted_as = f"{submitted.name} ns"
         if nbytes is not None:
             fields = {**fields, "nbytes": nbytes}
-            counted_as = busy(lane, "ns")
-            self._telemetry.counter(busy(lane, "bytes")).add(nbytes)
+            counted_as = busy_counter(lane, "ns")
+            self._telemetry.counter(busy_counter(lane, "bytes")).add(nbytes)
         self._telemetry.counter(counted_as).add(end_ns - start_ns)
         if submitted.update is not None:
             submitted.update.know(lane, start_ns, end_ns)

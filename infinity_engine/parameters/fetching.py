@@ -102,7 +102,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
                     # In memory since another use, or read for this one.
                     found = number in self.resident and self.resident[number].needed
                     nbytes = self._parameters[number].nbytes
-                    self._lanes.meter.needs(Cargo.PARAMETERS, nbytes, found=found)
+                    self._lanes.meter.count_need(Cargo.PARAMETERS, nbytes, found=found)
             self._provide(use)
             for number in use.parameters:
                 self.resident[number].note_need()
@@ -367,7 +367,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
 
     def _count(self, lane: Lane, number: int, transfer: Transfer) -> None:
         parameter = self._parameters[number]
-        self._lanes.meter.copies(
+        self._lanes.meter.count_copy(
             lane,
             Cargo.PARAMETERS,
             parameter.nbytes,
@@ -401,7 +401,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
 
     def _wait(self, fetched: Fetched) -> None:
         if not fetched.transfer.poll():
-            with self._lanes.meter.waits(Wait.PARAMETERS):
+            with self._lanes.meter.timed_wait(Wait.PARAMETERS):
                 fetched.transfer.wait()
 
     def _evict(self, number: int) -> None:

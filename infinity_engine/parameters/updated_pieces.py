@@ -160,7 +160,7 @@ class UpdatedPieces:
                 piece = memory[start : start + nbytes]
                 # Noted before anything else: whatever interrupts this waits for the read.
                 collected.reading.append(self._mover.read_part(self._records[number], start, piece))
-                self._lanes.meter.copies(
+                self._lanes.meter.count_copy(
                     Lane.NVME_READ,
                     Cargo.PARAMETERS,
                     nbytes,

@@ -271,7 +271,7 @@ class Gathers:
         try:
             if not gather.event.done():
                 # Only a wait is counted: a gather that has ended costs nothing.
-                with self._lanes.meter.waits(Wait.PARAMETERS):
+                with self._lanes.meter.timed_wait(Wait.PARAMETERS):
                     gather.event.wait()
             gather.event.wait()  # raises what failed
         finally:

@@ -365,7 +365,7 @@ class GradientReducer:
             self._backward.started,
             {number: len(some) for number, some in self._backward.waiting.items()},
         )
-        with self._lanes.meter.waits(Wait.GRADIENTS):
+        with self._lanes.meter.timed_wait(Wait.GRADIENTS):
             all_progress = [
                 _Progress.unpack(answer)
                 for answer in self._ranks.collectives.share("what has a gradient", own.pack())
@@ -417,7 +417,7 @@ class GradientReducer:
         if not self._ranks.gradients.can_stall:
             return
         while not self._memory.has_room_for(nbytes):
-            with self._lanes.meter.waits(Wait.GRADIENTS):
+            with self._lanes.meter.timed_wait(Wait.GRADIENTS):
                 self.go_on()
                 if self._under_way:
                     self._end()

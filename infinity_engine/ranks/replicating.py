@@ -97,7 +97,7 @@ class ParameterReplicas:
             CollectiveError: another rank does something else, or has failed.
         """
         changed = set(numbers)
-        with self._lanes.meter.waits(Wait.PARAMETERS):
+        with self._lanes.meter.timed_wait(Wait.PARAMETERS):
             for members, group in self._groups:
                 if changed.intersection(members):
                     self._gather(members, group)

@@ -23,12 +23,12 @@ from infinity_engine.lanes.meter import (
     UPDATE_NS,
     Cargo,
     Wait,
-    busy,
-    carried,
-    needed,
-    of_update,
-    peak_of,
-    updated,
+    busy_counter,
+    bytes_counter,
+    lane_counter,
+    need_counter,
+    peak_gauge,
+    update_counter,
 )
 from infinity_engine.memory import Usage
 from infinity_engine.outcome import Outcome
@@ -242,7 +242,7 @@ def report_of(
     notes, counted = step.notes, step.counters
     hits = {}
     for cargo in Cargo:
-        found, missing = (counted.get(needed(cargo, where), 0) for where in (FOUND, MISSING))
+        found, missing = (counted.get(need_counter(cargo, where), 0) for where in (FOUND, MISSING))
         if found + missing:
             hits[cargo] = Hits(found=found, missing=missing)
     return StepReport(
@@ -270,7 +270,7 @@ def report_of(
             Peak(
                 # Each directory of NVMe has a limit of its own.
                 name=tier_usage.directory or tier_usage.tier.name,
-                nbytes=step.peaks.get(peak_of(tier_usage), 0),
+                nbytes=step.peaks.get(peak_gauge(tier_usage), 0),
                 limit=tier_usage.limit,
             )
             for tier_usage in usage
@@ -300,7 +300,7 @@ def held_in(step: StepRecord) -> HeldOverTime:
 
 def _carried(lane: Lane, counted: Mapping[str, int]) -> dict[Cargo, int]:
     # Only what was counted in this step.
-    names = {cargo: carried(lane, cargo) for cargo in Cargo}
+    names = {cargo: bytes_counter(lane, cargo) for cargo in Cargo}
     return {cargo: counted[name] for cargo, name in names.items() if name in counted}
 
 
@@ -308,11 +308,11 @@ def _link_use(lane: Lane, counted: Mapping[str, int], seconds: float) -> LinkUse
     nbytes = _carried(lane, counted)
     over, moved = Over.STEP, sum(nbytes.values())
     # Where the device knows when the link was busy, that time counts, not the step's.
-    if busy(lane, "ns") in counted:
+    if busy_counter(lane, "ns") in counted:
         over, moved, seconds = (
             Over.BUSY,
-            counted[busy(lane, "bytes")],
-            counted[busy(lane, "ns")] / 1e9,
+            counted[busy_counter(lane, "bytes")],
+            counted[busy_counter(lane, "ns")] / 1e9,
         )
     return LinkUse(
         nbytes=nbytes, bytes_per_s=moved / seconds if moved and seconds else None, over=over
@@ -320,7 +320,7 @@ def _link_use(lane: Lane, counted: Mapping[str, int], seconds: float) -> LinkUse
 
 
 def _update_use(op: type[UpdateOp], counted: Mapping[str, int]) -> UpdateUse:
-    params, ns = counted.get(updated(op, "params"), 0), counted.get(updated(op, "ns"))
+    params, ns = counted.get(update_counter(op, "params"), 0), counted.get(update_counter(op, "ns"))
     # No parameters take no time; parameters without a time have an unknown one.
     return UpdateUse(params=params, seconds=None if ns is None and params else (ns or 0) / 1e9)
 
@@ -334,11 +334,11 @@ def _update_phase(
         return None
     busy_ns: dict[Lane, float] = {}
     for lane in Lane:
-        if of_update(lane, "ns") in counted:
-            busy_ns[lane] = counted[of_update(lane, "ns")]
+        if lane_counter(lane, "ns") in counted:
+            busy_ns[lane] = counted[lane_counter(lane, "ns")]
         # Drives do not report when they were busy: their calibrated rates stand in.
-        elif lane in drive_rates and of_update(lane, "bytes") in counted:
-            busy_ns[lane] = counted[of_update(lane, "bytes")] / drive_rates[lane] * 1e9
+        elif lane in drive_rates and lane_counter(lane, "bytes") in counted:
+            busy_ns[lane] = counted[lane_counter(lane, "bytes")] / drive_rates[lane] * 1e9
     utilisation = {lane: ns / whole_ns for lane, ns in busy_ns.items() if ns}
     return UpdatePhase(seconds=whole_ns / 1e9, utilisation=MappingProxyType(utilisation))
 

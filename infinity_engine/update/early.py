@@ -234,7 +234,7 @@ class EarlyUpdates:
 
     def _wait_for(self, event: Hops, wait: Wait) -> None:
         """Wait for an I/O to end, whether it succeeds or not."""
-        with self._meter.waits(wait), suppress(TransferError):
+        with self._meter.timed_wait(wait), suppress(TransferError):
             event.wait()
 
     # --- after it ---------------------------------------------------------------------------------

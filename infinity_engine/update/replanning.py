@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from deepnvme.sizes import PAGE
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.lanes.meter import busy, updated
+from infinity_engine.lanes.meter import busy_counter, update_counter
 from infinity_engine.parameters.describing import pieces_of
 from infinity_engine.placement.pieces import GradientPiece
 from infinity_engine.placement.placing import Plan, Wish, place
@@ -39,13 +39,16 @@ _PARTS = 8  # of all that is not resident, from which the search begins
 _LEAST_PART = 1 / 64
 _AMOUNTS = MappingProxyType(
     {
-        "host_update_params_per_s": (updated(UpdateOnHost, "params"), updated(UpdateOnHost, "ns")),
-        "device_update_params_per_s": (
-            updated(UpdateOnDevice, "params"),
-            updated(UpdateOnDevice, "ns"),
+        "host_update_params_per_s": (
+            update_counter(UpdateOnHost, "params"),
+            update_counter(UpdateOnHost, "ns"),
         ),
-        "h2d_bytes_per_s": (busy(Lane.H2D, "bytes"), busy(Lane.H2D, "ns")),
-        "d2h_bytes_per_s": (busy(Lane.D2H, "bytes"), busy(Lane.D2H, "ns")),
+        "device_update_params_per_s": (
+            update_counter(UpdateOnDevice, "params"),
+            update_counter(UpdateOnDevice, "ns"),
+        ),
+        "h2d_bytes_per_s": (busy_counter(Lane.H2D, "bytes"), busy_counter(Lane.H2D, "ns")),
+        "d2h_bytes_per_s": (busy_counter(Lane.D2H, "bytes"), busy_counter(Lane.D2H, "ns")),
     }
 )
 _NAMES = MappingProxyType(

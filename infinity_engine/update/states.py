@@ -542,7 +542,7 @@ class StateKeeper:
     def lease_for_step(self) -> None:
         """Lease the memory of a step that it does not have yet."""
         if not self._unified:
-            with self._lanes.meter.waits(Wait.OPS):  # for evicted parameters
+            with self._lanes.meter.timed_wait(Wait.OPS):  # for evicted parameters
                 # Only those that are missing: a refusal may have come between two leases.
                 for nbytes in self._plan.staging_bytes[len(self._staging) :]:
                     self._staging.append(self._lanes.device.lease(nbytes, holder="staging sets"))
@@ -615,7 +615,7 @@ class StateKeeper:
         update = self._records(held, state, targets, self._step.inputs)
 
         def note(times: Times) -> None:
-            self._lanes.meter.updated(op, *times)
+            self._lanes.meter.count_host_update(op, *times)
             self._note_update(held, list(update.steps))
 
         return thread.begin(partial(self._lanes.kernels.update, update), note)
@@ -729,12 +729,12 @@ class StateKeeper:
     ) -> None:
         """Update a subgroup and its step counts."""
         update = self._records(held, state, targets, inputs)
-        self._lanes.meter.updates(op, self._updating(op, held, update))
+        self._lanes.meter.run_update(op, self._updating(op, held, update))
         # In place: for a visitor, `_visits` has this very list.
         state.steps[:] = update.steps
         if self._swapped.any:
             nbytes = self._nbytes(held)
-            self._lanes.meter.needs(Cargo.STATES, nbytes, found=held.lease is not None)
+            self._lanes.meter.count_need(Cargo.STATES, nbytes, found=held.lease is not None)
 
     def _records(
         self,

@@ -526,7 +526,9 @@ class SwappedStates:
 
     def _count(self, lane: Lane, cargo: Cargo, nbytes: int, op: LoadStates | StoreStates) -> None:
         if nbytes:
-            self._lanes.meter.copies(lane, cargo, nbytes, None, name=op.name, subgroup=op.subgroup)
+            self._lanes.meter.count_copy(
+                lane, cargo, nbytes, None, name=op.name, subgroup=op.subgroup
+            )
 
     def _about(self, index: int) -> str:
         names = dict.fromkeys(
