@@ -168,7 +168,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         torch.cuda.set_per_process_memory_fraction(min(self._fraction, share), device)
 
     def taken_by_torch(self) -> int | None:
-        """Return the bytes of its tensors; blocks that it keeps for later are free for them."""
+        """Return the bytes of torch's tensors, without blocks that it keeps for later tensors."""
         return (
             None
             if self._before is None

@@ -69,7 +69,7 @@ def building(
 ) -> Iterator[BuiltModel]:
     """Offload the parameters that modules register in the body. See `init_context` for errors.
 
-    Of several `ranks`, all of which come to this, `budget` is this one's.
+    With several `ranks`, all of them enter it, and `budget` is this rank's.
     """
     # Two contexts would both take over the same parameters.
     if _open() is not None:

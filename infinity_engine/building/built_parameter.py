@@ -116,8 +116,8 @@ class BuiltParameter:
         """Stay in host memory for good: other code has its address, and nothing shows how long."""
         self._pinned = True
 
-    def is_due_for_retry(self) -> bool:
-        """Tell whether to try to evict it again: each failed attempt doubles the wait."""
+    def count_down_to_retry(self) -> bool:
+        """Wait one call less; tell whether to try to evict it. Each failed attempt doubles this."""
         self._wait -= 1
         return self._wait < 0
 

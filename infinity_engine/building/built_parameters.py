@@ -279,8 +279,6 @@ class BuiltParameters:
         """Fill a flat, contiguous tensor with elements of a parameter, in its dimensions' order.
 
         The first is `first_element`: of a parameter that is cut, counted in this rank's part.
-
-        Of a parameter that is cut, the first element is that of this rank's part.
         """
         record = self._of(parameter)
         start, nbytes = first_element * parameter.element_size(), nbytes_of(values)
@@ -475,7 +473,7 @@ class BuiltParameters:
             if parameter is not None:
                 record = self._of(parameter)
                 # Each attempt writes it once more, so failed ones are repeated ever more rarely.
-                if record.is_due_for_retry() and record.may_leave(parameter):
+                if record.count_down_to_retry() and record.may_leave(parameter):
                     self._leave(parameter)
 
     def _idle(self, number: int) -> torch.Tensor | None:

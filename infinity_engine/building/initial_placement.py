@@ -49,16 +49,16 @@ class InitialValues:
         self._values = {
             parameter.number: parameter.parameter.detach().reshape(-1)
             for parameter in parameters
-            if not self.on_drives(parameter)
+            if not self.is_built(parameter)
         }
 
-    def on_drives(self, parameter: ModelParameter) -> bool:
-        """Tell whether a parameter has no values in memory."""
+    def is_built(self, parameter: ModelParameter) -> bool:
+        """Tell whether an `init_context` has its values, on the drives or in memory."""
         return self._built is not None and parameter.of_model in self._built
 
     def fill(self, parameter: ModelParameter, first_element: int, values: torch.Tensor) -> None:
         """Fill a flat tensor with a parameter's elements from `first_element` on, in its dtype."""
-        if self._built is None or not self.on_drives(parameter):
+        if self._built is None or not self.is_built(parameter):
             values.copy_(
                 self._values[parameter.number][first_element : first_element + values.numel()]
             )

@@ -138,7 +138,7 @@ class ShardedParameters(BuiltParameters):
                 self._note(parameter)
 
     def drop_unreferenced(self) -> None:
-        """Drop references that keep parameters alive, and cycles: all ranks see the same alive."""
+        """Drop references that keep parameters alive, and cycles: all ranks then have the same."""
         super().drop_unreferenced()
         gc.collect()
 

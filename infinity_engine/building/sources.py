@@ -45,8 +45,8 @@ def found_in(directory: Path) -> dict[str, FileTensor]:
     """Return the tensors in the files of a directory, by name.
 
     Raises:
-        ConfigError: there are none, a file is missing or not valid, or two files have the same
-            name.
+        ConfigError: there are none, a file is missing or not valid, two files have a tensor of the
+            same name, or the index does not fit them.
     """
     # One index says which files belong together; others in the directory are not read.
     indices = sorted(directory.glob(f"*{_INDEX}"))

@@ -145,7 +145,7 @@ def _emulated(accelerator: Accelerator, params: int) -> _Update:
 
 def _on_gpu(accelerator: Accelerator, buffer: Buffer, numel: int) -> _Update:
     """Return what updates states that lie in the buffer, by the kernels of a GPU."""
-    from infinity_engine.optim.cuda import CudaKernels, stream_of_others
+    from infinity_engine.optim.cuda import CudaKernels, foreign_stream
 
     kernels = CudaKernels()  # says so where there is no cupy
     import cupy
@@ -171,7 +171,7 @@ def _on_gpu(accelerator: Accelerator, buffer: Buffer, numel: int) -> _Update:
     def launched(name: str) -> None:
         current = torch.cuda.current_stream()
         # accelerator.run makes the stream torch's current one; cupy has one of its own.
-        with stream_of_others(cupy, current.cuda_stream, current.device.index):
+        with foreign_stream(cupy, current.cuda_stream, current.device.index):
             steps[name](kernels)
 
     def rate(name: str, seconds: float) -> float:

@@ -65,7 +65,7 @@ def no_such_layers(kind: CompactKind, model: torch.nn.Module) -> ConfigError:
         field="compact",
         value=f"{kind.value} for a {type(model).__name__}",
         expected="a model with layers of the class torch.nn.Linear, in nf4 of a multiple of "
-        f"{NF4_BLOCK} elements: what this one has stays whole. Leave it as it is",
+        f"{NF4_BLOCK} elements: this one has none. Train it without compact layers",
     )
 
 
@@ -82,7 +82,7 @@ def expand_linears(model: torch.nn.Module, dtype: torch.dtype) -> tuple[str, ...
         assert isinstance(layer, CompactLinear), "it was looked at above"
         parent, _, name = path.rpartition(".")
         model.get_submodule(parent).add_module(name, layer.as_linear(dtype))
-    # load_pretrained says in it what the weights were, for whatever saves the model.
+    # Transformers saves `quantization_config` with the model, and would load it as compact.
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "quantization_config", None) is not None:

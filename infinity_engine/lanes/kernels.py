@@ -15,7 +15,7 @@ import torch
 
 from infinity_engine.accel import Accelerator
 from infinity_engine.optim import HostKernels, Update, Values
-from infinity_engine.optim.cuda import stream_of_others
+from infinity_engine.optim.cuda import foreign_stream
 
 __all__ = ["DeviceKernels", "device_kernels"]
 
@@ -109,5 +109,5 @@ class _OnGpu:
     def _in_stream(self) -> Iterator[None]:
         # cupy has a current device and stream of its own, whatever torch's are.
         handle, index = torch.cuda.current_stream(self._device).cuda_stream, self._device.index
-        with self._cupy.cuda.Device(index), stream_of_others(self._cupy, handle, index):
+        with self._cupy.cuda.Device(index), foreign_stream(self._cupy, handle, index):
             yield

@@ -1,8 +1,9 @@
 """`chunk_loss`: lets a language model of Transformers compute its loss without whole logits.
 
-Hooks of the model and of its head do it: the model's code is not touched, and runs as it does
-without them, on the hidden states of one position. Under an engine as well, on every tier: the loss
-is computed within the head's call, or by reading its parameters as any module may.
+Hooks of the model and of its head do it, and the model's code is not touched: its head gets the
+hidden states of one position, all else runs as it does without them. Under an engine as well, on
+every tier: the loss is computed within the head's call, or by reading its parameters as any module
+may.
 """
 
 from __future__ import annotations
@@ -227,7 +228,8 @@ class ChunkedLoss(Closing):
             raise ConfigError(
                 field="model",
                 value=f"one whose own loss is {float(own)} where no label counts",
-                expected="one that gives num_items_in_batch to its loss function",
+                expected="one that passes num_items_in_batch on to its loss function, which then "
+                "divides by it, and not by the 0 labels that count",
             )
 
 

@@ -56,7 +56,7 @@ class LossShape:
         logit = self.wide + (self.width if self.is_narrow else 0) + (self.wide * self.has_cap)
         # The tile's hidden states, and the product that is their gradient.
         rows = tokens * self.hidden * self.width * (1 + self.hidden_gradient)
-        # Lengths of the vocabulary: log-sum, label's logit and so on, for each token.
+        # Four values for each token: its log-sum, its label's logit and so on.
         statistics = 4 * self.tokens * self.wide
         sums = 0
         if self.is_narrow and self.weight_gradient:

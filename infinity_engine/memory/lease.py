@@ -33,10 +33,10 @@ class Waitable(Protocol):
     """Work that has an end: a stream's event, or an I/O."""
 
     def done(self) -> bool:
-        """Tell whether the work before it has ended."""
+        """Tell whether the work has ended."""
 
     def wait(self) -> object:
-        """Wait, on the host, until it has; raise what failed."""
+        """Wait on the host until the work has ended; raise its error."""
 
 
 class Backing(Protocol):
@@ -168,7 +168,7 @@ class Lease(Closing):
         """Give the buffer up, to go back after its events; never wait. Again: do nothing."""
         if self._backing is not None:
             # The backing is forgotten last: an interrupt here leaves a lease to be closed again.
-            self._lessor._close_lease(self, self._backing, self._events)
+            self._lessor._close_lease(self._backing, self._events)
             self._backing = None
             self._events = []
 
@@ -225,7 +225,7 @@ class Lessor(ABC):
         self.reservation = reservation
         self._tier = tier
         self._lock = threading.RLock()
-        # by the backing's id, so that a lease can be dropped
+        # By the id of the backing, not by the lease: the collector may drop that.
         self._open: dict[int, _LeasedBuffer] = {}
         self._closing: deque[_LeasedBuffer] = deque()  # oldest first
         self._views: set[_LeasedBuffer] = set()  # given back, except for views that still exist
@@ -283,7 +283,7 @@ class Lessor(ABC):
         self._open[id(backing)] = _LeasedBuffer(backing, holder, nbytes)
         return Lease(self, backing, tier=self._tier, nbytes=nbytes, holder=holder)
 
-    def _close_lease(self, _lease: Lease, backing: Backing, events: Sequence[Waitable]) -> None:
+    def _close_lease(self, backing: Backing, events: Sequence[Waitable]) -> None:
         with self._lock:
             self._end(backing, events)
             self._catch_up()

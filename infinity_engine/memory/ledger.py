@@ -264,7 +264,7 @@ class Reservation(Closing):
 class Ledger:
     """The accounts of one rank; `device_is` says which memory DEVICE's bytes are in.
 
-    Then DEVICE and HOST are one account under the host's limit.
+    With `device_is=Tier.HOST`, DEVICE and HOST are one account under the host's limit.
     """
 
     def __init__(self, budget: ResolvedBudget, *, device_is: Tier = Tier.DEVICE) -> None:

@@ -77,10 +77,11 @@ class PinnedPool(Lessor):
         capacity = align_down(reservation.nbytes, PAGE)
         planned = align_up(layout.nbytes, PAGE) if layout is not None else 0
         if capacity < max(planned, PAGE):
+            for_what = "which the planned buffers take" if planned else "one page"
             raise ConfigError(
                 field=f"bytes reserved for {reservation.holder}",
                 value=reservation.nbytes,
-                expected=f"at least {max(planned, PAGE)} B, which the planned buffers take",
+                expected=f"at least {max(planned, PAGE)} B, {for_what}",
             )
         if layout is not None:
             _check_places(layout)

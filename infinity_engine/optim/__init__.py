@@ -1,7 +1,7 @@
 """Optimizers without torch: update rules, the subgroups they work on, and their kernels.
 
-The rules give the same bits on every CPU and GPU, whatever the number of threads. Called by
-policies and the executor. What updates is imported when it is first used: plans need none of it.
+The rules give the same bits on every CPU and GPU, whatever the number of threads. What updates is
+imported when it is first used: plans need none of it.
 """
 
 from __future__ import annotations

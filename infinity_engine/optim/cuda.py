@@ -16,7 +16,7 @@ from infinity_engine.optim.formats import FloatFormat, Values
 from infinity_engine.optim.nvrtc import KERNELS, compile_kernels, cupy_nvrtc
 from infinity_engine.optim.subgroup import NORM_BLOCK, Update
 
-__all__ = ["CudaKernels", "stream_of_others"]
+__all__ = ["CudaKernels", "foreign_stream"]
 
 # Of a block of CUDA; a warp adds one block of a gradient's squares.
 _THREADS = 256
@@ -102,14 +102,16 @@ class CudaKernels:
         return max(1, min(-(-threads // _THREADS), self._most_blocks))
 
 
-def stream_of_others(cupy: Any, handle: int, device: int) -> Any:
+def foreign_stream(cupy: Any, handle: int, device: int) -> Any:
     """Return cupy's stream for one that another library made and owns, on the device `device`."""
     # since cupy 14, which deprecates ExternalStream
     adopt = getattr(cupy.cuda.Stream, "from_external", None)
-    return cupy.cuda.ExternalStream(handle, device) if adopt is None else adopt(_OfOthers(handle))
+    return (
+        cupy.cuda.ExternalStream(handle, device) if adopt is None else adopt(_ForeignStream(handle))
+    )
 
 
-class _OfOthers:
+class _ForeignStream:
     """A stream that another library owns, as the CUDA stream protocol wants it."""
 
     def __init__(self, handle: int) -> None:

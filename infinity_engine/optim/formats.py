@@ -1,7 +1,7 @@
 """The storage of an update's values: dtypes of gradients, parameters, masters and moments.
 
-Pure descriptions: owns no memory and changes none. Values keep alive what it was made of. Imports
-no torch: any object with a tensor's methods is a tensor.
+Pure descriptions: `Values` keeps the memory alive that it describes, and changes none. Imports no
+torch: any object with a tensor's methods is a tensor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Moments(Enum):
 
     FP32 = "fp32"
     BF16 = "bf16"  # rounded to nearest even when stored
-    # rounded up or down by chance, right on average; the same bits in every home
+    # rounded up or down by chance, right on average; the same bits on every CPU and GPU
     BF16_STOCHASTIC = "bf16_stochastic"
 
 

@@ -45,7 +45,7 @@ class HostKernels:
     """The kernels of one SIMD level on a pool of threads."""
 
     def __init__(self, threads: UpdateThreads, *, home: str | None = None) -> None:
-        """Use the best kernels of this CPU, or those of `home`; INFINITY_SIMD lowers the default.
+        """Use this CPU's best kernels, or those of the SIMD level `home`; INFINITY_SIMD lowers it.
 
         Raises:
             ConfigError: this CPU has no such kernels.
@@ -53,7 +53,9 @@ class HostKernels:
         self.threads = threads
         self.home = _native.chosen_simd(os.environ.get("INFINITY_SIMD")) if home is None else home
         if self.home not in _native.homes():
-            raise ConfigError.unknown_name(field="home", name=self.home, known=_native.homes())
+            raise ConfigError.unknown_name(
+                field="SIMD level", name=self.home, known=_native.homes()
+            )
 
     def update(self, update: Update) -> None:
         """Carry out an update; the caller then sets the state's steps."""

@@ -71,7 +71,8 @@ def compile_kernels(nvrtc: Nvrtc, architecture: str) -> Compiled:
         if inexact:
             raise RuntimeError(
                 f"the update kernels compiled for {architecture} contain {', '.join(inexact)}, "
-                f"which rounds otherwise than the CPU; compile with {' '.join(FLAGS)}"
+                f"which round otherwise than the CPU, though {' '.join(FLAGS)} were set: look for "
+                "an intrinsic in the kernels' headers, or an NVRTC that ignores a flag"
             )
         return Compiled(text, nvrtc.getCUBIN(program))
     finally:

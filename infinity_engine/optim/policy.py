@@ -109,7 +109,7 @@ class Limits:
             ConfigError: it uses too many staging sets, or an op copies other bytes than its
                 subgroup has.
         """
-        self._check_weights(plan)
+        self._check_copy_bytes(plan)
         self.check_memory(plan.outline(), plan.subgroups)
 
     def check_memory(self, outline: PlanOutline, subgroups: Sequence[SubgroupSpec]) -> None:
@@ -144,20 +144,20 @@ class Limits:
                 expected = f"{len(there)} or more: the plan uses so many"
                 raise ConfigError(field=f"Limits.{name}", value=most, expected=expected)
 
-    def _check_weights(self, plan: StepPlan) -> None:
+    def _check_copy_bytes(self, plan: StepPlan) -> None:
         subgroups = {subgroup.index: subgroup for subgroup in plan.subgroups}
         for number, op in enumerate(plan.ops):
             # A StepPlan checks by itself what drives move.
             if isinstance(op, CopyOp) and not isinstance(op, _OF_DRIVES):
                 subgroup = subgroups[op.subgroup]
                 states = subgroup.numel * self.per_parameter.states
-                weight = (
+                nbytes = (
                     self.parameter_bytes(subgroup) if isinstance(op, _OF_PARAMETERS) else states
                 )
-                if op.nbytes != weight:
-                    per_parameter = weight // subgroup.numel
+                if op.nbytes != nbytes:
+                    per_parameter = nbytes // subgroup.numel
                     expected = (
-                        f"{weight} bytes: {per_parameter} for each of the subgroup's parameters"
+                        f"{nbytes} bytes: {per_parameter} for each of the subgroup's parameters"
                     )
                     raise ConfigError(field=f"StepPlan.ops[{number}]", value=op, expected=expected)
 
@@ -489,7 +489,7 @@ class PlanDraft:
         )
 
     def outline(self, homes: Mapping[int, Home]) -> PlanOutline:
-        """Return the outline of the plan that a draft becomes which updates each subgroup there.
+        """Return the outline of the plan that updates each subgroup where `homes` says.
 
         Raises:
             CapacityError, ConfigError: the limits allow no staging set, or no host buffer, and the

@@ -84,7 +84,7 @@ def power(base: float, exponent: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule(ABC):
-    """An optimizer with its options, one for each parameter group. float() has to read `lr`."""
+    """An optimizer with its options, one for each parameter group. `float(lr)` must work."""
 
     state_names: ClassVar[tuple[str, ...]] = ()
     couples_decay: ClassVar[bool] = True

@@ -280,9 +280,9 @@ def _check_segment(
 
 
 @cache
-# Asked of the native module: its compiler lays the record out.
 def segment_dtype() -> np.dtype[Any]:
     """Return the layout of the native Segment, as numpy describes records."""
+    # Asked of the native module: its compiler lays the record out.
     names, formats, offsets = zip(*_native.segment_fields(), strict=True)
     return np.dtype(
         {"names": names, "formats": formats, "offsets": offsets, "itemsize": _native.SEGMENT_NBYTES}

@@ -1,4 +1,4 @@
-"""Threads for the update kernels, on given cores.
+"""Threads for the update kernels, on given cores or on any.
 
 The threads sleep between updates and never spin, so that torch and the I/O keep their cores. A pool
 cannot be used in a forked child.
@@ -16,10 +16,10 @@ __all__ = ["UpdateThreads"]
 
 
 class UpdateThreads:
-    """A pool of threads, each pinned to one of the cores given."""
+    """A pool of threads, each pinned to one core, or none of them."""
 
     def __init__(self, cores: Sequence[int]) -> None:
-        """Start one thread per entry; a core may be named more than once.
+        """Start one thread per entry, pinned to that core; -1 pins to none. Cores may repeat.
 
         Raises:
             ConfigError: there are no cores, or the system refuses one.

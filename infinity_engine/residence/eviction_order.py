@@ -7,16 +7,18 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 
 __all__ = ["EvictionOrder"]
 
-# Whether it passes, its next use, the reverse of its arrival, its number.
+# Sorts ascending, and the last one leaves first: whether it may leave between passes, its next use,
+# its arrival as 0 or less (the latest is the least), its number.
 _Key = tuple[bool, int, int, int]
 
 
 class EvictionOrder:
     """The order in which `members` leave: the farthest next use first, then the earliest arrival.
 
-    `pinned` members never leave, `held` ones not now, and those that stay from pass to pass leave
-    last. Sorted when it is first asked, and kept sorted until `restart`: most sets have room and
-    never ask. Members and holders are the owner's; members are in the order of their arrivals.
+    `pinned` members never leave, `held` ones not while they are held, and those of `let_stay` after
+    all others. Most sets have room and never ask, so it sorts when it is first asked, and stays
+    sorted until `restart`. The owner changes `members` and `held`; `members` are in the order in
+    which they came.
     """
 
     def __init__(
@@ -37,21 +39,21 @@ class EvictionOrder:
         self._is_sorted = False
 
     def idle(self, *, staying: bool) -> Iterator[int]:
-        """Yield those that are not held, with or without those that stay."""
+        """Yield those that may leave, the first to leave first; of `let_stay` only if `staying`."""
         if not self._is_sorted:
             self._sort()
-        for passes, _, _, number in reversed(self._sorted):
-            if not (passes or staying):
+        for leaves, _, _, number in reversed(self._sorted):
+            if not (leaves or staying):
                 return
             if number not in self._held:
                 yield number
 
     def restart(self) -> None:
-        """Note that all next uses may be others now."""
+        """Forget the order: any member's next use may have changed."""
         self._is_sorted = False
 
     def let_stay(self, numbers: Collection[int]) -> None:
-        """Let these leave last from now on, and no others."""
+        """Let these members leave after all others from now on; those of the call before do not."""
         self._staying = numbers
         self.restart()
 
@@ -67,7 +69,7 @@ class EvictionOrder:
             self._take_out(number)
 
     def note_use(self, numbers: Iterable[int]) -> None:
-        """Note which members were used now, as was predicted: no others have another next use."""
+        """Note which members were used, as predicted: only their next uses have changed."""
         if self._is_sorted:
             for number in numbers:
                 if number in self._keys:

@@ -92,7 +92,7 @@ class Mover:
         begins after the events `after`.
 
         Raises:
-            IllegalTransition: it is on its way somewhere.
+            IllegalTransition: it is on its way somewhere, or `into` is given and it is in `to`.
         """
         here, there = _UPWARDS.index(record.home()), _UPWARDS.index(to)
         if into is not None and here == there:

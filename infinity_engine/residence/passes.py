@@ -15,9 +15,9 @@ from infinity_engine.schedule import TraceCursor, Use
 
 __all__ = ["PassCursor", "kept_between_passes"]
 
-_MOST_USES = 1 << 20  # of one pass; what follows a longer one is not predicted whole
+_MOST_USES = 1 << 20  # of a pass: of a longer one, only the last uses are predicted to repeat
 
-_IN_FLIGHT = 3  # of the largest use: one that computes, and others that are read meanwhile
+_IN_FLIGHT = 3  # uses of the largest size with room: one computes, the others are read meanwhile
 
 
 def kept_between_passes(uses: Iterable[Use], nbytes: Mapping[int, int], limit: int) -> set[int]:

@@ -252,7 +252,6 @@ class ResidentSet(Generic[_Entry]):
 
         They come in the order of the need, each once.
         """
-        # In order and without duplicates, as a module may have a parameter twice.
-        late = [number for number in dict.fromkeys(numbers) if number not in self._entries]
+        late = [number for number in numbers if number not in self._entries]
         self.stats.count_needs(in_time=len(numbers) - len(late), late=len(late))
         return late

@@ -7,7 +7,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from infinity_engine.optim.cuda import stream_of_others
+from infinity_engine.optim.cuda import foreign_stream
 
 HANDLE, DEVICE = 0x7F00, 1
 
@@ -20,7 +20,7 @@ def test_cupy_is_told_the_stream_by_the_protocol_where_it_knows_that() -> None:
         cuda=SimpleNamespace(Stream=SimpleNamespace(from_external=from_external))
     )
 
-    assert stream_of_others(cupy, HANDLE, DEVICE) == ("adopted", (0, HANDLE))
+    assert foreign_stream(cupy, HANDLE, DEVICE) == ("adopted", (0, HANDLE))
 
 
 def test_an_older_cupy_is_told_its_address() -> None:
@@ -30,4 +30,4 @@ def test_an_older_cupy_is_told_its_address() -> None:
         )
     )
 
-    assert stream_of_others(cupy, HANDLE, DEVICE) == ("external", HANDLE, DEVICE)
+    assert foreign_stream(cupy, HANDLE, DEVICE) == ("external", HANDLE, DEVICE)

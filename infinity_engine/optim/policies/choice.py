@@ -47,5 +47,5 @@ def policy_for(strategy: Strategy) -> OffloadPolicy:
     if isinstance(strategy, NvmeStreamed):
         # States on drives pass host buffers; where they are updated is a strategy of its own.
         return policy_for(strategy.update)
-    expected = "any other strategy: this one leaves to the planner where updates run"
+    expected = "a strategy that says where updates run: this one leaves it to the planner"
     raise ConfigError(field="strategy", value=strategy.name, expected=expected)
