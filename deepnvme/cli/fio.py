@@ -90,10 +90,7 @@ def find() -> str:
     Raises:
         FioError: it is not installed.
     """
-    if shutil.which("fio") is None:
-        raise FioError(
-            "fio is not installed (Debian, Ubuntu: apt install fio; Fedora: dnf install fio)"
-        )
+    _require()
     return subprocess.run(
         ["fio", "--version"], capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -103,8 +100,10 @@ def run(job: Job, meanwhile: Callable[[subprocess.Popen[str]], object] | None = 
     """Run one measurement; `meanwhile` is called with fio's process while it runs.
 
     Raises:
-        FioError: fio cannot do it here, for example because io_uring is refused.
+        FioError: fio is not installed, or cannot do it here, for example because io_uring is
+            refused.
     """
+    _require()
     # With this, glibc 2.35 and newer puts fio's buffers into huge pages where those are given on
     # request.
     environ = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -129,6 +128,13 @@ def run(job: Job, meanwhile: Callable[[subprocess.Popen[str]], object] | None = 
         raise FioError(
             f"fio's report is not understood ({type(problem).__name__}: {problem})"
         ) from None
+
+
+def _require() -> None:
+    if shutil.which("fio") is None:
+        raise FioError(
+            "fio is not installed (Debian, Ubuntu: apt install fio; Fedora: dnf install fio)"
+        )
 
 
 def parse(report: str) -> Measured:

@@ -137,6 +137,8 @@ def test_a_missing_fio_is_unavailable_and_says_how_to_install_it(
     assert (name, block) == ("fio", MIB)
     with pytest.raises(bench.UnavailableError, match="apt install fio"):
         measure()
+    with pytest.raises(bench.UnavailableError, match="apt install fio"):
+        fio.run(JOB)
 
 
 def test_a_failing_fio_is_unavailable_in_its_own_words(
