@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from infinity_engine.cli.plan_answer import (
@@ -35,16 +34,6 @@ __all__ = ["page", "refusal_page"]
 
 _WIDTH, _LEFT, _RIGHT = 1000, 110, 370  # pixels: of a picture, and of the labels at its sides
 _CHART, _ROW = 220, 26  # pixels: the height of a chart, and of a lane's strip
-_LANES = MappingProxyType(
-    {
-        Lane.DEVICE: "device",
-        Lane.HOST: "CPU",
-        Lane.H2D: "to the device",
-        Lane.D2H: "to the host",
-        Lane.NVME_READ: "drives read",
-        Lane.NVME_WRITE: "drives write",
-    }
-)
 
 
 def page(
@@ -239,10 +228,10 @@ def _links(report: PlanReport) -> str:
     width = _WIDTH - _LEFT - _RIGHT
     drawn = []
     # A lane with no work in this step has no strip.
-    lanes = [lane for lane in _LANES if any(span.lane is lane for span in timeline.spans)]
+    lanes = [lane for lane in Lane if any(span.lane is lane for span in timeline.spans)]
     for number, lane in enumerate(lanes):
         top = 10 + _ROW * number
-        drawn.append(_text(_LEFT - 6, top + 15, _LANES[lane], anchor="end"))
+        drawn.append(_text(_LEFT - 6, top + 15, lane.label, anchor="end"))
         used = binned(
             [(span.start_ns, span.end_ns) for span in timeline.spans if span.lane is lane], end_ns
         )

@@ -47,7 +47,6 @@ __all__ = [
     "split_residents",
 ]
 
-_OF_DRIVES = (LoadStates, StoreStates)
 _OF_PARAMETERS = (UploadParameters, DownloadParameters)
 # With so many host buffers drives never wait for one: two fill ahead, one is updated, one is
 # emptied.
@@ -148,7 +147,7 @@ class Limits:
         subgroups = {subgroup.index: subgroup for subgroup in plan.subgroups}
         for number, op in enumerate(plan.ops):
             # A StepPlan checks by itself what drives move.
-            if isinstance(op, CopyOp) and not isinstance(op, _OF_DRIVES):
+            if isinstance(op, CopyOp) and not isinstance(op, LoadStates | StoreStates):
                 subgroup = subgroups[op.subgroup]
                 states = subgroup.numel * self.per_parameter.states
                 nbytes = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import ClassVar
 
 from infinity_engine.errors import ConfigError
@@ -43,6 +44,23 @@ class Lane(Enum):
 
     # By identity, as each member is one object: Enum's own hash runs in Python at each look-up.
     __hash__ = object.__hash__
+
+    @property
+    def label(self) -> str:
+        """What pages call it."""
+        return _LABELS[self]
+
+
+_LABELS = MappingProxyType(
+    {
+        Lane.HOST: "CPU",
+        Lane.DEVICE: "device",
+        Lane.H2D: "to the device",
+        Lane.D2H: "to the host",
+        Lane.NVME_READ: "drives read",
+        Lane.NVME_WRITE: "drives write",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

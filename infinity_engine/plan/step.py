@@ -46,7 +46,6 @@ _INPUT: Mapping[type[Op], type[Op] | None] = MappingProxyType(
         StoreStates: None,
     }
 )
-_OF_DRIVES = (LoadStates, StoreStates)
 # The same, where updates leave parameters on the host or on the drives.
 _INPUT_AT_HOME = MappingProxyType({**_INPUT, DownloadStates: DownloadParameters})
 
@@ -325,7 +324,7 @@ class _Check:
         if isinstance(op, UpdateOp):
             if op.params != spec.numel:
                 raise _wrong(number, op, f"all of the subgroup's {spec.numel} parameters")
-        elif isinstance(op, _OF_DRIVES):
+        elif isinstance(op, LoadStates | StoreStates):
             nbytes = spec.load_bytes if isinstance(op, LoadStates) else spec.store_bytes
             if op.nbytes != nbytes:
                 raise _wrong(number, op, f"the {nbytes} bytes that the subgroup says")

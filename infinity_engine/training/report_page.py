@@ -35,16 +35,6 @@ _HELD_ROWS = 200  # of a table of what blocks held
 _ROWS = 20  # of a table of steps
 _WARM = 2  # steps at the beginning that are slower than the rest: no trace, no cache
 _TIERS = MappingProxyType({"DEVICE": "device", "HOST": "host"})
-_LANES: Mapping[str, str] = MappingProxyType(
-    {
-        Lane.DEVICE.value: "device",
-        Lane.HOST.value: "CPU updates",
-        Lane.H2D.value: "to the device",
-        Lane.D2H.value: "to the host",
-        Lane.NVME_READ.value: "drives read",
-        Lane.NVME_WRITE.value: "drives write",
-    }
-)
 _PHASES = ("forward", "backward", "update")
 _HOW = MappingProxyType(
     {
@@ -196,9 +186,9 @@ def _resources(run: RecordedRun) -> Iterator[str]:
         yield strips(rows, end=_seconds(end_ns))
         yield table(("resource", "busy"), [(row.name, row.text) for row in rows])
     planned = [
-        StripRow(name=label, used=used, text=f"{sum(used) / len(used):.0%}")
-        for lane, label in _LANES.items()
-        for used in [_parts(entries(run.description, "prediction", "strips").get(lane))]
+        StripRow(name=lane.label, used=used, text=f"{sum(used) / len(used):.0%}")
+        for lane in Lane
+        for used in [_parts(entries(run.description, "prediction", "strips").get(lane.value))]
         if used
     ]
     shown_s = figure(run.description, "prediction", "shown_s")
@@ -218,7 +208,7 @@ def _measured_strips(spans: Sequence[tuple[str, str, int, int]], end_ns: int) ->
     # Spans of the engine's own thread have no track; their names say what they are.
     groups = [
         *((phase, [span for span in spans if span[1] == phase]) for phase in _PHASES),
-        *((label, [span for span in spans if span[0] == lane]) for lane, label in _LANES.items()),
+        *((lane.label, [span for span in spans if span[0] == lane.value]) for lane in Lane),
         ("waiting", [span for span in spans if span[1].startswith("wait for")]),
     ]
     for label, found in groups:
@@ -281,21 +271,21 @@ def _as_stairs(points: Sequence[tuple[int, int]]) -> Iterator[tuple[float, float
 def _bandwidth(run: RecordedRun) -> Iterator[str]:
     warm = _warm(run)
     rows = []
-    for lane, label in _LANES.items():
+    for lane in Lane:
         moved = [
             sum(nbytes for name in carried if (nbytes := figure(carried, name)) is not None)
             for step in warm
-            for carried in [step.entries("links", lane, "bytes")]
+            for carried in [step.entries("links", lane.value, "bytes")]
             if carried
         ]
         if not moved:
             continue
-        achieved = _median(_values(warm, "links", lane, "bytes_per_s"))
-        calibrated = figure(run.description, "prediction", "rates", lane)
-        over = {str(step.entries("links", lane).get("over")) for step in warm} - {"None"}
+        achieved = _median(_values(warm, "links", lane.value, "bytes_per_s"))
+        calibrated = figure(run.description, "prediction", "rates", lane.value)
+        over = {str(step.entries("links", lane.value).get("over")) for step in warm} - {"None"}
         rows.append(
             (
-                label,
+                lane.label,
                 format_bytes(round(statistics.median(moved))),
                 "" if achieved is None else format_rate(achieved),
                 "" if calibrated is None else format_rate(calibrated),
