@@ -48,21 +48,6 @@ class ShardRecord:
         return self._version
 
     @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """The tiers in which it has memory or a place, current or not."""
-        return tuple(self._copies)
-
-    @property
-    def host(self) -> Lease | None:
-        """The lease of host memory that it has, current or not."""
-        return self._lease(Tier.HOST)
-
-    @property
-    def device(self) -> Lease | None:
-        """The lease of device memory that it has, current or not."""
-        return self._lease(Tier.DEVICE)
-
-    @property
     def arriving(self) -> Lease | None:
         """The memory that a move under way writes to.
 
@@ -199,10 +184,6 @@ class ShardRecord:
                     if other not in needed
                 ),
             )
-
-    def _lease(self, tier: Tier) -> Lease | None:
-        where = self.where(tier)
-        return where if isinstance(where, Lease) else None
 
     def __repr__(self) -> str:
         """Show where it is."""

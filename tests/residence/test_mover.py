@@ -17,7 +17,7 @@ from infinity_engine.errors import CapacityError, ConfigError, IllegalTransition
 from infinity_engine.plan import Tier
 from infinity_engine.residence import Mover, Residency, Source
 from infinity_engine.storage import Hops
-from support.tiers import KiB, Tiers, device_bytes, some_bytes, tiers
+from support.tiers import KiB, Tiers, device_bytes, lease_of, some_bytes, tiers
 
 
 @pytest.mark.parametrize(("start", "end"), list(permutations(Tier, 2)))
@@ -48,7 +48,7 @@ def test_a_released_source_goes_back(tmp_path: Path) -> None:
         made.host.release_ended()
 
         assert made.host.stats().held == 0
-        assert record.tiers == (Tier.NVME, Tier.DEVICE)
+        assert {tier for tier in Tier if record.where(tier)} == {Tier.NVME, Tier.DEVICE}
         made.mover.forget(record)
 
 
@@ -121,8 +121,7 @@ def test_a_changed_shard_is_written_over_its_old_version(tmp_path: Path) -> None
         record = made.shard("w", some_bytes(8 * KiB, seed=1), Tier.NVME)
         place = record.place
         made.mover.move(record, Tier.HOST).result()
-        assert record.host is not None
-        record.host.memory()[:] = some_bytes(8 * KiB, seed=2)
+        lease_of(record, Tier.HOST).memory()[:] = some_bytes(8 * KiB, seed=2)
         record.changed()
 
         made.mover.move(record, Tier.NVME).result()
@@ -139,15 +138,14 @@ def test_a_shard_is_not_on_the_device_before_its_copy_has_ended(tmp_path: Path) 
         transfer = made.mover.upload(record)
         on_its_way = (
             record.residency,
-            record.device,
+            record.where(Tier.DEVICE),
             transfer.done(),
             made.device.reservation.held,
         )
         transfer.result()
 
         assert on_its_way == (Residency.UPLOADING, None, False, 4096)
-        assert record.device is not None
-        assert device_bytes(record.device) == b"\x07" * 4096
+        assert device_bytes(lease_of(record, Tier.DEVICE)) == b"\x07" * 4096
         made.mover.forget(record)
 
 
@@ -215,7 +213,7 @@ def test_the_device_computes_with_what_arrives_without_the_host_waiting(tmp_path
         assert sums == [7 * 4096]
         assert not transfer.done()
         transfer.result()
-        assert record.device is lease
+        assert record.where(Tier.DEVICE) is lease
         made.mover.forget(record)
 
 
@@ -349,11 +347,11 @@ def test_without_a_swap_file_nothing_goes_to_the_drives(tmp_path: Path) -> None:
 def test_where_device_and_host_are_one_memory_the_lease_changes_tiers(tmp_path: Path) -> None:
     with tiers(tmp_path, unified=True) as made:
         record = made.shard("w", some_bytes(5000, seed=1))
-        lease = record.host
+        lease = record.where(Tier.HOST)
 
         assert made.mover.upload(record).result() == 0
 
-        assert (record.device, record.host) == (lease, None)
+        assert (record.where(Tier.DEVICE), record.where(Tier.HOST)) == (lease, None)
         made.mover.forget(record)
 
 
@@ -361,17 +359,15 @@ def test_a_source_that_is_closed_once_its_copy_has_begun_is_copied_whole(tmp_pat
     content = some_bytes(4096, seed=2)
     with tiers(tmp_path, host=4096) as made:
         record = made.shard("w", content)
-        assert record.host is not None
 
         transfer = made.mover.upload(record, source=Source.KEPT)
-        record.host.close()
+        lease_of(record, Tier.HOST).close()
         # has to wait for the copy's event
         next_one = made.host.lease(4096, holder="whoever comes next")
         next_one.memory()[:] = b"\x00" * 4096
         transfer.result()
 
-        assert record.device is not None
-        assert device_bytes(record.device) == content
+        assert device_bytes(lease_of(record, Tier.DEVICE)) == content
         next_one.close()
         made.mover.forget(record)
 
@@ -403,7 +399,7 @@ def test_a_move_into_a_lease_ends_with_the_shard_in_it(tmp_path: Path) -> None:
 
         made.mover.move(record, Tier.HOST, into=lease).result()
 
-        assert record.host is lease
+        assert record.where(Tier.HOST) is lease
         assert made.content(record) == some_bytes(5000, seed=1)
         made.mover.forget(record)
         assert lease.closed
@@ -554,8 +550,7 @@ def test_where_there_is_one_memory_a_copy_that_was_kept_there_goes_back(tmp_path
         record = made.shard("w", some_bytes(5000, seed=1), Tier.NVME)
         made.mover.move(record, Tier.DEVICE).result()
         made.mover.move(record, Tier.NVME, source=Source.KEPT).result()
-        kept = record.device
-        assert kept is not None
+        kept = lease_of(record, Tier.DEVICE)
 
         made.mover.move(record, Tier.DEVICE).result()
 

@@ -18,7 +18,7 @@ from infinity_engine.accel import StreamKind
 from infinity_engine.errors import CapacityError, IllegalTransition, TransferError
 from infinity_engine.plan import Tier
 from infinity_engine.residence import Residency, ShardRecord, Source
-from support.tiers import KiB, some_bytes, tiers
+from support.tiers import KiB, lease_of, some_bytes, tiers
 
 FAILED = (TransferError, CapacityError, IllegalTransition)
 SETTLED = (Residency.NVME, Residency.HOST, Residency.DEVICE)
@@ -99,10 +99,9 @@ class Moves(RuleBasedStateMachine):
             or record.residency is not Residency.HOST
         ):
             return
-        assert record.host is not None
         content = some_bytes(record.nbytes, seed=seed)
         if content:
-            record.host.memory()[:] = content
+            lease_of(record, Tier.HOST).memory()[:] = content
         record.changed()
         self.content[record.name] = content
 

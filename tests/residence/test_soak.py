@@ -19,7 +19,7 @@ from infinity_engine.plan import Tier
 from infinity_engine.residence import Residency, ShardRecord, Source
 from infinity_engine.storage import Transfer
 from support.resident_memory import ResidentMemory
-from support.tiers import Tiers, tiers
+from support.tiers import Tiers, lease_of, tiers
 
 MiB = 1 << 20
 SHARDS = 208
@@ -104,8 +104,7 @@ def touch(
     """Compare a shard on the host with what it must be; often change it."""
     if record.residency is not Residency.HOST:
         return
-    assert record.host is not None
-    bytes_of = record.host.memory()
+    bytes_of = lease_of(record, Tier.HOST).memory()
     assert crc32c(bytes_of) == sums[record.name], f"{record!r} has other bytes than were put there"
     if chance.random() < 0.7:
         start = chance.randrange(max(SIZES))

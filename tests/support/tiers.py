@@ -94,8 +94,14 @@ class Tiers:
     def content(self, record: ShardRecord) -> bytes:
         """Return the shard's bytes, from wherever they are; brings it to the host."""
         self.mover.move(record, Tier.HOST).result()
-        assert record.host is not None
-        return bytes(record.host.memory())
+        return bytes(lease_of(record, Tier.HOST).memory())
+
+
+def lease_of(record: ShardRecord, tier: Tier) -> Lease:
+    """Return the shard's memory in a tier, which it has."""
+    lease = record.where(tier)
+    assert isinstance(lease, Lease), f"{record!r} has no memory in {tier.name}"
+    return lease
 
 
 @contextmanager
