@@ -1,7 +1,4 @@
-"""What callers give: a member of an enumeration or its name as text, and whole numbers.
-
-A leaf: knows none of them.
-"""
+"""What callers give: a member of an enumeration or its name as text, whole numbers, sizes."""
 
 from __future__ import annotations
 

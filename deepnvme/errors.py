@@ -1,17 +1,17 @@
-"""Every error of deepnvme, all of them OSErrors that say which operation, on which file, where, how
-much, why.
+"""The errors of queues, memory, volumes and stores: OSErrors that say which operation, on which
+file, where, how much, why.
 
 NVMeError(OSError)              op, path, offset, asked, done, errno, backend
   ShortReadError(EOFError)      the file ended before the bytes that were asked for
-  DeadlineError(TimeoutError)   the time that the operation was given was over before its end
+  DeadlineError(TimeoutError)   deadline_s was over before all of the operation had begun
   BatchError                    more than one operation of a batch failed; `errors` has them all
   QueueFull                     as many operations as the queue holds are pending
-  ClosedError(ValueError)       the queue, file or pool is closed
+  ClosedError(ValueError)       the queue, file, volume or store is closed
   ForkedError(RuntimeError)     the queue belongs to the parent process
   PoolExhaustedError(MemoryError)   the pool has no free piece of that size
   BackendUnavailableError       the kernel or this process refuses the backend asked for
   VolumeError                   a volume's directory is missing, damaged or another volume's
-    VolumeLockedError           another process has it open for `use`; `pid`, where it is known
+    VolumeLockedError           it is open for `use` already; `pid`, where the kernel says which
     VolumeFullError             the volume has no room; asked, free, largest
   StoreError                    a store's directory holds no store, or a damaged one
     PoisonedError               an fsync failed: nothing can be made durable any more
@@ -99,7 +99,7 @@ class ShortReadError(NVMeError, EOFError):
 
 
 class DeadlineError(NVMeError, TimeoutError):
-    """The operation was given a time, and that was over before all of it had begun."""
+    """`deadline_s` was over before all of the operation had begun."""
 
 
 class BatchError(NVMeError):
@@ -142,7 +142,7 @@ class QueueFull(NVMeError):  # noqa: N818 - as queue.Full, and what users expect
 
 
 class ClosedError(NVMeError, ValueError):
-    """The queue, file or pool is closed."""
+    """The queue, file, volume or store is closed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno_names.EBADF, message)

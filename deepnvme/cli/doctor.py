@@ -2,8 +2,8 @@
 better.
 
 Prints what `probing` and `diagnosis` of `deepnvme.machine` return, as tables or as one JSON object;
-finds out nothing by itself. Exit status: 0 some backend works in each directory that was named, 1
-in one of them none does.
+finds out nothing by itself. Exit status: 0 every directory that was named can be used, 1 one of
+them cannot.
 """
 
 from __future__ import annotations

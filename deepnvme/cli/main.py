@@ -2,7 +2,8 @@
 module.
 
 Exit status: that of the subcommand, which says what it means; 1 when it could not do its work, 2
-for wrong usage, 130 when interrupted. What went wrong is one line on standard error.
+for wrong usage, 130 when interrupted, 141 when the reader of its output has gone. What went wrong
+is one line on standard error.
 """
 
 from __future__ import annotations

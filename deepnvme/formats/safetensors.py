@@ -2,8 +2,8 @@
 
 Believes nothing that a header says before it is checked; a file that is written appears whole or
 not at all. Bytes travel between the drive and the tensors' own memory; small tensors share
-operations. Programs call the three functions, `deepnvme cp` the two classes, which know bytes and
-no tensors.
+operations. Programs call the three functions; code that moves bytes, such as `deepnvme cp`, calls
+the two classes.
 """
 
 from __future__ import annotations
@@ -498,8 +498,8 @@ class SafetensorsWriter:
     `staging_bytes` of memory.
 
     A context manager: at the end of its block the file takes the place of what has its name; where
-    the block raises, there is none. All is written in whole pages at whole pages, from the tensors'
-    own memory where they are large.
+    the block raises, what has that name stays. All is written in whole pages at whole pages, from
+    the tensors' own memory where they are large.
 
     Raises:
         SafetensorsError: the format has no such dtype, name or metadata.

@@ -3,8 +3,8 @@ drive of a directory.
 
 Returns frozen records that turn into JSON as they are. What a fact means (why io_uring is refused,
 which backend is best) is decided by pure functions; /proc and /sys are read under `SystemRoots`, so
-that tests can hand in others. Writes one block to an unnamed file in a probed directory, and
-nothing else.
+that tests can hand in others. In a probed directory it writes a block to one or two files that are
+gone at once; it changes nothing else.
 """
 
 from __future__ import annotations
@@ -259,8 +259,8 @@ class Drive:
 class DirectoryProbe:
     """What can be done in one directory; None stands for what is not known or not reported.
 
-    `plain_errno` and `direct_errno` name what went wrong when one block was written as usual and
-    with O_DIRECT.
+    `plain_errno` and `direct_errno` name what went wrong when one block was written as usual, and
+    written and read back with O_DIRECT.
     """
 
     path: str

@@ -69,9 +69,10 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What came of it.
+    """What was measured of a load: bytes, time, CPU seconds, latencies.
 
-    Latencies are those of whole operations, from submission to end, waiting included.
+    `measure` counts the CPU of this whole process, and latencies of whole operations from
+    submission to end, waiting included. Other ways of measuring say what theirs are.
     """
 
     nbytes: int
@@ -87,7 +88,7 @@ class Measured:
 
     @property
     def cpu_s_per_gib(self) -> float:
-        """CPU seconds of this whole process per GiB moved."""
+        """CPU seconds per GiB moved."""
         return self.cpu_s / (self.nbytes / GIB)
 
 

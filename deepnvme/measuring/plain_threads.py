@@ -22,7 +22,10 @@ MOST_THREADS = 16
 
 
 def measure_threads(load: Load, buffers: Sequence[memoryview]) -> Measured:
-    """Put the load on its file, with one thread for each buffer."""
+    """Put the load on its file, with one thread for each buffer.
+
+    CPU seconds are those of this whole process, latencies those of one call each.
+    """
     course = _Course(load)
     latencies: list[list[float]] = [[] for _ in buffers]
     failures: list[OSError] = []

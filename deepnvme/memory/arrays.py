@@ -2,8 +2,8 @@
 shape.
 
 The codes are those of safetensors (and C128), so that one table serves the store and safetensors
-files. Moves no bytes. torch is looked at only if the program has imported it, and imported only to
-make a tensor. Called by the store.
+files. Starts no I/O. torch is looked at only if the program has imported it, and imported only to
+make a tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Small pieces of memory to and from their places in staging memory: all of a run in one call,
 without the GIL.
 
-Summed on the way, in the same pass, where that is wanted. Called by tensor_io and safetensors.
+Summed on the way, in the same pass, where that is wanted. Called by stores and safetensors files.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """`Pool`: memory made for I/O, handed out in exact pieces.
 
-Huge pages, page-aligned, registered with the rings.
-
-The only place from which deepnvme takes large memory. A piece goes back when the last array or
-tensor made of it is gone. A forked child must not touch pool memory: it is not there
-(MADV_DONTFORK).
+Huge pages, page-aligned, registered with the rings of the queues that are given the pool. A piece
+goes back when the last array or tensor made of it is gone. A forked child must not touch pool
+memory: it is not there (MADV_DONTFORK).
 """
 
 from __future__ import annotations

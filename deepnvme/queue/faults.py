@@ -30,9 +30,9 @@ class Requests(Enum):
 class FaultPlan:
     """Rules, applied in the order they were added; each method adds one and returns the plan.
 
-    Every rule is aimed by exactly one of `nth` (the n-th matching request, from 1), `every` (each
-    every-th) and `probability` (drawn per request from the seed). One operation is several
-    requests: one per chunk.
+    Every rule but `throttle` takes exactly one of `nth` (the n-th matching request, from 1),
+    `every` (each every-th) and `probability` (drawn per request from the seed). An operation makes
+    one request for each of its chunks.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -43,7 +43,7 @@ class FaultPlan:
         self, *, nth: int = 0, every: int = 0, probability: float = 0.0,
         errno: int = errno_names.EIO, requests: Requests = Requests.ALL,
     ) -> FaultPlan:  # fmt: skip
-        """Let requests end with `errno`, nothing having been done."""
+        """Let requests end with `errno` and move nothing."""
         return self._add(
             _native.FaultKind.FAIL,
             nth,

@@ -2,8 +2,8 @@
 
 A thread that calls `result()` leads the drive meanwhile or sleeps in native code, and then
 completes all operations that have ended: one wake-up instead of two. A coroutine that awaits is
-told on its event loop, through one descriptor for all that ended. Callbacks run on the queue's own
-thread, but those of `cancel()` run in its caller, and those added on an event loop run there; they
+told on its event loop, through one descriptor for all that ended. Callbacks run on a thread of the
+queue, but those of `cancel()` run in its caller, and those added on an event loop run there; they
 must not wait.
 """
 
@@ -190,7 +190,7 @@ class IOFuture(concurrent.futures.Future[_T]):
         """Let no further part of the operation begin.
 
         What the drive has runs to its end. The operation then fails with ECANCELED and says how
-        much it moved, unless that was all of it.
+        much it moved, unless that was all of it. Of an array on a GPU nothing is stopped.
         """
         self._waiter.stop(self._ticket)
 
@@ -224,7 +224,8 @@ class IOFuture(concurrent.futures.Future[_T]):
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[_T]], object]) -> None:
         """Call `fn` with this future at its end.
 
-        On the event loop that runs here now, if one does, else on the queue's own thread.
+        On the event loop that runs here now, if one does. Else on a thread of the queue; in this
+        call if the future has ended already.
         """
         events = sys.modules.get("asyncio")  # not imported: no loop runs
         loop = events._get_running_loop() if events else None

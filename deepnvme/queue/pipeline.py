@@ -3,7 +3,7 @@ small ones together.
 
 What the store and safetensors files share: which small pieces one operation moves, the staging
 memory that it moves them through, and the order in which operations are waited for. Whatever fails,
-no memory is let go while a drive may use it. Called by volume, tensor_io and safetensors.
+no memory is let go while a drive may use it. Called by volumes, stores and safetensors files.
 """
 
 from __future__ import annotations

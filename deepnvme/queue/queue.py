@@ -666,7 +666,7 @@ class File(Closing):
         return self._queue._sync(verb, self._open())
 
     def preallocate(self, nbytes: int | str) -> None:
-        """Reserve the first `nbytes` of the file on the drive, where that is not full."""
+        """Reserve the first `nbytes` of the file: a full drive fails here, not in a later write."""
         nbytes = byte_count("size", nbytes)
         _check_range("size", nbytes)
         # Without a name for what is opened: an error's frames would keep it open after close().
