@@ -1,8 +1,8 @@
 """`save` and `load`: a state dict to and from a store of its own, in one call, as torch.save and
 torch.load.
 
-Makes the store just large enough; what is durable when, `TensorStore` knows. `deepnvme cp` makes
-its stores here, too.
+Makes the store just large enough. `TensorStore` says what is durable when. `deepnvme cp` makes its
+stores here, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deepnvme.volume.volume import Member, Volume
 __all__ = ["STATE", "capacity_for", "load", "new_store", "save"]
 
 STATE = "state"
-"""The name of a state dict that was given none."""
+"""The name of a state dict, unless the caller gives another."""
 
 _Directory: TypeAlias = "str | os.PathLike[str] | Member"
 
@@ -67,7 +67,7 @@ def save(
     needed = capacity_for(storable(leaf).nbytes for leaf in leaves.values())
     # A link that leads nowhere counts: opening it then says what is wrong.
     if any(os.path.lexists(_path(member) / DATA) for member in members):
-        # as they were made, whatever is asked for now
+        # A store keeps the capacities and rates that it was made with.
         settled = [
             replace(member, rate=None, capacity=None) if isinstance(member, Member) else member
             for member in members
@@ -87,7 +87,7 @@ def save(
         # The members' own capacities may be less than the state needs.
         _make_room(store.volume, needed, 0)
         store.put_state(name, state)
-    # Of the commit at the end of the block, where new_store makes it.
+    # new_store made the commit at the end of the block.
     return store.generation
 
 
@@ -100,12 +100,12 @@ def load(
 ) -> Any:
     """Return the state dict of that name as it was saved: tensors on the CPU, arrays as arrays.
 
-    Several processes may load at once. `generation` names the commit before the last one, where
-    that is wanted. A store that holds tensors and no state dict, as `deepnvme cp` makes it of a
-    safetensors file, gives all of them by name.
+    Several processes may load at once. `generation` names another commit than the last one: the
+    one before it is kept. A store that holds tensors and no state dict, as `deepnvme cp` makes it
+    of a safetensors file, gives all of them by name.
 
     Raises:
-        KeyError: the store has none of that name.
+        KeyError: the store has no state dict of that name.
         ChecksumError: the drive returned other bytes than were saved.
         StoreError: there is no commit, not that one, or a damaged one.
         VolumeError: a directory is missing, foreign, or open for writing in another process.
@@ -147,7 +147,7 @@ def new_store(
 
 
 def _make_room(volume: Volume, needed: int, capacity: int) -> None:
-    """Let it have so many free bytes, and that capacity."""
+    """Grow the volume until `needed` bytes are free and it has `capacity` bytes in all."""
     missing = max(needed - volume.free_bytes, capacity - sum(volume.capacities))
     if missing > 0:
         volume.grow(missing)
@@ -160,7 +160,7 @@ def _members(directories: _Directory | Sequence[_Directory]) -> list[_Directory]
 
 
 def _capacity_of(member: _Directory) -> int:
-    """Return the bytes that a directory was given of its own."""
+    """Return the capacity that a `Member` asks for; 0 where it asks for none."""
     return as_bytes(member.capacity or 0) if isinstance(member, Member) else 0
 
 

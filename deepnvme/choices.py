@@ -14,12 +14,12 @@ _Choice = TypeVar("_Choice", bound=Enum)
 
 
 def chosen(kind: type[_Choice], value: _Choice | str, what: str) -> _Choice:
-    """Return the member of `kind` that `value` is or names; the refusal calls it `what`.
+    """Return the member of `kind` that `value` is or names; `what` names the argument in errors.
 
     The name of a member is its value where that is text, else its own name in small letters.
 
     Raises:
-        ValueError: there is none; nothing else is taken for one of them.
+        ValueError: `value` is no member and names none.
     """
     if isinstance(value, kind):
         return value
@@ -31,7 +31,7 @@ def chosen(kind: type[_Choice], value: _Choice | str, what: str) -> _Choice:
 
 
 def whole_number(what: str, value: Any, least: int = 0) -> int:
-    """Return a whole number that is large enough; `what` names the argument in the refusal.
+    """Return `value` as a whole number of at least `least`; `what` names the argument in errors.
 
     Raises:
         TypeError: it is no whole number.
@@ -49,7 +49,7 @@ def whole_number(what: str, value: Any, least: int = 0) -> int:
 
 
 def as_bytes(value: int | str) -> int:
-    """Return a number of bytes that was given as such or as text, such as "64MiB".
+    """Return a number of bytes that was given as a number or as text, such as "64MiB".
 
     Raises:
         ValueError: the text is not a whole number and a unit.
@@ -58,7 +58,7 @@ def as_bytes(value: int | str) -> int:
 
 
 def byte_count(what: str, value: int | str, least: int = 0) -> int:
-    """Return a number of bytes that is large enough, given as such or as text, such as "64MiB".
+    """Return a number of bytes of at least `least`, given as a number or as text, such as "64MiB".
 
     Raises:
         TypeError: it is no whole number.

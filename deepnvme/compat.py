@@ -1,9 +1,9 @@
 """DeepNVMe's names and call shapes over `IOQueue`: a program written for DeepSpeed's `aio_handle`
 changes one import.
 
-What fails raises, where DeepNVMe reports success or ends the program. Knows nothing of drives:
-queue and pool do the work. Called by programs of users only; docs/migrate-from-deepnvme.md says
-what is the same and what is not. Imports torch when a locked tensor is asked for.
+Failures raise, where DeepNVMe reports success or ends the program. Queue and pool do the work.
+docs/migrate-from-deepnvme.md says what is the same and what is not. Imports torch when a locked
+tensor is asked for.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 
 _Path: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
 
-# DeepNVMe's defaults. A handle made with both leaves the choice to deepnvme.
+# DeepNVMe's defaults. Where a handle has both, deepnvme chooses.
 _BLOCK_BYTES = 1 << 20
 _QUEUE_DEPTH = 128
 _CHUNK_UNIT_BYTES = 64 << 10  # a queue's chunks are multiples of it
@@ -105,10 +105,10 @@ class aio_handle:  # noqa: N801 - the name that programs use
 
     `wait()` waits for all that is pending, and raises what failed.
 
-    `queue` is the IOQueue below, for all that this class lacks. `block_size` decides its chunk
-    and `queue_depth` its bytes in flight; the other parameters have no effect and are kept for the
-    `get_` methods. With a `file_offset`, a write changes those bytes and no others; without, the
-    file becomes what the buffer holds.
+    `queue` is the IOQueue that does the work, for all that this class lacks. `block_size` decides
+    its chunk and `queue_depth` its bytes in flight; the other parameters have no effect and are
+    kept for the `get_` methods. With a `file_offset`, a write changes those bytes and no others;
+    without, the file becomes what the buffer holds.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class aio_handle:  # noqa: N801 - the name that programs use
         with self._waiting:
             # A copy: what other threads submit meanwhile stays for the next wait.
             operations = self._pending[:]
-            # All are waited for before any is raised: their memory is free then.
+            # All are waited for before an error is raised: their memory is free then.
             failures = [failure for operation in operations if (failure := operation.failure())]
             del self._pending[: len(operations)]
         errors = [failure for failure in failures if isinstance(failure, NVMeError)]
@@ -331,8 +331,10 @@ class aio_handle:  # noqa: N801 - the name that programs use
     def _validation(
         self, buffer: Any, path: str, offset: int
     ) -> Callable[[], BaseException | None]:
-        """Open the file now, as its name may be another's by then, and not for direct I/O, which is
-        what is checked.
+        """Return the comparison of buffer and file, for when the transfer has ended.
+
+        The file is opened now, as its name may be another file's by then. Through the page cache,
+        as it is direct I/O that is checked.
         """
         return partial(_difference, self.queue.open(path, direct=Direct.NEVER), buffer, offset)
 
@@ -429,7 +431,7 @@ class _LockedTensor:
 
 
 class _LockedTensors:
-    """The locked tensors of this process: any handle may be asked about those that another made."""
+    """The locked tensors of this process: every handle knows those of the others too."""
 
     _known: ClassVar[set[_LockedTensor]] = set()
 
@@ -480,7 +482,7 @@ class _LockedTensors:
             for known in cls._known.copy()
         ):
             return False
-        # Only this tensor lets go: views of it keep the memory, and so do operations.
+        # Only this tensor gives up the memory: views of it and operations keep it.
         tensor.data = torch.empty(0, dtype=tensor.dtype)
         cls._forget_unused()
         return True
@@ -498,9 +500,9 @@ class _LockedTensors:
 
     @classmethod
     def _forget_unused(cls) -> None:
-        """Let go of the pools without tensors.
+        """Free the pools whose tensors are gone.
 
-        Not as they go: that may be on a thread which the queue needs.
+        Not when a tensor goes: that may be on a thread which the queue needs.
         """
         for known in cls._known.copy():
             if known.view() is not None:
@@ -519,7 +521,7 @@ def _positive(name: str, value: int) -> int:
 
 
 def _settings(block_size: int, queue_depth: int) -> tuple[int | None, int | None]:
-    """Return chunk and bytes in flight nearest to what was asked; None: deepnvme's choice."""
+    """Return the chunk and the bytes in flight nearest to the arguments; None: deepnvme chooses."""
     if (block_size, queue_depth) == (_BLOCK_BYTES, _QUEUE_DEPTH):
         return None, None
     chunk_bytes = min(-(-block_size // _CHUNK_UNIT_BYTES) * _CHUNK_UNIT_BYTES, _MOST_INFLIGHT_BYTES)
@@ -533,10 +535,7 @@ def _end(operation: _HandleOperation) -> int:
 
 
 def _abandon(queue: IOQueue, pending: list[_HandleOperation], owner: int) -> None:
-    """End the operations of a handle that is gone.
-
-    No caller is left to raise to: errors become a warning.
-    """
+    """End the operations of a handle that is gone; errors become a warning."""
     if os.getpid() != owner:
         return
     # Waits for all of them: their memory may go with the handle.
@@ -559,7 +558,7 @@ def _nbytes(buffer: Any) -> int:
 
 
 def _difference(file: File, buffer: Any, offset: int) -> BaseException | None:
-    """Compare a buffer with the file from `offset`; return what differs, or why unknown."""
+    """Compare a buffer with the file from `offset`; return what differs, or why that is unknown."""
     import numpy as np
 
     try:

@@ -11,10 +11,10 @@ from types import MappingProxyType
 __all__ = ["PAGE", "SMALL_BYTES", "format_bytes", "parse_size", "whole_pages"]
 
 PAGE = 4096
-"""Bytes of a page: what direct I/O moves, and space on drives is handed out in."""
+"""Bytes of a page: direct I/O moves whole pages, and space on drives is allocated in them."""
 
 SMALL_BYTES = 256 << 10
-"""Up to here tensors of one call share operations, and travel through staging memory."""
+"""Tensors up to this size share operations within a call, through staging memory."""
 
 _UNITS = MappingProxyType({"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1})
 

@@ -1,6 +1,4 @@
-"""What the arguments of the `deepnvme` commands stand for: argparse's `type=` functions, which
-refuse in its words.
-"""
+"""Arguments of the `deepnvme` commands: `type=` functions for argparse, which raise its error."""
 
 from __future__ import annotations
 

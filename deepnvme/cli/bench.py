@@ -66,7 +66,7 @@ SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goe
 OPERATIONS = (MIB // 256, MIB // 64, MIB // 16, MIB, 16 * MIB)
 
 _ROUNDS = 3
-_AS_FAST = 0.95  # of a rival's rate; rounds differ by more than the rest
+_AS_FAST = 0.95  # of a rival's rate counts as equal: rounds differ by more than 5%
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ def _measure(
 
 
 def slower_than(rows: Sequence[Row], rival: str) -> list[str]:
-    """Return what the rival does faster: the workload, the size and our share of its rate."""
+    """Return the loads that the rival does faster: workload, size and our share of its rate."""
     found = []
     for row in rows:
         theirs: Figures | None = getattr(row, rival)

@@ -45,7 +45,8 @@ __all__ = ["HELP", "NAME", "add_arguments", "run"]
 NAME = "cp"
 HELP = "Copy the tensors of a store or a safetensors file into a new store or safetensors file."
 
-# of tensors in memory twice: being read, and being written; more where one is larger
+# Tensors are read in groups of this size, one group while another is written. A larger tensor is a
+# group of its own.
 _GROUP_BYTES = 64 << 20
 _STORE_FILES = frozenset({"data", "manifest.0", "manifest.1", "manifest.new"})
 
@@ -55,7 +56,7 @@ _Tensors = dict[str, Description]
 
 @dataclass(frozen=True)
 class _Source:
-    """What is copied: codes and shapes by name, as they lie, and how to read some of them."""
+    """What is copied: codes and shapes by name, in the order of their bytes; reads some of them."""
 
     kinds: _Kinds
     read: Callable[[Sequence[str]], _Tensors]
@@ -65,7 +66,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where to: what takes the tensors, in which order."""
+    """Where the tensors go: writes them in the order of `names`."""
 
     names: Sequence[str]
     write: Callable[[_Tensors], None]
@@ -175,7 +176,7 @@ def _of_store(store: TensorStore, *, to_file: bool) -> _Source:
             name.removeprefix(prefix): tensor for name, tensor in store.get_many(out, out).items()
         }
 
-    # As they lie, so that a copy reads the drives from front to back.
+    # In the order of their bytes, so that a copy reads the drives from front to back.
     in_order = sorted(
         records,
         key=lambda name: [(extent.member, extent.offset) for extent in records[name].extents],
@@ -289,7 +290,7 @@ def _remove_all(directories: Iterable[Path]) -> None:
 
 
 def _check_replaceable(directory: Path) -> None:
-    """Refuse to remove what is not of a store, and what the copy cannot be renamed to."""
+    """Refuse a directory that holds more than a store, or that no copy can be renamed to."""
     _check_only_a_store(directory)
     if directory.is_mount():
         raise OSError(
@@ -310,7 +311,7 @@ def _check_only_a_store(directory: Path) -> None:
 
 
 def _replace(directories: Sequence[Path], beside: Sequence[Path], aside: Sequence[Path]) -> None:
-    """Let the new directories have the places of the old ones, and remove these."""
+    """Rename the new directories to the places of the old ones, and remove the old ones."""
     with ExitStack() as undo:
         for directory, new, old in zip(directories, beside, aside, strict=True):
             # For a moment there is no store of that name. Two renames are the least: a directory

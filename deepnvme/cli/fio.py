@@ -41,11 +41,11 @@ class Job:
     block_bytes: int
     inflight_bytes: int
     seconds: float
-    random: bool = False  # places, not one after the other
+    random: bool = False  # at random places, else one after the other
 
     def command(self) -> list[str]:
         """Return fio's command line."""
-        filename = str(self.path).replace(":", r"\:")  # which else separates files
+        filename = str(self.path).replace(":", r"\:")  # a bare colon separates files
         return [
             "fio",
             "--name=yardstick",
@@ -120,8 +120,8 @@ def run(job: Job, meanwhile: Callable[[subprocess.Popen[str]], object] | None = 
             process.kill()
             raise
     if process.returncode != 0:
-        told = (complaint or report).strip().splitlines()[-1:]
-        raise FioError(f"fio ended with status {process.returncode}: {' '.join(told)}")
+        last_line = (complaint or report).strip().splitlines()[-1:]
+        raise FioError(f"fio ended with status {process.returncode}: {' '.join(last_line)}")
     try:
         return parse(report)
     except (ValueError, KeyError) as problem:

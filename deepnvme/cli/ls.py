@@ -109,7 +109,8 @@ def _total(rows: Iterable[_Row]) -> int:
 def _lines(rows: Iterable[_Row]) -> Iterator[str]:
     """Yield the table.
 
-    It is not folded to the terminal, so that it can be searched; nor is it slow for long ones.
+    By hand: rich would fold it to the terminal, so that it cannot be searched, and is slow for many
+    tensors.
     """
     cells = [
         (
@@ -128,10 +129,10 @@ def _lines(rows: Iterable[_Row]) -> Iterator[str]:
 
 def _words(about: dict[str, Any]) -> str:
     if about["kind"] == "safetensors":
-        told = [
+        entries = [
             f"{printable(name)} = {printable(value)}" for name, value in about["metadata"].items()
         ]
-        return f"metadata: {', '.join(told) or 'none'}"
+        return f"metadata: {', '.join(entries) or 'none'}"
     states = ", ".join(map(printable, about["states"])) or "none"
     return (
         f"generation {about['generation']}; state dicts: {states}; "

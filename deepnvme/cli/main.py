@@ -24,7 +24,7 @@ __all__ = ["main"]
 
 
 class _Command(Protocol):
-    """What the module of a subcommand has."""
+    """The module of a subcommand."""
 
     NAME: str
     HELP: str
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (by default this process's) and return the exit status."""
     parser = _parser()
     arguments = sys.argv[1:] if argv is None else list(argv)
-    if not arguments:  # all there is, and not only that a command is missing
+    if not arguments:  # the whole help, not only that a command is missing
         parser.print_help(sys.stderr)
         parser.exit(_WRONG_USAGE)
     options = parser.parse_args(arguments)

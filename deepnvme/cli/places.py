@@ -51,10 +51,10 @@ class Place:
     is_file: bool
 
     def refuse_generation(self, generation: int | None) -> None:
-        """Refuse to look for a generation of a file.
+        """Refuse a generation of a file, which has none.
 
         Raises:
-            OSError: one was asked for.
+            OSError: this is a file, and `generation` is given.
         """
         if self.is_file and generation is not None:
             raise OSError(
@@ -69,7 +69,7 @@ class Place:
 
 
 def place_argument(text: str) -> Place:
-    """Return what an argument names: a file, by its suffix or as it is one, else a store."""
+    """Return what an argument names: a file, if it is one or has the suffix; else a store."""
     whole = Path(text)
     if whole.suffix == FILE_SUFFIX or whole.is_file():
         return Place((whole,), is_file=True)
@@ -101,7 +101,7 @@ def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show on standard error how many of `total` bytes are done; yield the call that adds more."""
     console = Console(stderr=True)
     columns = (
-        # However long a path is, what is done stays in sight.
+        # A long path is cut: the figures stay in sight.
         TextColumn(
             "{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
         ),

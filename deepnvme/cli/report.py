@@ -33,16 +33,13 @@ _STYLES = MappingProxyType(
 
 
 class Output(Console):
-    """Standard output, for tables.
-
-    That its reader has seen enough is for `main` to handle, and no exit status 1.
-    """
+    """Standard output, for tables. `main` handles the error of a pipe that its reader closed."""
 
     def __init__(self) -> None:
         super().__init__(highlight=False)
 
     def on_broken_pipe(self) -> None:
-        """Let the error be one, as it is with `print`."""
+        """Raise as `print` does; rich would end the program with status 1."""
         raise BrokenPipeError
 
 
@@ -94,14 +91,14 @@ def drive_rows(directory: DirectoryProbe) -> Iterator[tuple[str, str]]:
 
 
 def system_rows(system: SystemProbe) -> Iterator[tuple[str, str]]:
-    """Yield the rows about what this process may ask of the kernel."""
-    # the native module is there when there is a probe to show
+    """Yield the rows about what this process may use of the kernel."""
+    # Imported here: where there is a probe to show, the native module could be loaded.
     from deepnvme.machine.backends import BACKEND_VARIABLE
 
-    told = os.environ.get(BACKEND_VARIABLE)
+    wanted = os.environ.get(BACKEND_VARIABLE)
     yield (
         "best backend",
-        system.backend.value + (f"; {BACKEND_VARIABLE} asks for {told}" if told else ""),
+        system.backend.value + (f"; {BACKEND_VARIABLE} asks for {wanted}" if wanted else ""),
     )
     if system.uring.refusal is not None:
         yield "io_uring", f"not available ({system.uring.errno_name}): {system.uring.refusal.cause}"

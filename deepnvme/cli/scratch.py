@@ -73,8 +73,8 @@ def usable_backend(name: str) -> str:
     """Return the backend to measure.
 
     Raises:
-        UnusableError: there is none of that name, which may be the environment's, or it is not one
-            for drives.
+        UnusableError: the name, which may be the environment's, is of no backend or of one without
+            a drive.
         BackendUnavailableError: it is refused here.
     """
     try:
@@ -159,7 +159,7 @@ def _write(path: Path, nbytes: int, backend: str, advance: _Advance, end: float)
 
 @contextlib.contextmanager
 def signals_are_exceptions() -> Iterator[None]:
-    """Let what a shell or a service manager ends a program with unwind it, as Ctrl-C does."""
+    """Let SIGTERM and SIGHUP unwind the program, as Ctrl-C does."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

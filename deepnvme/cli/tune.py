@@ -78,10 +78,10 @@ INFLIGHT = (4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB)
 _FILE_BYTES = GIB
 _WORKLOADS = (Workload.READ, Workload.OVERWRITE)
 _ROUNDS = 3
-# Of the time: for writing the file, for the sizes, for the memory; and of that, in measurements and
-# not between them.
+# Shares of the time: to write the file, to measure the sizes, to measure the memory. Of the latter
+# two, the share of the measurements themselves; the rest passes between them.
 _FILE_SHARE, _SIZES_SHARE, _MEMORY_SHARE, _MEASURING_SHARE = 0.1, 0.75, 0.15, 0.8
-_WORTH_A_CHANGE = 1.1  # the best of many noisy figures is easily some percent too good
+_WORTH_A_CHANGE = 1.1  # times faster: the best of many noisy figures is some percent too good
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def choose_sizes(measured: Mapping[Settings, Rates]) -> Settings:
 
 
 def choose_memory(measured: Mapping[UserMemory, Rates]) -> UserMemory:
-    """Return how ordinary memory travels faster; copying it must be worth the CPU time."""
+    """Return the faster way for ordinary memory; copying it must be worth the CPU time."""
     copied, direct = measured[UserMemory.BOUNCE], measured[UserMemory.ZERO_COPY]
     return (
         UserMemory.BOUNCE if copied.both > direct.both * _WORTH_A_CHANGE else UserMemory.ZERO_COPY

@@ -23,11 +23,11 @@ from deepnvme.sizes import PAGE, whole_pages
 __all__ = ["FileObject", "open"]
 
 _BLOCKS = 3
-_JUMP_BYTES = 64 << 10  # read at once where the caller jumped: it may want little there
+_JUMP_BYTES = 64 << 10  # read after a jump: the caller may want little there
 _MODES = MappingProxyType({"rb": "r", "r+b": "r+", "rb+": "r+", "wb": "w", "xb": "x"})
 
 
-def open(  # the name that gzip, bz2 and numpy's friends give it
+def open(  # named as in gzip and bz2
     path: str | os.PathLike[str],
     mode: Literal["rb", "r+b", "rb+", "wb", "xb"] = "rb",
     *,
@@ -253,7 +253,7 @@ class _BlockReader:
         self._file = file
         self._buffers = buffers  # those that no block has, shared with the writer
         self._blocks: deque[_ReadBlock] = deque()
-        self._next = 0  # where a caller that reads on without a jump asks next
+        self._next = 0  # the offset that a caller asks next if it reads on without a jump
 
     def has(self, offset: int) -> bool:
         """Return whether the byte is in a block."""

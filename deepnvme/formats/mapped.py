@@ -1,7 +1,8 @@
 """`map_safetensors`: the tensors of a file as views of the page cache, without reading it first.
 
-For files that are hot: another program read them a moment ago, or several processes use them. The
-kernel reads what is touched. A file that is read once from a drive is faster by `read_safetensors`.
+For files in the page cache: another program read them a moment ago, or several processes use them.
+The kernel reads what is touched. `read_safetensors` is faster for a file that is read once from a
+drive.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def map_safetensors(
     *,
     returns: Returns | None = None,
 ) -> dict[str, Any]:
-    """Return the tensors of those names, all without `names`, as views of the file's pages.
+    """Return the tensors of those names as views of the file's pages; all of them without `names`.
 
     What is written to a tensor stays in this process. The file must not be cut while they live.
 
@@ -59,7 +60,7 @@ def _view(pages: memoryview, entry: SafetensorsEntry, returns: Returns) -> Any:
     if entry.nbytes == 0:
         return empty(entry.dtype, entry.shape, returns)
     if entry.offset % ITEMSIZES[entry.dtype]:
-        # The format allows any place; torch refuses elements that lie across their alignment.
+        # The format allows any place; torch refuses elements that are not aligned.
         copy = empty("U8", (entry.nbytes,), Returns.BYTES)
         copy[:] = room
         room = copy

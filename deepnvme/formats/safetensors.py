@@ -87,10 +87,10 @@ _LENGTH = struct.Struct("<Q")
 _OURS_ALONE = frozenset({"C128"})  # codes that the format does not have
 
 _NEW_MODE = 0o666  # less the umask
-_FIRST_READ_BYTES = 64 << 10  # which most headers fit into
+_FIRST_READ_BYTES = 64 << 10  # most headers fit into it
 
 STAGING_BYTES = STAGED_RUNS * RUN_BYTES
-"""The memory that small tensors pass on their way to a file, where the caller asks for no other."""
+"""The memory through which small tensors travel to a file, unless the caller asks for another."""
 
 
 class SafetensorsError(NVMeError, ValueError):
@@ -116,7 +116,7 @@ class SafetensorsEntry:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """What a file says of itself: tensors in the order of their bytes, metadata, length."""
+    """A file's header: tensors in the order of their bytes, metadata; and the file's length."""
 
     path: str
     tensors: Mapping[str, SafetensorsEntry]
@@ -150,8 +150,9 @@ def read_safetensors(
     returns: Returns | None = None,
     queue: IOQueue | None = None,
 ) -> dict[str, Any]:
-    """Return the tensors of those names, all without `names`; each read into that of `out`, where
-    there is one.
+    """Return the tensors of those names; all of them without `names`.
+
+    Where `out` has a tensor of that name, it is read into that one.
 
     Raises:
         SafetensorsError: the file is not valid.
@@ -186,8 +187,8 @@ def write_safetensors(
 
     It appears when it is whole.
 
-    `durability`: with COMMIT it survives power loss from when this returns; with DATA what has that
-    name then is whole, this file or the one before; with NONE neither is promised.
+    `durability`: with COMMIT it survives power loss once this has returned; with DATA the name is
+    then of a whole file, this one or the one before; with NONE neither is promised.
 
     Raises:
         SafetensorsError: the format has no such dtype, name or metadata.
@@ -213,8 +214,8 @@ class SafetensorsFile(Closing):
         with ExitStack() as ends:
             self._queue = queue or ends.enter_context(IOQueue())
             self._file = ends.enter_context(self._queue.open(path))
-            # Of the file that is open now: its name may be another's by the time that its tensors
-            # are read.
+            # Read from the file that is open now: its name may be another file's by the time that
+            # its tensors are read.
             self.header = header_of(self._bytes, self._file.size, os.fspath(path))
             self._ends = ends.pop_all()
 
@@ -246,10 +247,10 @@ class SafetensorsFile(Closing):
                 yield read.pop()
 
     def entry(self, name: str) -> SafetensorsEntry:
-        """Return what a tensor is.
+        """Return the dtype, the shape and the place of a tensor.
 
         Raises:
-            KeyError: there is none of that name.
+            KeyError: the file has none of that name.
         """
         if name not in self.header.tensors:
             raise KeyError(
@@ -335,7 +336,7 @@ def _target(
         tensor = empty(entry.dtype, entry.shape, returns)
         return tensor, memory_of(tensor, writable=True)
     room = _room(entry)
-    # What the library calls it: an empty tensor costs no memory.
+    # The library's own dtype: an empty tensor costs no memory.
     dtype = empty(entry.dtype, (0,), returns).dtype
     if returns is Returns.TORCH:
         import torch
@@ -494,7 +495,7 @@ class SafetensorsWriter:
     """Writes one file: gets the names and shapes of all tensors first, then their bytes in the
     order of `names`, in one or several calls.
 
-    With `sums`, these are computed of the bytes as they are written. Small tensors pass
+    `sums` gets the checksums of the bytes as they are written. Small tensors travel through
     `staging_bytes` of memory.
 
     A context manager: at the end of its block the file takes the place of what has its name; where
@@ -759,9 +760,8 @@ def _rank(named: tuple[str, tuple[str, tuple[int, ...]]]) -> tuple[bool, int, st
 def encoded_header(
     layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str], path: Path
 ) -> bytes:
-    """Return length and header.
-
-    Spaces fill them up to a page, so that the tensors begin with one.
+    """Return length and header, filled with spaces to whole pages, so that the tensors begin with
+    one.
     """
     content: dict[str, Any] = {}
     try:
@@ -795,7 +795,7 @@ def encoded_header(
 
 
 def _text(value: object) -> str:
-    """Return a text of the metadata."""
+    """Return a name or value of the metadata; refuse what is no text."""
     if not isinstance(value, str):
         raise TypeError(f"expected the metadata as texts by name, got {shown(value)}")
     return check_name(value)

@@ -58,7 +58,7 @@ class BackendFallbackWarning(RuntimeWarning):
 
 
 def choose_backend(wanted: str, require: str | Collection[str] | None = None) -> str:
-    """Return the name of the backend that a queue told the same would run on, small as it may be.
+    """Return the backend that a queue with these arguments would run on. Makes the smallest ring.
 
     Raises what `start_on` does.
     """
@@ -79,13 +79,17 @@ def start_on(
             why, one by one.
         ValueError: an unknown name.
     """
-    told = os.environ.get(BACKEND_VARIABLE, "") if wanted == "auto" else ""
-    named = told or wanted
+    from_environment = os.environ.get(BACKEND_VARIABLE, "") if wanted == "auto" else ""
+    named = from_environment or wanted
     candidates = _applicable() if named == "auto" else (named,)
     acceptable = _acceptable(require)
     for name in (*candidates, *acceptable):
         if name not in (*CHAIN, *_OTHERS):
-            source = f", from the environment variable {BACKEND_VARIABLE}" if name == told else ""
+            source = (
+                f", from the environment variable {BACKEND_VARIABLE}"
+                if name == from_environment
+                else ""
+            )
             raise ValueError(
                 f"unknown backend {name!r}{source}; there are: auto, "
                 f"{', '.join((*CHAIN, *_OTHERS))}"
@@ -116,7 +120,7 @@ def start_on(
 
 
 def fallbacks(wanted: str, require: str | Collection[str] | None) -> tuple[str, ...]:
-    """Return what such a queue may use for a drive where the kernel refuses another ring."""
+    """Return what a queue with these arguments may use for a drive that gets no ring of its own."""
     named = os.environ.get(BACKEND_VARIABLE, "") if wanted == "auto" else wanted
     # No other ring: it would count against the same limit on locked memory.
     return () if named not in ("", "auto") or require is not None else CHAIN[2:]
@@ -129,7 +133,7 @@ def refuse_where_threads_must(
     the ring.
 
     Raises:
-        BackendUnavailableError: that is so.
+        BackendUnavailableError: the file is on one, and the queue does not accept threads.
     """
     acceptable = _acceptable(require)
     if backend not in _RINGS or not acceptable or Backend.THREADS.value in acceptable:
@@ -159,10 +163,9 @@ def _installed_liburing() -> LiburingProbe:
 
 
 def _applicable() -> tuple[str, ...]:
-    """Return the chain without what has no build for this machine: to go on without it is not a
-    fallback.
+    """Return the chain, without python-liburing where none of its builds is for this machine.
 
-    Our own ring does what python-liburing's does, at the same speed.
+    Then leaving it out is no fallback to warn of: our own ring does the same at the same speed.
     """
     return CHAIN if platform.machine() == "x86_64" and _installed_liburing().fits_cpu else CHAIN[1:]
 
@@ -175,7 +178,7 @@ def _acceptable(require: str | Collection[str] | None) -> tuple[str, ...]:
 
 
 def _prepare(name: str) -> None:
-    """Let the native side know python-liburing's library, where that is the backend."""
+    """Give the native side python-liburing's library, where that is the backend."""
     if name != Backend.LIBURING.value:
         return
     found = _installed_liburing()

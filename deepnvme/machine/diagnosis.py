@@ -48,8 +48,8 @@ class Severity(str, Enum):
 class Chosen(Enum):
     """How a directory came to be looked at."""
 
-    BY_NAME = "by name"  # the user wants this one: if it cannot be used, that is a blocker
-    BY_DEFAULT = "by default"  # it is only where the command was started: another one can be named
+    BY_NAME = "by name"  # the user named it: if it cannot be used, that is a blocker
+    BY_DEFAULT = "by default"  # the command was started there: the user may name another one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ def can_work(findings: Sequence[Finding]) -> bool:
 
 
 def about_system(system: SystemProbe, architecture: str) -> Iterator[Finding]:
-    """Yield what there is to say about what this process may ask of the kernel."""
+    """Yield the findings about what this process may use of the kernel."""
     refusal = system.uring.refusal
     if refusal is not None:
         yield weak(
@@ -139,7 +139,7 @@ def about_system(system: SystemProbe, architecture: str) -> Iterator[Finding]:
 def about_directory(
     directory: DirectoryProbe, chosen: Chosen = Chosen.BY_NAME
 ) -> Iterator[Finding]:
-    """Yield what there is to say about one directory and its drive."""
+    """Yield the findings about one directory and its drive."""
     path = directory.path
     if directory.plain_errno is not None or directory.free_bytes == 0:
         finding = _about_unusable(directory)

@@ -115,7 +115,7 @@ _REFUSALS = MappingProxyType(
         ),
         RefusalKind.SYSCTL: (
             "the sysctl kernel.io_uring_disabled={disabled} switches it off (1: except for root "
-            "and one group; 2: for everybody)",
+            "and one group; 2: for all)",
             "sudo sysctl kernel.io_uring_disabled=0; a line in /etc/sysctl.d makes it last",
         ),
         RefusalKind.SECCOMP: (
@@ -172,10 +172,9 @@ class ProcessLimits:
 class UringProbe:
     """Whether this process can make an io_uring that a queue can use, and what the ring offers.
 
-    One without the features that our backends need is refused here as it is there: ENOSYS, for the
-    kernel is too old.
-    `defer_taskrun`: single-issuer rings that run completions only when asked (Linux 6.1). `opcodes`
-    are the numbers of the supported operations.
+    A ring without the features that our backends need counts as refused with ENOSYS, as a queue
+    refuses it: the kernel is too old. `defer_taskrun`: single-issuer rings that run completions
+    only when asked (Linux 6.1). `opcodes` are the numbers of the supported operations.
     """
 
     available: bool
@@ -485,7 +484,8 @@ def read_kernel_file(path: Path) -> str:
 
 def _refusal_kind(error: int, limits: ProcessLimits) -> RefusalKind:
     filtered = limits.seccomp_mode == _SECCOMP_FILTER
-    # With 1, a process that is exempt was refused by something else: a filter, if it has one.
+    # With 1, a filter may have refused a process that is exempt. Without one, the exemption did not
+    # count: CAP_SYS_ADMIN of a user namespace does not.
     switched_off = limits.uring_disabled >= 2 or (
         limits.uring_disabled == 1 and not (limits.uring_exempt and filtered)
     )

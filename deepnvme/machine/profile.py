@@ -48,8 +48,8 @@ PROFILE_VARIABLE = "DEEPNVME_PROFILE"
 PROFILE_VERSION = 1
 
 _DEFAULT = _native.DriveOptions()
-# What tells one drive from all others, best first: of NVMe and SCSI, of virtual drives, of device
-# mapper and MD.
+# Attributes in sysfs that identify a drive, best first: of NVMe and SCSI, of virtual drives, of
+# device mapper and MD.
 _IDENTITIES = ("wwid", "device/wwid", "serial", "device/serial", "dm/uuid", "md/uuid")
 
 
@@ -96,7 +96,7 @@ class ProfileWarning(RuntimeWarning):
 
 
 class Profile:
-    """Settings of drives, by `drive_key`. Knows no drive where nothing was measured."""
+    """Settings of drives, by `drive_key`; empty where nothing was measured."""
 
     def __init__(self, drives: Mapping[str, Settings] = MappingProxyType({})) -> None:
         self.drives = MappingProxyType(dict(drives))
@@ -124,9 +124,9 @@ def settle(
     inflight_bytes: int | None = None,
     user_memory: UserMemory | None = None,
 ) -> Settings:
-    """Return the settings to use: what is asked for, else what was `measured`, else the defaults.
+    """Return the settings to use: the arguments, else what was `measured`, else the defaults.
 
-    Chunk and bytes in flight were measured as a pair. If you ask for one of them, the other is the
+    Chunk and bytes in flight were measured as a pair: where only one is given, the other is the
     default.
     """
     known = measured or Settings()
@@ -183,7 +183,7 @@ def load_profile() -> Profile:
             )
         return read_profile(path)
     except ProfileError as problem:
-        # at who makes the queue
+        # It points at the code that makes the queue.
         warnings.warn(f"{path} is ignored: {problem}", ProfileWarning, stacklevel=3)
         return Profile()
 
@@ -225,11 +225,11 @@ def write_profile(path: Path, key: str, settings: Settings, measured: Mapping[st
 
 
 def drive_key(path: str | os.PathLike[str], roots: SystemRoots = HOST_ROOTS) -> str:
-    """Return what the drive that holds `path` is known by, the same after a reboot and under
-    another device name.
+    """Return a name for the drive that holds `path`, the same after a reboot and under another
+    device name.
 
-    That is its serial number or worldwide name. A drive that tells neither is known by its file
-    system and by where that is mounted.
+    It is the drive's serial number or worldwide name; without either, its file system and where
+    that is mounted.
 
     Raises:
         OSError: neither `path` nor the directory it would be in exists.

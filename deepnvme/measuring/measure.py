@@ -1,8 +1,8 @@
 """How fast a drive is through the public API: one file, one load on it, bytes and CPU seconds
 counted.
 
-`measure` and the memory functions touch the machine; the rest is pure but for the functions and
-clocks it is handed. Shared by `deepnvme bench` and `deepnvme tune`; prints nothing.
+`measure` and the memory functions touch the machine; the rest is pure, apart from the functions and
+clocks that it is given. Shared by `deepnvme bench` and `deepnvme tune`; prints nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 MIB, GIB = 1 << 20, 1 << 30
 MOST_PENDING = 64
-"""Operations that are pending at most: of more, small ones would wait for one another."""
+"""The most operations that are pending: more small ones would wait for one another."""
 
 _Point = TypeVar("_Point")
 _Result = TypeVar("_Result")
@@ -102,7 +102,7 @@ def measure(
 ) -> Measured:
     """Put the load on its file through a queue of its own.
 
-    One operation on each buffer comes before; of the figures, only the latencies count it.
+    One operation on each buffer comes before. Only the latencies count these.
     """
     with (
         IOQueue(

@@ -65,7 +65,7 @@ def percentile(ascending: Sequence[float], share: float) -> float:
 
 
 class _Course:
-    """What the next call does, for whichever thread asks. Each thread asks at least once."""
+    """The transfers of a load in order; any thread asks for the next one."""
 
     def __init__(self, load: Load) -> None:
         self._transfers: Iterator[tuple[bool, int]] = transfers(

@@ -52,7 +52,7 @@ __all__ = [
 MAX_DIMENSIONS = 64
 """The most dimensions of a shape; numpy has no more."""
 
-# What torch, numpy and ml_dtypes call it, and its bytes.
+# By code: its name in torch, numpy and ml_dtypes, and the bytes of an element.
 _DTYPES = MappingProxyType(
     {
         "BOOL": ("bool", 1),
@@ -83,7 +83,7 @@ ITEMSIZES: Mapping[str, int] = MappingProxyType(
 
 
 _PLAIN_BUFFERS = frozenset({bytes, bytearray, memoryview})
-# What the struct module calls them, and what they are.
+# Codes of the struct module's formats.
 _BUFFER_CODES = MappingProxyType(
     {"?": "BOOL", "B": "U8", "c": "U8", "b": "I8", "H": "U16", "h": "I16", "I": "U32", "i": "I32"}
     | {"L": "U64", "l": "I64", "Q": "U64", "q": "I64", "e": "F16", "f": "F32", "d": "F64"}
@@ -116,7 +116,7 @@ class Description(NamedTuple):
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """Expose the memory as bytes: a description can be read into, as what it describes."""
+        """Expose the memory as bytes, so that a program can read into a description."""
         address = self.memory.address
         return {
             "version": 3,
@@ -171,8 +171,7 @@ def nbytes_of(code: str, shape: tuple[int, ...]) -> int:
     """Return the bytes of a tensor.
 
     Raises:
-        ValueError: no tensor can be so: an unknown code, too many dimensions, or one that cannot be
-            addressed.
+        ValueError: an unknown code, too many dimensions, or more bytes than can be addressed.
     """
     if code not in ITEMSIZES:
         raise ValueError(f"expected one of the dtypes {', '.join(ITEMSIZES)}; got {code!r:.40}")
@@ -225,7 +224,7 @@ def _kind_of_buffer(thing: Any) -> tuple[str, tuple[int, ...]] | None:
 
 
 def nbytes_at_sight(thing: Any) -> int:
-    """Return the bytes of a tensor or array, 0 where that would have to be found out."""
+    """Return the bytes of a tensor or array; 0 where it does not say them itself."""
     nbytes = getattr(thing, "nbytes", 0)
     return nbytes if isinstance(nbytes, int) else 0
 
@@ -256,12 +255,12 @@ def describe(thing: Any) -> Description:
         array = _as_array(thing)
         memory = memory_of(array if interface else thing, writable=False)
         found = Description(_array_code(array.dtype), array.shape, memory)
-    nbytes_of(found.code, found.shape)  # what no reader would believe must not be written
+    nbytes_of(found.code, found.shape)  # refuses what a reader would refuse
     return found
 
 
 def described(name: str, thing: Any, description: Callable[[Any], _Stored]) -> _Stored:
-    """Return `description(thing)`; what refuses it names it."""
+    """Return `description(thing)`; an error that it raises gets the tensor's name."""
     try:
         return description(thing)
     except (TypeError, ValueError) as refusal:
@@ -269,8 +268,8 @@ def described(name: str, thing: Any, description: Callable[[Any], _Stored]) -> _
 
 
 def storable(thing: Any) -> Storable:
-    """Return what `describe` does, and of a tensor or array that it would refuse for where its
-    bytes are, a Scattered.
+    """Return what `describe` does; a Scattered of a tensor or array whose bytes must be copied
+    first.
 
     Raises:
         TypeError: its dtype has no code, or it has no bytes: a tensor on "meta", or a sparse one.

@@ -1,8 +1,8 @@
 """Which memory an object exposes: torch tensors, numpy arrays, anything with the buffer protocol,
 DLPack.
 
-Decides and describes; copies nothing. What cannot be used as it is gets refused with what to do,
-never dropped. torch is looked at only if the program has imported it.
+Copies nothing: memory that cannot be used as it lies is refused, with what to do. torch is looked
+at only if the program has imported it.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ _OBJECTS = (
 
 
 def not_contiguous(kind: str, *, how: str) -> ValueError:
-    """Compose the error of what is not one piece of memory; `how` it is made so."""
+    """Compose the error of memory in several pieces; `how` the caller can make it one."""
     return ValueError(
         f"{kind} is not contiguous: its bytes are not one piece of memory. Make it so first ({how})"
     )
 
 
 def refuse_unless_plain(tensor: Any, torch: Any) -> None:
-    """Refuse a torch tensor, on any device, if its bytes in order are not its values in order.
+    """Refuse a torch tensor, on any device, whose bytes in memory are not its values in order.
 
     Raises:
         TypeError: it is not dense.
@@ -124,9 +124,9 @@ def _usual_view(thing: Any) -> memoryview | None:
 
 
 def _of_view(view: memoryview, thing: Any, *, writable: bool) -> Memory:
-    """Return the memory that Python's own view of `thing` is of."""
-    # A third of what a BufferView costs, which small operations feel. Python's own view of the view
-    # keeps the memory in place as well: releasing `view` meanwhile lets nothing go.
+    """Return the memory of `view`, which is Python's own view of `thing`."""
+    # A third of what a BufferView costs, which small operations feel. What `held` returns keeps the
+    # memory in place, also when the caller releases `view` meanwhile.
     try:
         memory = Memory(*_native.held(view, writable))
     except (BufferError, ValueError) as refusal:
@@ -174,10 +174,9 @@ def _of_dlpack(thing: Any, *, writable: bool) -> Memory:
     import numpy as np
 
     array = np.from_dlpack(thing)
-    # Before 2.2 numpy calls every such array read-only, and no read-only memory was handed out this
-    # way.
-    tells = tuple(map(int, np.__version__.split(".")[:2])) >= (2, 2)
-    return memory_of(array, writable=writable and tells)
+    # Before 2.2 numpy called every such array read-only, and DLPack handed out no read-only memory.
+    flag_is_true = tuple(map(int, np.__version__.split(".")[:2])) >= (2, 2)
+    return memory_of(array, writable=writable and flag_is_true)
 
 
 def _holds_objects(thing: Any) -> bool:

@@ -1,5 +1,5 @@
-"""crc32c, the checksum of everything that is stored, over memory as it lies; `copying` sums in the
-pass that copies.
+"""crc32c, the checksum of everything that is stored, over memory as it lies. `copying` computes it
+in the pass that copies.
 
 Runs without the GIL on large memory, with the CPU's own instructions where it has them.
 """
@@ -18,7 +18,7 @@ CHECKSUM_BYTES = 1 << 20
 
 
 def crc32c(data: object, crc: int = 0) -> int:
-    """Return the crc32c of `data`, a buffer, going on from that of what came before."""
+    """Return the crc32c of `data`, a buffer, that follows bytes with the checksum `crc`."""
     return _native.crc32c(data, crc)
 
 

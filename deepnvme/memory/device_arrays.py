@@ -1,4 +1,4 @@
-"""Device memory as what staging copies from and to: one class for torch's tensors, one for all that
+"""Device memory that staging copies from and to: one class for torch's tensors, one for all that
 cupy can see.
 
 Owns no memory and starts no I/O. torch is looked at only if the program has imported it; cupy is

@@ -25,8 +25,8 @@ class PageStock:
     def take(self, nbytes: int | str, *, keep: int | str = 0) -> memoryview:
         """Return `nbytes` of memory as a writable memoryview, with arbitrary content.
 
-        At most `keep` bytes of what was given back are idle when it returns, and were before new
-        pages were asked for; what is given back later stays until the next call.
+        Before it asks for new pages, it gives idle ones back to the system until at most `keep`
+        bytes are idle. What comes back later stays idle until the next call.
 
         Raises:
             MemoryError: the system has no memory for it.

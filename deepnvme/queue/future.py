@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 __all__ = ["SLICE_S", "IOFuture", "Places", "Waiter", "awaited", "tell_loops"]
 
 _T = TypeVar("_T")
-# What its repr and its error say of an operation: the verb, the file's path, the offset, the bytes
-# and what a file's end means. Not the file itself, which would stay open as long as the future is
-# held. A tuple, as it is made for each.
+# What a future's repr and error say of its operation: the verb, the file's path, the offset, the
+# bytes, and what the end of the file means. Not the file itself, which would stay open as long as
+# the future is held. A tuple, which costs least to make for each operation.
 _About: TypeAlias = "tuple[_native.Verb, str, int | Places, int, _native.AtEndOfFile]"
 SLICE_S = 0.1
 """How long one call may wait in native code.
 
-Python runs signal handlers between calls: so long may Ctrl-C take.
+Python runs signal handlers between such calls, so Ctrl-C may take this long.
 """
 _SLEEP_S = 1.0
-"""The same for an operation's end; there native code runs the handlers of signals."""
+"""The same for waits for an operation, in which native code runs the signal handlers itself."""
 # Of concurrent.futures.Future._state.
 _PENDING, _FINISHED = "PENDING", "FINISHED"
 _UNDER_WAY = (_PENDING, "RUNNING")
@@ -105,11 +105,11 @@ class _MadeWhenSeen(Generic[_T]):
         if future is None:
             raise AttributeError(f"only a future has {self._name}")
         if not future._seen:
-            future._seen = True  # before it is there: see _end_unheard
-            # Else its end could stay unnoticed for 100 ms: this thread may sleep at the lock made
-            # below.
+            future._seen = True  # before the attribute is made: see _end_unheard
+            # Else the end could stay unnoticed for 100 ms: this thread may sleep at the lock that
+            # is made below.
             future._waiter.hear(future._ticket)
-        # In one step: of two threads that make one, both get the first.
+        # In one step: where two threads make one, both get the first.
         made: _T = future.__dict__.setdefault(self._name, self._make())
         return made
 
@@ -124,9 +124,9 @@ class IOFuture(concurrent.futures.Future[_T]):
     and its memory held.
     """
 
-    # As Future's own, but that nothing is made which a future that only its result is taken of does
-    # not need: code and memory that a thread touches when it wakes after long sleep cost it more
-    # than all else (decision 0003).
+    # Future's own attributes, made when they are first looked at. Most futures are only asked for
+    # their result and need none of these; code and memory that a thread touches after a long sleep
+    # cost it more than all else (decision 0003).
     _state = _PENDING
     _result: _T | None = None
     _exception: BaseException | None = None
@@ -248,12 +248,12 @@ class IOFuture(concurrent.futures.Future[_T]):
         if self._state in _UNDER_WAY:
             loop = asyncio.get_running_loop()
             waiting = loop.create_future()
-            # Listed before any other thread is asked to tell: from here on it finds who waits.
+            # Listed before any other thread is asked to wake this loop: that thread then finds it.
             self._awaiting.append(waiting)
             # If it was submitted on this loop, its bell was named then, and no call is needed.
             if loop is not self._loop:
                 self._waiter.hear_on(loop, self._ticket)
-            # Another thread may have ended it before it could see who waits.
+            # Another thread may have ended the future before it could see this entry.
             if self._state in _UNDER_WAY:
                 yield from waiting
         if self._state == _FINISHED and self._exception is None:  # as in result()
@@ -281,7 +281,7 @@ class IOFuture(concurrent.futures.Future[_T]):
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def _end_unheard(self, result: _T | None, error: BaseException | None) -> bool:
-        """End, unless callbacks or waiters are to be called: the queue's own thread does that.
+        """End; False where callbacks or waiters are to be called, as only `_end` does.
 
         Called again for a future that has ended, it only wakes the threads that sleep here.
         """
@@ -308,7 +308,7 @@ class IOFuture(concurrent.futures.Future[_T]):
             return True
 
     def _end(self, result: _T | None, error: BaseException | None) -> None:
-        """End, and tell everybody; after `_end_unheard` declined or was interrupted, too."""
+        """End, and call callbacks and waiters; also after `_end_unheard` was interrupted."""
         if not self._end_unheard(result, error):
             with self._condition:
                 if self._state in _UNDER_WAY:
@@ -326,7 +326,7 @@ class IOFuture(concurrent.futures.Future[_T]):
             self._invoke_callbacks()  # type: ignore[attr-defined]  # as set_result does
 
     def _end_cancelled(self) -> None:
-        """Tell everybody that the operation was taken back before it began."""
+        """Call callbacks and waiters of an operation that was cancelled before it began."""
         self._memory = None
         super().cancel()  # calls callbacks, unless the caller's cancel() did
         self.set_running_or_notify_cancel()  # tells concurrent.futures.wait

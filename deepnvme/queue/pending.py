@@ -2,8 +2,8 @@
 end.
 
 Submits them. Completes futures, from the queue's own thread (`run`) or from a thread that waits for
-one of them (`wait_for`). Futures and that thread know no other part of a queue, so that a queue
-without references can be collected.
+one of them (`wait_for`). Futures and the queue's own thread refer to this and not to the queue, so
+that a queue without references can be collected.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SUCCEEDED, _END_OF_FILE, _CANCELLED = (
 
 _FAILS = _native.AtEndOfFile.FAILS
 _TICKET = 7  # its place among the arguments of a gathered operation
-NO_DEADLINE_S = 1e9  # and more
+NO_DEADLINE_S = 1e9  # native code takes this and more for no deadline
 # A batch submits what it has gathered when it holds this many operations, or one larger than this:
 # the drive then works while the caller goes on gathering.
 _MOST_GATHERED = 64
@@ -85,7 +85,7 @@ class Pending:
         self._unsent: deque[tuple[Any, ...]] = deque()  # arguments of native submit_many
         self._listeners: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Listener]
         self._listeners = weakref.WeakKeyDictionary()
-        self._latest = _NO_LOOP  # one of these, found faster
+        self._latest = _NO_LOOP  # the loop that was used last, which is found faster here
         Pending._living.add(self)
 
     def submit(
@@ -102,7 +102,7 @@ class Pending:
     ) -> IOFuture[Any]:
         """Submit an operation, and keep what it needs until it has ended.
 
-        For room it waits `patience_s`, None for ever.
+        Where the queue is full it waits `patience_s` for room; None: for ever.
 
         Raises:
             QueueFull: no room came in time.
@@ -141,7 +141,7 @@ class Pending:
                 if patience_s is not None:
                     raise QueueFull(self._max_pending)
         except BaseException:
-            # what a signal handler raises comes also after it was: the drive may be at work
+            # A signal handler may also raise after the submission: the drive may be at work then.
             if not ticket.taken:
                 self._futures.pop(number, None)
             raise
@@ -183,13 +183,13 @@ class Pending:
         while group := list(self._unsent):
             try:
                 has_all = self._native.submit_many(group, SLICE_S)
-            # The callers have their futures already: these must end, as this call may be of another
-            # operation.
+            # The callers have their futures already, so these get the error: this call may be about
+            # another operation.
             except (ClosedError, ForkedError) as error:
                 self._fail_unsent(group, error)
                 return
-            # Not by `has_all` alone: of a group that had room for a part, that part must not be
-            # sent again.
+            # Not by `has_all` alone: where there was room for a part, that part must not be sent
+            # again.
             for operation in group:
                 if operation[_TICKET].taken:
                     self._forget_unsent(operation)
@@ -197,7 +197,7 @@ class Pending:
                 return
 
     def _fail_unsent(self, group: list[tuple[Any, ...]], error: BaseException) -> None:
-        """End what was gathered and is refused.
+        """End the operations that were gathered and are refused.
 
         A signal may interrupt it anywhere: what has not ended by then is still gathered, and the
         next call ends it.
@@ -277,12 +277,12 @@ class Pending:
         """Let that loop complete the operation once it ends. Called on the loop."""
         if self._unsent:
             self.send()
-        # Each loop comes on its own thread only, so no two make a listener for one loop.
+        # A loop calls this on its own thread only, so one loop gets one listener.
         listener = self._listeners.get(loop)
         if listener is None:
             listener = self._listeners[loop] = _Listener()
             self._latest = weakref.ref(loop), listener
-            # A loop of another kind has the queue's own thread tell it.
+            # A loop without add_reader is woken by the queue's own thread.
             with suppress(NotImplementedError):
                 loop.add_reader(listener.bell.descriptor, self._answer, listener)
         self._native.hear(ticket, listener.bell)
@@ -325,13 +325,13 @@ class Pending:
                 except SystemExit:  # a callback's: it would end this thread, which has more to do
                     continue
                 except BaseException as escaped:  # a callback's that concurrent.futures lets pass
-                    told = (
+                    details = (
                         type(escaped),
                         escaped,
                         escaped.__traceback__,
                         threading.current_thread(),
                     )
-                    threading.excepthook(threading.ExceptHookArgs(told))
+                    threading.excepthook(threading.ExceptHookArgs(details))
 
     async def room(self) -> None:
         """Wait on the running loop until an operation can be submitted at once."""
@@ -344,16 +344,16 @@ class Pending:
             )
         while self._native.pending >= self._max_pending:
             # Listed before the second look: an end in between finds it.
-            told = loop.create_future()
-            self._want_room.append((loop, told))
-            # or the last one ended before it could tell
+            waiting = loop.create_future()
+            self._want_room.append((loop, waiting))
+            # Else the last operation ended before it could find this entry.
             if self._native.pending >= self._max_pending:
-                await told
+                await waiting
 
     def forget_parents(self) -> None:
         """End in a forked child what the parent submitted: it would be waited for here for ever."""
-        # First: ending the futures looks at their operations, and the lock of the native queue may
-        # be held by a thread that is not here.
+        # First: ending the futures looks at their operations, and a thread that does not exist here
+        # may hold the lock of the native queue.
         self._of_a_parent = True
         self._unsent.clear()
         for future in self._futures.values():
@@ -408,7 +408,7 @@ class Pending:
             tell_loops((future,))
 
     def _tell_of_room(self) -> None:
-        """Wake all who wait for room.
+        """Wake the coroutines that wait for room.
 
         Takes no lock and may be interrupted anywhere: telling twice is harmless.
         """

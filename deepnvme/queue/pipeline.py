@@ -38,16 +38,16 @@ __all__ = [
 _T = TypeVar("_T")
 
 RUN_BYTES = 8 << 20
-"""The most that one such operation moves."""
+"""The most bytes that one operation on several small pieces moves."""
 
 MOST_BYTES = 64 << 20
-"""From so many under way for each drive on, no more are begun."""
+"""Bytes under way on each drive from which on no further operations begin."""
 
 GAP_BYTES = 128 << 10
 """A gap between two reads that is cheaper to read over than to skip with another operation."""
 
 STAGED_RUNS = 4
-"""How many such operations have staging memory at one time."""
+"""How many operations on small pieces have staging memory at one time."""
 
 # how long a queue that refuses to wait is left alone before it is asked again
 _UNTIL_ROOM_S = 0.001
@@ -71,8 +71,9 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class _Step:
-    """Operations under way, what to do when they have ended well, and however they ended: that
-    twice is as once.
+    """Operations under way; `land` is called when they succeeded, then `release` in any case.
+
+    A second call of `release` does no harm.
     """
 
     nbytes: int
@@ -82,9 +83,9 @@ class _Step:
 
 
 class Pipeline:
-    """The operations of one call, oldest first, so many bytes at once for each drive.
+    """The operations of one call, oldest first, about `MOST_BYTES` at once for each drive.
 
-    At its end none is under way.
+    At the end of its `with` block none is under way.
     """
 
     def __init__(self, *, drives: int = 1) -> None:
@@ -166,10 +167,8 @@ class Pipeline:
 class Staged:
     """Staging memory for a few operations of up to `run_bytes`, registered with queues.
 
-    Any thread may ask.
-
-    That of one operation is made when it is first needed, that of the others when a second one
-    needs its own.
+    Any thread may ask. The memory of one operation is made when it is first needed, that of the
+    others when a second one needs its own.
     """
 
     def __init__(
@@ -224,7 +223,7 @@ class Staged:
         return None
 
     def _make_more(self, before: tuple[Pool, ...]) -> None:
-        """Make one pool first, then the others at once: all is registered anew each time."""
+        """Make a pool for one operation, then one for all others: each registers all anew."""
         with self._making:
             if self._closed:  # the registration would never be taken back
                 raise ClosedError(
@@ -242,7 +241,7 @@ class Staged:
 
     @staticmethod
     def give(memory: Memory) -> None:
-        """Take it back. Again: does nothing."""
+        """Free the memory for another operation. Again: does nothing."""
         assert isinstance(memory.holder, memoryview)
         memory.holder.release()
 

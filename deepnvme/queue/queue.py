@@ -199,13 +199,13 @@ class IOQueue(Closing):
                 faults=None if faults is None else faults.native,
             ),
         )
-        # Where the caller says all of it, no file is read for it.
-        told = None not in (chunk_bytes, inflight_bytes, user_memory)
-        self._profile = Profile() if told or self.backend == "memory" else load_profile()
+        # Where the caller gives all settings, the file of measured ones is not read.
+        all_given = None not in (chunk_bytes, inflight_bytes, user_memory)
+        self._profile = Profile() if all_given or self.backend == "memory" else load_profile()
         self._pending = Pending(self._native, self.backend, max_pending)
         # It has `Pending` and not the queue, which could never be collected otherwise. A daemon, as
-        # the interpreter waits for other threads before it runs finalizers, and this one ends with
-        # the queue.
+        # the interpreter waits for other threads before it runs finalizers, and a finalizer may be
+        # what ends this one.
         self._completer = threading.Thread(
             target=self._pending.run, name="deepnvme-futures", daemon=True
         )
@@ -257,7 +257,7 @@ class IOQueue(Closing):
         if "\0" in str(path):
             raise ValueError(f"a path cannot have null bytes; got {str(path)!r}")
         drive = self.settings_for(path).native()
-        # Errors name the file so, after a chdir too. Links stay in the name, as the caller gave it.
+        # Errors show this name, which a chdir does not make wrong. Links stay in it.
         absolute = str(Path(path).absolute())
         # Before it is opened, which may make or empty the file.
         refuse_where_threads_must(self.backend, self._require, absolute)
@@ -340,7 +340,7 @@ class IOQueue(Closing):
         await self._pending.room()
 
     def stats(self) -> QueueStats:
-        """Return what was done so far."""
+        """Return what the queue did so far, and how many operations are pending."""
         drives = {device: DriveStats(**stats) for device, stats in self._native.stats().items()}
         # Pieces of device arrays count twice: as operations of a drive, and by the operation they
         # are of.
@@ -440,7 +440,7 @@ class IOQueue(Closing):
         return self._staging.submit(verb, file, array, offset, at_end)
 
     def _checked(self, offset: int, nbytes: int) -> int:
-        """Return the offset of an operation on `nbytes` of an open queue, as a number."""
+        """Check an operation's offset, and that the queue is open; return it as a number."""
         offset = operator.index(offset)
         _check_range("offset", offset, nbytes)
         if self._closed:
@@ -817,7 +817,7 @@ _USUAL_TERMS = (0, NO_DEADLINE_S)
 
 
 def _terms(priority: Priority, deadline_s: float | None) -> tuple[int, float]:
-    """Return what native code calls these."""
+    """Return the priority and the deadline as native code takes them."""
     if priority is Priority.NORMAL and deadline_s is None:
         return _USUAL_TERMS
     if deadline_s is not None and not deadline_s >= 0:
@@ -877,15 +877,15 @@ def _shut_down(
 ) -> bool:
     """Drain and join; at interpreter exit too. Return whether that is done.
 
-    In a callback it is not: it would wait for itself, so one of `closers` does it. In a forked
-    child there is nothing to drain.
+    A callback would wait for itself: there, a thread is started that drains, kept in `closers`. In
+    a forked child there is nothing to drain.
     """
     if os.getpid() != owner:
         return True
     if staging.needs_this_thread():
         if not closers:
-            # Else it would be a daemon, as the thread that starts it is: the program could end
-            # while operations wait for the drive.
+            # No daemon, as the thread that starts it is: the program could end while operations
+            # wait for the drive.
             closer = threading.Thread(target=drain, name="deepnvme-close", daemon=False)
             closer.start()
             closers.append(closer)

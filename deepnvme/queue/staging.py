@@ -3,8 +3,8 @@ pieces of a pool.
 
 While one piece is between host and drive, another is between host and device. Owns the pieces and
 the threads that see to them, made when a queue gets its first device array; torch or cupy does the
-copying (`deepnvme.memory.device_arrays`), the queue's drives do the rest. Imports neither. Called
-by `deepnvme.queue.queue`.
+copying (`deepnvme.memory.device_arrays`), the queue's drives do the rest. Imports neither library.
+Called by `deepnvme.queue.queue`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["STAGING_BYTES", "Staging"]
 
-STAGING_BYTES = 32 << 20  # two pieces of what a drive is kept busy with (decision 0003)
+STAGING_BYTES = 32 << 20  # two pieces, each of which keeps a drive busy (decision 0003)
 
 
 @dataclass(eq=False)
@@ -132,9 +132,9 @@ class Staging:
     """The operations on device arrays of one queue: in order, as many pieces under way as the pool
     has room for.
 
-    At most `max_pending` operations are pending, besides their pieces in the queue itself; for
-    room, submitting waits `patience_s`, None being for ever. The thread `completer`, which
-    completes the futures of `drives`, never waits.
+    At most `max_pending` operations are pending, besides their pieces in the queue itself. Where
+    these are all, submitting waits `patience_s` for room; None: for ever. The thread `completer`,
+    which completes the futures of `drives`, never waits.
     """
 
     def __init__(
@@ -162,11 +162,11 @@ class Staging:
             _native.Verb.READ: SimpleQueue(),
             _native.Verb.WRITE: SimpleQueue(),
         }
-        # guards all that more than the staging thread touches: these four
+        # Guards the next four, which other threads than the staging thread touch too.
         self._changed = threading.Condition()
         self._pending: dict[_Operation, None] = {}
         self._waiting: deque[_Operation] = deque()  # not begun
-        # what is to be done about pieces that got further
+        # What the staging thread is to do next: a drive or device has done its part of it.
         self._news: deque[Callable[[], None]] = deque()
         self._closing = False
         self._current: _Operation | None = None  # begun, and more pieces of it are to be issued
@@ -179,9 +179,9 @@ class Staging:
         offset: int,
         at_end: _native.AtEndOfFile = _native.AtEndOfFile.FAILS,
     ) -> IOFuture[int]:
-        """Take an operation when there is room for it.
+        """Submit an operation when there is room for it; without an array, a sync.
 
-        Without an array: a sync, after all that was submitted here.
+        A sync begins after all that was submitted here before.
 
         Raises:
             QueueFull: no room came in time.
@@ -317,7 +317,7 @@ class Staging:
         return True
 
     def _tell(self, act: Callable[[], None]) -> None:
-        """Let the staging thread do it."""
+        """Let the staging thread call `act`."""
         with self._changed:
             self._news.append(act)
             self._changed.notify_all()
@@ -433,7 +433,7 @@ class Staging:
             self._end_piece(piece, 0)
 
     def _attempt(self, operation: _Operation, act: Callable[[], None]) -> bool:
-        """Do it; where it fails the operation goes no further."""
+        """Call `act`; where it raises, let the operation go no further and return False."""
         try:
             act()
         except Exception as error:  # whatever a library raises belongs to the operation's future
@@ -478,7 +478,7 @@ class Staging:
 
 
 def _error_of(operation: _Operation, backend: str) -> NVMeError | None:
-    """Return the error of the whole operation, told as of one that needs no staging."""
+    """Return the error of the whole operation, worded as for one that needs no staging."""
     failure, done = operation.failure, operation.done()
     ended_early = operation.at_end is _native.AtEndOfFile.FAILS and done < operation.asked
     if failure is None and not ended_early:
@@ -493,7 +493,7 @@ def _error_of(operation: _Operation, backend: str) -> NVMeError | None:
     told = f"{operation.op} of {operation.asked} B at offset {operation.offset}"
     if failure is None or isinstance(failure, ShortReadError):
         return short_read_error(operation.at_end, **fields)
-    # Composed anew: the error of a piece tells of the piece's place and bytes.
+    # Composed anew: the error of a piece has the piece's place and bytes.
     if isinstance(failure, NVMeError):
         return io_error(failure.errno or errno.EIO, op=operation.op, **fields)
     error = NVMeError(
