@@ -68,13 +68,13 @@ def save(
     # A link that leads nowhere counts: opening it then says what is wrong.
     if any(os.path.lexists(_path(member) / DATA) for member in members):
         # A store keeps the capacities and rates that it was made with.
-        settled = [
+        as_made = [
             replace(member, rate=None, capacity=None) if isinstance(member, Member) else member
             for member in members
         ]
         least = reserved or sum(map(_capacity_of, members))
         with TensorStore.open(
-            settled, durability=durability, checksum=checksum, queue=queue
+            as_made, durability=durability, checksum=checksum, queue=queue
         ) as store:
             _make_room(store.volume, needed, least)
             store.put_state(name, state)

@@ -59,7 +59,7 @@ _HINTS = MappingProxyType(
     }
 )
 
-_NAMED = 8  # files in the message of a BatchError; its `errors` have all
+_MOST_PATHS = 8  # in the message of a BatchError; its `errors` have all
 
 
 class NVMeError(OSError):
@@ -112,14 +112,11 @@ class BatchError(NVMeError):
             for path in dict.fromkeys(error.path for error in errors)
             if path not in ("", first.path)
         ]
-        also = (
-            f"; others on {', '.join(others[:_NAMED])}{', ...' if len(others) > _NAMED else ''}"
-            if others
-            else ""
-        )
+        also = f"; others on {', '.join(others[:_MOST_PATHS])}" if others else ""
+        more = ", ..." if len(others) > _MOST_PATHS else ""
         super().__init__(
             first.errno or 0,
-            f"{len(errors)} operations of the batch failed; the first: {first}{also}",
+            f"{len(errors)} operations of the batch failed; the first: {first}{also}{more}",
             op=first.op,
             offset=first.offset,
             asked=first.asked,

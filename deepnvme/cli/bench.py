@@ -28,7 +28,7 @@ from deepnvme.cli.scratch import (
     usable_directory,
 )
 from deepnvme.machine.backends import CHAIN
-from deepnvme.machine.profile import Settings, load_profile, settle
+from deepnvme.machine.profile import Settings, effective_settings, load_profile
 from deepnvme.measuring.measure import (
     MIB,
     Load,
@@ -130,7 +130,9 @@ def run(options: argparse.Namespace) -> int:
     directory = usable_directory(options.directory, options.size)
     backend = usable_backend(options.backend)
     tuned = load_profile().for_path(directory)
-    rows, yardstick = _measure(directory, options.size, options.seconds, backend, settle(tuned))
+    rows, yardstick = _measure(
+        directory, options.size, options.seconds, backend, effective_settings(tuned)
+    )
     if options.json:
         report = {
             "schema": SCHEMA,

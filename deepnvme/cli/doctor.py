@@ -18,7 +18,13 @@ from pathlib import Path
 from deepnvme.cli.report import drive_rows, installed_version, show, system_rows
 from deepnvme.machine.diagnosis import Chosen, about_directory, about_system, can_work, worst_first
 from deepnvme.machine.probing import DirectoryProbe, probe_directory, probe_system
-from deepnvme.machine.profile import Profile, Settings, load_profile, profile_path, settle
+from deepnvme.machine.profile import (
+    Profile,
+    Settings,
+    effective_settings,
+    load_profile,
+    profile_path,
+)
 from deepnvme.sizes import format_bytes
 
 __all__ = ["HELP", "NAME", "SCHEMA", "add_arguments", "run", "settings_record", "settings_text"]
@@ -81,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
 
 def settings_text(measured: Settings | None) -> str:
     """Return in words how a queue without settings of its own uses a drive."""
-    settings = settle(measured)
+    settings = effective_settings(measured)
     return (
         f"chunks of {format_bytes(settings.chunk_bytes)}, {format_bytes(settings.inflight_bytes)} "
         f"in flight, ordinary memory by {settings.user_memory.name.lower().replace('_', ' ')} "
@@ -91,7 +97,7 @@ def settings_text(measured: Settings | None) -> str:
 
 def settings_record(measured: Settings | None) -> dict[str, object]:
     """Return the same for JSON."""
-    settings = settle(measured)
+    settings = effective_settings(measured)
     return {
         "chunk_bytes": settings.chunk_bytes,
         "inflight_bytes": settings.inflight_bytes,

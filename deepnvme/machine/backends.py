@@ -37,7 +37,7 @@ __all__ = [
 
 CHAIN = tuple(backend.value for backend in Backend)
 BACKEND_VARIABLE = "DEEPNVME_BACKEND"
-_OTHERS = ("memory",)
+_FOR_TESTS = ("memory",)
 _RINGS = (Backend.LIBURING.value, Backend.URING.value)
 
 
@@ -84,7 +84,7 @@ def start_on(
     candidates = _applicable() if named == "auto" else (named,)
     acceptable = _acceptable(require)
     for name in (*candidates, *acceptable):
-        if name not in (*CHAIN, *_OTHERS):
+        if name not in (*CHAIN, *_FOR_TESTS):
             source = (
                 f", from the environment variable {BACKEND_VARIABLE}"
                 if name == from_environment
@@ -92,7 +92,7 @@ def start_on(
             )
             raise ValueError(
                 f"unknown backend {name!r}{source}; there are: auto, "
-                f"{', '.join((*CHAIN, *_OTHERS))}"
+                f"{', '.join((*CHAIN, *_FOR_TESTS))}"
             )
     refusals = []
     for name in candidates:

@@ -37,10 +37,10 @@ __all__ = [
     "Settings",
     "UserMemory",
     "drive_key",
+    "effective_settings",
     "load_profile",
     "profile_path",
     "read_profile",
-    "settle",
     "write_profile",
 ]
 
@@ -117,7 +117,7 @@ class Profile:
         return self._by_device[device]
 
 
-def settle(
+def effective_settings(
     measured: Settings | None,
     *,
     chunk_bytes: int | None = None,

@@ -27,18 +27,18 @@ def measure_threads(load: Load, buffers: Sequence[memoryview]) -> Measured:
     CPU seconds are those of this whole process, latencies those of one call each.
     """
     course = _Course(load)
-    latencies: list[list[float]] = [[] for _ in buffers]
+    of_threads: list[list[float]] = [[] for _ in buffers]
     failures: list[OSError] = []
 
-    def work(buffer: memoryview, taken: list[float]) -> None:
+    def work(buffer: memoryview, latencies_s: list[float]) -> None:
         try:
-            _transfer(course, load.path, buffer, taken)
+            _transfer(course, load.path, buffer, latencies_s)
         except OSError as error:
             failures.append(error)
 
     threads = [
         threading.Thread(target=work, args=arguments)
-        for arguments in zip(buffers, latencies, strict=True)
+        for arguments in zip(buffers, of_threads, strict=True)
     ]
     # Before the threads start: a drive is at work from the first one on.
     before_s, start_s = time.process_time(), time.perf_counter()
@@ -49,13 +49,13 @@ def measure_threads(load: Load, buffers: Sequence[memoryview]) -> Measured:
     seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - before_s
     if failures:
         raise failures[0]
-    taken_s = sorted(latency for taken in latencies for latency in taken)
+    all_s = sorted(latency for latencies_s in of_threads for latency in latencies_s)
     return Measured(
-        nbytes=len(taken_s) * load.operation_bytes,
+        nbytes=len(all_s) * load.operation_bytes,
         seconds=seconds,
         cpu_s=cpu_s,
-        p50_us=percentile(taken_s, 0.50) * 1e6,
-        p99_us=percentile(taken_s, 0.99) * 1e6,
+        p50_us=percentile(all_s, 0.50) * 1e6,
+        p99_us=percentile(all_s, 0.99) * 1e6,
     )
 
 
@@ -79,15 +79,15 @@ class _Course:
             return next(self._transfers)
 
 
-def _transfer(course: _Course, path: Path, buffer: memoryview, taken: list[float]) -> None:
+def _transfer(course: _Course, path: Path, buffer: memoryview, latencies_s: list[float]) -> None:
     descriptor = _opened(path)
     try:
         # Once in any case: a median needs a value, however short the time.
-        while not taken or time.perf_counter() < course.end_s:
+        while not latencies_s or time.perf_counter() < course.end_s:
             writes, offset = course.next()
             start_s = time.perf_counter()
             (os.pwritev if writes else os.preadv)(descriptor, [buffer], offset)
-            taken.append(time.perf_counter() - start_s)
+            latencies_s.append(time.perf_counter() - start_s)
     finally:
         os.close(descriptor)
 

@@ -350,7 +350,7 @@ class Pending:
             if self._native.pending >= self._max_pending:
                 await waiting
 
-    def forget_parents(self) -> None:
+    def end_in_child(self) -> None:
         """End in a forked child what the parent submitted: it would be waited for here for ever."""
         # First: ending the futures looks at their operations, and a thread that does not exist here
         # may hold the lock of the native queue.
@@ -477,7 +477,7 @@ def _stop_listening(loop: asyncio.AbstractEventLoop, bell: _native.Doorbell) -> 
 
 def _after_fork_in_child() -> None:
     for pending in list(Pending._living):
-        pending.forget_parents()
+        pending.end_in_child()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -34,7 +34,7 @@ from deepnvme.machine.backends import (
     refuse_where_threads_must,
     start_on,
 )
-from deepnvme.machine.profile import Profile, Settings, UserMemory, load_profile, settle
+from deepnvme.machine.profile import Profile, Settings, UserMemory, effective_settings, load_profile
 from deepnvme.memory.arrays import Returns, empty
 from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.memory.device_arrays import device_array_of
@@ -180,10 +180,13 @@ class IOQueue(Closing):
         self._patience_s = None if self.when_full is WhenFull.BLOCK else 0.0
         self._require = require
         self._closed = False
-        # Backends that a warning has named: one warning for each, not one for each file.
-        self._told: set[str] = set()
-        self._settle = partial(
-            settle, chunk_bytes=chunk_bytes, inflight_bytes=inflight_bytes, user_memory=user_memory
+        # Backends: one warning for each, not one for each file.
+        self._warned_of: set[str] = set()
+        self._effective_settings = partial(
+            effective_settings,
+            chunk_bytes=chunk_bytes,
+            inflight_bytes=inflight_bytes,
+            user_memory=user_memory,
         )
         # The native queue makes its first ring now: what does not work here fails before a file is
         # open.
@@ -193,7 +196,7 @@ class IOQueue(Closing):
             partial(
                 _native.Queue,
                 fallbacks=fallbacks(backend, require),
-                drive=self._settle(None).native(),
+                drive=self._effective_settings(None).native(),
                 max_pending=max_pending,
                 max_requests=max_requests or 0,
                 faults=None if faults is None else faults.native,
@@ -264,7 +267,7 @@ class IOQueue(Closing):
         file = File(
             self, self._native.open(absolute, _MODES[plain], direct.value, permissions, drive)
         )
-        self._tell_of_fallback(file)
+        self._warn_of_fallback(file)
         if size is not None:
             try:
                 file.preallocate(size)
@@ -293,15 +296,15 @@ class IOQueue(Closing):
 
     def settings_for(self, path: str | os.PathLike[str]) -> Settings:
         """Return how this queue uses the drive that holds `path`, or would hold it."""
-        return self._settle(self._profile.for_path(path))
+        return self._effective_settings(self._profile.for_path(path))
 
-    def _tell_of_fallback(self, file: File) -> None:
+    def _warn_of_fallback(self, file: File) -> None:
         # A queue with faults wraps its backend, which is called fault(NAME) then. On FUSE, threads
         # are the rule and no fallback (decision 0003).
         used = self._native.backend_of(file._open()).removeprefix("fault(").removesuffix(")")
-        if used == self.backend or used in self._told or file._open().on_fuse:
+        if used == self.backend or used in self._warned_of or file._open().on_fuse:
             return
-        self._told.add(used)
+        self._warned_of.add(used)
         warnings.warn(
             f"deepnvme uses {used} for the drive of {file.path}: the limit on locked memory leaves "
             f"no room for another {self.backend}. Raise it (ulimit -l unlimited)",
@@ -673,7 +676,7 @@ class File(Closing):
         try:
             self._open().preallocate(nbytes)
         except OSError as error:
-            raise self._told_of_rights(error, "preallocate") from None
+            raise self._read_only_error(error, "preallocate") from None
 
     def truncate(self, nbytes: int | str) -> None:
         """Cut or extend the file to `nbytes`."""
@@ -682,7 +685,7 @@ class File(Closing):
         try:
             self._open().truncate(nbytes)
         except OSError as error:
-            raise self._told_of_rights(error, "truncate") from None
+            raise self._read_only_error(error, "truncate") from None
 
     async def preallocate_async(self, nbytes: int | str) -> None:
         """As `preallocate`, in a thread: the event loop goes on meanwhile."""
@@ -731,9 +734,9 @@ class File(Closing):
         """Show the path."""
         return f"File({self.path!r}{', closed' if self.closed else ''})"
 
-    def _told_of_rights(self, error: OSError, call: str) -> OSError:
-        """Return a refusal by a file that was opened for reading as one that says so."""
-        # truncate() calls such a descriptor an invalid argument.
+    def _read_only_error(self, error: OSError, call: str) -> OSError:
+        """Return `error`; where the file was opened for reading only, an error that says so."""
+        # For a descriptor without the right to write, truncate() says EINVAL.
         if self._open().writable or error.errno not in (errno.EBADF, errno.EINVAL):
             return error
         return file_error(errno.EBADF, call, self.path)
@@ -914,7 +917,7 @@ def _drain(
 
 def _after_fork_in_child() -> None:
     for queue in list(IOQueue._living):
-        queue._staging.forget_parents()
+        queue._staging.end_in_child()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

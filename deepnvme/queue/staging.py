@@ -32,9 +32,9 @@ from deepnvme.sizes import PAGE
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["STAGING_BYTES", "Staging"]
+__all__ = ["DEVICE_STAGING_BYTES", "Staging"]
 
-STAGING_BYTES = 32 << 20  # two pieces, each of which keeps a drive busy (decision 0003)
+DEVICE_STAGING_BYTES = 32 << 20  # two pieces, each of which keeps a drive busy (decision 0003)
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class _Operation:
     future: IOFuture[int]
     asked: int
     issued: int = 0
-    flying: int = 0  # pieces that have begun and not ended
+    in_flight: int = 0  # pieces
     # of each ended piece: its start, its bytes
     moved: list[tuple[int, int]] = field(default_factory=list)
     failure: BaseException | None = None
@@ -146,7 +146,7 @@ class Staging:
         backend: str,
         max_pending: int,
         patience_s: float | None,
-        staging_bytes: int = STAGING_BYTES,
+        staging_bytes: int = DEVICE_STAGING_BYTES,
     ) -> None:
         self._memory = _PieceMemory(native, staging_bytes)
         self._drives = drives
@@ -244,7 +244,7 @@ class Staging:
         # Last: a drive or a device may be at work on it until the threads have ended.
         self._memory.give_back()
 
-    def forget_parents(self) -> None:
+    def end_in_child(self) -> None:
         """End in a forked child what the parent submitted: it would be waited for here for ever."""
         self._changed = threading.Condition()  # the thread that held the parent's is not here
         for operation in list(self._pending):
@@ -378,7 +378,7 @@ class Staging:
             piece = self._memory.piece(operation)
         # Before it is submitted: a refusal ends the piece at once.
         operation.issued += piece.nbytes
-        operation.flying += 1
+        operation.in_flight += 1
         if operation.issued == operation.asked:
             self._current = None
         return piece
@@ -454,11 +454,11 @@ class Staging:
             piece.view.release()
         piece.block.release()
         piece.operation.moved.append((piece.start, moved))
-        piece.operation.flying -= 1
+        piece.operation.in_flight -= 1
         self._end_if_over(piece.operation)
 
     def _end_if_over(self, operation: _Operation) -> None:
-        if operation.flying or operation is self._current:
+        if operation.in_flight or operation is self._current:
             return
         error = _error_of(operation, self._backend)
         done = operation.done()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from deepnvme import IOQueue, Pool
 from deepnvme.cli.scratch import usable_directory
 from deepnvme.machine.backends import choose_backend
-from deepnvme.machine.profile import load_profile, settle
+from deepnvme.machine.profile import effective_settings, load_profile
 from infinity_engine.calibration.cache import CalibrationCache
 from infinity_engine.calibration.drives import measure_drive
 from infinity_engine.calibration.effort import FULL, Effort, MeasuringTime, thread_counts
@@ -359,5 +359,5 @@ def _drive(directory: str, queue: IOQueue | None) -> Mapping[str, str]:
             directory, backend=queue.backend, settings=queue.settings_for(directory)
         )
     # What a queue with no settings of its own would choose here.
-    settings = settle(load_profile().for_path(directory))
+    settings = effective_settings(load_profile().for_path(directory))
     return drive_identity(directory, backend=choose_backend("auto"), settings=settings)

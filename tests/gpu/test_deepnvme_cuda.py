@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import deepnvme
-from deepnvme.queue.staging import STAGING_BYTES
+from deepnvme.queue.staging import DEVICE_STAGING_BYTES
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 TIMEOUT_S = 120
-PIECE = STAGING_BYTES // 2
+PIECE = DEVICE_STAGING_BYTES // 2
 SPIN_CYCLES = 1_000_000_000  # half a second and more on the GPUs of today
 
 
@@ -201,7 +201,7 @@ def test_staging_memory_is_pinned(tmp_path: Path, queue: deepnvme.IOQueue) -> No
     pool = queue._staging._memory.pool  # type: ignore[attr-defined, unused-ignore]
     assert pool is not None
     assert pool.pinned
-    assert pool.capacity == STAGING_BYTES
+    assert pool.capacity == DEVICE_STAGING_BYTES
 
 
 def test_a_file_that_is_too_short_fills_the_tensor_as_far_as_it_goes(

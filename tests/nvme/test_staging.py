@@ -994,7 +994,7 @@ queue = IOQueue("threads")
 staging = Staging(
     queue._native, queue._pending, queue._completer, backend="threads", max_pending=9, patience_s=None
 )
-os.register_at_fork(after_in_child=staging.forget_parents)
+os.register_at_fork(after_in_child=staging.end_in_child)
 file = queue.open(sys.argv[1], "w")
 future = staging.submit(_native.Verb.WRITE, file._native, Array(), 0)
 

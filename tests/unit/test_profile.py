@@ -24,10 +24,10 @@ from deepnvme.machine.profile import (
     Settings,
     UserMemory,
     drive_key,
+    effective_settings,
     load_profile,
     profile_path,
     read_profile,
-    settle,
     write_profile,
 )
 from deepnvme.queue.queue import DriveStats
@@ -67,16 +67,16 @@ def written(file: Path, **changed: Any) -> Path:
 
 @given(measured=SETTINGS)
 def test_who_asks_for_nothing_gets_what_was_measured(measured: Settings) -> None:
-    assert settle(measured) == measured
+    assert effective_settings(measured) == measured
 
 
 def test_where_nothing_was_measured_the_defaults_hold() -> None:
-    assert settle(None) == Settings()
+    assert effective_settings(None) == Settings()
 
 
 @given(measured=st.none() | SETTINGS, asked=SETTINGS)
 def test_what_is_asked_for_wins(measured: Settings | None, asked: Settings) -> None:
-    settled = settle(
+    settled = effective_settings(
         measured,
         chunk_bytes=asked.chunk_bytes,
         inflight_bytes=asked.inflight_bytes,
@@ -90,13 +90,16 @@ def test_what_is_asked_for_wins(measured: Settings | None, asked: Settings) -> N
 def test_chunk_and_bytes_in_flight_are_taken_together(measured: Settings) -> None:
     usual = Settings()
 
-    assert settle(measured, chunk_bytes=64 * KIB) == Settings(
+    assert effective_settings(measured, chunk_bytes=64 * KIB) == Settings(
         64 * KIB, usual.inflight_bytes, measured.user_memory
     )
-    assert settle(measured, inflight_bytes=64 * MIB) == Settings(
+    assert effective_settings(measured, inflight_bytes=64 * MIB) == Settings(
         usual.chunk_bytes, 64 * MIB, measured.user_memory
     )
-    assert settle(measured, user_memory=UserMemory.BOUNCE).chunk_bytes == measured.chunk_bytes
+    assert (
+        effective_settings(measured, user_memory=UserMemory.BOUNCE).chunk_bytes
+        == measured.chunk_bytes
+    )
 
 
 @pytest.mark.parametrize("wrong", [Settings(1000, MIB), Settings(0, MIB), Settings(MIB, 64 * KIB)])
