@@ -109,13 +109,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--size",
         type=_file_size,
         default="1GiB",
-        help="of that file, a multiple of 64MiB (default: %(default)s)",
+        help=f"of that file, a multiple of {format_bytes(PIECE_BYTES)} (default: %(default)s)",
     )
     parser.add_argument(
         "--seconds",
         type=seconds_argument,
         default=1.5,
-        help="that each figure is measured for, in three rounds (default: %(default)s)",
+        help=f"that each figure is measured for, in {_ROUNDS} rounds (default: %(default)s)",
     )
     parser.add_argument(
         "--backend", choices=("auto", *CHAIN), default="auto", help="default: %(default)s"
@@ -154,7 +154,9 @@ def run(options: argparse.Namespace) -> int:
             Text("p50 and p99: of whole operations, from submission to end, waiting included.")
         )
         console.print(Text(f"fio: {yardstick}"))
-        console.print(Text("threads: preadv and pwritev in at most 16 plain Python threads."))
+        console.print(
+            Text(f"threads: preadv and pwritev in at most {MOST_THREADS} plain Python threads.")
+        )
         console.print(
             Text("Each operation is a call of its own. pread_many moves small ones together.")
         )

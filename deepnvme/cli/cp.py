@@ -23,6 +23,7 @@ from typing import Any
 from deepnvme.checkpoint import capacity_for, new_store
 from deepnvme.cli.places import (
     FILE_SUFFIX,
+    PLACE_HELP,
     Place,
     add_generation_argument,
     byte_progress,
@@ -35,8 +36,10 @@ from deepnvme.formats.safetensors import METADATA, SafetensorsFile, SafetensorsW
 from deepnvme.memory.arrays import Description, Returns, empty, nbytes_of
 from deepnvme.memory.buffers import memory_of
 from deepnvme.sizes import format_bytes
+from deepnvme.store.manifest_files import MANIFEST_FILES
 from deepnvme.store.store import TensorStore
 from deepnvme.store.tree import leaves
+from deepnvme.volume.member import DATA
 from deepnvme.volume.syncing import sync_directory
 from deepnvme.volume.volume import Volume
 
@@ -48,7 +51,7 @@ HELP = "Copy the tensors of a store or a safetensors file into a new store or sa
 # Tensors are read in groups of this size, one group while another is written. A larger tensor is a
 # group of its own.
 _GROUP_BYTES = 64 << 20
-_STORE_FILES = frozenset({"data", "manifest.0", "manifest.1", "manifest.new"})
+_STORE_FILES = frozenset({DATA, *MANIFEST_FILES})
 
 _Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
 _Tensors = dict[str, Description]
@@ -74,10 +77,9 @@ class _Target:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `deepnvme cp`."""
-    place = "a .safetensors file, or a store: its directory, or several joined by commas"
-    parser.add_argument("source", type=place_argument, metavar="SRC", help=place)
+    parser.add_argument("source", type=place_argument, metavar="SRC", help=PLACE_HELP)
     parser.add_argument(
-        "target", type=place_argument, metavar="DST", help=f"{place}, one on each drive"
+        "target", type=place_argument, metavar="DST", help=f"{PLACE_HELP}, one on each drive"
     )
     add_generation_argument(parser)
     parser.add_argument(
@@ -294,10 +296,11 @@ def _check_replaceable(directory: Path) -> None:
     _check_only_a_store(directory)
     if directory.is_mount():
         raise OSError(
-            errno.EBUSY, "a drive is mounted here, so that no copy can take its place: name a "
-                         "directory in it, or "
-            "remove the store first", str(directory),
-        )  # fmt: skip
+            errno.EBUSY,
+            "a drive is mounted here, so that no copy can take its place: name a directory in it, "
+            "or remove the store first",
+            str(directory),
+        )
 
 
 def _check_only_a_store(directory: Path) -> None:

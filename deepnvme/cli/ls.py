@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deepnvme.cli.places import (
+    PLACE_HELP,
     Place,
     add_generation_argument,
     opened_store,
@@ -43,11 +44,7 @@ class _Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `deepnvme ls`."""
-    parser.add_argument(
-        "place", type=place_argument, metavar="PLACE", help="a .safetensors file, or a store: its "
-                                                            "directory, or several"
-        " joined by commas"
-    )  # fmt: skip
+    parser.add_argument("place", type=place_argument, metavar="PLACE", help=PLACE_HELP)
     add_generation_argument(parser)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of a table"

@@ -31,6 +31,7 @@ from deepnvme.volume.member import Access
 
 __all__ = [
     "FILE_SUFFIX",
+    "PLACE_HELP",
     "Place",
     "add_generation_argument",
     "byte_progress",
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 FILE_SUFFIX = ".safetensors"
+PLACE_HELP = "a .safetensors file, or a store: its directory, or several joined by commas"
 
 
 @dataclass(frozen=True)

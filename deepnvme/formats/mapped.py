@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepnvme.choices import chosen
-from deepnvme.formats.safetensors import SafetensorsEntry, header_of
+from deepnvme.formats.safetensors import SafetensorsEntry, entries_of, header_of
 from deepnvme.memory.arrays import ITEMSIZES, Returns, default_returns, empty, view_of
 
 __all__ = ["map_safetensors"]
@@ -46,13 +46,8 @@ def map_safetensors(
         # Copy on write: torch and numpy want memory that can be written.
         # It outlives the descriptor: the mapping itself keeps the file.
         pages = memoryview(mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY))
-    wanted = list(header.tensors if names is None else names)
-    if missing := [name for name in wanted if name not in header.tensors]:
-        raise KeyError(
-            f"no tensor {missing[0]!r} among the {len(header.tensors)} of {header.path}: "
-            "safetensors_header() has their names"
-        )
-    return {name: _view(pages, header.tensors[name], kind) for name in wanted}
+    entries = entries_of(header, names)
+    return {name: _view(pages, entry, kind) for name, entry in entries.items()}
 
 
 def _view(pages: memoryview, entry: SafetensorsEntry, returns: Returns) -> Any:

@@ -73,6 +73,7 @@ __all__ = [
     "SafetensorsHeader",
     "SafetensorsWriter",
     "encoded_header",
+    "entries_of",
     "header_of",
     "read_safetensors",
     "safetensors_header",
@@ -161,9 +162,7 @@ def read_safetensors(
     """
     kind = default_returns() if returns is None else chosen(Returns, returns, "returns")
     with SafetensorsFile(path, queue=queue) as file:
-        wanted = {
-            name: file.entry(name) for name in (file.header.tensors if names is None else names)
-        }
+        wanted = entries_of(file.header, names)
         others = (out or {}).keys() - wanted.keys()
         if others:
             raise ValueError(
@@ -246,22 +245,9 @@ class SafetensorsFile(Closing):
                 pipeline.finish_oldest()
                 yield read.pop()
 
-    def entry(self, name: str) -> SafetensorsEntry:
-        """Return the dtype, the shape and the place of a tensor.
-
-        Raises:
-            KeyError: the file has none of that name.
-        """
-        if name not in self.header.tensors:
-            raise KeyError(
-                f"no tensor {name!r} among the {len(self.header.tensors)} of {self.header.path}: "
-                "safetensors_header() has their names"
-            )
-        return self.header.tensors[name]
-
     def read(self, names: Iterable[str]) -> dict[str, Description]:
         """Return tensors as they are: codes, shapes, and new memory with their bytes."""
-        wanted = {name: self.entry(name) for name in names}
+        wanted = entries_of(self.header, names)
         memories = {name: memory_of(_room(entry), writable=True) for name, entry in wanted.items()}
         self.fill(memories)
         return {
@@ -271,11 +257,12 @@ class SafetensorsFile(Closing):
 
     def fill(self, wanted: Mapping[str, Memory]) -> None:
         """Fill each memory with the bytes of the tensor of that name."""
+        entries = entries_of(self.header, wanted)
         small: list[Piece[Memory]] = []
         with ExitStack() as ends:
             pipeline = ends.enter_context(Pipeline())
             for name, memory in wanted.items():
-                offset = self.entry(name).offset
+                offset = entries[name].offset
                 if memory.nbytes > SMALL_BYTES:
                     self._read(memory, offset, pipeline.start(memory.nbytes))
                 elif memory.nbytes:
@@ -377,6 +364,23 @@ def header_of(read: Callable[[int, int], bytes], nbytes: int, path: str) -> Safe
         raise _refusal("its header is nested too deeply", path) from None
     except ValueError as flaw:
         raise _refusal(str(flaw), path) from None
+
+
+def entries_of(
+    header: SafetensorsHeader, names: Iterable[str] | None
+) -> dict[str, SafetensorsEntry]:
+    """Return the entries of the tensors of those names; all of them where `names` is None.
+
+    Raises:
+        KeyError: the file has no tensor of that name.
+    """
+    wanted = list(header.tensors if names is None else names)
+    if missing := [name for name in wanted if name not in header.tensors]:
+        raise KeyError(
+            f"no tensor {missing[0]!r} among the {len(header.tensors)} of {header.path}: "
+            "safetensors_header() has their names"
+        )
+    return {name: header.tensors[name] for name in wanted}
 
 
 def _header_length(start: bytes, nbytes: int) -> int:

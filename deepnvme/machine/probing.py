@@ -103,7 +103,7 @@ class RefusalKind(str, Enum):
 _REFUSALS = MappingProxyType(
     {
         RefusalKind.OLD_KERNEL: (
-            "Linux {release} is older than 5.13, from where on its io_uring can be used",
+            "Linux {release} is older than {oldest}, from where on its io_uring can be used",
             "boot Linux 6.1 or newer; in a sandbox that reports an old release (gVisor), use "
             "another runtime",
         ),
@@ -360,6 +360,7 @@ def uring_refusal(error: int, limits: ProcessLimits) -> Refusal:
     cause, advice = _REFUSALS[kind]
     known = {
         "release": limits.kernel_release,
+        "oldest": ".".join(map(str, _OLDEST_URING_KERNEL)),
         "disabled": limits.uring_disabled,
         "error": os.strerror(error),
     }

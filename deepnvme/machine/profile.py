@@ -48,6 +48,7 @@ PROFILE_VARIABLE = "DEEPNVME_PROFILE"
 PROFILE_VERSION = 1
 
 _DEFAULT = _native.DriveOptions()
+_AGAIN = "remove it and run `deepnvme tune` again"
 # Attributes in sysfs that identify a drive, best first: of NVMe and SCSI, of virtual drives, of
 # device mapper and MD.
 _IDENTITIES = ("wwid", "device/wwid", "serial", "device/serial", "dm/uuid", "md/uuid")
@@ -267,7 +268,6 @@ def _document(path: Path) -> dict[str, Any]:
     """Return the profile in the file, empty where there is none."""
     import json
 
-    again = "remove it and run `deepnvme tune` again"
     document: Any
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -279,16 +279,16 @@ def _document(path: Path) -> dict[str, Any]:
             f"empty {PROFILE_VARIABLE}"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ProfileError(f"it is not JSON ({error}); {again}") from None
+        raise ProfileError(f"it is not JSON ({error}); {_AGAIN}") from None
     version = document.get("version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > PROFILE_VERSION:
         raise ProfileError(
             f"it is of version {version}, and this deepnvme reads up to {PROFILE_VERSION}; update "
-            f"deepnvme, or {again}"
+            f"deepnvme, or {_AGAIN}"
         )
     if version != PROFILE_VERSION or not isinstance(document.get("drives"), dict):
         raise ProfileError(
-            f"it is not an object with version {PROFILE_VERSION} and drives; {again}"
+            f"it is not an object with version {PROFILE_VERSION} and drives; {_AGAIN}"
         )
     return dict(document)
 
@@ -308,7 +308,4 @@ def _settings_of(key: str, entry: Any) -> Settings:
         problem = str(error)
     else:
         return settings
-    raise ProfileError(
-        f"the settings of {key!r} are not usable: {problem}; remove it and run `deepnvme tune` "
-        "again"
-    )
+    raise ProfileError(f"the settings of {key!r} are not usable: {problem}; {_AGAIN}")

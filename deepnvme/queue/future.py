@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from deepnvme.memory.buffers import Memory
 
-__all__ = ["SLICE_S", "IOFuture", "Places", "Waiter", "awaited", "tell_loops"]
+__all__ = ["SLICE_S", "IOFuture", "Places", "Waiter", "awaited", "tell_loops", "wake"]
 
 _T = TypeVar("_T")
 # What a future's repr and error say of its operation: the verb, the file's path, the offset, the
@@ -376,7 +376,7 @@ def tell_loops(ended: Iterable[IOFuture[Any]]) -> None:
         for waiting in tuple(future._awaiting):  # another loop's thread may add to it
             loop = waiting.get_loop()
             if loop is here:
-                _wake(waiting)
+                wake(waiting)
             else:
                 elsewhere.setdefault(loop, []).append(waiting)
     for loop, waits in elsewhere.items():
@@ -384,14 +384,15 @@ def tell_loops(ended: Iterable[IOFuture[Any]]) -> None:
             loop.call_soon_threadsafe(_wake_all, waits)
 
 
-def _wake(waiting: asyncio.Future[None]) -> None:
+def wake(waiting: asyncio.Future[None]) -> None:
+    """Let the coroutine go on that waits for this. On its loop."""
     if not waiting.done():  # its task may be cancelled, or woken already
         waiting.set_result(None)
 
 
 def _wake_all(waits: Iterable[asyncio.Future[None]]) -> None:
     for waiting in waits:
-        _wake(waiting)
+        wake(waiting)
 
 
 def awaited(future: concurrent.futures.Future[_T]) -> Generator[Any, None, _T]:

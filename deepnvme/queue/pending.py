@@ -28,7 +28,7 @@ from deepnvme.errors import (
     io_error,
 )
 from deepnvme.memory.buffers import Memory
-from deepnvme.queue.future import SLICE_S, IOFuture, Places, tell_loops
+from deepnvme.queue.future import SLICE_S, IOFuture, Places, tell_loops, wake
 
 if TYPE_CHECKING:
     import asyncio
@@ -415,7 +415,7 @@ class Pending:
         for waiter in tuple(self._want_room):
             loop, waiting = waiter
             with suppress(RuntimeError):  # that loop is closed: no coroutine waits on it
-                loop.call_soon_threadsafe(_tell, waiting)
+                loop.call_soon_threadsafe(wake, waiting)
             with suppress(ValueError):  # another thread was faster
                 self._want_room.remove(waiter)
 
@@ -464,11 +464,6 @@ def short_read_error(
         done=done,
         backend=backend,
     )
-
-
-def _tell(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():
-        waiting.set_result(None)
 
 
 def _stop_listening(loop: asyncio.AbstractEventLoop, bell: _native.Doorbell) -> None:

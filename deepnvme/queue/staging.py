@@ -189,7 +189,7 @@ class Staging:
         with self._changed:
             self._refuse_if_unusable()
             # In a callback, the thread that makes room is the caller's own.
-            if not self._runs_here():
+            if not self.needs_this_thread():
                 self._wait_for_room()
             self._prepare()
             asked = 0 if array is None else array.nbytes
@@ -227,7 +227,7 @@ class Staging:
 
     def needs_this_thread(self) -> bool:
         """Whether `close()` would wait for the calling thread itself: it is in a callback."""
-        return self._runs_here()
+        return threading.current_thread() in (self._completer, *self._threads)
 
     def close(self) -> None:
         """Take nothing more, wait for everything pending, give the memory back.
@@ -251,9 +251,6 @@ class Staging:
             message = f"{operation.op} of {operation.file.path} was submitted by the parent process"
             operation.future._end_in_child(ForkedError(message))
         self._pending.clear()
-
-    def _runs_here(self) -> bool:
-        return threading.current_thread() in (self._completer, *self._threads)
 
     def _refuse_if_unusable(self) -> None:
         if os.getpid() != self._owner:
@@ -490,7 +487,6 @@ def _error_of(operation: _Operation, backend: str) -> NVMeError | None:
         "done": done,
         "backend": backend,
     }
-    told = f"{operation.op} of {operation.asked} B at offset {operation.offset}"
     if failure is None or isinstance(failure, ShortReadError):
         return short_read_error(operation.at_end, **fields)
     # Composed anew: the error of a piece has the piece's place and bytes.
@@ -498,8 +494,8 @@ def _error_of(operation: _Operation, backend: str) -> NVMeError | None:
         return io_error(failure.errno or errno.EIO, op=operation.op, **fields)
     error = NVMeError(
         errno.EIO,
-        f"{told} stopped after {done} B: copying between host and device failed: "
-        f"{type(failure).__name__}: {failure}",
+        f"{operation.op} of {operation.asked} B at offset {operation.offset} stopped after {done} "
+        f"B: copying between host and device failed: {type(failure).__name__}: {failure}",
         op=operation.op,
         **fields,
     )

@@ -20,10 +20,11 @@ from deepnvme.queue.queue import File, IOQueue
 from deepnvme.store.manifest import Manifest, ManifestError, parse
 from deepnvme.volume.syncing import sync_directory, sync_file
 
-__all__ = ["ManifestFiles"]
+__all__ = ["MANIFEST_FILES", "ManifestFiles"]
 
 _SLOTS = ("manifest.0", "manifest.1")
 _DRAFT = "manifest.new"
+MANIFEST_FILES = (*_SLOTS, _DRAFT)
 # of the drive, or of the file system's own checksums
 _DAMAGED = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
