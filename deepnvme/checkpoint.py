@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from deepnvme.choices import as_bytes
+from deepnvme.choices import as_bytes, byte_count
 from deepnvme.formats.safetensors import METADATA
 from deepnvme.memory.arrays import storable
 from deepnvme.queue.queue import IOQueue
@@ -61,7 +61,7 @@ def save(
         OSError: a directory holds something else, or cannot be written.
     """
     members = _members(directories)
-    reserved = None if capacity is None else as_bytes(capacity)
+    reserved = None if capacity is None else byte_count("capacity", capacity)
     # Before a store is made or grown: what cannot be kept is refused with nothing changed.
     _, leaves = flatten(state)
     needed = capacity_for(storable(leaf).nbytes for leaf in leaves.values())

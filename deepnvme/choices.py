@@ -40,7 +40,7 @@ def whole_number(what: str, value: Any, least: int = 0) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{what} is a whole number, got {value!r}") from None
+        raise TypeError(f"{what} must be a whole number, got {value!r}") from None
     if number < least:
         raise ValueError(
             f"{what} must {f'be {least} or more' if least else 'not be negative'}, got {number}"

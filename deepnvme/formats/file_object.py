@@ -210,7 +210,7 @@ class FileObject(io.BufferedIOBase):
     def _begin_reading(self) -> None:
         if not self.readable():
             raise io.UnsupportedOperation(
-                f"{self.name} was opened for writing alone, with mode {self.mode!r}. To read it as "
+                f"{self.name} was opened for writing only, with mode {self.mode!r}. To read it as "
                 "well, open it with 'r+b'"
             )
         # Reads go to the file, which has to have what was collected.
@@ -219,7 +219,7 @@ class FileObject(io.BufferedIOBase):
     def _refuse_unless_writable(self) -> None:
         if not self.writable():
             raise io.UnsupportedOperation(
-                f"{self.name} was opened for reading alone, with mode {self.mode!r}. To write it, "
+                f"{self.name} was opened for reading only, with mode {self.mode!r}. To write it, "
                 "open it with 'r+b', or with 'wb', which empties it"
             )
 

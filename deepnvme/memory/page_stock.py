@@ -37,7 +37,7 @@ class PageStock:
             return memoryview(self._native.take(asked, kept))
         except MemoryError:
             raise MemoryError(
-                f"the system has no memory for a buffer of {nbytes} B: take a smaller one, or free "
+                f"the system has no memory for a buffer of {asked} B: take a smaller one, or free "
                 "memory"
             ) from None
 

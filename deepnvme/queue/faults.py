@@ -98,7 +98,7 @@ class FaultPlan:
     def throttle(self, *, bytes_per_s: float, requests: Requests = Requests.ALL) -> FaultPlan:
         """Spread the ends of all matching requests so that no more than `bytes_per_s` pass."""
         if not (math.isfinite(bytes_per_s) and bytes_per_s > 0):
-            raise ValueError(f"bytes_per_s is a positive rate, got {bytes_per_s}")
+            raise ValueError(f"bytes_per_s must be a positive rate, got {bytes_per_s}")
         return self._add(_native.FaultKind.THROTTLE, 0, 1, 0.0, requests, bytes_per_s=bytes_per_s)
 
     def _add(
@@ -108,11 +108,11 @@ class FaultPlan:
     ) -> FaultPlan:  # fmt: skip
         if sum((nth > 0, every > 0, probability > 0)) != 1:
             raise ValueError(
-                "a fault is aimed by exactly one of nth, every and probability, all positive; got "
+                "expected exactly one positive number among nth, every and probability; got "
                 f"nth={nth}, every={every}, probability={probability}"
             )
         if probability > 1:
-            raise ValueError(f"a probability is at most 1, got {probability}")
+            raise ValueError(f"probability must be at most 1, got {probability}")
         verbs: Collection[_native.Verb] = chosen(Requests, requests, "requests").value
         self.native.add(
             kind, verbs=list(verbs), nth=nth, every=every, probability=probability, error=error,

@@ -25,7 +25,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Literal
 
 from deepnvme import _native
-from deepnvme.choices import as_bytes, byte_count, chosen, whole_number
+from deepnvme.choices import byte_count, chosen, whole_number
 from deepnvme.closing import Closing
 from deepnvme.errors import BatchError, ClosedError, NVMeError, file_error
 from deepnvme.machine.backends import (
@@ -163,13 +163,17 @@ class IOQueue(Closing):
         pool: Pool | None = None,
         faults: FaultPlan | None = None,
     ) -> None:
-        chunk_bytes = None if chunk_bytes is None else as_bytes(chunk_bytes)
-        inflight_bytes = None if inflight_bytes is None else as_bytes(inflight_bytes)
+        if chunk_bytes is not None:
+            chunk_bytes = byte_count("chunk_bytes", chunk_bytes)
+        if inflight_bytes is not None:
+            inflight_bytes = byte_count("inflight_bytes", inflight_bytes)
         self.max_pending = max_pending = whole_number("max_pending", max_pending, 1)
         if max_requests is not None:
             max_requests = whole_number("max_requests", max_requests, 1)
             if max_requests > _MOST_REQUESTS:
-                raise ValueError(f"max_requests is at most {_MOST_REQUESTS}, got {max_requests}")
+                raise ValueError(
+                    f"max_requests must be at most {_MOST_REQUESTS}, got {max_requests}"
+                )
         self.when_full = chosen(WhenFull, when_full, "when_full")
         if user_memory is not None:
             user_memory = chosen(UserMemory, user_memory, "user_memory")
@@ -670,8 +674,8 @@ class File(Closing):
 
     def preallocate(self, nbytes: int | str) -> None:
         """Reserve the first `nbytes` of the file: a full drive fails here, not in a later write."""
-        nbytes = byte_count("size", nbytes)
-        _check_range("size", nbytes)
+        nbytes = byte_count("nbytes", nbytes)
+        _check_range("nbytes", nbytes)
         # Without a name for what is opened: an error's frames would keep it open after close().
         try:
             self._open().preallocate(nbytes)
@@ -680,8 +684,8 @@ class File(Closing):
 
     def truncate(self, nbytes: int | str) -> None:
         """Cut or extend the file to `nbytes`."""
-        nbytes = byte_count("size", nbytes)
-        _check_range("size", nbytes)
+        nbytes = byte_count("nbytes", nbytes)
+        _check_range("nbytes", nbytes)
         try:
             self._open().truncate(nbytes)
         except OSError as error:

@@ -247,7 +247,7 @@ def test_a_file_system_that_refuses_direct_io_after_all_is_served_through_the_pa
 def test_a_plan_that_means_nothing_is_refused(plan: Callable[[], object]) -> None:
     with pytest.raises(
         ValueError,
-        match=r"aimed by exactly one|fault rule|at most 1|must be 1 or more|positive rate",
+        match=r"expected exactly one|fault rule|at most 1|must be 1 or more|positive rate",
     ):
         plan()
 

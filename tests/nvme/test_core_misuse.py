@@ -92,7 +92,9 @@ class _PinsOnly:
         ({"faults": {}}, "faults: expected a FaultPlan, got dict"),
         ({"pool": 5}, "pool: expected a Pool, got int"),
         ({"max_pending": 0}, "max_pending must be 1 or more, got 0"),
-        ({"max_pending": "5"}, "max_pending is a whole number, got '5'"),
+        ({"max_pending": "5"}, "max_pending must be a whole number, got '5'"),
+        ({"chunk_bytes": "1 MB"}, "chunk_bytes: expected a whole number and one of TiB"),
+        ({"inflight_bytes": 1.5}, "inflight_bytes must be a whole number, got 1.5"),
     ],
 )
 def test_a_queue_is_not_made_of_what_there_is_not(wrong: Any, told: str) -> None:
@@ -116,6 +118,17 @@ def test_a_file_is_not_opened_by_a_choice_that_there_is_not(
     assert path.read_bytes() == b"kept"
 
 
+@pytest.mark.parametrize("call", ["preallocate", "truncate"])
+def test_a_wrong_length_is_refused_by_the_name_of_its_argument(
+    queue: IOQueue, path: Path, call: str
+) -> None:
+    with (
+        queue.open(path, "r+") as file,
+        pytest.raises(ValueError, match="nbytes must not be negative, got -1"),
+    ):
+        getattr(file, call)(-1)
+
+
 def test_a_file_is_not_synced_by_a_choice_that_there_is_not(queue: IOQueue, path: Path) -> None:
     wrong: Any = Direct.AUTO
     with (
@@ -134,7 +147,7 @@ def test_a_file_is_not_synced_by_a_choice_that_there_is_not(queue: IOQueue, path
 def test_a_wrong_number_empties_no_file(queue: IOQueue, path: Path, wrong: Any) -> None:
     with pytest.raises(
         (ValueError, TypeError),
-        match=r"is a whole number, got|must not be negative, got|expected a whole number and one of .*; got",
+        match=r"must be a whole number, got|must not be negative, got|expected a whole number and one of .*; got",
     ):
         queue.open(path, "w", **wrong)
 
@@ -145,7 +158,7 @@ def test_a_wrong_number_empties_no_file(queue: IOQueue, path: Path, wrong: Any) 
 def test_a_pool_has_a_whole_number_of_bytes(wrong: Any) -> None:
     with pytest.raises(
         (ValueError, TypeError),
-        match=r"the bytes of a pool( is a whole number| must be 1 or more|: expected a whole number)",
+        match=r"the bytes of a pool( must be a whole number| must be 1 or more|: expected a whole number)",
     ):
         Pool(wrong)
 

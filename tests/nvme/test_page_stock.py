@@ -78,9 +78,10 @@ def test_a_negative_number_of_bytes_to_keep_is_refused() -> None:
         PageStock().keep_at_most(-1)
 
 
-def test_more_than_there_is_is_a_memory_error_that_says_how_much() -> None:
+@pytest.mark.parametrize("nbytes", [1 << 60, "1048576TiB"])
+def test_more_than_there_is_is_a_memory_error_that_says_how_much(nbytes: int | str) -> None:
     with pytest.raises(MemoryError, match=f"no memory for a buffer of {1 << 60} B"):
-        PageStock().take(1 << 60)
+        PageStock().take(nbytes)
 
 
 def test_it_is_neither_pickled_nor_copied() -> None:
