@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from deepnvme.memory.buffers import Memory
 
-__all__ = ["SLICE_S", "IOFuture", "Places", "Waiter", "awaited", "tell_loops", "wake"]
+__all__ = ["SLICE_S", "IOFuture", "Places", "Waiter", "awaited", "wake", "wake_loops"]
 
 _T = TypeVar("_T")
 # What a future's repr and error say of its operation: the verb, the file's path, the offset, the
@@ -183,7 +183,7 @@ class IOFuture(concurrent.futures.Future[_T]):
         cancelled = super().cancel()
         # Threads that wait sleep in native code, and the drive may come to the operation late.
         self._ticket.release_waiters()
-        tell_loops((self,))
+        wake_loops((self,))
         return cancelled
 
     def stop(self) -> None:
@@ -364,7 +364,7 @@ class _OnLoop:
         return hash(self._fn)
 
 
-def tell_loops(ended: Iterable[IOFuture[Any]]) -> None:
+def wake_loops(ended: Iterable[IOFuture[Any]]) -> None:
     """Wake the coroutines that await any of these; waking one twice is harmless.
 
     At once on the loop that runs here, with one call for each other loop.

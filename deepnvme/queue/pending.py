@@ -28,7 +28,7 @@ from deepnvme.errors import (
     io_error,
 )
 from deepnvme.memory.buffers import Memory
-from deepnvme.queue.future import SLICE_S, IOFuture, Places, tell_loops, wake
+from deepnvme.queue.future import SLICE_S, IOFuture, Places, wake, wake_loops
 
 if TYPE_CHECKING:
     import asyncio
@@ -206,7 +206,7 @@ class Pending:
             future = self._futures.get(operation[0])
             if future is not None and not operation[_TICKET].taken:
                 future._end(None, error)
-                tell_loops((future,))
+                wake_loops((future,))
                 operation[_TICKET].release_waiters()  # threads that sleep in native code
                 self._futures.pop(operation[0], None)
             self._forget_unsent(operation)
@@ -385,18 +385,18 @@ class Pending:
             if future._awaiting:
                 awaited.append(future)
         if awaited:
-            tell_loops(awaited)
+            wake_loops(awaited)
         # Removed only now: had a signal come before, the same operations would be completed again.
         for number in over:
             futures.pop(number, None)
         if self._want_room:
-            self._tell_of_room()
+            self._wake_for_room()
         return declined
 
     def _complete(self, number: int, ending: int, done: int, error: int) -> None:
         future = self._futures.pop(number, None)
         # Before the future ends: its callbacks may take long, or raise.
-        self._tell_of_room()
+        self._wake_for_room()
         if future is None:
             return
         try:
@@ -405,12 +405,12 @@ class Pending:
             else:
                 future._end(done, self._error_of(future, ending, done, error))
         finally:  # also when a callback raised
-            tell_loops((future,))
+            wake_loops((future,))
 
-    def _tell_of_room(self) -> None:
+    def _wake_for_room(self) -> None:
         """Wake the coroutines that wait for room.
 
-        Takes no lock and may be interrupted anywhere: telling twice is harmless.
+        Takes no lock and may be interrupted anywhere: waking twice is harmless.
         """
         for waiter in tuple(self._want_room):
             loop, waiting = waiter

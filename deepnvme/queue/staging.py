@@ -313,7 +313,7 @@ class Staging:
             self._issue(following)
         return True
 
-    def _tell(self, act: Callable[[], None]) -> None:
+    def _hand_over(self, act: Callable[[], None]) -> None:
         """Let the staging thread call `act`."""
         with self._changed:
             self._news.append(act)
@@ -334,7 +334,7 @@ class Staging:
             event.synchronize()
         except Exception as error:
             failure = error
-        self._tell(partial(self._after_copy, piece, nbytes, failure))
+        self._hand_over(partial(self._after_copy, piece, nbytes, failure))
         return True
 
     def _with_room(self) -> _Operation | None:
@@ -391,7 +391,9 @@ class Staging:
         future = self._drives.submit(
             operation.verb, operation.file, memory, offset, stops, patience_s=None
         )
-        future.add_done_callback(lambda ended: self._tell(partial(self._after_drive, piece, ended)))
+        future.add_done_callback(
+            lambda ended: self._hand_over(partial(self._after_drive, piece, ended))
+        )
 
     def _copy(self, piece: _Piece, nbytes: int) -> None:
         """Let the device copy the piece, in the direction of its operation."""
