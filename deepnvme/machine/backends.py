@@ -58,7 +58,7 @@ class BackendFallbackWarning(RuntimeWarning):
 
 
 def choose_backend(wanted: str, require: str | Collection[str] | None = None) -> str:
-    """Return the backend that a queue with these arguments would run on. Makes the smallest ring.
+    """Return the backend that a queue with these arguments would run on, tried at its smallest.
 
     Raises what `start_on` does.
     """
