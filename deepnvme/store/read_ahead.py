@@ -36,11 +36,6 @@ class ReadAhead:
         self._nbytes = 0  # of those that have begun
         self._most_bytes = 0
 
-    @property
-    def futures(self) -> tuple[StoreFuture[Any], ...]:
-        """Those that are read or being read."""
-        return tuple(begun.future for begun in self._begun.values())
-
     def want(self, sizes: Mapping[str, int], most_bytes: int) -> None:
         """Want tensors of these names and sizes, behind those wanted already."""
         # The latest call decides, for what was wanted before as well.

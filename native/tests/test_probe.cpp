@@ -69,25 +69,12 @@ SAME_FIELD(CqOffsets, overflow, io_cqring_offsets, overflow);
 SAME_FIELD(CqOffsets, cqes, io_cqring_offsets, cqes);
 
 SAME(uring::mmap_offset_sq_ring, IORING_OFF_SQ_RING);
-SAME(uring::mmap_offset_cq_ring, IORING_OFF_CQ_RING);
 SAME(uring::mmap_offset_sqes, IORING_OFF_SQES);
 SAME(uring::enter_getevents, IORING_ENTER_GETEVENTS);
 SAME(uring::fsync_datasync, IORING_FSYNC_DATASYNC);
 
-#ifdef IORING_SETUP_CQSIZE
-SAME(uring::setup_cqsize, IORING_SETUP_CQSIZE);
-#endif
-#ifdef IORING_SETUP_CLAMP
-SAME(uring::setup_clamp, IORING_SETUP_CLAMP);
-#endif
 #ifdef IORING_SETUP_SUBMIT_ALL
 SAME(uring::setup_submit_all, IORING_SETUP_SUBMIT_ALL);
-#endif
-#ifdef IORING_SETUP_COOP_TASKRUN
-SAME(uring::setup_coop_taskrun, IORING_SETUP_COOP_TASKRUN);
-#endif
-#ifdef IORING_SETUP_TASKRUN_FLAG
-SAME(uring::setup_taskrun_flag, IORING_SETUP_TASKRUN_FLAG);
 #endif
 #ifdef IORING_SETUP_SINGLE_ISSUER
 SAME(uring::setup_single_issuer, IORING_SETUP_SINGLE_ISSUER);
@@ -95,20 +82,8 @@ SAME(uring::setup_single_issuer, IORING_SETUP_SINGLE_ISSUER);
 #ifdef IORING_SETUP_DEFER_TASKRUN
 SAME(uring::setup_defer_taskrun, IORING_SETUP_DEFER_TASKRUN);
 #endif
-#ifdef IORING_SETUP_NO_SQARRAY
-SAME(uring::setup_no_sqarray, IORING_SETUP_NO_SQARRAY);
-#endif
 #ifdef IORING_FEAT_SINGLE_MMAP
 SAME(uring::feature_single_mmap, IORING_FEAT_SINGLE_MMAP);
-#endif
-#ifdef IORING_FEAT_NODROP
-SAME(uring::feature_nodrop, IORING_FEAT_NODROP);
-#endif
-#ifdef IORING_FEAT_SUBMIT_STABLE
-SAME(uring::feature_submit_stable, IORING_FEAT_SUBMIT_STABLE);
-#endif
-#ifdef IORING_FEAT_EXT_ARG
-SAME(uring::feature_ext_arg, IORING_FEAT_EXT_ARG);
 #endif
 #ifdef IORING_FEAT_RSRC_TAGS
 SAME(uring::feature_rsrc_tags, IORING_FEAT_RSRC_TAGS);
@@ -122,17 +97,6 @@ SAME(uring::sq_taskrun, IORING_SQ_TASKRUN);
 #ifdef IORING_ENTER_EXT_ARG
 SAME(uring::enter_ext_arg, IORING_ENTER_EXT_ARG);
 #endif
-#ifdef IORING_ENTER_REGISTERED_RING
-SAME(uring::enter_registered_ring, IORING_ENTER_REGISTERED_RING);
-#endif
-#ifdef IORING_ASYNC_CANCEL_ALL
-SAME(uring::async_cancel_all, IORING_ASYNC_CANCEL_ALL);
-SAME(uring::async_cancel_fd, IORING_ASYNC_CANCEL_FD);
-SAME(uring::async_cancel_any, IORING_ASYNC_CANCEL_ANY);
-#endif
-#ifdef IORING_RSRC_REGISTER_SPARSE
-SAME(uring::rsrc_register_sparse, IORING_RSRC_REGISTER_SPARSE);
-#endif
 #ifdef IO_URING_OP_SUPPORTED
 SAME(uring::op_supported, IO_URING_OP_SUPPORTED);
 SAME_FIELD(Probe, last_op, io_uring_probe, last_op);
@@ -145,42 +109,19 @@ SAME_FIELD(ProbeOp, flags, io_uring_probe_op, flags);
 
 // Enumerators cannot be asked for by #ifdef; a macro of the same or a later kernel stands for them.
 #ifdef IORING_FEAT_FAST_POLL  // 5.7
-SAME(static_cast<int>(uring::Op::nop), IORING_OP_NOP);
 SAME(static_cast<int>(uring::Op::fsync), IORING_OP_FSYNC);
 SAME(static_cast<int>(uring::Op::read_fixed), IORING_OP_READ_FIXED);
 SAME(static_cast<int>(uring::Op::write_fixed), IORING_OP_WRITE_FIXED);
-SAME(static_cast<int>(uring::Op::async_cancel), IORING_OP_ASYNC_CANCEL);
 SAME(static_cast<int>(uring::Op::read), IORING_OP_READ);
 SAME(static_cast<int>(uring::Op::write), IORING_OP_WRITE);
-SAME(uring::sqe_fixed_file, IOSQE_FIXED_FILE);
 SAME(uring::register_buffers, IORING_REGISTER_BUFFERS);
 SAME(uring::unregister_buffers, IORING_UNREGISTER_BUFFERS);
-SAME(uring::register_files, IORING_REGISTER_FILES);
-SAME(uring::unregister_files, IORING_UNREGISTER_FILES);
 SAME(uring::register_eventfd, IORING_REGISTER_EVENTFD);
-SAME(uring::unregister_eventfd, IORING_UNREGISTER_EVENTFD);
-SAME(uring::register_files_update, IORING_REGISTER_FILES_UPDATE);
 SAME(uring::register_probe, IORING_REGISTER_PROBE);
-SAME(sizeof(uring::FilesUpdate), sizeof(io_uring_files_update));
-SAME_FIELD(FilesUpdate, offset, io_uring_files_update, offset);
-SAME_FIELD(FilesUpdate, fds, io_uring_files_update, fds);
 #endif
 #ifdef IORING_FEAT_RSRC_TAGS  // 5.13
 SAME_FIELD(Sqe, personality, io_uring_sqe, personality);
 SAME_FIELD(Sqe, file_index, io_uring_sqe, splice_fd_in);
-SAME(uring::register_files2, IORING_REGISTER_FILES2);
-SAME(uring::register_files_update2, IORING_REGISTER_FILES_UPDATE2);
-SAME(uring::register_buffers2, IORING_REGISTER_BUFFERS2);
-SAME(uring::register_buffers_update, IORING_REGISTER_BUFFERS_UPDATE);
-SAME(sizeof(uring::RsrcRegister), sizeof(io_uring_rsrc_register));
-SAME_FIELD(RsrcRegister, count, io_uring_rsrc_register, nr);
-SAME_FIELD(RsrcRegister, data, io_uring_rsrc_register, data);
-SAME_FIELD(RsrcRegister, tags, io_uring_rsrc_register, tags);
-SAME(sizeof(uring::RsrcUpdate2), sizeof(io_uring_rsrc_update2));
-SAME_FIELD(RsrcUpdate2, offset, io_uring_rsrc_update2, offset);
-SAME_FIELD(RsrcUpdate2, data, io_uring_rsrc_update2, data);
-SAME_FIELD(RsrcUpdate2, tags, io_uring_rsrc_update2, tags);
-SAME_FIELD(RsrcUpdate2, count, io_uring_rsrc_update2, nr);
 #endif
 #endif
 

@@ -72,14 +72,14 @@ void Mapping::reserve(std::size_t nbytes) {
     const std::uintptr_t end = aligned + size_;
     if (start + mapped > end) ::munmap(reinterpret_cast<void*>(end), start + mapped - end);
     data_ = reinterpret_cast<std::byte*>(aligned);
-    advise(data_, size_);
+    advise();
 }
 
-// Before the first touch, which is before anybody registers the pages. Advice that is refused costs
+// Before the first touch, so before a ring or CUDA registers the pages. Advice that is refused costs
 // speed, not correctness: a kernel without huge pages gives small ones.
-void Mapping::advise(std::byte* memory, std::size_t nbytes) const noexcept {
-    (void)::madvise(memory, nbytes, MADV_HUGEPAGE);
-    (void)::madvise(memory, nbytes, MADV_DONTFORK);
+void Mapping::advise() const noexcept {
+    (void)::madvise(data_, size_, MADV_HUGEPAGE);
+    (void)::madvise(data_, size_, MADV_DONTFORK);
 }
 
 // One huge page at a time, which always lies within one of the kernel's areas: before

@@ -23,7 +23,7 @@ namespace {
 
 // The next is tried when a kernel does not know (EINVAL) a flag. None that ties the ring to one
 // thread, as setup_single_issuer and setup_defer_taskrun do: a thread that waits for an operation
-// drives the ring. Nor setup_coop_taskrun: what a thread submitted would be completed only at that
+// drives the ring. Nor COOP_TASKRUN: what a thread submitted would be completed only at that
 // thread's next call of the kernel, which may be long in coming.
 constexpr std::array<std::uint32_t, 2> setup_ladder = {uring::setup_submit_all, 0};
 

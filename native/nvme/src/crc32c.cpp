@@ -89,8 +89,4 @@ std::uint32_t crc32c_copy(std::uint32_t crc, std::byte* destination, const std::
     return chosen().copy(crc, destination, source, nbytes);
 }
 
-std::string_view crc32c_implementation() noexcept {
-    return chosen().name;
-}
-
 }  // namespace deepnvme

@@ -13,7 +13,7 @@ namespace deepnvme {
 
 // One way of computing it; the contracts are those of crc32c() and crc32c_copy().
 struct Crc32cKernel {
-    std::string_view name;
+    std::string_view name;  // "avx512", "sse4.2", "aarch64" or "tables"
     std::uint32_t (*sum)(std::uint32_t crc, const std::byte* data, std::size_t nbytes) noexcept;
     std::uint32_t (*copy)(std::uint32_t crc, std::byte* destination, const std::byte* source,
                           std::size_t nbytes) noexcept;

@@ -83,10 +83,6 @@ std::vector<SimdLevel> possible_simd() {
 
 #endif
 
-SimdLevel detect_simd() {
-    return possible_simd().back();
-}
-
 SimdLevel choose_simd(const char* wanted, const std::vector<SimdLevel>& possible) {
     if (wanted == nullptr || *wanted == '\0') return possible.back();
     const auto named = [&](SimdLevel level) { return name_of(level) == wanted; };

@@ -50,7 +50,7 @@ class Mapping {
 
   private:
     void reserve(std::size_t nbytes);
-    void advise(std::byte* memory, std::size_t nbytes) const noexcept;
+    void advise() const noexcept;
     void bind_to(unsigned node);
 
     std::shared_ptr<CudaHost> cuda_;  // set: registered there

@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string_view>
 
 namespace deepnvme {
 
@@ -21,8 +20,5 @@ namespace deepnvme {
 // copies go past the caches: they are for memory that is read next by a drive, or much later.
 [[nodiscard]] std::uint32_t crc32c_copy(std::uint32_t crc, std::byte* destination,
                                         const std::byte* source, std::size_t nbytes) noexcept;
-
-// The name of what computes it on this CPU: "avx512", "sse4.2", "aarch64" or "tables".
-[[nodiscard]] std::string_view crc32c_implementation() noexcept;
 
 }  // namespace deepnvme

@@ -16,25 +16,16 @@ inline constexpr long syscall_enter = 426;
 inline constexpr long syscall_register = 427;
 
 // io_uring_params.flags
-inline constexpr std::uint32_t setup_cqsize = 1U << 3;
-inline constexpr std::uint32_t setup_clamp = 1U << 4;
 inline constexpr std::uint32_t setup_submit_all = 1U << 7;      // 5.18
-inline constexpr std::uint32_t setup_coop_taskrun = 1U << 8;    // 5.19
-inline constexpr std::uint32_t setup_taskrun_flag = 1U << 9;    // 5.19
 inline constexpr std::uint32_t setup_single_issuer = 1U << 12;  // 6.0
 inline constexpr std::uint32_t setup_defer_taskrun = 1U << 13;  // 6.1, needs setup_single_issuer
-inline constexpr std::uint32_t setup_no_sqarray = 1U << 16;     // 6.6
 
 // io_uring_params.features
 inline constexpr std::uint32_t feature_single_mmap = 1U << 0;
-inline constexpr std::uint32_t feature_nodrop = 1U << 1;
-inline constexpr std::uint32_t feature_submit_stable = 1U << 2;
-inline constexpr std::uint32_t feature_ext_arg = 1U << 8;
 inline constexpr std::uint32_t feature_rsrc_tags = 1U << 10;
 
-// Offsets for mmap() of the ring's three areas.
+// Offsets for mmap() of the ring's areas: both queues, and the submissions.
 inline constexpr std::uint64_t mmap_offset_sq_ring = 0;
-inline constexpr std::uint64_t mmap_offset_cq_ring = 0x8000000;
 inline constexpr std::uint64_t mmap_offset_sqes = 0x10000000;
 
 // The word at SqOffsets::flags, written by the kernel.
@@ -44,43 +35,23 @@ inline constexpr std::uint32_t sq_taskrun = 1U << 2;
 // io_uring_enter flags
 inline constexpr std::uint32_t enter_getevents = 1U << 0;
 inline constexpr std::uint32_t enter_ext_arg = 1U << 3;
-inline constexpr std::uint32_t enter_registered_ring = 1U << 4;
 
 // io_uring_register opcodes
 inline constexpr std::uint32_t register_buffers = 0;
 inline constexpr std::uint32_t unregister_buffers = 1;
-inline constexpr std::uint32_t register_files = 2;
-inline constexpr std::uint32_t unregister_files = 3;
 inline constexpr std::uint32_t register_eventfd = 4;
-inline constexpr std::uint32_t unregister_eventfd = 5;
-inline constexpr std::uint32_t register_files_update = 6;
 inline constexpr std::uint32_t register_probe = 8;
-inline constexpr std::uint32_t register_files2 = 13;
-inline constexpr std::uint32_t register_files_update2 = 14;
-inline constexpr std::uint32_t register_buffers2 = 15;
-inline constexpr std::uint32_t register_buffers_update = 16;
-
-// RsrcRegister::flags: the table starts empty and is filled by updates.
-inline constexpr std::uint32_t rsrc_register_sparse = 1U << 0;
 
 enum class Op : std::uint8_t {
-    nop = 0,
     fsync = 3,
     read_fixed = 4,
     write_fixed = 5,
-    async_cancel = 14,
     read = 22,
     write = 23,
 };
 
-// Sqe::flags
-inline constexpr std::uint8_t sqe_fixed_file = 1U << 0;
-
-// Sqe::op_flags of Op::fsync, and of Op::async_cancel.
+// Sqe::op_flags of Op::fsync
 inline constexpr std::uint32_t fsync_datasync = 1U << 0;
-inline constexpr std::uint32_t async_cancel_all = 1U << 0;
-inline constexpr std::uint32_t async_cancel_fd = 1U << 1;
-inline constexpr std::uint32_t async_cancel_any = 1U << 2;
 
 // ProbeOp::flags
 inline constexpr std::uint16_t op_supported = 1U << 0;
@@ -161,29 +132,6 @@ struct GeteventsArg {
     std::uint64_t timespec;
 };
 
-struct FilesUpdate {
-    std::uint32_t offset;
-    std::uint32_t reserved;
-    std::uint64_t fds;
-};
-
-struct RsrcRegister {
-    std::uint32_t count;
-    std::uint32_t flags;
-    std::uint64_t reserved;
-    std::uint64_t data;
-    std::uint64_t tags;
-};
-
-struct RsrcUpdate2 {
-    std::uint32_t offset;
-    std::uint32_t reserved;
-    std::uint64_t data;
-    std::uint64_t tags;
-    std::uint32_t count;
-    std::uint32_t reserved2;
-};
-
 struct ProbeOp {
     std::uint8_t op;
     std::uint8_t reserved;
@@ -211,7 +159,6 @@ static_assert(offsetof(Sqe, user_data) == 32 && offsetof(Sqe, buf_index) == 40 &
               offsetof(Sqe, addr3) == 48);
 static_assert(sizeof(Cqe) == 16 && offsetof(Cqe, res) == 8);
 static_assert(sizeof(Timespec) == 16 && sizeof(GeteventsArg) == 24);
-static_assert(sizeof(FilesUpdate) == 16 && sizeof(RsrcRegister) == 32 && sizeof(RsrcUpdate2) == 32);
 static_assert(sizeof(ProbeOp) == 8 && offsetof(Probe, ops) == 16);
 static_assert(std::is_trivial_v<Sqe> && std::is_trivial_v<Params> && std::is_trivial_v<Probe>);
 

@@ -21,9 +21,6 @@ enum class SimdLevel { scalar, neon, avx2, avx512 };
 // written.
 [[nodiscard]] std::vector<SimdLevel> possible_simd();
 
-// The highest possible level.
-[[nodiscard]] SimdLevel detect_simd();
-
 // The level named by `wanted` (the value of INFINITY_SIMD), or the highest of `possible` when it is
 // null or empty. Throws std::invalid_argument for a word that is no level and for a level that is
 // not possible.
