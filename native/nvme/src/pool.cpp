@@ -19,17 +19,6 @@ constexpr std::size_t round_up(std::size_t nbytes) {
 
 }  // namespace
 
-PoolExhausted::PoolExhausted(std::size_t asked_bytes, std::size_t free_bytes,
-                             std::size_t largest_bytes, std::size_t capacity_bytes)
-    : std::runtime_error("the pool has no free piece of " + std::to_string(asked_bytes) +
-                         " bytes: " + std::to_string(free_bytes) + " of " +
-                         std::to_string(capacity_bytes) +
-                         " bytes are free, the largest piece has " + std::to_string(largest_bytes)),
-      asked(asked_bytes),
-      free(free_bytes),
-      largest(largest_bytes),
-      capacity(capacity_bytes) {}
-
 Block::Block(std::shared_ptr<Pool> pool, Pieces::node_type piece, std::size_t nbytes)
     : pool_(std::move(pool)),
       piece_(std::move(piece)),
@@ -81,7 +70,8 @@ std::shared_ptr<Block> Pool::take(std::size_t nbytes) {
         }
     }
     if (best == ~std::size_t{0})
-        throw PoolExhausted(nbytes, free_bytes_, largest_locked(), capacity());
+        throw exhausted_locked("the pool has no free piece of " + std::to_string(nbytes) +
+                               " bytes");
     return cut_locked(offset, offset, nbytes);
 }
 
@@ -98,7 +88,8 @@ std::shared_ptr<Block> Pool::take_at(std::size_t offset, std::size_t nbytes) {
     const auto after = free_.upper_bound(offset);
     const auto piece = after == free_.begin() ? free_.end() : std::prev(after);
     if (piece == free_.end() || piece->first + piece->second < offset + nbytes) {
-        throw PoolExhausted(nbytes, free_bytes_, largest_locked(), capacity());
+        throw exhausted_locked("bytes " + std::to_string(offset) + " to " +
+                               std::to_string(offset + nbytes) + " of the pool are not all free");
     }
     return cut_locked(piece->first, offset, nbytes);
 }
@@ -178,6 +169,13 @@ std::size_t Pool::peak_bytes() const {
     if (belongs_to_a_parent()) return 0;
     const std::lock_guard lock(mutex_);
     return peak_;
+}
+
+PoolExhausted Pool::exhausted_locked(const std::string& what) const {
+    return PoolExhausted(what + ": " + std::to_string(free_bytes_) + " of " +
+                         std::to_string(capacity()) + " bytes are free, the largest piece has " +
+                         std::to_string(largest_locked()) +
+                         ". Let go of buffers of this pool, or make a larger one");
 }
 
 std::size_t Pool::largest_locked() const {

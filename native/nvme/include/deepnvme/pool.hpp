@@ -12,16 +12,17 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "deepnvme/arena.hpp"
 
 namespace deepnvme {
 
+// The pool has no such piece now; the message says what is free.
 class PoolExhausted : public std::runtime_error {
   public:
-    PoolExhausted(std::size_t asked, std::size_t free, std::size_t largest, std::size_t capacity);
-    std::size_t asked, free, largest, capacity;
+    using std::runtime_error::runtime_error;
 };
 
 class Pool;
@@ -86,6 +87,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
     void give_back(Pieces::node_type piece) noexcept;
     void put_locked(Pieces::node_type piece) noexcept;
     [[nodiscard]] std::size_t largest_locked() const;
+    [[nodiscard]] PoolExhausted exhausted_locked(const std::string& what) const;
     [[nodiscard]] bool belongs_to_a_parent() const noexcept;
     void refuse_if_forked() const;
 
