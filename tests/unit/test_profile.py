@@ -104,7 +104,7 @@ def test_chunk_and_bytes_in_flight_are_taken_together(measured: Settings) -> Non
 
 @pytest.mark.parametrize("wrong", [Settings(1000, MIB), Settings(0, MIB), Settings(MIB, 64 * KIB)])
 def test_settings_that_make_no_sense_are_refused(wrong: Settings) -> None:
-    with pytest.raises(ValueError, match=r"chunk must be|must hold one chunk"):
+    with pytest.raises(ValueError, match=r"chunk_bytes must be|must hold one chunk"):
         wrong.native()
 
 

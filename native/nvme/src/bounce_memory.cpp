@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <utility>
 
+#include "deepnvme/open_file.hpp"
+
 namespace deepnvme {
 
 namespace {
 
-constexpr std::uint64_t block_unit = 65536;  // no device asks for a larger offset alignment
-constexpr std::uint64_t block_share = 8;     // of the bytes in flight
+constexpr std::uint64_t block_unit = largest_offset_alignment;
+constexpr std::uint64_t block_share = 8;  // of the bytes in flight
 
 // 0: too few to be of use.
 std::uint64_t block_bytes_for(std::uint64_t chunk_bytes, std::uint64_t inflight_bytes) {

@@ -16,7 +16,6 @@ namespace deepnvme {
 namespace {
 
 constexpr std::uint8_t max_attempts = 100;
-constexpr std::uint32_t chunk_unit = 65536;  // no device asks for a larger offset alignment
 constexpr std::size_t completions_per_call = 64;
 // Requests that are handed to the kernel together where operations stood waiting for room: the
 // drive begins with the first while the next are prepared. All at once cost a fifth less CPU, but a
@@ -67,14 +66,15 @@ void block_signals() {
 }  // namespace
 
 DriveOptions checked(DriveOptions options) {
-    if (options.chunk_bytes == 0 || options.chunk_bytes % chunk_unit != 0 ||
+    if (options.chunk_bytes == 0 || options.chunk_bytes % largest_offset_alignment != 0 ||
         options.chunk_bytes > Arena::max_bytes) {
-        throw std::invalid_argument("chunk must be a positive multiple of 65536 bytes, at most " +
+        throw std::invalid_argument("chunk_bytes must be a positive multiple of " +
+                                    std::to_string(largest_offset_alignment) + ", at most " +
                                     std::to_string(Arena::max_bytes) + ", got " +
                                     std::to_string(options.chunk_bytes));
     }
     if (options.inflight_bytes < options.chunk_bytes) {
-        throw std::invalid_argument("the in-flight budget must hold one chunk of " +
+        throw std::invalid_argument("inflight_bytes must hold one chunk of " +
                                     std::to_string(options.chunk_bytes) + " bytes, got " +
                                     std::to_string(options.inflight_bytes));
     }

@@ -6,6 +6,7 @@
 
 #include <sys/uio.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -123,7 +124,7 @@ class Backend {
     // failure none are registered and requests must carry buffer == -1. A request with an index
     // that is not registered completes with -EFAULT.
     [[nodiscard]] virtual int register_buffers(std::span<const iovec> buffers) noexcept {
-        return buffers.empty() ? 0 : 95;  // EOPNOTSUPP
+        return buffers.empty() ? 0 : EOPNOTSUPP;
     }
 };
 
@@ -154,7 +155,7 @@ struct FaultRule {
         0;  // the request it applies to, counted from 1; 0: see every and probability
     std::uint64_t every = 0;     // each every-th request; 0: not this way
     double probability = 0.0;    // drawn per request from the plan's seed; 0: not this way
-    int error = 5;               // errno for fail (EIO)
+    int error = EIO;             // for fail
     std::uint32_t length = 0;    // for shorten
     std::uint32_t delay_us = 0;  // for delay
     std::uint32_t hold = 0;      // for reorder

@@ -31,6 +31,9 @@ enum class DirectIO : std::uint8_t {
 // (seen on Linux 6.18); other backends do not.
 [[nodiscard]] bool on_fuse(const std::string& path);
 
+// No device asks for offsets that are multiples of more.
+inline constexpr std::uint32_t largest_offset_alignment = 65536;
+
 class OpenFile {
   public:
     // Throws FileError.
