@@ -1,5 +1,4 @@
-// The Python face of crc32c and of copying: checks buffers, drops the GIL where that pays. No
-// logic.
+// crc32c and copying for Python: checks buffers, and drops the GIL where that pays.
 #include "crc32c_bindings.hpp"
 
 #include <pybind11/stl.h>

@@ -1,5 +1,4 @@
-// deepnvme._native: the storage core as Python sees it. Checks and converts arguments, drops the
-// GIL, and nothing else.
+// deepnvme._native: the storage core for Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>

@@ -1,5 +1,4 @@
-// infinity_engine._native: the update kernels' side as Python sees it. Converts arguments and
-// nothing else.
+// infinity_engine._native: the optimizer kernels for Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

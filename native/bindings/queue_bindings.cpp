@@ -1,5 +1,4 @@
-// The Python face of Pool, Queue and OpenFile: checks arguments, drops the GIL, translates errors.
-// No logic.
+// Pool, Queue and OpenFile for Python: converts arguments, drops the GIL, translates errors.
 #include "queue_bindings.hpp"
 
 #include <pybind11/native_enum.h>
@@ -23,8 +22,7 @@ using namespace deepnvme;  // NOLINT(google-build-using-namespace): this file is
 
 namespace {
 
-// The memory of any object with the buffer protocol, locked against resizing for as long as this
-// lives.
+// The memory of an object with the buffer protocol, which cannot be resized as long as this lives.
 class BufferView {
   public:
     BufferView(const py::object& object, bool writable) {
@@ -56,7 +54,7 @@ py::tuple held(const py::handle& view, bool writable) {
 }
 
 // In a forked child the threads of a queue are gone, and a lock that one of them held stays locked:
-// the queue is left alone.
+// the queue is not destroyed there.
 struct UnlessForked {
     void operator()(Queue* queue) const {
         if (!queue->belongs_to_a_parent()) delete queue;
@@ -69,8 +67,8 @@ std::chrono::nanoseconds nanoseconds(double seconds) {
     return std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
 }
 
-// `verb`, `at_end` and `priority` arrive as plain numbers: what an enum.Enum costs to convert, for
-// each operation, is more than the rest of this call. Python's IntEnum members are such numbers.
+// `verb`, `at_end` and `priority` arrive as plain numbers, as the members of Python's IntEnum are:
+// converting an enum.Enum costs more than the rest of this call.
 Operation operation_of(std::uint64_t id, int verb, std::shared_ptr<OpenFile> file,
                        std::uintptr_t address, std::uint64_t length, std::uint64_t offset,
                        int at_end, std::shared_ptr<Ticket> ticket, int priority,
@@ -90,8 +88,7 @@ Operation operation_of(std::uint64_t id, int verb, std::shared_ptr<OpenFile> fil
     return operation;
 }
 
-// `numbers` are the address, the bytes and the offset of one piece after the other. What is empty
-// is left out: it is done.
+// `numbers` has address, bytes and offset of one piece after the other. Empty pieces are left out.
 std::vector<Piece> pieces_of(const py::buffer& numbers) {
     const py::buffer_info info = numbers.request();
     const auto* number = static_cast<const std::uint64_t*>(info.ptr);
@@ -104,9 +101,8 @@ std::vector<Piece> pieces_of(const py::buffer& numbers) {
     return pieces;
 }
 
-// Submits them together, each a tuple of the arguments of operation_of. Leaves out what another
-// thread is submitting. False: there was no room for all of them in time; the rest may be tried
-// again.
+// Submits operations together, each a tuple of the arguments of operation_of, but for those that
+// another thread is submitting. False: there was no room for all in time; the caller may try again.
 bool submit_many(Queue& queue, const py::list& operations, double patience_s) {
     std::vector<Operation> fresh;
     std::vector<std::shared_ptr<Ticket>> tickets;
@@ -145,9 +141,9 @@ py::list list_of(const std::vector<Outcome>& ended) {
     return list;
 }
 
-// Lets `complete` deal with what was taken. What it declines, by returning its places in the list,
-// or was interrupted in by a signal's exception, goes to wait_ended: nothing that was taken is
-// lost.
+// Gives the outcomes to `complete`. Those that it declines, by returning their places in the list,
+// go to wait_ended; so do all of them where an exception of a signal's handler interrupted it: no
+// outcome is lost.
 void complete_each(Queue& queue, std::vector<Outcome> ended, const py::function& complete) {
     if (ended.empty()) return;
     std::vector<Outcome> declined;
@@ -167,8 +163,8 @@ void complete_each(Queue& queue, std::vector<Outcome> ended, const py::function&
     if (interruption) std::rethrow_exception(interruption);
 }
 
-// Waits until the operation has ended, and completes what was not taken yet. False: the time is up.
-// Signals' handlers run meanwhile, within Wait::briefly.
+// Waits until the operation has ended, and gives all outcomes so far to `complete`. False: the time
+// is up, or waiters were released. Handlers of signals run meanwhile, at the latest after `brief`.
 bool wait_for(Queue& queue, Ticket& ticket, double timeout_s, const py::function& complete) {
     const Clock::time_point until = Clock::now() + nanoseconds(timeout_s);
     std::optional<std::vector<Outcome>> ended;
@@ -210,8 +206,7 @@ py::dict stats_of(const DriveStats& stats) {
     return dict;
 }
 
-// Raises what deepnvme.errors.<name>(arguments...) makes, so that Python code catches classes that
-// Python code defined.
+// Raises deepnvme.errors.<name>(arguments...), so that the exception classes are Python's own.
 template <typename... Arguments>
 void raise_ours(const char* name, Arguments&&... arguments) {
     const py::object maker = py::module_::import("deepnvme.errors").attr(name);

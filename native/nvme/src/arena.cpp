@@ -75,8 +75,8 @@ void Mapping::reserve(std::size_t nbytes) {
     advise();
 }
 
-// Before the first touch, so before a ring or CUDA registers the pages. Advice that is refused costs
-// speed, not correctness: a kernel without huge pages gives small ones.
+// Before the first touch, so before a ring or CUDA registers the pages. Advice that is refused
+// costs speed, not correctness: a kernel without huge pages gives small ones.
 void Mapping::advise() const noexcept {
     (void)::madvise(data_, size_, MADV_HUGEPAGE);
     (void)::madvise(data_, size_, MADV_DONTFORK);

@@ -27,8 +27,8 @@ namespace {
 // thread's next call of the kernel, which may be long in coming.
 constexpr std::array<std::uint32_t, 2> setup_ladder = {uring::setup_submit_all, 0};
 
-// So many completions at once spare that many wakings, less one. The rest has to keep the drive at
-// work meanwhile.
+// Waiting for several completions at once saves wake-ups. The requests beside them have to keep the
+// drive at work meanwhile.
 constexpr unsigned several = 2;
 constexpr unsigned least_beside_several = 3;
 constexpr unsigned share_of_many = 8;

@@ -1,5 +1,5 @@
-// What the files of the backends share, for them alone: their makers, a wake-up descriptor,
-// one request carried out on the spot.
+// What only the files of the backends use: their makers, a wake-up descriptor, one request carried
+// out in the calling thread.
 #pragma once
 
 #include <cstdint>

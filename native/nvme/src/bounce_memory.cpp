@@ -12,7 +12,7 @@ namespace {
 constexpr std::uint64_t block_unit = largest_offset_alignment;
 constexpr std::uint64_t block_share = 8;  // of the bytes in flight
 
-// 0: too few to be of use.
+// 0: there would be too few to be of use.
 std::uint64_t block_bytes_for(std::uint64_t chunk_bytes, std::uint64_t inflight_bytes) {
     const std::uint64_t nbytes = inflight_bytes / block_share / block_unit * block_unit;
     const bool fits =

@@ -47,8 +47,8 @@ void Doorbell::watch(int descriptor) {
 void Doorbell::answer() noexcept {
     rung_ = true;
     std::array<epoll_event, 16> events;
-    // Nothing is read from the descriptors: taking an edge's event is enough, and their counters
-    // would be full after 2^64 signals only.
+    // Nothing is read from the descriptors: taking the event of an edge is enough, and their
+    // counters are full only after 2^64 signals.
     [[maybe_unused]] const int count = ::epoll_wait(poll_, events.data(), events.size(), 0);
 }
 

@@ -21,8 +21,9 @@ constexpr std::size_t completions_per_call = 64;
 // drive begins with the first while the next are prepared. All at once cost a fifth less CPU, but a
 // drive that completes together what came together rests in between (docs/decisions/0039).
 constexpr std::size_t refilled_together = 2;
-constexpr std::uint64_t inline_bytes = 64 << 10;  // of an operation that its caller issues itself
-constexpr std::uint64_t medium_chunks = 16;       // of the largest operation in the middle lane
+// Larger operations keep the caller that issues them too long.
+constexpr std::uint64_t inline_bytes = 64 << 10;
+constexpr std::uint64_t medium_chunks = 16;  // of the largest operation in the middle lane
 // How often the drive's own thread looks whether callers have left something, and for how long.
 constexpr Clock::duration shortest_watch = std::chrono::microseconds(150);
 constexpr Clock::duration longest_watch = std::chrono::microseconds(1000);
@@ -46,8 +47,8 @@ std::uint64_t end_of_prefix(const Operation& operation, std::uint64_t done) {
     return end;
 }
 
-// What becomes of an operation that cannot be carried out any more, unless its caller took it back
-// before.
+// The outcome of an operation that cannot be carried out any more: cancelled, where its caller
+// cancelled it before.
 Outcome broken_outcome(const Operation& operation, int error) {
     if (operation.ticket && !operation.ticket->begin()) {
         return {operation.id, Ending::cancelled, 0, ECANCELED};
@@ -55,8 +56,7 @@ Outcome broken_outcome(const Operation& operation, int error) {
     return {operation.id, Ending::failed, 0, error};
 }
 
-// Signals are for the threads of the program; a handler that ran here would interrupt the ring for
-// nothing.
+// The program's own threads handle signals: a handler that ran here would only interrupt the ring.
 void block_signals() {
     sigset_t all;
     sigfillset(&all);
@@ -203,7 +203,7 @@ void Drive::lead_for_loops() {
 
 // These two: under mutex_.
 
-// Whether loops look after all there is to do. A loop that is gone is forgotten.
+// Whether event loops can do all there is to do. Forgets the loops that are gone.
 bool Drive::is_for_loops() {
     std::erase_if(loops_, [](const auto& bell) { return bell.expired(); });
     return !loops_.empty() && !attended_ && !stopping_ && followers_ == 0 && inbox_.empty() &&
@@ -272,8 +272,7 @@ DriveStats Drive::stats() const {
     return stats;
 }
 
-// --- who leads
-// ------------------------------------------------------------------------------------------
+// --- who leads ----------------------------------------------------------------------------------
 
 void Drive::run(std::promise<void>& attached) {
     block_signals();
@@ -303,7 +302,8 @@ void Drive::run(std::promise<void>& attached) {
 void Drive::serve() {
     std::unique_lock lock(mutex_);
     while (wait_for_turn(lock)) {
-        // It stands back for a loop that came: one that is busy or gone looks after nothing.
+        // It hands over only to a loop that wanted to lead: one that is busy or gone would do
+        // nothing.
         while (has_work() && !(loop_came_in_vain_ && is_for_loops())) {
             lock.unlock();
             (void)step(Wait::several);
@@ -319,8 +319,8 @@ void Drive::serve() {
 }
 
 // Where the drive's own thread sleeps while a caller leads, or nothing is to be done. It leads when
-// it is asked to, and when callers have left something in the kernel and no one had a turn for a
-// while. While callers come and go it looks again by itself, which saves them waking it each time.
+// it is asked to, and when callers have left something in the kernel and none has led for a while.
+// While callers come and go it looks again by itself, so that they need not wake it each time.
 // False: asked to stop, and nothing is left to do.
 bool Drive::wait_for_turn(std::unique_lock<std::mutex>& lock) {
     Clock::duration pause = shortest_watch;
@@ -384,13 +384,13 @@ bool Drive::has_work() const {
            !parked_.empty() || !issued_.empty();
 }
 
-// What is larger keeps its caller too long.
+// Whether the caller that submits an operation may issue it itself.
 bool Drive::is_inline(const Operation& operation) const {
     const std::uint64_t pieces = std::max<std::uint64_t>(operation.pieces.size(), 1);
     return !is_sync(operation.verb) && operation.length / pieces <= inline_bytes;
 }
 
-// False: nothing has completed, and nothing new is to be done: the time of Wait::briefly is up.
+// False: nothing has completed and nothing new was asked for, so that the wait was over.
 bool Drive::step(Wait longest) {
     take_inbox();
     issue();
@@ -405,7 +405,7 @@ bool Drive::step(Wait longest) {
     return !inbox_.empty() || arenas_seen_ != arenas_asked_ || stops_asked_;
 }
 
-// What a caller leaves in the kernel is looked after by the next one, or by the drive's own thread.
+// What a caller leaves in the kernel, the next caller reaps, or the drive's own thread.
 void Drive::end_turn(bool leaves_others) {
     const std::lock_guard lock(mutex_);
     led_ = false;
@@ -455,9 +455,9 @@ void Drive::take_inbox() {
     }
 }
 
-// Sleeping is declared under the lock that submit takes: an operation is either seen here or wakes
-// the backend. While others wait for room it could not begin, and the completion that makes room is
-// enough.
+// `sleeping_` is set under the lock that submit takes: a new operation is either seen here or wakes
+// the backend. While others wait for room a new one could not begin, so it need not wake it: the
+// completion that makes room does.
 Wait Drive::how_to_wait(Wait longest) {
     const std::lock_guard lock(mutex_);
     const bool news = !inbox_.empty() || arenas_seen_ != arenas_asked_ || stops_asked_;
@@ -490,11 +490,9 @@ void Drive::register_arenas() {
     changed_.notify_all();
 }
 
-// --- from operations to chunks
-// ------------------------------------------------------------------------------------------
+// --- from operations to chunks ------------------------------------------------------------------
 
-// What stood waiting for room goes to the kernel in groups; the last one is the caller's to hand
-// on.
+// Operations that waited for room go to the kernel in groups; the caller submits the last group.
 void Drive::issue() {
     if (registration_due_) {
         if (in_kernel_ > 0) return;
@@ -530,8 +528,8 @@ void Drive::issue() {
     }
 }
 
-// Urgent operations go first. The other lanes take turns (deficit round robin), each for as many
-// bytes: an operation waits for its like, and hardly for what is many times as large.
+// Urgent operations go first. The other lanes take turns (deficit round robin) of equally many
+// bytes, so that an operation waits for others of its size, and hardly for much larger ones.
 std::list<Drive::Active>* Drive::lane_in_turn() {
     if (!lanes_.front().empty()) return &lanes_.front();
     for (std::size_t i = 0; i < lanes_.size(); ++i) {
@@ -570,8 +568,9 @@ void Drive::end_if_late(Active& active, Clock::time_point now) {
     end_if_finished(active);
 }
 
-// False: it has left the front of the queue without a further chunk, ended or parked. Claimed only
-// when a chunk of it is issued next: until then its caller can take it back.
+// False: the operation has left the front of its lane, ended or parked, and no chunk of it is to be
+// issued. Its ticket is claimed only when its first chunk is issued next: until then its caller can
+// cancel it.
 bool Drive::begin(Active& active) {
     const Operation& operation = active.operation;
     if (active.ending != Ending::succeeded) {  // a chunk of it failed: no further one is issued
@@ -661,8 +660,8 @@ Drive::Chunk Drive::next_chunk(Active& active) const {
     return chunk;
 }
 
-// A read may ask for more than is wanted: for whole pages, into memory of the drive's own. A small
-// one then is one request; of a large one that is so with the part of a page at either end.
+// A read may ask for more than is wanted: for whole pages, into bounce memory. A small unaligned
+// read is then one request. Of a large one, the part of a page at either end is read so.
 void Drive::widen_to_pages(Chunk& chunk, std::uint64_t rest) const {
     if (!bounce_.has_blocks()) return;
     const std::uint64_t unit = chunk.active->operation.file->offset_alignment();
@@ -694,8 +693,7 @@ bool Drive::needs_bounce(const Chunk& chunk) const {
         0)
         return true;
     if (options_.user_memory == UserMemory::zero_copy) return false;
-    // Its first byte and its last: a chunk may lie across two arenas of one pool, and then is the
-    // pool's as well.
+    // The first byte and the last: a chunk may lie across two arenas of one pool.
     const auto is_pooled = [&](const std::byte* byte) {
         return std::any_of(arenas_.begin(), arenas_.end(),
                            [&](const auto& arena) { return arena->holds(byte, 1); });
@@ -703,7 +701,7 @@ bool Drive::needs_bounce(const Chunk& chunk) const {
     return !is_pooled(memory) || !is_pooled(memory + chunk.length - 1);
 }
 
-// has_room() has said that there is some, or none was made as yet. False: there is no memory now.
+// False: the system has no memory for it now.
 bool Drive::take_bounce_memory(Chunk& chunk) {
     try {
         chunk.bounce = bounce_.take(bytes_to_bounce(chunk));
@@ -721,7 +719,7 @@ std::size_t Drive::bytes_to_bounce(const Chunk& chunk) {
     return std::size_t{chunk.lead} + chunk.length + chunk.trail;
 }
 
-// A chunk that was widened asks for the bytes around it at its first attempt.
+// Only the first attempt of a widened chunk asks for the bytes before it.
 std::uint32_t Drive::lead_of(const Chunk& chunk) {
     return chunk.direct && chunk.moved == 0 ? chunk.lead : 0;
 }
@@ -751,9 +749,9 @@ void Drive::push(std::uint32_t index) {
     if (chunk.direct) ++direct_in_kernel_;
 }
 
-// The page cache writes whole pages: a chunk that goes through it would take what a direct chunk
-// writes to the same page at the same time back to what it was. So the later of the two waits for
-// the end of the other.
+// The page cache writes whole pages: a chunk that goes through it would overwrite what a direct
+// chunk writes to the same page meanwhile with the old bytes. So the later of the two waits for the
+// other.
 bool Drive::shares_page_in_kernel(const Chunk& chunk) const {
     const std::uint32_t other_way =
         chunk.direct ? in_kernel_ - direct_in_kernel_ : direct_in_kernel_;
@@ -778,8 +776,8 @@ Drive::PageRange Drive::pages_of(const Chunk& chunk) {
     return {start / unit * unit, (start + chunk.length + unit - 1) / unit * unit};
 }
 
-// A buffered write that begins behind the end of the file: the kernel then clears the rest of the
-// page in which the file ended, in the page cache as well.
+// The page in which the file ends, where the chunk is a buffered write that begins after that end:
+// the kernel then clears the rest of that page, through the page cache.
 Drive::PageRange Drive::page_cleared_by(const Chunk& chunk) {
     const Operation& operation = chunk.active->operation;
     const std::uint64_t unit = operation.file->offset_alignment();
@@ -810,8 +808,7 @@ void Drive::unpark_syncs() {
     }
 }
 
-// --- what became of a chunk
-// ------------------------------------------------------------------------------------------
+// --- what became of a chunk ---------------------------------------------------------------------
 
 void Drive::complete(const Completion& completion) {
     const auto index = static_cast<std::uint32_t>(completion.token);
@@ -943,7 +940,7 @@ void Drive::end(Active& active, Outcome outcome) {
     if (wrote) unpark_syncs();
 }
 
-// Several at a time: a thread that waits for them is woken once.
+// Several outcomes at a time: a thread that waits for them is woken once.
 void Drive::report() {
     if (!outcomes_.empty()) ended_(std::exchange(outcomes_, {}));
 }
@@ -953,9 +950,9 @@ void Drive::move_to(std::list<Active>& home, Active& active) {
     active.home = &home;
 }
 
-// The backend is broken as a whole. It is destroyed first: only then does the kernel surely touch
-// no memory any more. That may last, and callers need not wait for it: with `sleeping_` false none
-// of them wakes it.
+// The backend is broken as a whole. It is destroyed first: only then is it certain that the kernel
+// touches no memory any more. That may take long, and callers go on meanwhile: with `sleeping_`
+// false none of them wakes the backend.
 void Drive::fail_everything(int error) {
     {
         const std::lock_guard lock(mutex_);

@@ -67,7 +67,7 @@ std::shared_ptr<std::atomic<std::uint64_t>> length_shared_by_handles(dev_t devic
     return length;
 }
 
-// Only a FUSE server can leave the question unanswered, where there is something to ask about.
+// Where there is such a file or directory, only a FUSE server can leave the question unanswered.
 bool is_fuse(int result, const struct statfs& file_system) {
     constexpr std::array nothing_there = {ENOENT, ENOTDIR, EACCES, ELOOP, ENAMETOOLONG};
     if (result == 0) return file_system.f_type == fuse_magic;
@@ -109,8 +109,8 @@ OpenFile::OpenFile(std::string path, OpenMode mode, DirectIO direct, unsigned pe
             } else {
                 memory_alignment_ = page;
             }
-            // Only partial pages are read through the page cache then. What the kernel read ahead
-            // beside them would be stale once a direct write beside them has ended.
+            // Only partial pages are then read through the page cache. Pages that the kernel read
+            // ahead beside them would be stale once a direct write to these has ended.
             if (direct_ >= 0 && writable())
                 (void)::posix_fadvise(buffered_, 0, 0, POSIX_FADV_RANDOM);
         }

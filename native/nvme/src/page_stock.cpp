@@ -71,7 +71,7 @@ std::size_t PageStock::idle_bytes() const {
     return idle_locked();
 }
 
-// Where memory for the bookkeeping lacks, the system has the pages again.
+// Where there is no memory for the bookkeeping, the pages go back to the system.
 void PageStock::give_back(std::unique_ptr<Mapping> mapping) noexcept {
     if (belongs_to_a_parent()) return;
     try {
@@ -83,8 +83,9 @@ void PageStock::give_back(std::unique_ptr<Mapping> mapping) noexcept {
 }
 
 std::unique_ptr<Mapping> PageStock::same_locked(std::size_t nbytes) {
-    const auto same = std::ranges::find_if(
-        idle_.rbegin(), idle_.rend(), [=](const auto& each) { return each->size() == nbytes; });
+    const auto same = std::ranges::find_if(idle_.rbegin(), idle_.rend(), [=](const auto& mapping) {
+        return mapping->size() == nbytes;
+    });
     if (same == idle_.rend()) return nullptr;
     std::unique_ptr<Mapping> found = std::move(*same);
     idle_.erase(std::next(same).base());
@@ -94,9 +95,9 @@ std::unique_ptr<Mapping> PageStock::same_locked(std::size_t nbytes) {
 // Moves idle pages to the front of `fresh`; returns how many bytes of it have pages now.
 std::size_t PageStock::fill_locked(Mapping& fresh) {
     std::size_t filled = 0;
-    for (auto each = idle_.rbegin(); each != idle_.rend(); ++each)
-        filled += fresh.take_over(**each, filled);
-    std::erase_if(idle_, [](const auto& each) { return each->size() == 0; });
+    for (auto donor = idle_.rbegin(); donor != idle_.rend(); ++donor)
+        filled += fresh.take_over(**donor, filled);
+    std::erase_if(idle_, [](const auto& mapping) { return mapping->size() == 0; });
     return filled;
 }
 
@@ -110,7 +111,7 @@ void PageStock::keep_locked(std::size_t nbytes) {
 
 std::size_t PageStock::idle_locked() const noexcept {
     std::size_t nbytes = 0;
-    for (const auto& each : idle_) nbytes += each->size();
+    for (const auto& mapping : idle_) nbytes += mapping->size();
     return nbytes;
 }
 

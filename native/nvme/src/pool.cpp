@@ -94,8 +94,8 @@ std::shared_ptr<Block> Pool::take_at(std::size_t offset, std::size_t nbytes) {
     return cut_locked(piece->first, offset, nbytes);
 }
 
-// Takes `nbytes` at `offset` out of the free piece that begins at `piece`. Where memory for the
-// bookkeeping lacks, nothing is taken.
+// Takes `nbytes` at `offset` out of the free piece that begins at `piece`. Where there is no memory
+// for the bookkeeping, nothing is taken.
 std::shared_ptr<Block> Pool::cut_locked(std::size_t piece, std::size_t offset, std::size_t nbytes) {
     Pieces made;
     made.emplace(offset, round_up(nbytes));
@@ -120,7 +120,7 @@ std::shared_ptr<Block> Pool::cut_locked(std::size_t piece, std::size_t offset, s
     }
 }
 
-// In a forked child the memory is not there, nor perhaps the thread that had the lock.
+// A forked child does not have the memory, nor the thread that may have held the lock.
 bool Pool::belongs_to_a_parent() const noexcept {
     return ::getpid() != owner_;
 }

@@ -140,7 +140,7 @@ class AlignedBlock {
     std::byte* bytes_;
 };
 
-// 0, or the errno of what went wrong; a short count, for one block at offset 0, is as bad as EIO.
+// 0, or the errno of what went wrong; EIO for a short count, of one block at offset 0.
 [[nodiscard]] int error_of(ssize_t done, std::size_t asked) {
     if (done < 0) return errno;
     return static_cast<std::size_t>(done) == asked ? 0 : EIO;

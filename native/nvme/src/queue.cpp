@@ -19,8 +19,8 @@ namespace deepnvme {
 
 namespace {
 
-// Enough for the budget in pieces of 64 KiB; smaller operations are bounded by it instead of by
-// bytes.
+// Enough requests for the bytes in flight in pieces of 64 KiB. It bounds smaller operations, before
+// the bytes in flight do.
 unsigned depth_for(const QueueOptions& options, const DriveOptions& drive) {
     if (options.max_requests > 0) return options.max_requests;
     return static_cast<unsigned>(std::clamp<std::uint64_t>(drive.inflight_bytes / 65536, 32, 1024));
@@ -33,8 +33,8 @@ std::unique_ptr<Backend> backend_for(const QueueOptions& options, const std::str
                           : std::move(backend);
 }
 
-// How many forks there are between the program's first process and this one: cheaper to ask for
-// than the process's number, for which each call of a queue would ask the kernel.
+// How many forks there are between the program's first process and this one. Cheaper than getpid(),
+// for which each call of a queue would enter the kernel.
 std::atomic<std::uint64_t> forks_of_process = 0;
 std::uint64_t forks() {
     static const int registered = ::pthread_atfork(nullptr, nullptr, [] { ++forks_of_process; });
@@ -42,14 +42,14 @@ std::uint64_t forks() {
     return forks_of_process;
 }
 
-// How long what has ended may wait for a thread that asks for it, before the queue's own takes it.
+// How long an outcome may wait for a thread in wait_for, before wait_ended takes it.
 constexpr std::chrono::milliseconds grace{5};
-// How often that looks whether something has ended, while operations are pending.
+// How often wait_ended looks whether something has ended, while operations are pending.
 constexpr std::chrono::milliseconds look_every{100};
 constexpr unsigned looks_before_rest = 20;
 
-// Until it is not 0, at most so long. Unlike a condition variable's, the sleep ends when a signal
-// handler has run, and costs the thread that wakes to cold caches little.
+// Sleeps until the word is not 0, at most `timeout`. Unlike a condition variable's, the sleep ends
+// when a signal handler has run, and costs a thread that wakes to cold caches little.
 void sleep_while_zero(std::atomic<std::uint32_t>& word, std::chrono::nanoseconds timeout) {
     if (timeout <= std::chrono::nanoseconds::zero()) return;
     const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);
@@ -160,7 +160,8 @@ std::size_t Queue::submit_many(std::vector<Operation> operations,
     return count;
 }
 
-// Counts as many operations as there is room for as pending, at most so many. Throws ClosedError.
+// Counts up to `wanted` operations as pending, as far as there is room; returns how many. Throws
+// ClosedError.
 std::size_t Queue::take_room(std::size_t wanted, std::chrono::nanoseconds patience) {
     if (wanted == 0) return 0;
     std::unique_lock lock(mutex_);
@@ -411,7 +412,7 @@ bool Queue::close(std::chrono::nanoseconds patience) {
     return true;
 }
 
-// In a forked child, the thread that holds a lock may not exist: the parent's numbers are left out.
+// Empty in a forked child, in which the thread that holds a lock may not exist.
 std::map<dev_t, DriveStats> Queue::stats() const {
     if (belongs_to_a_parent()) return {};
     const std::lock_guard lock(drives_mutex_);
@@ -443,8 +444,8 @@ void Queue::refuse_if_unusable() const {
     if (closed_) throw ClosedError(queue_is_closed);
 }
 
-// A thread that waits for one of them takes all, so the one behind wait_ended() sleeps on. So it
-// does, for a while, where someone is likely to wait soon: each waking costs that one, too.
+// A thread in wait_for takes all outcomes, so the one in wait_ended sleeps on. It also sleeps on,
+// for the grace time, where a thread is likely to call wait_for soon: each wake-up costs time.
 void Queue::ended(std::vector<Outcome> outcomes) {
     std::vector<std::shared_ptr<Doorbell>> bells;
     {

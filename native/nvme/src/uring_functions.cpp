@@ -17,8 +17,7 @@
 namespace deepnvme {
 namespace {
 
-// ---- our own ring
-// ------------------------------------------------------------------------------------------
+// --- our own ring -------------------------------------------------------------------------------
 
 [[nodiscard]] std::uint32_t load(std::uint32_t* word) noexcept {
     return std::atomic_ref(*word).load(std::memory_order_acquire);
@@ -196,8 +195,7 @@ static_assert(sizeof(OwnRing) <= sizeof(RingBlock) && alignof(OwnRing) <= aligno
     return result;
 }
 
-// ---- python-liburing's library
-// --------------------------------------------------------------------------------
+// --- python-liburing's library ------------------------------------------------------------------
 
 struct LiburingPath {
     std::mutex mutex;

@@ -1,5 +1,5 @@
-// What each home's file gives to the rest: loops over a range of elements. Nothing here checks,
-// allocates or throws.
+// The kernels of a home, made by its file: loops over a range of elements. They check nothing,
+// allocate nothing and throw nothing.
 #pragma once
 
 #include "infinity_optim/shared/layout.hpp"
@@ -7,17 +7,16 @@
 namespace infinity_optim {
 
 struct Kernels {
-    // Elements begin to end of a segment, by its rule.
+    // Updates the elements from `begin` to `end` of a segment, for each rule.
     using Update = void (*)(const Segment& segment, u64 begin, u64 end);
     Update update[rule_count];
 
-    // The sum of squares of one block, elements begin to end.
+    // The sum of squares of one block, elements `begin` to `end`.
     double (*block_sum)(u64 gradient, u32 format, u64 begin, u64 end);
-    // The same of `into`, to which the gradient is added first; `begins`: which it becomes.
+    // The same of `into`, after the gradient was added to it, or copied to it where `begins`.
     double (*accumulate)(u64 into, u64 gradient, u32 format, bool begins, u64 begin, u64 end);
 
-    // Reads and writes the streams of an Adam update with almost no arithmetic: what the memory
-    // allows.
+    // See sweep() in engine.hpp.
     Update sweep;
 };
 

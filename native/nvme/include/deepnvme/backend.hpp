@@ -42,8 +42,8 @@ struct Request {
     std::uint64_t offset = 0;
     std::byte* memory = nullptr;  // unused by syncs
     std::uint32_t length = 0;     // unused by syncs
-    std::int32_t buffer =
-        -1;  // index of the registered buffer that holds [memory, memory + length), or -1
+    // Index of the registered buffer that holds [memory, memory + length), or -1.
+    std::int32_t buffer = -1;
     std::uint64_t token = 0;  // comes back in the Completion; any value but Backend::reserved_token
 };
 
@@ -54,15 +54,16 @@ struct Completion {
 };
 
 enum class Wait : std::uint8_t {
-    none,     // take what has completed, do not block
-    some,     // block until at least one completion is there or wake() was called since the last
-              // return
-    several,  // as some, but a backend may sleep through one completion, and through a wake() until
-              // the next: for a caller that has nothing to hand over and enough in flight, whom
-              // each waking costs
-    briefly,  // as some, and returns with nothing once a signal handler has run in this thread or
-              // `brief` is over: for a thread of the program, which has to look after its signals
-    several_briefly,
+    none,  // take what has completed, do not block
+    // Block until there is a completion, or wake() was called since the last return.
+    some,
+    // As some, but a backend may sleep through one completion, and through a wake() until the next
+    // completion. For a caller that has nothing to submit and enough in flight: each wake-up costs.
+    several,
+    // As some, but return nothing once a signal handler has run in this thread, or after `brief`.
+    // For a thread of the program, which has to handle its signals.
+    briefly,
+    several_briefly,  // both
 };
 
 [[nodiscard]] constexpr bool is_brief(Wait wait) noexcept {
@@ -78,8 +79,8 @@ class Backend {
     Backend() = default;
     Backend(const Backend&) = delete;
     Backend& operator=(const Backend&) = delete;
-    // Returns only when the kernel touches no request's memory any more: what is in flight is
-    // waited for, unreaped; what was pushed and never submitted is not done. Runs in the thread
+    // Returns only when the kernel touches no request's memory any more: it waits for what is in
+    // flight, without reaping it, and drops what was pushed and never submitted. Runs in the thread
     // that attached.
     virtual ~Backend() = default;
 
@@ -89,18 +90,18 @@ class Backend {
     // std::system_error.
     virtual void attach() {}
 
-    // Whether one thread after another may drive it, each until it returns from a call here. Then
-    // it knows Wait::briefly, too.
+    // Whether different threads may drive it, one at a time, each for the length of a call. Such a
+    // backend knows Wait::briefly and Wait::several_briefly.
     [[nodiscard]] virtual bool serves_any_thread() const noexcept { return false; }
 
-    // Most requests that can be pushed and not yet reaped.
+    // How many requests can be pushed and not yet reaped.
     [[nodiscard]] virtual unsigned capacity() const noexcept = 0;
 
     // Queues one request; false when capacity() are pending already, and then nothing has happened.
     [[nodiscard]] virtual bool push(const Request& request) = 0;
 
-    // Hands what was pushed to the kernel now, as far as that has room; where a backend has no call
-    // for that alone, submit_and_reap does. Throws as that does.
+    // Hands what was pushed to the kernel now, as far as the kernel has room. Does nothing in a
+    // backend that submits in submit_and_reap alone. Throws as submit_and_reap does.
     virtual void submit() {}
 
     // Hands everything pushed to the kernel, then fills `out` (which has room for at least one)
@@ -111,8 +112,8 @@ class Backend {
     // the backend as a whole is broken; what was in flight then is still drained by the destructor.
     [[nodiscard]] virtual std::size_t submit_and_reap(std::span<Completion> out, Wait wait) = 0;
 
-    // A descriptor, from the first call on, that can be read when something has completed since it
-    // was read last; -1 where there is none. Any thread may ask, one at a time, and read.
+    // A descriptor that is readable when something has completed since it was last read, counted
+    // from the first call here; -1 where there is none. Any thread may call, one at a time.
     [[nodiscard]] virtual int completion_descriptor() { return -1; }
 
     // Makes a blocked or the next submit_and_reap(..., Wait::some) return. Any thread, at any time
@@ -133,28 +134,29 @@ class Backend {
 // ...), std::invalid_argument for an unknown name.
 [[nodiscard]] std::unique_ptr<Backend> make_backend(std::string_view name, unsigned depth);
 
-// For `liburing`: the library, loaded already by importing python-liburing, whose functions are
-// bound; "" forgets it.
+// Where the library of the `liburing` backend is. Importing python-liburing has loaded it. ""
+// forgets the path.
 void set_liburing_path(const std::string& path);
 
-// One rule of a fault plan: what happens to requests that match. Counted over the requests pushed
-// that match `verbs`.
+// One rule of a fault plan: which requests it applies to, and what happens to them. `nth` and
+// `every` count the pushed requests that match `verbs`.
 struct FaultRule {
     enum class Kind : std::uint8_t {
-        fail,      // completes with -error; nothing is done
-        shorten,   // at most `length` bytes are asked of the wrapped backend (0: half, in multiples
-                   // of 512 where that leaves any); a sync stays as it is
-        delay,     // completes `delay_us` later than the wrapped backend says
-        reorder,   // held back until `hold` later completions have overtaken it or nothing else is
-                   // in flight
+        fail,  // completes with -error; nothing is done
+        // At most `length` bytes are asked of the wrapped backend. 0: half of the request, in
+        // multiples of 512 where that leaves any. A sync stays as it is.
+        shorten,
+        delay,  // completes `delay_us` later than in the wrapped backend
+        // Held back until `hold` later completions have overtaken it, or nothing else is in flight.
+        reorder,
         throttle,  // completions are spread so that no more than `bytes_per_s` pass
     };
     Kind kind = Kind::fail;
     std::vector<Verb> verbs = {};  // empty: all
-    std::uint64_t nth =
-        0;  // the request it applies to, counted from 1; 0: see every and probability
-    std::uint64_t every = 0;     // each every-th request; 0: not this way
-    double probability = 0.0;    // drawn per request from the plan's seed; 0: not this way
+    // The rule applies to a request that any of these three chooses.
+    std::uint64_t nth = 0;       // the nth request, counted from 1; 0: none
+    std::uint64_t every = 0;     // each every-th request; 0: none
+    double probability = 0.0;    // drawn for each request from the plan's seed
     int error = EIO;             // for fail
     std::uint32_t length = 0;    // for shorten
     std::uint32_t delay_us = 0;  // for delay

@@ -1,6 +1,6 @@
-// The memory of a drive's own, through which it copies what cannot go directly: blocks of any size
-// for small chunks, slots of a whole chunk for the others, which in slots would leave little in
-// flight. Both are taken from the system when first needed. Used by the leading thread alone.
+// A drive's own memory, through which it copies what cannot go directly. Small chunks use blocks of
+// any size: in slots, each of a whole chunk, few of them would be in flight. Larger chunks use
+// slots. Both are taken from the system when first needed. Used by the leading thread alone.
 #pragma once
 
 #include <cstddef>
@@ -15,10 +15,10 @@ namespace deepnvme {
 
 class BounceMemory {
   public:
-    // The most bytes of a chunk that goes through a block.
+    // A chunk of more bytes goes through a slot.
     static constexpr std::uint64_t largest_block = 128 << 10;
 
-    // Where a chunk's bytes are meanwhile. Empty: nowhere.
+    // Where a chunk's bytes are while they travel. Empty: no bounce memory.
     struct Place {
         std::byte* data = nullptr;
         std::int32_t slot = -1;                  // -1: a block
@@ -26,19 +26,21 @@ class BounceMemory {
         [[nodiscard]] explicit operator bool() const noexcept { return data != nullptr; }
     };
 
-    // Blocks get a share of the bytes in flight, slots the rest, for at most so many chunks.
+    // Blocks get a share of the bytes in flight, slots the rest, for at most `most_chunks`.
     BounceMemory(std::uint64_t chunk_bytes, std::uint64_t inflight_bytes, std::size_t most_chunks);
 
-    // Else small reads of parts of pages go through the page cache.
+    // Whether there can be blocks. Without them, small reads of parts of pages go through the page
+    // cache.
     [[nodiscard]] bool has_blocks() const noexcept { return block_bytes_ > 0; }
-    // Whether so many bytes have a place now; true where that is not known as yet.
+    // Whether there is a place for so many bytes now; true before the memory is taken.
     [[nodiscard]] bool has_room(std::size_t nbytes) const;
-    // Where has_room() has said so. Throws std::bad_alloc: the system has no memory now.
+    // Only where has_room() is true. Throws std::bad_alloc where the system has no memory.
     [[nodiscard]] Place take(std::size_t nbytes);
     void give_back(Place place);
 
-    // Of the system, for rings to register.
+    // For rings to register.
     [[nodiscard]] std::vector<std::shared_ptr<Arena>> arenas() const;
+    // Taken from the system so far.
     [[nodiscard]] std::uint64_t bytes() const noexcept { return bytes_; }
 
   private:

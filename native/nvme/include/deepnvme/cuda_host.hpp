@@ -1,6 +1,6 @@
 // Page-locking host memory with CUDA, through the driver library found when the program runs; there
-// need be none. Not yet run on a GPU: native/tests/test_cuda_host.cpp holds it against a stand-in
-// for the driver.
+// need be none. native/tests/test_cuda_host.cpp runs it on a stand-in for the driver,
+// scripts/bench/gpu_copies on a GPU.
 #pragma once
 
 #include <cstddef>
@@ -14,13 +14,13 @@ namespace deepnvme {
 class CudaHost {
   public:
     enum class When : unsigned char {
-        in_use,    // only if this process has loaded the driver and a device's primary context is
-                   // active already
+        // only if this process has loaded the driver and a device's primary context is active
+        in_use,
         demanded,  // load and initialise it
     };
 
-    // Empty when there is no driver, no device, or (in_use) nothing of it is in use; throws
-    // std::runtime_error when it was demanded and cannot be had, saying why.
+    // in_use: empty where this process does not use CUDA. demanded: throws std::runtime_error,
+    // which says why, where there is no driver or no device.
     [[nodiscard]] static std::shared_ptr<CudaHost> open(
         When when, const std::string& library = "libcuda.so.1");
 

@@ -5,8 +5,8 @@
 
 namespace deepnvme {
 
-// Rings until it is answered, by a descriptor that can be read: when ring() is called, and when
-// something completes on a drive that it watches. For an event loop. Any thread.
+// An event loop watches `descriptor()`, which is readable while the bell rings: from ring(), or a
+// completion on a drive that it watches, until answer(). Any thread.
 class Doorbell {
   public:
     Doorbell();  // throws std::system_error
@@ -16,17 +16,17 @@ class Doorbell {
 
     [[nodiscard]] int descriptor() const noexcept { return poll_; }
     void ring() noexcept;
-    // Lets it ring each time that an event is signalled on `descriptor`, until that is closed.
+    // Rings at every event on `descriptor` from now on, until that is closed.
     void watch(int descriptor);
-    // Stops ringing. What ring() is called for until listen() makes no sound: the caller looks
-    // after all that has ended by then.
+    // Stops ringing, and ignores ring() until listen(): the caller handles all that has ended by
+    // then.
     void answer() noexcept;
     void listen() noexcept { rung_ = false; }
 
   private:
     int poll_;
     int signal_;
-    std::atomic<bool> rung_ = false;  // and not answered, or answered just now
+    std::atomic<bool> rung_ = false;  // it rings, or was answered and does not listen yet
 };
 
 }  // namespace deepnvme

@@ -1,6 +1,7 @@
-// One drive: one backend, a budget of bytes in flight, a thread of its own. Turns operations into
-// chunks and chunks into an outcome. One thread at a time leads it: a caller that submits or waits,
-// or the drive's own thread (docs/decisions/0032).
+// One drive: one backend, a budget of bytes in flight, a thread of its own. Cuts operations into
+// chunks, and makes their outcomes of what became of these. One thread at a time leads it, which is
+// to submit to its backend and reap from it: a caller that submits or waits, or the drive's own
+// thread (docs/decisions/0032).
 #pragma once
 
 #include <array>
@@ -29,8 +30,8 @@
 
 namespace deepnvme {
 
-// What to do with aligned memory that is in no registered arena: the drive's own decision would be
-// a guess, so the caller says.
+// How aligned memory that is in no registered arena travels: as it is, or through bounce memory.
+// The caller says, as the drive could only guess which is faster.
 enum class UserMemory : std::uint8_t { zero_copy, bounce };
 
 struct DriveOptions {
@@ -39,14 +40,15 @@ struct DriveOptions {
     UserMemory user_memory = UserMemory::zero_copy;
 };
 
-// Returns them as they are; throws std::invalid_argument where they make no sense together.
+// Returns the options; throws std::invalid_argument where they make no sense.
 [[nodiscard]] DriveOptions checked(DriveOptions options);
 
 // When small operations are handed to the kernel, where no thread leads their drive.
 enum class Issue : std::uint8_t {
     now,
-    soon,  // with others, by an event loop or a thread that waits; else by the drive's own thread,
-           // when it looks for what was left (see docs/decisions/0032)
+    // Together with others, by an event loop or a thread that waits; at the latest by the drive's
+    // own thread, when it next looks (see docs/decisions/0032).
+    soon,
 };
 
 struct DriveStats {
@@ -58,12 +60,12 @@ struct DriveStats {
     std::uint64_t read_bytes = 0;
     std::uint64_t written_bytes = 0;
     std::uint64_t bounced_bytes = 0;  // copied through the drive's own memory
-    std::uint64_t buffered_bytes =
-        0;                      // through the page cache: partial pages, files without direct I/O
-    std::uint64_t retries = 0;  // EINTR and EAGAIN of a chunk
+    // Through the page cache: partial pages, files without direct I/O.
+    std::uint64_t buffered_bytes = 0;
+    std::uint64_t retries = 0;  // of chunks: EINTR, EAGAIN or ECANCELED
     std::uint64_t short_transfers = 0;
-    std::uint64_t direct_refused =
-        0;  // EINVAL on the direct descriptor, done through the buffered one
+    // Chunks that got EINVAL on the direct descriptor, and were done through the buffered one.
+    std::uint64_t direct_refused = 0;
     std::uint64_t inflight_bytes = 0;
     std::uint64_t peak_inflight_bytes = 0;
     std::uint64_t registered_bytes = 0;
@@ -75,7 +77,7 @@ struct DriveStats {
 
 class Drive {
   public:
-    // Takes what has ended since the last call; called on the leading thread, must not throw.
+    // Gets the outcomes since the last call. Called on the leading thread; must not throw.
     using Ended = std::function<void(std::vector<Outcome>)>;
 
     // Throws what Backend::attach throws.
@@ -84,30 +86,30 @@ class Drive {
     Drive(const Drive&) = delete;
     Drive& operator=(const Drive&) = delete;
 
-    // Issue::now: where no other thread leads and all are small, they reach the kernel before it
+    // Issue::now: where no other thread leads and all are small, they reach the kernel before this
     // returns, in one call.
     void submit(std::span<Operation> operations, Issue when);
-    // Leads until `state` is not 0, a signal handler has run or Wait::briefly is over. False at
-    // once where another thread leads: the caller then counts as one that waits, until
-    // stop_following.
+    // Leads until `state` is not 0, a signal handler has run or a Wait::briefly brought nothing.
+    // False at once where another thread leads: the caller then counts as a follower, until it
+    // calls stop_following.
     [[nodiscard]] bool lead_while_zero(const std::atomic<std::uint32_t>& state);
     void stop_following();
-    // Lets the drive's own thread lead where no other does: the end of something is heard
-    // elsewhere.
+    // Lets the drive's own thread lead where no other does, for an operation whose submitter does
+    // not wait here.
     void attend();
-    // Lets the loop behind `bell` lead by lead_for: as long as it lives, the drive's own thread
-    // holds back. False: this drive cannot, and attend() is needed.
+    // Lets the event loop of `bell` lead, by lead_for_loops: the drive's own thread holds back as
+    // long as that bell lives. False: this drive cannot, and the caller needs attend().
     [[nodiscard]] bool serve_loop(const std::shared_ptr<Doorbell>& bell);
-    // Takes what has completed and issues what is next, where no other thread leads. Never waits.
+    // Reaps what has completed and issues what is next, where no other thread leads. Never waits.
     void lead_for_loops();
-    // Lets operations whose ticket is stopped end.
+    // Ends the operations whose ticket was stopped, as far as the kernel does not have them.
     void end_stopped();
-    // Lets `arenas` be registered in place of those before, as soon as nothing is in flight.
+    // Registers `arenas` in place of those before, as soon as nothing is in flight.
     void use_arenas(std::vector<std::shared_ptr<Arena>> arenas);
-    // Waits at most `patience` for that. True: those asked for last are in use, or never will be.
+    // Waits for that, at most `patience`. True: it is done, or the drive is stopped or broken.
     [[nodiscard]] bool arenas_settled(std::chrono::nanoseconds patience);
-    // Drains what was submitted, then ends the thread. Nothing may be submitted after. Again: does
-    // nothing.
+    // Waits for what was submitted, then ends the thread. The caller submits nothing more. Again:
+    // does nothing.
     void stop();
     [[nodiscard]] DriveStats stats() const;
 
@@ -116,17 +118,17 @@ class Drive {
     struct Active {
         Operation operation;
         Clock::time_point submitted;
-        std::uint64_t expected_length = 0;  // of the file, then
+        std::uint64_t expected_length = 0;  // of the file when it was submitted
         std::uint64_t sequence = 0;
         std::uint64_t issued = 0;                   // bytes for which chunks were made
-        std::size_t piece = 0;                      // the one that the next chunk is of
-        std::uint64_t piece_start = 0;              // where that begins in the operation
+        std::size_t piece = 0;                      // number of the next chunk's piece
+        std::uint64_t piece_start = 0;              // where that piece begins in the operation
         std::uint32_t outstanding = 0;              // chunks not yet ended
         std::uint64_t certain = ~std::uint64_t{0};  // bytes before the first chunk that fell short
         Ending ending = Ending::succeeded;
         int error = 0;
-        std::list<Active>* home = nullptr;  // the list that holds it, and where
-        std::list<Active>::iterator place;
+        std::list<Active>* home = nullptr;  // the list that holds it
+        std::list<Active>::iterator place;  // in that list
     };
 
     // One piece of an operation, in the kernel or waiting to be pushed again.
@@ -137,8 +139,8 @@ class Drive {
         std::byte* memory = nullptr;  // the caller's
         std::uint32_t length = 0;
         std::uint32_t moved = 0;
-        std::uint32_t lead = 0;   // direct reads: bytes asked for before the first that is wanted
-        std::uint32_t trail = 0;  // and behind the last
+        std::uint32_t lead = 0;   // direct reads: bytes read before the first that is wanted
+        std::uint32_t trail = 0;  // and after the last
         BounceMemory::Place bounce = {};  // empty: the caller's memory is used as it is
         bool direct = false;
         bool in_kernel = false;
@@ -219,29 +221,28 @@ class Drive {
     std::condition_variable turn_;  // for the drive's own thread
     bool led_ = false;              // a thread leads: it alone touches what is below
     bool wants_own_thread_ = false;
-    bool attended_ = false;     // see attend(), until nothing is left to do
-    bool stops_asked_ = false;  // see end_stopped()
+    bool attended_ = false;     // attend() was called since there was last nothing to do
+    bool stops_asked_ = false;  // end_stopped() was called
     std::vector<std::weak_ptr<Doorbell>> loops_;
-    bool loop_came_in_vain_ = false;
-    bool watching_ = false;    // the drive's own thread will look again soon, by itself
+    bool loop_came_in_vain_ = false;  // another thread led when a loop wanted to
+    bool watching_ = false;    // the drive's own thread will look again soon, without being woken
     unsigned followers_ = 0;   // threads that wait while another leads
-    std::uint64_t turns_ = 0;  // of callers
-    int failure_ = 0;  // errno that ended a caller's turn; the drive's own thread deals with it
+    std::uint64_t turns_ = 0;  // how often callers have led
+    int failure_ = 0;  // errno that ended a caller's turn; the drive's own thread handles it
     std::list<Active> inbox_;
     std::vector<std::shared_ptr<Arena>> wanted_arenas_;
-    std::uint64_t arenas_asked_ =
-        0;  // how often use_arenas was called, and which call is in effect
-    std::uint64_t arenas_applied_ = 0;
+    std::uint64_t arenas_asked_ = 0;    // how often use_arenas was called
+    std::uint64_t arenas_applied_ = 0;  // which of these calls is in effect
     std::uint64_t next_sequence_ = 0;
     bool stopping_ = false;
-    bool sleeping_ = false;
-    int broken_ = 0;  // errno that broke the backend; every operation ends with it
+    bool sleeping_ = false;  // the leading thread has to be woken for news
+    int broken_ = 0;         // errno that broke the backend; every operation ends with it
 
-    // The leading thread's only; under mutex_ where none leads.
-    // Not wholly issued, each lane in order: urgent ones, and the others by their size.
+    // Only the leading thread touches these; where no thread leads, any under mutex_.
+    // Operations that are not wholly issued, in order: urgent ones, and the others by their size.
     std::array<std::list<Active>, 4> lanes_;
-    std::size_t lane_ = 1;             // the one that may issue
-    std::int64_t credit_ = 0;          // so many bytes more, until it is the turn of the next
+    std::size_t lane_ = 1;             // the lane whose turn it is
+    std::int64_t credit_ = 0;          // bytes that it may still issue in this turn
     std::list<Active> parked_;         // syncs behind writes
     std::uint64_t with_deadline_ = 0;  // operations that have one
     bool stops_due_ = false;           // a ticket was stopped
@@ -251,15 +252,15 @@ class Drive {
     std::deque<std::uint32_t> repush_;
     BounceMemory bounce_;
     std::vector<std::shared_ptr<Arena>> arenas_;
-    std::vector<std::shared_ptr<Arena>>
-        registered_;  // index in the ring; empty when the kernel refused
+    // In the order of the ring's indices; empty where the kernel refused them.
+    std::vector<std::shared_ptr<Arena>> registered_;
     std::uint64_t arenas_seen_ = 0;
     bool registration_due_ = false;
     std::uint64_t inflight_ = 0;
     std::uint32_t in_kernel_ = 0;
     std::uint32_t direct_in_kernel_ = 0;
-    bool full_ = false;              // issue() ended for want of room
-    bool pushed_ = false;            // requests that the backend did not hand on yet
+    bool full_ = false;              // issue() ended because there was no room
+    bool pushed_ = false;            // the backend has requests that it has not submitted yet
     std::vector<Outcome> outcomes_;  // not yet reported
 
     struct Counters {

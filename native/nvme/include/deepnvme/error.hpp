@@ -1,5 +1,4 @@
-// Errors that carry what a person needs at three in the morning: the operation, the file, where,
-// how much, which errno.
+// Errors of calls that queued no I/O. How a read or write failed is in its Outcome (operation.hpp).
 #pragma once
 
 #include <cerrno>
@@ -24,7 +23,7 @@ class FileError : public std::system_error {
     std::string path_;
 };
 
-// Work was handed to something closed already.
+// The queue is closed, or the file is of another queue.
 class ClosedError : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;

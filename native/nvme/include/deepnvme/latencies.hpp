@@ -11,7 +11,7 @@ namespace deepnvme {
 class Latencies {
   public:
     void add(std::chrono::nanoseconds latency) noexcept;
-    // To about an eighth.
+    // The latency that `share` of the operations did not exceed, to about an eighth.
     [[nodiscard]] double quantile_us(double share) const noexcept;
 
   private:

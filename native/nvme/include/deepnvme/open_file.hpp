@@ -26,9 +26,9 @@ enum class DirectIO : std::uint8_t {
     required,   // opening fails where the file system refuses it
 };
 
-// Whether a file of that name lies, or would be made, on a FUSE file system: there, on some
-// servers, a ring does the rest of a short read or write at its start again and reports success
-// (seen on Linux 6.18); other backends do not.
+// Whether a file of that name lies, or would be made, on a FUSE file system. With some FUSE servers
+// a ring repeats the start of a short read or write in place of its rest, and reports success
+// (seen on Linux 6.18). Other backends do not.
 [[nodiscard]] bool on_fuse(const std::string& path);
 
 // No device asks for offsets that are multiples of more.
@@ -45,7 +45,7 @@ class OpenFile {
     OpenFile& operator=(const OpenFile&) = delete;
 
     [[nodiscard]] const std::string& path() const noexcept { return path_; }
-    // What errors call a file that has no name, or has lost it; before any I/O on it.
+    // Sets the name in errors, for a file that has no name or has lost it. Before any I/O on it.
     void show_as(std::string name) { path_ = std::move(name); }
     [[nodiscard]] bool writable() const noexcept { return mode_ != OpenMode::read; }
     // -1 where direct I/O is refused or not wanted.
@@ -63,15 +63,15 @@ class OpenFile {
     // See on_fuse() above.
     [[nodiscard]] bool spoiled_by_rings() const noexcept { return on_fuse_; }
 
-    // The length the file should have: as last opened, or as this process's writes and truncations
-    // left it, through whichever of its handles. A read that ends before it means that another
-    // process cut the file.
+    // The length the file should have: as found when it was last opened, then as this process's
+    // writes and truncations left it, through any of its handles. A read that ends before it means
+    // that another process cut the file.
     [[nodiscard]] std::uint64_t expected_length() const noexcept {
         return expected_length_->load(std::memory_order_relaxed);
     }
     void wrote_until(std::uint64_t end) noexcept;
 
-    // The length now, asked of the kernel. These three throw FileError.
+    // Asks the kernel for the length. These three throw FileError.
     [[nodiscard]] std::uint64_t length() const;
     void preallocate(std::uint64_t nbytes);
     void truncate(std::uint64_t nbytes);
@@ -90,8 +90,8 @@ class OpenFile {
     dev_t device_ = 0;
     ino_t inode_ = 0;
     bool on_fuse_ = false;
-    std::shared_ptr<std::atomic<std::uint64_t>>
-        expected_length_;  // one for all handles of the file
+    // One for all handles of the file.
+    std::shared_ptr<std::atomic<std::uint64_t>> expected_length_;
 };
 
 }  // namespace deepnvme

@@ -1,4 +1,5 @@
-// What is asked of a drive, how it ends, and the submitter's hold on it meanwhile.
+// An operation for a drive, its outcome, and the ticket by which its submitter cancels or awaits
+// it.
 #pragma once
 
 #include <atomic>
@@ -18,26 +19,27 @@ class Drive;
 
 enum class AtEndOfFile : std::uint8_t { fails, stops };
 
-// The submitter's hold on an operation: to take it back while it has not begun, and to wait for its
-// end.
+// The submitter's handle of an operation: to cancel it before it begins, to stop it, and to wait
+// for its end.
 class Ticket {
   public:
-    // The first call decides. True: the drive may begin; it never will.
+    // The first of these two calls decides. True: the drive may begin the operation, or the
+    // operation is cancelled and never begins.
     [[nodiscard]] bool begin() noexcept { return claim(Claim::begun); }
     [[nodiscard]] bool cancel() noexcept { return claim(Claim::cancelled); }
-    // True for the first caller: it hands the operation to a queue, and no other thread does. Until
-    // the queue has taken it, take_back() lets another thread do so.
+    // True for the first caller, who alone submits the operation to a queue. take_back() lets
+    // another thread do so, where the queue did not take it.
     [[nodiscard]] bool hand_in() noexcept { return !handed_in_.exchange(true); }
     void take_back() noexcept { handed_in_ = false; }
     // Whether a queue took the operation: it then ends, exactly once.
     [[nodiscard]] bool taken() const noexcept { return taken_; }
-    // Lets go all threads that wait for the end now or later: it was cancelled, and the drive may
-    // be long in coming to it.
+    // Wakes all threads that wait for the end, and those that will: the operation was cancelled,
+    // and the drive may notice that late.
     void release_waiters() noexcept;
     // Whether release_waiters came before the end.
     [[nodiscard]] bool released() const noexcept { return state_ == released_early; }
-    // Lets no further part of it be issued. What the kernel has runs to its end; the operation then
-    // fails with ECANCELED, unless that was all of it.
+    // Issues no further part of it. What the kernel has runs to its end. The operation then fails
+    // with ECANCELED, unless the kernel had all of it.
     void stop() noexcept { stopped_ = true; }
     [[nodiscard]] bool stopped() const noexcept { return stopped_; }
 
@@ -55,13 +57,13 @@ class Ticket {
     std::atomic<bool> taken_ = false;
     std::atomic<bool> stopped_ = false;
     std::weak_ptr<Drive> drive_;      // set before it is taken, and read only after that
-    bool heard_ = false;              // the queue's own thread learns of its end at once
+    bool heard_ = false;              // wait_ended returns it at its end: see Queue::hear
     std::shared_ptr<Doorbell> bell_;  // rings at its end
     static constexpr std::uint32_t ended = 1;
     static constexpr std::uint32_t released_early = 2;
     std::atomic<std::uint32_t> state_ = 0;  // a futex
     std::atomic<unsigned> sleepers_ = 0;    // threads that sleep on it
-    unsigned waiting_ = 0;                  // those, and the one that leads the drive meanwhile
+    unsigned waiting_ = 0;                  // those, and the waiter that leads the drive
 };
 
 // One piece of memory and its place in a file.
@@ -75,8 +77,8 @@ enum class Priority : std::uint8_t { normal, urgent };
 
 using Clock = std::chrono::steady_clock;
 
-// What a caller wants done with one piece of memory, or with several in their order. Memory and
-// file stay valid until it has ended.
+// A read, write or sync: of one piece of memory, or of several in their order. Memory and file stay
+// valid until it has ended.
 struct Operation {
     std::uint64_t id = 0;
     std::shared_ptr<Ticket> ticket;  // empty: cannot be cancelled, nor waited for alone
@@ -86,7 +88,7 @@ struct Operation {
     std::byte* memory = nullptr;
     std::uint64_t length = 0;  // of all pieces together, where there are some
     std::uint64_t offset = 0;
-    std::vector<Piece> pieces = {};  // of one verb and file; empty: the one above
+    std::vector<Piece> pieces = {};  // empty: one piece, of the three fields above
     Priority priority = Priority::normal;
     Clock::time_point deadline = Clock::time_point::max();  // nothing of it is issued after that
 };

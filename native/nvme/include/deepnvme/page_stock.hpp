@@ -1,6 +1,6 @@
-// Memory for I/O in runs of any size, each with addresses of its own; their pages are used again
-// for other runs: the kernel clears a new page, which takes as long as to fill it, and moves an old
-// one by its table. Thread-safe.
+// Memory for I/O in runs of any size, each with addresses of its own, that reuses the pages of
+// earlier runs: clearing a new page takes the kernel as long as filling it, moving an old page only
+// changes a page table. Thread-safe.
 #pragma once
 
 #include <sys/types.h>
@@ -16,7 +16,7 @@ namespace deepnvme {
 
 class PageStock;
 
-// Goes back to its stock in the end.
+// One run of memory. Its destructor gives the pages back to the stock.
 class Pages {
   public:
     Pages(std::shared_ptr<PageStock> stock, std::unique_ptr<Mapping> mapping, std::size_t nbytes);
@@ -37,13 +37,12 @@ class PageStock : public std::enable_shared_from_this<PageStock> {
   public:
     [[nodiscard]] static std::shared_ptr<PageStock> make();
 
-    // Beside it, at most `keep` bytes are idle when it returns, and were before it asked for new
-    // pages. Its bytes are zeros or of an earlier run. Throws std::bad_alloc; ForkedError;
-    // std::invalid_argument for 0 bytes.
+    // Returns a run, whose bytes are zeros or those of an earlier run. At most `keep` bytes
+    // stay idle; the others go back to the system before it asks for new pages. Throws
+    // std::bad_alloc; ForkedError; std::invalid_argument for 0 bytes.
     [[nodiscard]] std::shared_ptr<Pages> take(std::size_t nbytes, std::size_t keep);
 
-    // Gives idle pages back to the system, what has been idle longest first, until at most so much
-    // is left.
+    // Gives idle pages back to the system, the longest idle first, until at most `nbytes` are left.
     void keep_at_most(std::size_t nbytes);
 
     [[nodiscard]] std::size_t idle_bytes() const;
@@ -60,7 +59,7 @@ class PageStock : public std::enable_shared_from_this<PageStock> {
     [[nodiscard]] bool belongs_to_a_parent() const noexcept;
 
     mutable std::mutex mutex_;
-    std::deque<std::unique_ptr<Mapping>> idle_;  // what went back last, last
+    std::deque<std::unique_ptr<Mapping>> idle_;  // longest idle first
     const pid_t owner_;
 };
 

@@ -1,6 +1,6 @@
-// One run of memory, handed out in pieces, each exact and page-aligned. Thread-safe.
-// A Block gives its piece back when its last holder lets go; the memory lives until pool and blocks
-// are gone.
+// One run of memory, handed out in page-aligned pieces of exactly the bytes asked for. Thread-safe.
+// A Block gives its piece back when its last holder lets go. The memory lives until the pool and
+// all blocks are gone.
 #pragma once
 
 #include <sys/types.h>
@@ -32,7 +32,7 @@ using Pieces = std::map<std::size_t, std::size_t>;
 
 class Block {
   public:
-    // `piece` is what goes back in the end, so that giving back needs no memory.
+    // `piece` is the map node that goes back to the pool, so that giving back needs no memory.
     Block(std::shared_ptr<Pool> pool, Pieces::node_type piece, std::size_t nbytes);
     ~Block();
     Block(const Block&) = delete;
@@ -59,18 +59,18 @@ class Pool : public std::enable_shared_from_this<Pool> {
     // Throws PoolExhausted; ForkedError; std::invalid_argument for 0 bytes.
     [[nodiscard]] std::shared_ptr<Block> take(std::size_t nbytes);
 
-    // The piece at `offset`, for a caller that plans the pool's use. Throws PoolExhausted
-    // where some of it is held; ForkedError; std::invalid_argument for 0 bytes, an offset within a
-    // page, or what is not in the pool.
+    // The piece at `offset`, for a caller that plans the pool's use. Throws PoolExhausted where a
+    // Block has some of it; ForkedError; std::invalid_argument for 0 bytes, an offset within a
+    // page, or bytes outside the pool.
     [[nodiscard]] std::shared_ptr<Block> take_at(std::size_t offset, std::size_t nbytes);
 
-    // Page-locks all of it for CUDA, so that copies to and from a GPU need no staging. Once; throws
-    // std::runtime_error, and the pool then goes on without.
+    // Page-locks all of it for CUDA, so that copies to and from a GPU need no staging. Again: does
+    // nothing. Throws std::runtime_error; the pool is then usable as before.
     void pin_with(const std::shared_ptr<CudaHost>& cuda);
     [[nodiscard]] bool pinned() const;
 
-    // What rings can register of it: side by side, each as large as they take. A piece may lie
-    // across two.
+    // The memory in parts that a ring can register, each as large as the kernel takes. A piece may
+    // lie across two.
     [[nodiscard]] const std::vector<std::shared_ptr<Arena>>& arenas() const noexcept {
         return arenas_;
     }
@@ -94,7 +94,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
     std::shared_ptr<Mapping> mapping_;
     std::vector<std::shared_ptr<Arena>> arenas_;
     mutable std::mutex mutex_;
-    Pieces free_;  // never adjacent
+    Pieces free_;  // no two are adjacent: they would be one
     std::size_t free_bytes_ = 0;
     std::size_t peak_ = 0;
     bool pinned_ = false;

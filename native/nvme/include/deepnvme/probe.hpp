@@ -1,7 +1,7 @@
 // What the kernel lets this process do for storage: io_uring, Linux AIO, direct I/O in a directory.
 // Every function asks the kernel and returns what it said; "not available" is an answer, not an
 // exception. They leave nothing behind: no ring, no context, no file. Called by
-// deepnvme/machine/probing.py.
+// deepnvme/machine/probing.py; dio_alignment by OpenFile.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,9 @@ struct UringProbe {
     int error = 0;               // errno of io_uring_setup, 0 when a ring could be made
     std::uint32_t features = 0;  // uring::feature_* of that ring
     bool defer_taskrun = false;  // SINGLE_ISSUER | DEFER_TASKRUN are accepted
-    std::vector<std::uint8_t>
-        opcodes;  // supported uring::Op numbers; empty where the kernel lists none
+    // Numbers of the operations that it supports, uring::Op among them; empty where the kernel
+    // lists none.
+    std::vector<std::uint8_t> opcodes;
 };
 
 [[nodiscard]] UringProbe probe_uring();
@@ -35,9 +36,10 @@ struct DioAlignment {
 [[nodiscard]] std::optional<DioAlignment> dio_alignment(const std::filesystem::path& path);
 
 struct DirectoryProbe {
-    int plain_error = 0;  // errno of making a file there and writing one block, 0 when that works
-    int direct_error =
-        0;  // errno of writing and reading back one block with O_DIRECT, 0 when that works
+    // 0, or the errno of making a file there and writing one block.
+    int plain_error = 0;
+    // 0, or the errno of writing and reading back one block with O_DIRECT.
+    int direct_error = 0;
     std::optional<DioAlignment> alignment;  // of a file in that directory
 };
 

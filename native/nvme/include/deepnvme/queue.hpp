@@ -1,5 +1,6 @@
-// Where work is submitted: routes operations to one Drive per device, bounds how many are pending,
-// collects the ended. Any thread may call; closing drains. Refuses to work in a forked child.
+// Where operations are submitted: routes them to one Drive per device, bounds how many are pending,
+// collects their outcomes. Any thread may call. Closing waits for what is pending. Refuses to work
+// in a forked child.
 #pragma once
 
 #include <sys/types.h>
@@ -23,12 +24,12 @@ inline constexpr const char* queue_is_closed =
     "the queue is closed. Submit before close(), or make another queue";
 
 struct QueueOptions {
-    std::string backend;  // one that make_backend knows
-    std::vector<std::string>
-        fallbacks;  // for a drive after the first, where the kernel refuses another of it
+    std::string backend;  // a name that make_backend knows
+    // For drives after the first, where the kernel refuses another backend of that name.
+    std::vector<std::string> fallbacks;
     DriveOptions drive;
     std::uint32_t max_pending = 1024;
-    std::uint32_t max_requests = 0;  // that a drive works on at once; 0: as many as bytes allow
+    std::uint32_t max_requests = 0;  // of a drive at once; 0: as many as its bytes in flight allow
     std::optional<FaultPlan> faults;
 };
 
@@ -40,63 +41,66 @@ class Queue {
     Queue(const Queue&) = delete;
     Queue& operator=(const Queue&) = delete;
 
-    // `drive` are the options of the file's drive where this is the first file on it; without them
-    // it gets the queue's. Throws FileError, ClosedError, ForkedError; std::invalid_argument as
-    // `checked` does.
+    // Where this is the first file on its drive, the drive gets the options `drive`, or the queue's
+    // without them. Throws FileError, ClosedError, ForkedError; std::invalid_argument as `checked`
+    // does.
     [[nodiscard]] std::shared_ptr<OpenFile> open(
         const std::string& path, OpenMode mode, DirectIO direct, unsigned permissions,
         const std::optional<DriveOptions>& drive = std::nullopt);
     // Waits at most `patience` for room. False: max_pending operations are still pending. `bell` is
-    // as in hear(), for an operation with a ticket; its event loop then issues small operations as
-    // well, which it does together: the caller lets it call serve_loop soon. Throws ClosedError,
-    // ForkedError.
+    // as in hear(), for an operation with a ticket. The event loop of that bell then submits small
+    // operations, several in one call, so the caller sees to it that the loop calls serve_loop
+    // soon. Throws ClosedError, ForkedError.
     [[nodiscard]] bool submit(Operation operation, std::chrono::nanoseconds patience,
                               const std::shared_ptr<Doorbell>& bell = nullptr);
-    // Submits as many of them as there is room for, in their order, together; returns how many.
-    // Waits at most `patience` for room for the first.
+    // Submits as many as there is room for, from the first on, together; returns how many. Waits at
+    // most `patience` for room for the first.
     [[nodiscard]] std::size_t submit_many(std::vector<Operation> operations,
                                           std::chrono::nanoseconds patience);
 
-    // Lets the pool's arenas be registered with every ring, beside those of other pools, as soon as
-    // nothing is in flight there; lets them be forgotten again.
+    // Registers the pool's arenas with every ring, beside those of other pools, as soon as nothing
+    // is in flight there. forget_pool undoes it.
     void use_pool(const std::shared_ptr<Pool>& pool);
     void forget_pool(const std::shared_ptr<Pool>& pool);
     // Waits for that, at most `patience` for each drive. False: a drive is still at work.
     [[nodiscard]] bool pools_settled(std::chrono::nanoseconds patience);
 
-    // Blocks until operations have ended that no waiter of wait_for is about to take, and returns
-    // them; empty once the queue is closed and everything was returned. What has a ticket that was
-    // not heard may come a little later: a waiting thread may be about to take it.
+    // Blocks until operations have ended that no thread in wait_for is about to take, and returns
+    // them; empty once the queue is closed and everything was returned. Operations without a ticket
+    // and those of hear() are returned at once, others after a grace time, in which a thread may
+    // come to wait for them.
     [[nodiscard]] std::vector<Outcome> wait_ended();
-    // Lets wait_ended return that operation at its end, or `bell` ring then: the caller will not
-    // wait for it. What has rung is taken with take_ended; what is not taken, wait_ended returns.
+    // For an operation that the caller will not wait for: at its end `bell` rings, and take_ended
+    // has it; without a bell, wait_ended returns it at once. wait_ended also returns what nothing
+    // else took.
     void hear(Ticket& ticket, const std::shared_ptr<Doorbell>& bell);
-    // Answers the bell of an event loop: takes what has completed and issues what is next.
+    // Answers the bell of an event loop: reaps what has completed and issues what is next.
     void serve_loop(Doorbell& bell);
-    // What has ended and was not taken yet. Where that is something, the caller calls hand_back.
+    // Returns what has ended and was not taken yet. Where that is something, the caller calls
+    // hand_back.
     [[nodiscard]] std::vector<Outcome> take_ended();
-    // Lets no further part of that operation be issued: see Ticket::stop.
+    // Issues no further part of that operation: see Ticket::stop.
     void stop(Ticket& ticket);
-    // Blocks until that operation has ended and returns whatever has ended and was not taken yet,
-    // itself among it or not; nothing when the time is up, a signal handler has run, or
+    // Blocks until that operation has ended. Returns all that has ended and was not taken yet, with
+    // or without that operation; nothing when the time is up, a signal handler has run, or
     // Ticket::release_waiters was called. Leads the drive meanwhile, where no other thread does:
-    // see docs/decisions/0032. A caller that takes outcomes here calls hand_back when they are
-    // dealt with: wait_ended does not end before.
+    // see docs/decisions/0032. A caller that got outcomes calls hand_back when they are handled:
+    // after close, wait_ended waits for that.
     [[nodiscard]] std::optional<std::vector<Outcome>> wait_for(Ticket& ticket,
                                                                std::chrono::nanoseconds timeout);
-    // What wait_for returned is dealt with, but for these, which are for wait_ended() after all.
+    // What wait_for or take_ended returned is handled, but for these: wait_ended returns them.
     void hand_back(std::vector<Outcome> outcomes);
 
-    // Refuses new work and waits at most `patience` for the end of what was submitted. True: it has
-    // ended, and rings and pools are let go of. False: to be called again, as often as it takes.
+    // Refuses new operations and waits at most `patience` for the pending ones. True: they have
+    // ended, and rings and pools are let go of. False: the caller calls again.
     [[nodiscard]] bool close(std::chrono::nanoseconds patience);
 
     [[nodiscard]] std::map<dev_t, DriveStats> stats() const;
     [[nodiscard]] std::uint64_t pending() const;
-    // The name of what the drive with that file runs on.
+    // The name of the backend of that file's drive.
     [[nodiscard]] std::string backend_of(const OpenFile& file) const;
-    // This process is a forked child of the one that made it: it must neither be used nor destroyed
-    // here.
+    // Whether this process is a forked child of the one that made the queue. It must neither use
+    // nor destroy it.
     [[nodiscard]] bool belongs_to_a_parent() const noexcept;
 
   private:
@@ -118,12 +122,12 @@ class Queue {
     const QueueOptions options_;
     const pid_t owner_;
     const std::uint64_t forks_;
-    std::unique_ptr<Backend>
-        first_backend_;  // made by the constructor as proof that it works, used by the first drive
+    // Made by the constructor, as proof that it works; used by the first drive that it fits.
+    std::unique_ptr<Backend> first_backend_;
 
     mutable std::mutex drives_mutex_;  // taken before mutex_, never after
-    std::map<dev_t, std::shared_ptr<Drive>>
-        drives_;  // stopped under the lock, when idle; else never waited for
+    // While a thread has the lock, it waits for a drive only to stop it, when that is idle.
+    std::map<dev_t, std::shared_ptr<Drive>> drives_;
     std::map<dev_t, DriveStats> final_stats_;
     std::vector<std::shared_ptr<Pool>> pools_;
     std::map<std::string, int> memory_files_;
@@ -132,12 +136,12 @@ class Queue {
     std::condition_variable room_;
     std::condition_variable news_;
     std::vector<Outcome> ended_;
-    std::uint64_t takes_ = 0;           // how often they were taken
-    std::uint64_t urgent_ = 0;          // of these, what wait_ended is to return at once
+    std::uint64_t takes_ = 0;           // how often ended_ was taken
+    std::uint64_t urgent_ = 0;          // how many in ended_ wait_ended is to return at once
     bool rests_ = false;                // wait_ended sleeps until it is woken
-    std::vector<Outcome> handed_back_;  // only for wait_ended
-    std::uint64_t coming_ = 0;          // waiters that were woken and have not yet taken
-    std::uint64_t settling_ = 0;        // waiters that took and have not yet handed back
+    std::vector<Outcome> handed_back_;  // for wait_ended alone
+    std::uint64_t coming_ = 0;          // waiters that were woken and have not taken ended_ yet
+    std::uint64_t settling_ = 0;        // callers that took ended_ and have not called hand_back
     std::uint64_t pending_ = 0;
     bool closed_ = false;
     bool drained_ = false;

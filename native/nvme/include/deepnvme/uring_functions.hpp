@@ -1,7 +1,7 @@
-// The functions that a RingBackend asks of a ring. Their signatures are liburing's, so that a table
-// is bound from its library without a header; the other table is our own system calls. A ring is an
-// opaque block that its table alone understands. Called by make_backend; by tests to put refusals
-// of the kernel in between.
+// The functions of a ring that a RingBackend calls, as a table. One table is bound from liburing's
+// library, so its signatures are liburing's and no header is needed; the other is our own system
+// calls. A ring is an opaque block that only its table understands. Called by make_backend, and by
+// tests that put refusals of the kernel in between.
 #pragma once
 
 #include <signal.h>
@@ -29,7 +29,7 @@ struct UringFunctions {
     // Makes the ring; `params` goes in with flags and comes back with features.
     int (*queue_init_params)(unsigned entries, RingBlock* ring, uring::Params* params) = nullptr;
     void (*queue_exit)(RingBlock* ring) = nullptr;
-    // The next free submission, to be filled before the next submit; nullptr when all are taken.
+    // The next free submission, which the caller fills before the next submit; nullptr: none free.
     uring::Sqe* (*get_sqe)(RingBlock* ring) = nullptr;
     // Submits, returns how many the kernel took, waits until `wait_nr` completions are there.
     int (*submit_and_wait)(RingBlock* ring, unsigned wait_nr) = nullptr;
@@ -42,8 +42,8 @@ struct UringFunctions {
     unsigned (*sq_ready)(const RingBlock* ring) = nullptr;
     // Waits for one completion without submitting anything.
     int (*wait_cqe)(RingBlock* ring, uring::Cqe** cqe) = nullptr;
-    // Points at completions, without taking them, and returns how many; lets the kernel post those
-    // it deferred.
+    // Sets pointers to completions, without taking them, and returns how many. Lets the kernel post
+    // those that it deferred.
     unsigned (*peek_batch_cqe)(RingBlock* ring, uring::Cqe** cqes, unsigned count) = nullptr;
     void (*cq_advance)(RingBlock* ring, unsigned count) = nullptr;
     int (*register_buffers)(RingBlock* ring, const iovec* buffers, unsigned count) = nullptr;

@@ -1,6 +1,6 @@
-// The CPU's side of the update rules: checks what it is told, cuts it into chunks and runs a home's
-// kernels on a pool. Every home and every number of threads gives the same bits
-// (docs/decisions/0006-optimizer-kernels.md).
+// The update rules on the CPU: checks the segments, cuts them into chunks and runs a home's kernels
+// on a pool of threads. A home is a set of kernels for one kind of processor. Every home and every
+// number of threads gives the same bits (docs/decisions/0006-optimizer-kernels.md).
 #pragma once
 
 #include <cstdint>
@@ -23,22 +23,22 @@ struct Kernels;
 // The kernels of a home. Throws std::invalid_argument for a name that is not in homes().
 [[nodiscard]] const Kernels& kernels_of(std::string_view home);
 
-// A gradient as it lies in memory, from a block's first element on.
+// A gradient in memory, or a part of one that begins where a block of the norm does.
 struct Gradient {
     u64 address;
     Format format;
     u64 numel;
 };
 
-// Blocks of the norm in so many elements.
+// How many blocks of the norm `numel` elements have.
 [[nodiscard]] u64 block_count(u64 numel);
 
-// Updates every segment. Throws std::invalid_argument, before anything is changed, for a segment
-// that cannot be right.
+// Updates every segment. Throws std::invalid_argument for a segment that cannot be right, before
+// anything is changed.
 void update(std::span<const Segment> segments, ThreadPool& pool, const Kernels& kernels);
 
-// Updates every segment and sums this memory, which is sorted by address and does not overlap,
-// before and after it. Streams of the segments lie in it whole or not at all.
+// Updates every segment, and computes the checksums of `summed` before and after it. That memory is
+// sorted by address and does not overlap. Each stream of a segment lies in it whole or not at all.
 void update(std::span<const Segment> segments, std::span<Summed> summed, ThreadPool& pool,
             const Kernels& kernels);
 
@@ -53,12 +53,12 @@ enum class Sum { begins, goes_on };
 void accumulate(u64 into, const Gradient& gradient, Sum sum, std::span<double> sums,
                 ThreadPool& pool, const Kernels& kernels);
 
-// Adds neighbours 2i and 2i + 1 until one is left, an odd last one moving up; 0 for none.
-// Overwrites `sums`.
+// Adds neighbours 2i and 2i + 1, over and over, until one value is left; an odd last one moves up.
+// 0 for no sums. Overwrites `sums`.
 [[nodiscard]] double tree_sum(std::span<double> sums);
 
-// Reads and writes what an Adam update of the segments would, with almost no arithmetic; their
-// values become useless.
+// Reads and writes what an Adam update of the segments would, with almost no arithmetic: the speed
+// that the memory allows. Their values are useless afterwards.
 void sweep(std::span<const Segment> segments, ThreadPool& pool, const Kernels& kernels);
 
 }  // namespace infinity_optim

@@ -1,6 +1,6 @@
-// Which SIMD kernels run: what the CPU has, and the level chosen from it.
-// Every level gives the same bits; INFINITY_SIMD lowers the level to compare or to debug. The
-// environment is read by the callers, who pass its value in.
+// Which SIMD kernels run: what the CPU has, and the level chosen from it. Every level gives the
+// same bits; INFINITY_SIMD lowers the level to compare or to debug. Callers read the environment
+// and pass its value in.
 #pragma once
 
 #include <string_view>

@@ -1,5 +1,5 @@
-// Checksums of the memory that an update reads and writes, made while the caches hold it: as a pass
-// of its own over memory, checksums cost a step more than the update's arithmetic.
+// Checksums of the memory that an update changes, computed while the caches hold it: a
+// separate pass over the memory would cost more time than the update's arithmetic.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +21,8 @@ struct Summed {
     std::vector<u32> after;   // as the update left it
 };
 
-// Bytes of one block of a Summed that one stream of one segment has: elements from `first` on, up
-// to `last`.
+// The part of one block of a Summed that belongs to one stream of one segment: its elements from
+// `first` on, up to `last`.
 struct Piece {
     const std::byte* data;  // of element `first`
     u64 first;
@@ -33,8 +33,8 @@ struct Piece {
     u32 after = 0;
 
     [[nodiscard]] u64 nbytes() const { return (last - first) * width; }
-    // Go on with what elements from `begin` to `end` have of it. Each is called with neighbours, in
-    // their order.
+    // Add the bytes of elements `begin` to `end`, as far as they are in this piece, to its
+    // checksum. The calls of either follow one another without a gap.
     void sum_before(u64 begin, u64 end);
     void sum_after(u64 begin, u64 end);
 
@@ -42,12 +42,12 @@ struct Piece {
     void go_on(u32& crc, u64 begin, u64 end) const;
 };
 
-// Adds the pieces of `summed` that the update of a segment's elements from `begin` to `end` reads
-// or writes. `summed` is sorted by address.
+// Adds the pieces of `summed` that the update of a segment's elements from `begin` to `end`
+// changes. `summed` is sorted by address.
 void add_pieces(std::vector<Piece>& pieces, std::span<const Summed> summed, const Segment& segment,
                 u64 begin, u64 end);
 
-// Puts the sums of all pieces together, and adds those of the bytes that no piece has.
+// Joins the checksums of all pieces to those of their blocks, bytes that no piece has included.
 void join(std::span<Summed> summed, std::vector<Piece>& pieces);
 
 }  // namespace infinity_optim

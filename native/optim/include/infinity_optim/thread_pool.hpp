@@ -22,7 +22,7 @@ class ThreadPool {
     // std::invalid_argument for no cores and std::system_error, naming the core, where the system
     // refuses one.
     explicit ThreadPool(std::span<const int> cores);
-    ~ThreadPool();  // in a forked child as well, which has no threads: waits for none
+    ~ThreadPool();  // joins the threads; in a forked child, which has none, it does nothing
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
@@ -37,7 +37,7 @@ class ThreadPool {
     struct Task;
     void serve(int core, std::size_t place);
 
-    // What the threads wait for, and with it all that they share with callers.
+    // What the threads share with callers.
     struct Meeting {
         std::mutex callers;  // held by the caller whose task runs
 

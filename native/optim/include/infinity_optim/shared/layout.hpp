@@ -1,6 +1,6 @@
-// What an update kernel is told: one Segment per contiguous run of one parameter's elements, the
-// same bytes on CPU and GPU. Plain C++ and CUDA C++ without any include; everything in shared/ is
-// compiled by NVRTC as it is (docs/decisions/0006-optimizer-kernels.md).
+// The arguments of an update kernel: one Segment per contiguous run of one parameter's elements,
+// the same bytes on CPU and GPU. Plain C++ and CUDA C++ without any include; NVRTC compiles
+// everything in shared/ as it is (docs/decisions/0006-optimizer-kernels.md).
 #pragma once
 
 #if defined(__FAST_MATH__)
@@ -40,7 +40,7 @@ enum Flag : u32 {
 
 struct Segment {
     u64 numel;
-    u64 first_element;  // index in its parameter; what stochastic rounding counts by
+    u64 first_element;  // index in its parameter; stochastic rounding uses it
     u64 key;            // of stochastic rounding: seed, parameter and step, mixed
 
     // Addresses of the first elements; 0 where the rule or the formats need none.
@@ -70,7 +70,7 @@ struct Segment {
 };
 static_assert(sizeof(Segment) == 144);
 
-// The norm: squares are summed over blocks of so many elements, in so many lanes.
+// The norm sums the squares of blocks of `norm_block` elements, in `norm_lanes` lanes.
 inline constexpr u32 norm_block = 4096;
 inline constexpr u32 norm_lanes = 32;
 

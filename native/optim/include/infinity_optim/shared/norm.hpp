@@ -1,6 +1,6 @@
-// The sum of squares of a gradient: fixed blocks from a parameter's first element on, a fixed order
-// within and above them. Who computes a block changes nothing. A sum is finite if and only if every
-// element of the block is.
+// The sum of squares of a gradient, in fixed blocks from a parameter's first element on, and in a
+// fixed order within a block and over blocks: it is the same whichever thread or device computes a
+// block. The sum of a block is finite if and only if all its elements are.
 #pragma once
 
 #include "infinity_optim/shared/update.hpp"

@@ -1,5 +1,5 @@
-// One visit to memory: everything that an update reads, computes and writes from element i on.
-// load_state and store_state alone know how a state is stored: where 8-bit moments will come in.
+// What an update reads, computes and writes from element i on. Only load_state_ and store_state_
+// know how a state is stored: the place for 8-bit moments.
 #pragma once
 
 #include "infinity_optim/shared/rounding.hpp"
