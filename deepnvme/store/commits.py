@@ -1,9 +1,9 @@
 """The commits of a store on its drives: makes the next one, step by step (decision 0004), and finds
 the last ones.
 
-Owns the generation, what is durable when, and that nothing is promised any more after a step that
-failed in doubt. `Holdings` knows what a commit holds, and in which space. Called by the store, by
-one thread at a time.
+Owns the number of the generation, the order in which things become durable, and the poison: after a
+step that failed in doubt, no commit is made any more. `Holdings` knows what a commit holds, and in
+which space. Called by the store, by one thread at a time.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ __all__ = ["Commits"]
 
 
 class Commits:
-    """The commits of one store; `synced`: whether a commit survives power loss from when it is
-    made.
-    """
+    """The commits of one store. With `synced`, `make` returns when power loss cannot undo it."""
 
     def __init__(self, volume: Volume, *, synced: bool) -> None:
         self.generation = 0
@@ -41,11 +39,11 @@ class Commits:
 
     @property
     def poisoned(self) -> bool:
-        """Whether a step failed that leaves open what is on the drives."""
+        """Whether a step failed in doubt: it is not known what is on the drives."""
         return self._poison is not None
 
     def check(self) -> None:
-        """Refuse to go on where nothing could be promised.
+        """Refuse to go on in a poisoned store.
 
         Raises:
             PoisonedError: a step failed in doubt.
@@ -54,11 +52,10 @@ class Commits:
             raise copy(self._poison)  # one object raised twice would grow its traceback
 
     def make(self, tensors: Mapping[str, Record], trees: Mapping[str, Any]) -> None:
-        """Make a commit of this content. Its bytes are written already, and no thread writes to
-        their space.
+        """Make a commit of this content, whose bytes are written already.
 
-        Where this raises, `generation` and `poisoned` tell what came of it: with the old generation
-        and no poison, nothing of it is on the drives.
+        Where this raises, and neither the generation has changed nor the store is poisoned, nothing
+        of the commit is on the drives.
 
         Raises:
             PoisonedError: a step failed in doubt.
@@ -66,8 +63,7 @@ class Commits:
         """
         generation = self.generation + 1
         content = encode(Manifest(self._volume.uuid, generation, tensors, trees))
-        # Before the manifest names them: a manifest on the drives whose tensors are not would be
-        # a commit of garbage.
+        # First: a manifest that is on the drives before its tensors would be a commit of garbage.
         with self._in_doubt_where_it_fails("fdatasync of the tensors"):
             self._volume.sync()
         if self.generation and not self._last_is_durable:
@@ -101,14 +97,13 @@ class Commits:
         return PoisonedError(
             getattr(error, "errno", None) or errno.EINTR,
             f"{what} failed ({str(error) or type(error).__name__}): what was put since commit "
-            f"{self.generation} "
-            "may be lost, and no later sync would tell. Tensors can still be got; open the store "
-            "again to go on from its last commit",
+            f"{self.generation} may be lost, and no later sync would tell. Tensors can still be "
+            "got; open the store again to go on from its last commit",
             path=str(self._files.folder),
         )
 
     def find(self, generation: int | None) -> tuple[Mapping[int, Manifest], int]:
-        """Return the last commits by generation, and which one is meant: the last, unless
+        """Return the last commits by generation, and the generation to open: the last, unless
         `generation` names one.
 
         Raises:
@@ -142,7 +137,7 @@ class Commits:
         return MappingProxyType(whole), chosen
 
     def remove(self) -> None:
-        """Remove what tells of any commit."""
+        """Remove the manifests."""
         self._files.remove()
 
     def _refusal(self, number: int, message: str) -> StoreError:

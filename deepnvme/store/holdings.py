@@ -1,5 +1,5 @@
-"""What a store holds: tensors and state dicts by name, the last two commits, and who still needs
-which space.
+"""What a store holds: tensors and state dicts by name, the last two commits, and how many users the
+space of each tensor has.
 
 Owns the rule that space is given back as soon as no name, no reader and no commit needs it
 (decision 0004). Moves no bytes and takes no lock: the store calls it with its own lock held.
@@ -40,15 +40,14 @@ class Holdings:
         self.changed = False
         """Whether something was put or deleted that is in no commit."""
         self.closed = False
-        """Whether space is none of ours any more: nothing is given back from here on."""
+        """Whether the volume is closed or about to be: no space is given back from here on."""
         self._where = where
         self._release = release
         self._tensors: dict[str, Record] = {}
         self._trees: dict[str, Any] = {}
         self._commits: dict[int, tuple[Record, ...]] = {}
-        # By how many each record is needed, by its places: its name, its readers, and those of the
-        # last two commits and one under way that hold it. Numbers, and not an object for each: see
-        # Record.
+        # How many users a record has, by its places: its name, its readers, and the commits that
+        # hold it, of the last two and one under way. Numbers, not an object for each: see Record.
         self._needs: dict[tuple[int, ...], int] = {}
 
     # --- looking ----------------------------------------------------------------------------------
@@ -76,7 +75,7 @@ class Holdings:
         return sorted(self._tensors, key=lambda name: self._tensors[name].places)
 
     def groups(self, names: Iterable[str]) -> Iterator[Sequence[str]]:
-        """Yield the names in groups to be read at once: small tensors in a row, others alone."""
+        """Yield the names in groups that are read at once: small tensors in a row, others alone."""
         group: list[str] = []
         room = RUN_BYTES
         for name in names:
@@ -92,7 +91,7 @@ class Holdings:
             yield group
 
     def missing(self) -> list[str]:
-        """Return the names of tensors that state dicts lack, and of what is no state dict."""
+        """Return the names of tensors that state dicts lack, and of damaged state dicts."""
         found: list[str] = []
         for state, structure in self._trees.items():
             try:
@@ -129,36 +128,36 @@ class Holdings:
             )
         return self._trees[state]
 
-    # --- names: each of these returns the names that have other content now, or none --------------
+    # --- names: these return the names that have other content now --------------------------------
 
     def name(self, records: Mapping[str, Record]) -> Iterable[str]:
-        """Let these tensors have these names, in place of what has them."""
-        # first: interrupted anywhere, no name has space that is given to others
+        """Give these tensors these names, in place of those that have them."""
+        # First: wherever Ctrl-C interrupts this, no name has space that is given to others.
         self._need(records.values())
         gone = [self._tensors[name] for name in records if name in self._tensors]
         self.changed = True
-        self._tensors.update(records)  # one step: interrupted, all have their names, or none has
+        self._tensors.update(records)  # one step: after Ctrl-C, all have their names, or none has
         self._need_no_more(gone)
         return records
 
     def name_state(
         self, state: str, structure: Any, records: Mapping[str, Record]
     ) -> Iterable[str]:
-        """Let these tensors be a state dict, in place of the one of that name.
+        """Make these tensors a state dict, in place of the one of that name.
 
         Raises:
-            ManifestError: the one of that name is none that deepnvme makes; nothing has changed.
+            ManifestError: the one of that name is damaged; nothing has changed.
         """
         before = _leaves_of(state, self._trees[state]) if state in self._trees else {}
         gone = (before.keys() & self._tensors.keys()) - records.keys()
         self.name(records)
         self._trees[state] = structure
-        for name in gone:  # last: interrupted, none is missing
+        for name in gone:  # last: after Ctrl-C, no state dict lacks a tensor
             self._unname(name)
         return {*gone, *records}
 
     def name_tree(self, state: str, structure: Any) -> None:
-        """Let tensors that are there be a state dict.
+        """Make tensors that are there a state dict.
 
         Raises:
             ManifestError: it is not the structure of a state dict.
@@ -179,8 +178,8 @@ class Holdings:
         for state, structure in self._trees.items():
             if name.startswith(f"{state}/") and name in _leaves_of(state, structure):
                 raise ValueError(
-                    f"{name!r} is a part of the state dict {state!r}, which would be none without "
-                    "it: delete that by delete_state(), or put one without this tensor"
+                    f"{name!r} is a part of the state dict {state!r}, and cannot be deleted alone: "
+                    "delete the whole by delete_state(), or put one without this tensor"
                 )
         self._unname(name)
         self.changed = True
@@ -191,7 +190,7 @@ class Holdings:
 
         Raises:
             KeyError: there is none of that name.
-            ManifestError: it is none that deepnvme makes.
+            ManifestError: it is damaged.
         """
         gone = _leaves_of(state, self._tree(state)).keys() & self._tensors.keys()
         for name in gone:
@@ -205,14 +204,14 @@ class Holdings:
         del self._tensors[name]
         self._need_no_more((record,))
 
-    # --- parts of tensors that change -
+    # --- writing a part of a tensor ---------------------------------------------------------------
 
     def is_only_named(self, record: Record) -> bool:
-        """Return whether nothing but its name needs the space of a record: no reader, no commit."""
+        """Return whether only its name needs the space of a record: no reader, no commit."""
         return self._needs[record.places] == 1
 
     def revise(self, name: str, before: Record, after: Record) -> None:
-        """Let a tensor have other checksums, where its bytes are still those of `before`."""
+        """Give a tensor other checksums, if it still is in the places of `before`."""
         current = self._tensors.get(name)
         if current is not None and current.places == before.places:
             self._tensors[name] = after
@@ -235,7 +234,7 @@ class Holdings:
 
         Raises:
             KeyError: there is none of that name, or a tensor of it is missing.
-            ManifestError: it is none that deepnvme makes.
+            ManifestError: it is damaged.
         """
         structure = self._tree(state)
         kinds = _leaves_of(state, structure)
@@ -248,10 +247,10 @@ class Holdings:
     # --- commits ----------------------------------------------------------------------------------
 
     def begin_commit(self) -> Content:
-        """Return what a commit that begins now holds, and keep its space until it is over."""
+        """Return what a commit that begins now holds, and keep that space until it has ended."""
         content = Content(MappingProxyType(dict(self._tensors)), self.trees)
         self._need(content.tensors.values())
-        # Before the commit is made: what is put from here on is in the next one.
+        # Now, before the commit is made: what is put from here on belongs to the next one.
         self.changed = False
         return content
 
@@ -272,7 +271,7 @@ class Holdings:
         chosen: int,
         reserve: Callable[[Iterable[Extent]], None],
     ) -> None:
-        """Take over what the manifests say: the space of all of them, the names of the chosen one.
+        """Take over the manifests: the space of all of them, the names of the chosen one.
 
         Raises:
             StoreError: they claim the same space.
@@ -293,7 +292,7 @@ class Holdings:
             self._need(records)
         self._trees = dict(manifests[chosen].trees)
         self._tensors = dict(manifests[chosen].tensors)
-        # Once more than the commit: the names need the space until they are replaced.
+        # The names need the space too, until they are replaced.
         self._need(self._tensors.values())
 
     # --- space ------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Requests that wait for a thread of a store, and their futures. A free thread carries out many of
 them together.
 
-Owns the order in which requests are carried out. Knows no tensors: each request says who carries it
-out together with others. Called by `StoreThreads`, from any thread.
+Owns the order in which requests are carried out. Knows no tensors: a request has the function that
+carries it out together with others. Called by `StoreThreads`, from any thread.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MOST_BYTES = 64 << 20  # so that the first of many large tensors need not wait 
 class StoreFuture(Future[_T]):
     """The result of an operation of a store; can be awaited.
 
-    Its callbacks run on a thread of the store, in which they must not wait for another operation
-    that was begun there, nor for a lock that is held around one, as `commit`. Waiting holds no lock
-    that Ctrl-C could leave locked: each waiting thread sleeps at a lock of its own.
+    Its callbacks run on a thread of the store. They must not wait for another operation that was
+    begun without blocking, nor for a lock that is held around one, as `commit` does. Each waiting
+    thread sleeps at a lock of its own, so Ctrl-C cannot leave a shared one locked.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class StoreFuture(Future[_T]):
         sleeper.acquire()
         self._sleepers.append(sleeper)
         try:
-            if self._state in _UNDER_WAY:  # else it may have been woken before it was listed
+            if self._state in _UNDER_WAY:  # else the end came before this sleeper was listed
                 sleeper.acquire(
                     timeout=-1 if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX))
                 )
@@ -75,7 +75,7 @@ class StoreFuture(Future[_T]):
             self._sleepers.remove(sleeper)
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-    def _invoke_callbacks(self) -> None:  # what Future does once it has ended, however
+    def _invoke_callbacks(self) -> None:  # Future calls it at every end, cancellation included
         for sleeper in tuple(self._sleepers):
             sleeper.release()
         super()._invoke_callbacks()  # type: ignore[misc]  # not in the stubs
@@ -94,9 +94,9 @@ def each_alone(group: Sequence[Request]) -> Sequence[Any]:
 class Request:
     """One call that was begun: its future, and what to do.
 
-    `work` does it alone. Requests of other names that `together` carries out as well may join it.
-    `tensor` is what is put, or what is read into; `nbytes` is how much that is, 0 where it is not
-    known; `copy` allows that it is copied first.
+    `work` carries it out alone, `together` with other requests of the same `together` and of other
+    names. `tensor` is what is put, or what is read into, `nbytes` its bytes, 0 where these are not
+    known. `copy`: whether it may be copied first.
     """
 
     future: StoreFuture[Any]
@@ -129,7 +129,7 @@ class Lane:
         self._ended = ended
         self._lock = threading.Lock()
         self._waiting: deque[Request] = deque()
-        self._threads = 0  # of the executor, at work on this lane
+        self._threads = 0  # threads of the executor that work on this lane
 
     def add(self, request: Request) -> None:
         """Let a thread carry out the request, after those that were added before.
@@ -138,8 +138,8 @@ class Lane:
             RuntimeError: the interpreter ends, and starts no thread any more.
         """
         with self._lock:
-            # The thread looks only when this lock is free, and finds the request. Not counted or
-            # added before: where no thread can be started, nothing has changed.
+            # The thread looks only when this lock is free, and then finds the request. Counted and
+            # added after: where no thread can be started, nothing has changed.
             if self._threads < self._most_threads:
                 self._executor.submit(self._run)
                 self._threads += 1
@@ -154,11 +154,11 @@ class Lane:
                     # With the lock: a request that comes from here on gets a thread of its own.
                     self._threads -= 1
                     return
-            # From here on, none that is left can be cancelled.
+            # From here on, the requests that are left cannot be cancelled.
             left = [request for request in group if request.future.set_running_or_notify_cancel()]
             _carry_out(left)
             self._ended(group)
-            # Not kept while the thread sleeps: tensors would stay alive.
+            # A reference kept while the thread sleeps would keep tensors alive.
             del group, left
 
     def _next_group(self) -> list[Request]:
@@ -174,8 +174,8 @@ class Lane:
         while self._waiting and len(group) < _MOST_TOGETHER:
             request = self._waiting[0]
             nbytes += request.nbytes
-            # Of two requests for one name, the later one has to find what the earlier one did.
-            # Compared by value: each look at a method makes another object.
+            # Of two requests for one name, the later one must find what the earlier one did.
+            # Compared by value: each access to a method makes another object.
             if request.together != first.together or request.name in names or nbytes > _MOST_BYTES:
                 break
             names.add(request.name)
@@ -188,7 +188,7 @@ def _carry_out(group: Sequence[Request]) -> None:
     try:
         if len(group) > 1:
             results = group[0].together(group)
-    except Exception:  # one of them spoils the others: each alone comes to an end of its own
+    except Exception:  # one failed all: below each is carried out alone, with its own end
         results = ()
     # Last one first: a caller who waits for the first one then wakes once, and finds all of them.
     for request, result in zip(reversed(group), reversed(results), strict=False):
@@ -200,8 +200,7 @@ def _carry_out(group: Sequence[Request]) -> None:
 def _carry_out_alone(request: Request) -> None:
     try:
         result = request.work()
-    # Everything: a caller waits for the future, and would wait for ever.
-    except BaseException as error:
+    except BaseException as error:  # any: a caller would wait for the future for ever
         request.future.set_exception(error)
     else:
         request.future.set_result(result)

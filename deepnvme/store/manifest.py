@@ -1,9 +1,9 @@
 """The manifest of a store as bytes: what one generation holds, and where.
 
-Encodes and parses; does no I/O. Believes nothing that it parses: whatever the bytes are, the
-outcome is a manifest that is valid as a whole, or a ManifestError that says what is wrong and
-where. What a tree means, the module `tree` knows. The format is in docs/store-format.md. Called by
-the store.
+Encodes and parses; does no I/O. Trusts nothing that it parses: whatever the bytes are, the outcome
+is a manifest that is valid as a whole, or a ManifestError that says what is wrong and where. The
+module `tree` knows what a tree means. The format is in docs/store-format.md. Called by the store;
+names are checked for safetensors files, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 FORMAT_VERSION = 1
 
-# of the JSON of a tree; `tree` writes three levels for one of its own, and not this many
+# Levels of the JSON of a tree. `tree` writes three for a container, of tree.MAX_DEPTH at most.
 _MAX_NESTING = 400
 _KIND = "deepnvme-store"
 _ENCODED_TOGETHER = 128
@@ -52,11 +52,11 @@ class ManifestError(StoreError, ValueError):
 
 @dataclass(frozen=True, slots=True, init=False)
 class Record:
-    """One tensor: what it is and where its bytes are.
+    """One tensor: its dtype, its shape and where its bytes are.
 
-    `places` has member, offset and bytes of one extent after the other: of plain numbers Python's
-    garbage collector need not look after, and stores hold many records. `checksums` has the crc32c
-    of every CHECKSUM_BYTES of the bytes, the last one of fewer; None where none were taken.
+    `places` has member, offset and bytes of one extent after the other, as plain numbers: stores
+    hold many records, and the garbage collector does not traverse numbers. `checksums` has the
+    crc32c of every CHECKSUM_BYTES of the bytes, the last one of fewer; None where there are none.
     """
 
     dtype: str
@@ -71,14 +71,14 @@ class Record:
         extents: Iterable[Extent],
         checksums: tuple[int, ...] | None,
     ) -> None:
-        keep = object.__setattr__  # the way into what is frozen
+        keep = object.__setattr__  # a frozen class has no other way
         keep(self, "dtype", dtype)
         keep(self, "shape", shape)
         keep(self, "places", tuple(chain.from_iterable(map(_PLACE_OF, extents))))
         keep(self, "checksums", checksums)
 
     def without_checksums(self) -> Record:
-        """Return the same tensor in the same place, of which no checksums are known."""
+        """Return the same tensor in the same place, without checksums."""
         return Record(self.dtype, self.shape, self.extents, None)
 
     @property
@@ -131,14 +131,13 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def _entries(tensors: Iterable[tuple[str, Record]]) -> Iterator[str]:
-    """Yield the JSON of what is said of tensors, of some at a time.
+    """Yield the JSON of tensors' entries, of some at a time.
 
-    What is made for all at once lives long enough for Python to look through the whole program for
-    garbage.
+    Objects for all entries at once would make Python collect garbage in the whole program.
     """
     remaining = iter(tensors)
     while some := list(islice(remaining, _ENCODED_TOGETHER)):
-        # Without its braces, as the entries of all groups stand in one object.
+        # Without the braces: the entries of all groups stand in one object.
         yield as_json({name: _entry(record) for name, record in some})[1:-1]
 
 
@@ -153,11 +152,11 @@ def _entry(record: Record) -> dict[str, Any]:
 
 
 def parse(data: bytes, *, volume: str, capacities: Sequence[int], path: str = "") -> Manifest:
-    """Return the manifest in `data`, of the volume of that name. `capacities` are the bytes that
-    its members have behind their header.
+    """Return the manifest in `data`, of the volume of that name, whose members have `capacities`
+    bytes behind their headers.
 
-    Trees are checked to be JSON, no more: `tree.leaves` checks one. `path` is where `data`
-    comes from.
+    Checks only that trees are JSON: `tree.leaves` checks the rest. `path` is where `data` comes
+    from.
 
     Raises:
         ManifestError: it is not valid as a whole.
@@ -203,7 +202,7 @@ def _record(value: Any, capacities: Sequence[int]) -> Record:
     dtype, shape = fields["dtype"], fields["shape"]
     if not isinstance(dtype, str):
         raise ValueError(f"expected its dtype as text, got {shown(dtype)}")
-    # Not isinstance(): true is read as True, which is an int.
+    # Not isinstance(): JSON's true is read as True, which is an int.
     if not isinstance(shape, list) or any(type(size) is not int for size in shape):
         raise ValueError(f"expected its shape as a list of whole numbers, got {shown(shape)}")
     nbytes = nbytes_of(dtype, tuple(shape))
@@ -238,7 +237,7 @@ def _checksums(text: Any, nbytes: int) -> tuple[int, ...] | None:
     if text is None:
         return None
     count = -(-nbytes // CHECKSUM_BYTES)
-    # The pattern as well: fromhex() also takes spaces and capitals, which no writer makes.
+    # fromhex() would also take spaces and capitals, which no writer makes.
     if not isinstance(text, str) or len(text) != 8 * count or not re.fullmatch("[0-9a-f]*", text):
         raise ValueError(
             f"expected {count} checksums of 8 hexadecimal digits each for {nbytes} B, got "
@@ -254,7 +253,7 @@ def _check_disjoint(tensors: Mapping[str, Record]) -> None:
         for name, record in tensors.items()
         for extent in record.extents
     )
-    # In order of their beginning, if any two overlap, two neighbours do.
+    # In the order of their starts, two neighbours overlap if any two do.
     for (member, _, end, name), (next_member, begin, _, next_name) in pairwise(taken):
         if member == next_member and end > begin:
             raise ValueError(
@@ -286,10 +285,8 @@ def _integer(value: Any, what: str, *, least: int = 0, most: int = (1 << 63) - 1
 
 
 def _check_json(tree: Any) -> None:
-    """Refuse text that cannot be written again, and nesting that would exhaust the stack of who
-    walks it.
-    """
-    # Level by level: recursion would exhaust the stack here, where nesting is to be refused.
+    """Refuse text that cannot be written again, and nesting that would exhaust the stack."""
+    # Level by level: recursion would exhaust the stack here.
     level = [tree]
     for _ in range(_MAX_NESTING):
         following: list[Any] = []

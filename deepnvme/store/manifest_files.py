@@ -1,8 +1,8 @@
 """The files that a store's manifests are in: one for even generations, one for odd ones, and the
 draft of the next.
 
-Owns their names and how one takes the place of another; what is durable when, `Commits` decides,
-the only caller. What a manifest says, `manifest` knows.
+Owns their names and how one takes the place of another. `Commits`, the only caller, decides what is
+durable when. `manifest` knows what is in them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ __all__ = ["MANIFEST_FILES", "ManifestFiles"]
 _SLOTS = ("manifest.0", "manifest.1")
 _DRAFT = "manifest.new"
 MANIFEST_FILES = (*_SLOTS, _DRAFT)
-# of the drive, or of the file system's own checksums
+# Errors of the drive, or of the file system's own checksums.
 _DAMAGED = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
 
 
 class ManifestFiles:
-    """The manifests in one directory.
-
-    Written through a queue, so that what fails there can be shown in tests.
-    """
+    """The manifests in one directory, written through a queue, so that tests can inject faults."""
 
     def __init__(self, folder: Path, queue: IOQueue) -> None:
         self.folder = folder
@@ -42,10 +39,10 @@ class ManifestFiles:
 
     @contextmanager
     def draft(self, content: bytes) -> Iterator[File]:
-        """Write the draft, which is open for the block; whatever fails in it, no draft is left."""
+        """Write the draft, and yield its open file. Where the block fails, no draft is left."""
         draft = self.folder / _DRAFT
         try:
-            # "w": a commit that was killed may have left one, which is emptied.
+            # "w" empties a draft that a killed commit may have left.
             with self._queue.open(draft, "w", permissions=0o600) as file:
                 once_there_is_room(partial(file.pwrite, content)).result()
                 yield file
@@ -54,17 +51,17 @@ class ManifestFiles:
             raise
 
     def put_in_place(self, generation: int) -> None:
-        """Let the draft be the manifest of that generation, in place of that two commits older."""
-        # One rename: a crash leaves the older manifest in the slot, or the new one, and no half.
+        """Make the draft the manifest of that generation, in place of that two commits older."""
+        # One rename: after a crash the slot has the older manifest or the new one, never a part.
         (self.folder / _DRAFT).replace(self._slot(generation))
 
     def sync(self, generation: int) -> None:
-        """Make a manifest durable that is in its place, and its name."""
+        """Make the manifest of that generation durable, with its name."""
         sync_file(self._slot(generation))
         self.sync_names()
 
     def sync_names(self) -> None:
-        """Make durable which manifest is in which place."""
+        """Make the names of the manifests durable."""
         sync_directory(self.folder)
 
     def read(self, volume: str, capacities: Sequence[int]) -> tuple[dict[int, Manifest], list[str]]:
@@ -85,7 +82,7 @@ class ManifestFiles:
             except OSError as problem:
                 if problem.errno in _NO_FILE:
                     damaged.append(
-                        f"{place}: it is a link, a pipe or a directory, and no file that deepnvme "
+                        f"{place}: it is a link, a pipe or a directory, not a file that deepnvme "
                         "made"
                     )
                     continue
@@ -94,7 +91,7 @@ class ManifestFiles:
                 damaged.append(f"{place}: it cannot be read: {problem.strerror}")
             else:
                 whole[manifest.generation] = manifest
-        if max(whole, default=1) > 1:  # from the second commit on, neither is ever missing
+        if max(whole, default=1) > 1:  # from the second commit on there are always two
             damaged += [
                 f"{place}: it is missing, and may have been the newer one" for place in missing
             ]
@@ -103,7 +100,7 @@ class ManifestFiles:
     def remove(self) -> None:
         """Remove all of them."""
         for name in (*_SLOTS, _DRAFT):
-            # A draft is there where a commit was killed.
+            # The draft is there where a commit was killed.
             (self.folder / name).unlink(missing_ok=True)
 
     def _slot(self, generation: int) -> Path:
@@ -114,8 +111,7 @@ def _content_of(place: Path) -> bytes:
     """Return what is in a file.
 
     Raises:
-        OSError: it cannot be read; with an errno of `_NO_FILE`, it is a link, or something that
-            could block the reader.
+        OSError: it cannot be read; with an errno of `_NO_FILE`, it is no regular file.
     """
     # O_NONBLOCK: opening a pipe without a writer would wait for ever.
     descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

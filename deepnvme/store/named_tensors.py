@@ -1,10 +1,10 @@
-"""Tensors by name: written and then named in one step, held by name and then read.
+"""Tensors by name: written and then named in one step; held, which keeps their space, and read.
 
-Refuses what must not be done now.
+Refuses calls on a store that is closed, read-only or poisoned.
 
-Owns the one lock over what a store holds. No thread waits for a drive while it has that lock, or
-reads or writes space. `Holdings` knows what a name means, and which space is needed. Called by the
-store, from any thread.
+Owns the one lock over what a store holds. A thread that has it neither waits for a drive nor moves
+bytes. `Holdings` knows what a name means, and which space has users. Called by the store, from any
+thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["NamedTensors"]
 _KNOWN = frozenset(
     {"array", "builtins", "deepnvme.memory.arrays", "mmap", "numpy", "torch", "torch.nn.parameter"}
 )
-"""Modules of the types that are described without running anybody's code."""
+"""Modules of types that are described without running the caller's code."""
 
 
 class NamedTensors:
@@ -64,8 +64,8 @@ class NamedTensors:
 
     @contextmanager
     def opened(self) -> Iterator[Holdings]:
-        """Lock out other threads, which read or change what is held; refuse a closed store."""
-        # First: in a forked child, the thread that had the lock may not exist.
+        """Yield the holdings with the lock held; refuse a closed store."""
+        # First: in a forked child, the thread that has the lock may not exist.
         self.io.refuse_if_forked()
         with self.lock:
             self._check_open()
@@ -80,7 +80,7 @@ class NamedTensors:
 
     @contextmanager
     def changing(self) -> Iterator[Holdings]:
-        """As `opened`, if the store can be changed."""
+        """As `opened`; refuse a store that cannot be changed."""
         with self.opened() as holdings:
             self._check_changing()
             yield holdings
@@ -101,20 +101,20 @@ class NamedTensors:
         description: Callable[[Any], Storable],
         name: Callable[[Mapping[str, Record]], None],
     ) -> None:
-        """Write tensors, then let `name` do what follows of it, in one step; it raises before it
-        changes anything.
+        """Write tensors, then call `name` with their records, with the lock held. Where it raises,
+        it must have changed nothing.
         """
-        with self.changing():  # now, and not after all was written
+        with self.changing():  # to refuse now, and not after all was written
             pass
-        # Whatever becomes of `tensors` meanwhile: they are described while the drives are busy.
-        # Except for what may run the caller's code, which may want from this store what waits for
-        # the staging memory that is taken by then.
+        # A copy, as tensors are described later, while the drives are busy. But not those whose
+        # description runs the caller's code: that may call this store, and then wait for the
+        # staging memory that this call has by then.
         given = {check_name(name): tensor for name, tensor in tensors.items()}
         foreign = {
             name: tensor for name, tensor in given.items() if type(tensor).__module__ not in _KNOWN
         }
         first = {name: described(name, tensor, description) for name, tensor in foreign.items()}
-        # A generator: each is described when those before it are on their way to the drives.
+        # A generator: a tensor is described when those before it are on their way to the drives.
         records = self.io.write(
             first.get(name) or described(name, tensor, description)
             for name, tensor in given.items()
@@ -124,8 +124,7 @@ class NamedTensors:
                 self._check_open()
                 self._check_changing()
                 name(dict(zip(given, records, strict=True)))
-            # Not after any error: where Ctrl-C came in `name`, the names may have the space
-            # already.
+            # Not for every error: where Ctrl-C came in `name`, the names may have the space.
             except NVMeError:  # a commit has failed meanwhile, or the store was closed
                 self.holdings.give_back(records)
                 raise
@@ -136,11 +135,11 @@ class NamedTensors:
         target: Callable[[str, Record], Any],
         new: Container[str] = (),
     ) -> dict[str, Any]:
-        """Read held tensors into what `target` returns for each; return that, and let them go.
+        """Read held tensors into what `target` returns for them; return that, and let them go.
 
-        What it returns for names in `new` was made just then.
+        For names in `new`, `target` makes new memory.
         """
-        # In the order asked for, which is not the order of reading.
+        # In the order of `held`, which is not the order of reading.
         results = dict.fromkeys(held)
 
         def memory(name: str) -> Memory:
@@ -178,14 +177,14 @@ class NamedTensors:
                     f"put there is {tensor.code} of shape {tensor.shape}: give it that dtype and "
                     "shape"
                 )
-            # Whatever else needs the space would find changed bytes: a commit, or a reader that
+            # Any other user of the space would find changed bytes: a commit, or a reader that
             # compares them with checksums.
             may_change = not (has_commits or self._summing)
             in_place = may_change or holdings.is_only_named(record)
-            # After the question above, which would count this reader too.
+            # After is_only_named(), which would count this reader too.
             held = holdings.hold((name,))
             if in_place and record.checksums is not None:
-                # Until the bytes are written, a reader must not compare them with old checksums.
+                # While the bytes change, no reader may compare them with the old checksums.
                 holdings.revise(name, record, record.without_checksums())
         with self._until_read(held):
             memory = tensor.gathered().memory
@@ -198,7 +197,7 @@ class NamedTensors:
         return (name,)
 
     def _write_copy(self, name: str, record: Record, part: Selection, memory: Memory) -> None:
-        """Write the tensor with another part to other space, and let the name mean that."""
+        """Write the tensor with this part changed to other space, and give that the name."""
         extents = self._volume.allocate(record.nbytes)
         try:
             after = self._slices.write_copy(name, record, extents, part.runs(), memory)
@@ -216,18 +215,17 @@ class NamedTensors:
                         path=str(self._volume.directories[0]),
                     )
                 self.holdings.name({name: after})
-            except (NVMeError, KeyError):  # of these alone it is certain that no name has the space
+            except (NVMeError, KeyError):  # only then is it certain that no name has the space
                 self.holdings.give_back((after,))
                 raise
 
     def damage(self, names: Iterable[str], progress: Callable[[str, int], None]) -> list[Damage]:
-        """Read the tensors of these names; tell `progress` of each, return what is damaged."""
+        """Read the tensors of these names; call `progress` after each, return the damage."""
         with self.opened() as holdings:
             held = holdings.hold([name for name in names if name in holdings])
         found: list[Damage] = []
         with self._until_read(held):
-            # Many small ones are fast together; where one is damaged, each is read again to find
-            # it.
+            # Together is faster. Where that finds damage, each is read again to find which it is.
             sound = len(held) > 1 and self.io.are_sound(held)
             for name, record in held.items():
                 if not sound:

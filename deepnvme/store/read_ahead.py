@@ -1,8 +1,8 @@
-"""What is read before it is asked for: which tensors, in which order, and how many bytes of them at
-once.
+"""Prefetching: which tensors are read before a `get` asks for them, in which order, and how many
+bytes of them at once.
 
-Takes no lock and starts no thread: the store calls it with its own lock held, and says how a read
-is begun.
+Takes no lock and starts no thread: the store calls it with its own lock held, and passes the
+function that begins a read.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ class _Begun:
 
 
 class ReadAhead:
-    """Tensors wanted, in their order, and those that are read and were not taken yet."""
+    """The tensors wanted, in order, and the reads that have begun and that no `get` has taken."""
 
     def __init__(self) -> None:
         self._wanted: dict[str, int] = {}  # bytes by name
         self._begun: dict[str, _Begun] = {}
-        self._nbytes = 0  # of those that have begun
+        self._nbytes = 0  # of the reads that have begun
         self._most_bytes = 0
 
     def want(self, sizes: Mapping[str, int], most_bytes: int) -> None:
         """Want tensors of these names and sizes, behind those wanted already."""
-        # The latest call decides, for what was wanted before as well.
+        # The latest call decides, also for what was wanted before.
         self._most_bytes = most_bytes
         self._wanted.update(
-            # A name that was wanted keeps its place; one that has begun would be read twice.
+            # A name that was wanted already keeps its place. One that has begun is not read twice.
             {name: nbytes for name, nbytes in sizes.items() if name not in self._begun}
         )
 
     def begin(self, read: Callable[[str], StoreFuture[Any]]) -> None:
-        """Begin with as many as there is room for: one in any case, where nothing has begun."""
+        """Begin as many reads as there is room for, and one in any case if none has begun."""
         while self._wanted:
             name, nbytes = next(iter(self._wanted.items()))
             if self._begun and self._nbytes + nbytes > self._most_bytes:
@@ -54,7 +54,7 @@ class ReadAhead:
             try:
                 future = read(name)
             except (ClosedError, RuntimeError):
-                # the store is closing, or no thread can be had: `get` will read it
+                # The store is closing, or no thread can be started: `get` will read them.
                 self._wanted.clear()
                 return
             # After `read`, which may raise: a name is either wanted or begun, never neither.
@@ -63,11 +63,11 @@ class ReadAhead:
             self._nbytes += nbytes
 
     def knows(self, name: str) -> bool:
-        """Return whether a tensor is wanted, or was begun and not taken."""
+        """Return whether a tensor is wanted, or its read has begun and was not taken."""
         return name in self._wanted or name in self._begun
 
     def take(self, name: str) -> StoreFuture[Any] | None:
-        """Return the read of a tensor, now the caller's own; None where it has not begun."""
+        """Hand over the read of a tensor; return None where it has not begun."""
         self._wanted.pop(name, None)
         begun = self._begun.pop(name, None)
         if begun is None:
@@ -76,7 +76,7 @@ class ReadAhead:
         return begun.future
 
     def forget(self, names: Iterable[str] | None = None) -> None:
-        """Let go of `names`, or of all; those that wait for a thread are not read any more."""
+        """Let go of `names`, or of all. Cancels reads that wait for a thread."""
         held = {*self._wanted, *self._begun}
         for name in held if names is None else held.intersection(names):
             future = self.take(name)
@@ -87,9 +87,9 @@ class ReadAhead:
 def streamed(
     names: Iterable[_Names], read: Callable[[_Names], StoreFuture[_Read]], depth: int
 ) -> Iterator[tuple[_Names, StoreFuture[_Read]]]:
-    """Yield what is read at once with its read, when `depth` more have begun.
+    """Yield each of `names` with its read, once `depth` more reads have begun.
 
-    Those that were begun and not yielded are cancelled.
+    Reads that have begun and were not yielded are cancelled at the end.
 
     Raises:
         ValueError: the depth is not at least 1.
@@ -98,7 +98,7 @@ def streamed(
         raise ValueError(f"depth must be at least 1, got {depth}")
     begun: deque[tuple[_Names, StoreFuture[_Read]]] = deque()
     try:
-        # A copy: the caller may change its own between two of these.
+        # A copy: the caller may change `names` between two of these.
         for name in list(names):
             begun.append((name, read(name)))
             if len(begun) > depth:
@@ -106,6 +106,6 @@ def streamed(
         while begun:
             yield begun.popleft()
     finally:
-        # Also where the caller left its loop early: no thread reads what is not looked at.
+        # The caller may have left its loop early: no thread reads what it does not look at.
         for _, future in begun:
             future.cancel()

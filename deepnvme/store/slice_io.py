@@ -1,9 +1,9 @@
 """`SliceIO`: parts of stored tensors to and from a volume, in windows of whole pages or whole
 checksums.
 
-A part seldom begins where a page or the bytes of one checksum do. So each window is read as a
-whole, compared with its checksums, and then copied from, or changed and written again. Knows no
-names and no commits. Called by `NamedTensors`, from any thread.
+A part seldom begins where a page or the bytes of one checksum do. So a window is read as a whole
+and compared with its checksums. Then bytes are copied from it, or changed in it, and it is written
+again. Knows no names and no commits. Called by `NamedTensors`, from any thread.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ __all__ = ["SliceIO", "Window", "whole_windows", "windows"]
 
 @dataclass(frozen=True)
 class Window:
-    """`nbytes` of a tensor from `start`, and the part's place in it and in the caller's memory."""
+    """`nbytes` of a tensor from `start`, and the runs of a part that are among them."""
 
     start: int
     nbytes: int
-    places: Sequence[int]  # in the window
-    sizes: Sequence[int]
-    sources: Sequence[int]  # in the caller's memory
+    places: Sequence[int]  # offsets of the runs in the window
+    sizes: Sequence[int]  # bytes of the runs
+    sources: Sequence[int]  # offsets of the runs in the caller's memory
 
 
 def windows(runs: Iterable[tuple[int, int]], nbytes: int, unit: int) -> Iterator[Window]:
-    """Yield windows of whole `unit`s of a tensor of `nbytes` bytes that together have all the runs.
+    """Yield windows of whole `unit`s of a tensor of `nbytes` bytes that together cover all runs.
 
-    A run is an offset and its bytes. The runs are in the order of their offsets. No two windows
-    have a byte in common, as both would be changed and written.
+    A run is an offset and a number of bytes. The runs are in the order of their offsets. No two
+    windows have a byte in common, as both would be changed and written.
     """
     group: list[tuple[int, int, int]] = []
     end = 0
     for offset, length, source in _cut(runs):
-        # A gap ends a window only where no unit has bytes of both sides: the end is rounded up.
-        # Windows also end where staging memory would: at multiples of RUN_BYTES, which are whole
-        # units.
-        other_cell = bool(group) and offset // RUN_BYTES != group[0][0] // RUN_BYTES
-        if other_cell or (offset - end > GAP_BYTES and offset // unit >= -(-end // unit)):
+        # A large gap ends a window, unless one unit has bytes of both sides: the end is rounded up.
+        # Windows also end at multiples of RUN_BYTES, which are whole units: staging memory holds no
+        # more.
+        is_full = bool(group) and offset // RUN_BYTES != group[0][0] // RUN_BYTES
+        if is_full or (offset - end > GAP_BYTES and offset // unit >= -(-end // unit)):
             yield from _window(group, nbytes, unit)
             group = []
         group.append((offset, length, source))
@@ -59,7 +59,7 @@ def windows(runs: Iterable[tuple[int, int]], nbytes: int, unit: int) -> Iterator
 
 
 def _cut(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs with their place in the caller's memory, cut where windows must end."""
+    """Yield the runs with their offset in the caller's memory, cut where windows must end."""
     source = 0
     for offset, length in runs:
         done = 0
@@ -87,7 +87,7 @@ def _window(group: Sequence[tuple[int, int, int]], nbytes: int, unit: int) -> It
 
 
 def whole_windows(runs: Iterable[tuple[int, int]], nbytes: int) -> Iterator[Window]:
-    """Yield windows that have every byte of a tensor, as `windows` does, also where no run is."""
+    """Yield windows as `windows` does, and empty ones in between: together they are the tensor."""
     changed = {window.start // RUN_BYTES: window for window in windows(runs, nbytes, RUN_BYTES)}
     for start in range(0, nbytes, RUN_BYTES):
         untouched = Window(start, min(RUN_BYTES, nbytes - start), (), (), ())
@@ -95,7 +95,7 @@ def whole_windows(runs: Iterable[tuple[int, int]], nbytes: int) -> Iterator[Wind
 
 
 class _Change:
-    """What is written over a tensor: the caller's memory, to the tensor's extents or to others."""
+    """A write of the caller's memory over a part, in the tensor's own extents or in a copy's."""
 
     def __init__(
         self, name: str, record: Record, extents: Sequence[Extent], memory: Memory
@@ -153,10 +153,7 @@ class SliceIO:
         runs: Iterable[tuple[int, int]],
         memory: Memory,
     ) -> Record:
-        """Write the tensor to `extents`, with `memory` at these runs.
-
-        Return the record of that copy.
-        """
+        """Write the tensor to `extents`, with `memory` at these runs. Return the copy's record."""
         whole = whole_windows(runs, record.nbytes)
         return self._write(_Change(name, record, extents, memory), whole)
 
@@ -165,7 +162,7 @@ class SliceIO:
             for window in changed:
                 staging = self._staged.take(pipeline)
                 release = partial(Staged.give, staging)
-                if sum(window.sizes) == window.nbytes:  # nothing of what is there stays
+                if sum(window.sizes) == window.nbytes:  # all bytes change: there is nothing to read
                     batch = pipeline.start(staging.nbytes, release=release)
                     self._change(change, window, staging, batch)
                 else:
@@ -177,7 +174,7 @@ class SliceIO:
         return Record(record.dtype, record.shape, change.extents, checksums)
 
     def _change_what_was_read(self, change: _Change, window: Window, staging: Memory) -> None:
-        if self._sums(change.record):  # else a new checksum would hide that bytes are damaged
+        if self._sums(change.record):  # a new checksum would hide damage
             sums = checksums_of(staging.part(0, window.nbytes))
             check_sums(change.name, change.record, window.start, sums)
         # Waited for here: the staging memory is given back next.
@@ -187,7 +184,7 @@ class SliceIO:
     def _change(self, change: _Change, window: Window, staging: Memory, batch: Batch) -> None:
         """Change the window, which is in staging memory, and begin to write it."""
         whole = staging.part(0, window.nbytes)
-        # The sums are taken below: of the whole window, and not of the part.
+        # Not summing: the checksums below are of the whole window.
         gather(staging, window.places, window.sizes, _parts(change.memory, window), summing=False)
         if self._sums(change.record):
             change.sums.update(enumerate(checksums_of(whole), window.start // CHECKSUM_BYTES))

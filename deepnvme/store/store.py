@@ -1,8 +1,8 @@
 """`TensorStore`: named tensors on one or several drives, checksummed, and durable when asked.
 
-What its callers see, put together from parts that know one thing each: `NamedTensors` what is held
-and how its bytes travel, `Commits` what is durable, `StoreThreads` and `ReadAhead` what goes on
-meanwhile.
+The class that callers use, made of parts: `NamedTensors` knows what the store holds and moves its
+bytes, `Commits` makes it durable, `StoreThreads` runs calls that do not block, `ReadAhead` decides
+what to prefetch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from deepnvme.volume.volume import Members, Volume
 
 __all__ = ["Checksum", "Durability", "TensorStore", "UncommittedWarning"]
 
-_AHEAD_BYTES = 1 << 30
+_AHEAD_BYTES = 1 << 30  # of prefetch(), without `most_bytes`
 
 
 class UncommittedWarning(RuntimeWarning):
@@ -65,10 +65,10 @@ class Durability(Enum):
 
 
 class Checksum(Enum):
-    """Whether bytes are summed when they are put, and compared when they are got."""
+    """Whether a put computes checksums of the bytes, and a get compares them."""
 
-    CRC32C = "crc32c"  # of every MiB
-    NONE = "none"  # what the drive returns is what you get
+    CRC32C = "crc32c"  # one for every MiB
+    NONE = "none"  # a get returns whatever the drive returns
 
 
 class TensorStore:
@@ -76,11 +76,11 @@ class TensorStore:
 
     Made by `create`, `open` or `swap`; a context manager.
 
-    Any thread may call. What was put is there for `get` at once, and for the next process after
-    `commit()`.
+    Any thread may call. `get` finds what was put at once, the next process what was there at the
+    last `commit()`.
     """
 
-    _ended = True  # until there is something to end
+    _ended = True  # until __init__ has made something to end: see __del__
 
     def __init__(
         self,
@@ -130,8 +130,8 @@ class TensorStore:
             undo.callback(volume.discard)
             store = cls(volume, durability=kept, checksum=summed, returns=given)
             undo.callback(store.discard)
-            # An empty store has a commit too: one without any counts as interrupted while it was
-            # made.
+            # An empty store has a commit too: `open` takes one without any for a store whose making
+            # was interrupted.
             store.commit()
             undo.pop_all()
         return store
@@ -168,16 +168,16 @@ class TensorStore:
     ) -> TensorStore:
         """Open a store at its last commit, or at the one before if `generation` names that.
 
-        With Access.READ nothing is written, and any number of processes may have the store open so
-        at once. Calls that would change it are refused. Meanwhile no process can open it with
+        With Access.READ nothing is written, calls that would change the store are refused, and any
+        number of processes may open it so at once. Meanwhile no process can open it with
         Access.WRITE.
 
         Raises:
             StoreError: there never was a commit, or its manifest is damaged: which file, and what
                 is wrong with it.
             VolumeError: a directory is missing or foreign.
-            VolumeLockedError: another process has it open for writing, or for reading, and this is
-                to write.
+            VolumeLockedError: another process has it open for writing, or for reading where
+                `access` is for writing.
         """
         kept = _durable(durability)
         summed, given = chosen(Checksum, checksum, "checksum"), _returns(returns)
@@ -194,38 +194,39 @@ class TensorStore:
     # --- tensors ----------------------------------------------------------------------------------
 
     def put(self, name: str, tensor: Any, *, copy: bool = False) -> None:
-        """Write a tensor, an array or bytes under `name`, in place of what had it.
+        """Write a tensor, an array or bytes under `name`, in place of what had that name.
 
         Returns when it is on the drive.
 
         Its bytes are written from where they lie. With `copy`, a tensor on a GPU or in strides is
-        copied first; without, it is refused, so that no memory is taken unseen.
+        copied first; without, it is refused, so that the store takes no memory unasked.
 
         Raises:
             TypeError, ValueError: it would have to be copied, or has no dtype that can be stored;
-            nothing has changed.
+                nothing has changed.
             VolumeFullError: there is no room; nothing has changed.
             NVMeError: a drive failed; the name still has what it had.
         """
         self.put_many({name: tensor}, copy=copy)
 
     def put_many(self, tensors: Mapping[str, Any], *, copy: bool = False) -> None:
-        """Write several tensors, small ones together; all of them or, where that fails, none."""
+        """Write several tensors, small ones together: all of them, or none and raise."""
         description = storable if copy else describe
         self._put(tensors, tensors, description, self._tensors.holdings.name)
 
     def get(self, name: str, out: Any = None) -> Any:
-        """Return the tensor of that name, in `out` if given, which must have its type and shape.
+        """Return the tensor of that name, in `out` if given, which must have its dtype and shape.
 
         Raises:
             KeyError: there is none.
+            ValueError: `out` has another dtype or shape.
             ChecksumError: the drive returned other bytes than were put.
         """
         with self._tensors.opened():
             ahead = self._ahead.take(name)
             self._read_on()
-        # What has not begun is not waited for: it may be queued behind us, for the thread that this
-        # runs in.
+        # A prefetch that has not begun is cancelled, not waited for: it may be queued behind this
+        # call, for the thread that this call runs on.
         if ahead is not None and not ahead.cancel() and out is None:
             return ahead.result()
         return self.get_many((name,), None if out is None else {name: out})[name]
@@ -245,10 +246,16 @@ class TensorStore:
         with self._tensors.opened() as holdings:
             held = holdings.hold(wanted)
         given = out or {}
-        return self._tensors.read(held, partial(self._target, given), held.keys() - given.keys())
+
+        def target(name: str, record: Record) -> Any:
+            if name not in given:
+                return empty(record.dtype, record.shape, self.returns)
+            return _fitting(given[name], repr(name), record.dtype, record.shape)
+
+        return self._tensors.read(held, target, held.keys() - given.keys())
 
     def get_slice(self, name: str) -> StoredTensor:
-        """Return a tensor of which parts are read and written: `store.get_slice(name)[2:5]`.
+        """Return a tensor whose parts can be read and written: `store.get_slice(name)[2:5]`.
 
         Raises:
             KeyError: there is none.
@@ -260,13 +267,7 @@ class TensorStore:
         def target(code: str, shape: tuple[int, ...]) -> Any:
             if out is None:
                 return empty(code, shape, self.returns)
-            if kind_of(out) != (code, shape):
-                kind = kind_of(out)
-                raise ValueError(
-                    f"the part of {name!r} is {code} of shape {shape}; `out` for it is {kind[0]} "
-                    f"of shape {kind[1]}. Give one of the part's dtype and shape, or none"
-                )
-            return out
+            return _fitting(out, f"the part of {name!r}", code, shape)
 
         return self._tensors.read_part(name, key, target)
 
@@ -274,8 +275,8 @@ class TensorStore:
         given = described(name, tensor, storable if copy else describe)
         has_commits = self.durability is not Durability.NONE
         self._wait_for_queued((name,))
-        # One at a time: of two parts that share a page or a checksum, each would undo what the
-        # other one wrote. And a commit that began now would keep bytes that change.
+        # One at a time: two writes to one page or checksum block would each undo the other. And a
+        # commit that began now would hold bytes that change.
         with self._threads.writing(), self._committing:
             changed = self._tensors.write_part(name, key, given, has_commits=has_commits)
             with self._tensors.lock:
@@ -292,19 +293,19 @@ class TensorStore:
 
         Raises:
             KeyError: there is none.
-            ValueError: it is a part of a state dict, which would be none without it.
+            ValueError: it belongs to a state dict: `delete_state` deletes that.
         """
         self._wait_for_queued((name,))
         with self._tensors.changing() as holdings:
             self._forget_ahead(holdings.unname(name))
 
     def prefetch(self, names: Iterable[str], *, most_bytes: int | str = _AHEAD_BYTES) -> None:
-        """Begin to read tensors; the next `get` of each, without `out`, finds it.
+        """Begin to read tensors into memory; the next `get` of each, without `out`, returns it.
 
-        At most `most_bytes` (1 GiB) of them are held at once, or one that is larger: the rest is
-        begun in this order as those are got. A `get` of what was not begun reads it then. What is
-        never got is held until it is replaced or deleted, `forget_prefetched` is called or the
-        store is closed.
+        At most `most_bytes` of them are held at once, or one tensor that is larger. As they are
+        got, the store goes on with the others, in this order; a `get` of one that has not begun
+        reads it then. A tensor that is never got is held until it is replaced or deleted,
+        `forget_prefetched` is called or the store is closed.
         """
         most = byte_count("most_bytes", most_bytes)
         wanted = _named(names)
@@ -315,9 +316,9 @@ class TensorStore:
             self._read_on()
 
     def forget_prefetched(self, names: Iterable[str] | None = None) -> None:
-        """Let go of what `prefetch` read and no `get` took: of `names`, or of all without them.
+        """Let go of tensors that `prefetch` read and no `get` took: of `names`, or of all.
 
-        What has not begun is not read.
+        Those that have not begun are not read.
         """
         with self._tensors.opened():
             self._forget_ahead(names)
@@ -325,15 +326,15 @@ class TensorStore:
     def stream(
         self, names: Iterable[str] | None = None, *, depth: int = 4
     ) -> Iterator[tuple[str, Any]]:
-        """Yield names and tensors in the order of `names` (all, as they lie, without it), `depth`
-        of them ahead.
+        """Yield names and tensors in the order of `names`, while `depth` more are being read.
 
-        Small tensors that follow one another are read together, and count as one of these.
+        Without `names` these are all, in their order on the drives. Small tensors in a row are read
+        together, and count as one.
         """
         for group, future in self._streamed(names, depth):
             try:
                 found = future.result()
-            except (NVMeError, KeyError):  # those before the one that fails are still wanted
+            except (NVMeError, KeyError):  # one by one below: those before the bad one are yielded
                 found = {}
             for name in group:
                 yield name, found[name] if name in found else self.get(name)
@@ -342,7 +343,7 @@ class TensorStore:
     # --- without blocking -------------------------------------------------------------------------
 
     def put_async(self, name: str, tensor: Any, *, copy: bool = False) -> StoreFuture[None]:
-        """Begin to put; `tensor` must not change until the future has ended."""
+        """Begin to `put`; `tensor` must not change until the future has ended."""
         request = Request(
             StoreFuture(),
             partial(self.put, name, tensor, copy=copy),
@@ -354,54 +355,54 @@ class TensorStore:
         return self._writer().put(request, (name,))
 
     def get_async(self, name: str, out: Any = None) -> StoreFuture[Any]:
-        """Begin to get."""
+        """Begin to `get`; the result is the tensor."""
         work = partial(self.get, name, out)
         request = Request(StoreFuture(), work, self._get_together, name, out)
         threads = self._reader()
         with self._tensors.opened() as holdings:
             request.nbytes = holdings.nbytes(name)
             if self._ahead.knows(name):
-                # It was read already, or waits for its turn: `get` looks for it there.
+                # `get` takes what was prefetched; a get of several reads it again.
                 request.together = each_alone
         return threads.get(request)
 
     def put_many_async(
         self, tensors: Mapping[str, Any], *, copy: bool = False
     ) -> StoreFuture[None]:
-        """Begin to put several."""
+        """Begin to `put_many`; no tensor must change until the future has ended."""
         return self._writer().write(lambda: self.put_many(tensors, copy=copy), tensors)
 
     def get_many_async(
         self, names: Iterable[str], out: Mapping[str, Any] | None = None
     ) -> StoreFuture[dict[str, Any]]:
-        """Begin to get several."""
+        """Begin to `get_many`."""
         wanted = _named(names)
         _check_out(out, wanted)
         return self._reader().read(lambda: self.get_many(wanted, out))
 
     def put_state_async(self, name: str, state: Any) -> StoreFuture[None]:
-        """Begin to put a state dict; nothing in it must change until the future has ended."""
+        """Begin to `put_state`; nothing in it must change until the future has ended."""
         return self._writer().write(lambda: self.put_state(name, state), (name,))
 
     def get_state_async(self, name: str) -> StoreFuture[Any]:
-        """Begin to get a state dict."""
+        """Begin to `get_state`."""
         return self._reader().read(lambda: self.get_state(name))
 
     def delete_async(self, name: str) -> StoreFuture[None]:
-        """Begin to delete, after the puts that were begun before."""
+        """Begin to `delete`, after the puts that were begun before."""
         return self._writer().write(lambda: self.delete(name), (name,))
 
     def delete_state_async(self, name: str) -> StoreFuture[None]:
-        """Begin to delete a state dict, after the puts that were begun before."""
+        """Begin to `delete_state`, after the puts that were begun before."""
         return self._writer().write(lambda: self.delete_state(name), (name,))
 
     def verify_async(self) -> StoreFuture[tuple[Damage, ...]]:
-        """Begin to verify."""
+        """Begin to `verify`."""
         return self._reader().read(self.verify)
 
     def commit_async(self) -> StoreFuture[int]:
-        """Begin to commit what is put by now, puts that have begun included."""
-        # What has begun is collected now: a put that begins later belongs to the next commit.
+        """Begin to `commit` what is put by now, puts that have begun included."""
+        # The writes are collected now: a put that begins later belongs to the next commit.
         return self._writer().write(partial(self._commit, self._threads.writes()))
 
     async def stream_async(
@@ -424,10 +425,9 @@ class TensorStore:
 
         Replaces one of that name.
 
-        Tensors on a GPU, and those that are not one piece of memory, are copied one by one as they
-        are written.
+        Tensors on a GPU or in strides are copied one by one as they are written.
         """
-        # Structure, keys and dtypes that cannot be kept are refused here, before a byte is written.
+        # Refuses a structure, keys and dtypes that cannot be kept, before a byte is written.
         structure, found = flatten(state)
         tensors = {f"{check_name(name)}/{leaf}": tensor for leaf, tensor in found.items()}
         self._put(
@@ -439,6 +439,7 @@ class TensorStore:
 
         Raises:
             KeyError: there is none of that name.
+            ChecksumError: the drive returned other bytes than were put.
         """
         with self._tensors.opened() as holdings:
             structure, kinds, held = holdings.hold_state(name)
@@ -450,23 +451,23 @@ class TensorStore:
         )
 
     def put_tree(self, name: str, structure: Any) -> None:
-        """Make a state dict of tensors that are there, each named `name`, a slash and its leaf.
+        """Make a state dict of tensors that the store has already, named `name`/leaf.
 
-        `structure` is one of the `trees` of another store.
+        `structure` comes from the `trees` of another store.
 
         Raises:
             ManifestError: it is not the structure of a state dict.
             KeyError: a tensor of it is missing.
         """
-        leaves(structure)  # before it is copied: it may be anything
+        leaves(structure)  # refuses anything else before it is copied
         self._wait_for_queued((name,))
         with self._tensors.changing() as holdings:
-            # The caller may change its own, and a commit may be encoding this one.
+            # A copy: the caller may change its own while a commit encodes this one.
             holdings.name_tree(check_name(name), deepcopy(structure))
 
     @property
     def trees(self) -> Mapping[str, Any]:
-        """The structures of the state dicts (deepnvme.store.tree), by name. Not to be changed."""
+        """The structures of the state dicts, by name, for `put_tree` of another store."""
         with self._tensors.looking() as holdings:
             return holdings.trees
 
@@ -488,7 +489,11 @@ class TensorStore:
     # --- what is there ----------------------------------------------------------------------------
 
     def record(self, name: str) -> Record:
-        """Return a tensor's type, shape and place."""
+        """Return a tensor's dtype, shape and place.
+
+        Raises:
+            KeyError: there is none.
+        """
         with self._tensors.looking() as holdings:
             return holdings.record(name)
 
@@ -500,7 +505,7 @@ class TensorStore:
     def __iter__(self) -> Iterator[str]:
         """Yield the names there are now."""
         with self._tensors.looking() as holdings:
-            # A tuple's, as the caller goes on when the lock is free.
+            # Of a tuple: the caller iterates without the lock.
             return iter(holdings.names)
 
     def __len__(self) -> int:
@@ -519,17 +524,16 @@ class TensorStore:
 
     @property
     def volume(self) -> Volume:
-        """Where the bytes are."""
+        """The volume that the bytes are in."""
         return self._volume
 
     def verify(
         self, progress: Callable[[str, int], None] = lambda _name, _nbytes: None
     ) -> tuple[Damage, ...]:
-        """Read every tensor and compare it with its checksums; return what is wrong.
+        """Read every tensor, compare it with its checksums, and return the damage.
 
-        Tells `progress` of each.
-
-        A state dict that lacks a tensor is damaged as well, under the name of that.
+        Calls `progress` with name and bytes after each. A tensor that a state dict lacks is damage
+        as well.
         """
         with self._tensors.opened() as holdings:
             missing, groups = holdings.missing(), holdings.groups(holdings.names)
@@ -546,23 +550,21 @@ class TensorStore:
     def commit(self) -> int:
         """Make what is put by now the store's content for later processes; return its generation.
 
-        Puts that have begun are waited for; one that fails is not part of the commit, as nothing of
-        it is there. Ctrl-C ends the wait for it, and it is made all the same: closing, and the next
-        commit, wait for that.
+        Waits for puts that have begun; one that fails is not part of the commit. Ctrl-C ends the
+        wait, not the commit, which is still made: closing and the next commit wait for it.
 
         Raises:
-            PoisonedError: an earlier fsync failed, so that nothing can be promised any more; open
-                the store again.
-            NVMeError: this one failed; the store on the drives is still what it was, or the store
-                is now poisoned.
+            PoisonedError: an fsync failed, now or before, so that nothing is certain to be durable;
+                open the store again.
+            NVMeError: this commit failed, and the store on the drives is what it was before.
         """
         self._tensors.io.refuse_if_forked()
         if self._threads.is_current:
             return self._commit(self._threads.writes())
         try:
-            # on the thread that writes, as no signal's handler raises there
+            # On the thread that writes: no handler of a signal raises there.
             future = self.commit_async()
-        except RuntimeError:  # the interpreter ends: its threads have, and take nothing more
+        except RuntimeError:  # the interpreter ends, and its threads have ended
             return self._commit(self._threads.writes())
         return future.result()
 
@@ -572,8 +574,7 @@ class TensorStore:
                 "a swap store is gone when it is closed, so it has no commits: to keep tensors, "
                 "make the store with TensorStore.create()"
             )
-        # Before the lock below: a part that is being put has begun its write and then takes that
-        # lock.
+        # Before the lock below, which a put of a part takes after it has begun its write.
         self._threads.wait_for(before)
         with self._committing:
             # Only now: another commit may have been made while this one waited.
@@ -588,7 +589,7 @@ class TensorStore:
                     if self._commits.generation > last:
                         holdings.committed(last + 1, content)
                     elif not self._commits.poisoned:
-                        # else it may be on the drives, and keeps its space
+                        # Else the commit may be on the drives, and keeps its space.
                         holdings.not_committed(content)
             return last + 1
 
@@ -600,7 +601,7 @@ class TensorStore:
         return self._threads.ending
 
     def close(self) -> None:
-        """Wait for what is under way and let go of the drives. What was not committed is gone.
+        """Wait for what is under way and let go of the drives. Drops what was not committed.
 
         Again: does nothing.
         """
@@ -608,8 +609,8 @@ class TensorStore:
             self._tell_of_loss("closed")
 
     async def close_async(self) -> None:
-        """As `close`, in a thread: the event loop goes on meanwhile."""
-        import asyncio  # costs a third of importing this package, and a coroutine has it
+        """As `close`, in a thread, so that the event loop goes on."""
+        import asyncio  # a third of this package's import time; a coroutine has imported it
 
         if await asyncio.to_thread(self._end, self._volume.close):
             self._tell_of_loss("closed")
@@ -625,12 +626,12 @@ class TensorStore:
 
     def _end(self, let_go: Callable[[], None]) -> bool:
         """Wait for what is under way, then let go of the drives; False if done before."""
-        if self._tensors.io.is_forked:  # threads, locks and files are the parent's
+        if self._tensors.io.is_forked:  # threads, locks and files belong to the parent
             self._threads.ending = True
             self._volume.close()
             return False
-        if self._threads.is_current:  # a callback closes: it would wait for itself
-            # No daemon, which it may inherit: the program's end waits for it.
+        if self._threads.is_current:  # a callback closes the store: it would wait for itself
+            # Not a daemon, as its parent may be: the program's end waits for it.
             threading.Thread(
                 target=self._end, args=(let_go,), name="deepnvme-close", daemon=False
             ).start()
@@ -640,11 +641,11 @@ class TensorStore:
         with self._tensors.lock:
             self._ahead.forget()
         self._threads.join()
-        # else a manifest could be renamed after another process has opened the store
+        # Else a manifest could be renamed after another process has opened the store.
         with self._committing:
             if self._ended:
                 return False
-            # Calls that came in before are refused when they look.
+            # Calls that are past the checks above find it closed here.
             with self._tensors.lock:
                 self._tensors.holdings.closed = True
             self._tensors.io.close()
@@ -720,16 +721,16 @@ class TensorStore:
         return f"TensorStore({str(self._volume.directories[0])!r}, {state})"
 
     def _put_together(self, group: Sequence[Request]) -> Sequence[None]:
-        """Carry out puts that were begun one after the other as one."""
+        """Carry out several requests of put_async as one."""
         given = {request.name: request.tensor for request in group}
-        # Only what may be copied is described here: the copy itself is made when its turn to be
-        # written comes.
+        # Only these are described here, as `copy` is asked for each; the copies themselves are made
+        # when they are written.
         copied = {request.name: storable(request.tensor) for request in group if request.copy}
         self._put({**given, **copied}, given, _as_described, self._tensors.holdings.name)
         return (None,) * len(group)
 
     def _get_together(self, group: Sequence[Request]) -> Sequence[Any]:
-        """Carry out gets that wait for a thread as one."""
+        """Carry out several requests of get_async as one."""
         out = {request.name: request.tensor for request in group if request.tensor is not None}
         found = self.get_many([request.name for request in group], out)
         return [found[request.name] for request in group]
@@ -743,10 +744,9 @@ class TensorStore:
         description: Callable[[Any], Storable],
         name: Callable[[Mapping[str, Record]], Iterable[str]],
     ) -> None:
-        """Write tensors and name them; what is read ahead under names of other content now is not
-        wanted any more.
+        """Write tensors, let `name` name them, and forget what was prefetched under these names.
 
-        Writes of these `names` that were begun before, and not waited for, come first.
+        Queued writes to `names` come first.
         """
         if not isinstance(tensors, Mapping):
             raise TypeError(f"expected tensors by name, as a mapping; got {type(tensors).__name__}")
@@ -760,25 +760,14 @@ class TensorStore:
         self._tensors.io.refuse_if_forked()
         self._threads.wait_for_queued(names)
 
-    def _target(self, out: Mapping[str, Any], name: str, record: Record) -> Any:
-        if name not in out:
-            return empty(record.dtype, record.shape, self.returns)
-        kind = kind_of(out[name])
-        if kind != (record.dtype, record.shape):
-            raise ValueError(
-                f"{name!r} is {record.dtype} of shape {record.shape}; `out` for it is {kind[0]} of "
-                f"shape {kind[1]}. Give one of the tensor's dtype and shape, or none"
-            )
-        return out[name]
-
     def _forget_ahead(self, names: Iterable[str] | None) -> None:
         """Called with the lock held."""
         self._ahead.forget(names)
         self._read_on()
 
     def _read_on(self) -> None:
-        """Read ahead as much as there is room for. Called with the lock held."""
-        # get_many() takes the lock, which is held here: it runs later, on another thread.
+        """Prefetch as much as there is room for. Called with the lock held."""
+        # get_many() takes that lock: it runs on another thread, when this one has released it.
         self._ahead.begin(lambda name: self._threads.read(lambda: self.get_many((name,))[name]))
 
     def _streamed(
@@ -790,12 +779,12 @@ class TensorStore:
         return streamed(groups, self.get_many_async, depth)
 
     def _reader(self) -> StoreThreads:
-        """Return the threads; torch, where they will need it, is there, imported by one thread that
-        Ctrl-C may stop.
+        """Return the threads, for a read. Imports torch here where they will need it: Ctrl-C could
+        not stop an import on their threads.
         """
         self._tensors.io.refuse_if_forked()
         if self.returns is Returns.TORCH:
-            with suppress(ImportError):  # told where it is needed
+            with suppress(ImportError):  # the read raises it
                 importlib.import_module("torch")
         return self._threads
 
@@ -825,6 +814,17 @@ def _named(names: Iterable[str]) -> list[str]:
     if isinstance(names, str):
         raise TypeError(f"expected names, such as [{names!r}]; got the text {names!r}")
     return list(dict.fromkeys(names))
+
+
+def _fitting(out: Any, what: str, code: str, shape: tuple[int, ...]) -> Any:
+    """Return `out`, which `what` is to be read into, if it has this dtype and shape."""
+    out_code, out_shape = kind_of(out)
+    if (out_code, out_shape) != (code, shape):
+        raise ValueError(
+            f"{what} is {code} of shape {shape}; `out` for it is {out_code} of shape {out_shape}. "
+            "Give one of that dtype and shape, or none"
+        )
+    return out
 
 
 def _check_out(out: Mapping[str, Any] | None, wanted: Iterable[str]) -> None:

@@ -1,8 +1,7 @@
-"""The threads that a store does things on without its caller waiting: a few that read, and one that
-writes.
+"""The threads of a store for calls that do not block: a few that read, and one that writes.
 
-Owns which puts have begun, which a commit waits for, and the order of those begun here. Knows
-nothing of tensors. Called by the store, from any thread.
+Owns which writes have begun, so that a commit can wait for them, and the order of those queued
+here. Knows nothing of tensors. Called by the store, from any thread.
 """
 
 from __future__ import annotations
@@ -24,29 +23,28 @@ _READERS = 4
 
 
 class StoreThreads:
-    """Threads that are started as they are needed, and the requests that wait for them."""
+    """Threads that are started when they are needed, and the requests that wait for them."""
 
     def __init__(self) -> None:
         self.ending = False
         self._name = f"deepnvme-store-{id(self):x}"
-        # Between check_taking() and the executor: no work comes to one that is shut down.
+        # Held from check_taking() until the executor has the work: it is not shut down in between.
         self._lock = threading.Lock()
-        # One thread writes, so that of two puts of a name the later one wins.
-        # Threads of an executor are joined at the interpreter's exit: what was begun is done by
-        # then.
+        # One thread writes, so that of two puts of a name the later one wins. Python joins the
+        # threads of executors at its exit, so what was begun is done.
         self._executors = (
             ThreadPoolExecutor(1, f"{self._name}-writer"),
             ThreadPoolExecutor(_READERS, f"{self._name}-reader"),
         )
         self._writer = Lane(self._executors[0], 1, self._queued_no_more)
         self._readers = Lane(self._executors[1], _READERS)
-        # Those under way, on whichever thread. Weak: a lock that its writer dropped is gone.
+        # The writes under way, on any thread. Weak: a lock that its writer dropped is gone.
         self._writes: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
-        # Those begun here, and what they change.
+        # The writes queued here, and the names that they change.
         self._queued: dict[Future[Any], frozenset[str]] = {}
 
     def read(self, work: Callable[[], _T]) -> StoreFuture[_T]:
-        """Begin to do something on one of the threads that read.
+        """Begin to call `work` on one of the threads that read.
 
         Raises:
             ClosedError: the store is closed.
@@ -61,8 +59,8 @@ class StoreThreads:
         return request.future
 
     def write(self, work: Callable[[], _T], names: Iterable[str] = ()) -> StoreFuture[_T]:
-        """Begin to do something to `names` on the thread that writes, after all that was begun
-        there before.
+        """Begin to call `work`, which changes `names`, on the thread that writes, after what was
+        queued there before.
 
         Raises:
             ClosedError: the store is closed.
@@ -74,7 +72,8 @@ class StoreThreads:
         changed = _roots(names)
         with self._lock:
             self.check_taking()
-            self._queued[request.future] = changed  # first: it may have ended before `add` returns
+            # First: the request may have ended before `add` returns.
+            self._queued[request.future] = changed
             try:
                 self._writer.add(request)
             except BaseException:
@@ -87,27 +86,25 @@ class StoreThreads:
             self._queued.pop(request.future, None)
 
     def wait_for_queued(self, names: Iterable[str]) -> None:
-        """Wait until what was begun here has ended that changes one of these names, or may.
+        """Wait for the end of the queued writes that may change one of these names.
 
-        On its own threads: never.
-
-        They would wait for themselves: what was begun there has an order of its own.
+        Returns at once on these threads, which would wait for themselves, and which have an order
+        of their own.
         """
-        # Without the lock: what another thread begins at this moment comes after the caller.
+        # Without the lock: what another thread queues at this moment comes after the caller.
         if self.is_current or not self._queued:
             return
         changed = _roots(names)
         with self._lock:
             theirs = [future for future, others in self._queued.items() if others & changed]
-        # Outside of the lock: what is waited for may need it to end.
+        # Without the lock, which those writes may need.
         self.wait_for(theirs)
 
     def writing(self) -> threading.Lock:
-        """Return what is held for the length of a write: commits that begin meanwhile wait for its
-        end.
+        """Return a lock that the caller holds while it writes: commits that begin meanwhile wait.
 
-        A lock, which ends with its block whatever Ctrl-C interrupts, where a note that is taken
-        back may stay.
+        A lock, as a `with` block releases it whatever Ctrl-C interrupts; an entry in a set might
+        stay.
         """
         under_way = threading.Lock()
         with self._lock:
@@ -115,24 +112,24 @@ class StoreThreads:
         return under_way
 
     def writes(self) -> set[Future[Any] | threading.Lock]:
-        """Return the writes that have begun, on the thread that writes those under way: what is
-        queued comes after.
+        """Return the writes under way and those queued, for a commit that waits for them.
+
+        On the thread that writes, only those under way: what is queued there comes after.
         """
         with self._lock:
-            # By name: an executor does not say which threads are its own.
+            # By the thread's name: an executor does not say which threads are its own.
             on_writer = threading.current_thread().name.startswith(f"{self._name}-writer")
             return {*self._writes} if on_writer else {*self._writes, *self._queued}
 
     @staticmethod
     def wait_for(writes: Iterable[Future[Any] | threading.Lock]) -> None:
-        """Wait until these have ended, however."""
+        """Wait for the end of these writes, whether they succeed, fail or are cancelled."""
         for write in writes:
             if isinstance(write, Future):
                 with suppress(CancelledError):
                     write.exception()
             else:
-                # Its writer holds it until the write has ended.
-                with write:
+                with write:  # its writer holds it until the write has ended
                     pass
 
     @property
@@ -155,11 +152,11 @@ class StoreThreads:
             self.ending = True
 
     def join(self) -> None:
-        """Wait until all that was begun has ended. Again: waits on."""
+        """Wait until all requests have ended. May be called again after Ctrl-C."""
         for executor in self._executors:
             executor.shutdown(wait=True)
 
 
 def _roots(names: Iterable[str]) -> frozenset[str]:
-    """Return the names up to the first slash: of a state dict and its leaves it is the same."""
+    """Return the names up to the first slash: a state dict and its leaves have that in common."""
     return frozenset(str(name).split("/", 1)[0] for name in names)

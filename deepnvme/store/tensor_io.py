@@ -1,10 +1,11 @@
 """`TensorIO`: tensors to and from a volume's extents, with their checksums.
 
-Knows no names and no commits.
+Knows no commits; names are only for errors.
 
-Large tensors travel from and to their own memory and are summed while the drives are busy; small
-ones share operations through staging memory and are summed in the pass that copies them (decision
-0004). Whatever fails, no memory is let go while a drive may use it.
+Large tensors travel from and to their own memory, and their checksums are computed while the drives
+are busy. Small ones share operations through staging memory, and their checksums are computed in
+the pass that copies them (decision 0004). Whatever fails, no memory is let go while a drive may use
+it.
 """
 
 from __future__ import annotations
@@ -39,11 +40,14 @@ from deepnvme.volume.volume import Volume
 
 __all__ = ["Damage", "TensorIO", "check_sums", "fetch", "store"]
 
-_PIECE_BYTES = 8 << 20  # of a large tensor: one is summed while the drives are busy with others
-_LARGE_RUNS = 4  # of each drive
-_STAGED_DRIVES = 2  # up to so many one thread keeps up with, which copies
-_STAGED_BYTES = 4 << 20  # pieces from here on travel through one on their way to new memory
-# pieces begun before the first is summed: while it is being transferred
+# Of a large tensor: one piece is summed while the drives are busy with others.
+_PIECE_BYTES = 8 << 20
+# Large pieces on their way to new memory travel through staging memory of so many runs for each
+# drive, where the volume has few enough drives that one thread keeps up with copying.
+_STAGED_BYTES = 4 << 20
+_LARGE_RUNS = 4
+_STAGED_DRIVES = 2
+# Pieces whose write has begun before the first of them is summed.
 _UNSUMMED = MOST_BYTES // _PIECE_BYTES - 1
 
 
@@ -66,16 +70,14 @@ class TensorIO:
         self._owner = os.getpid()
         queues = set(volume.queues)
         self.staged = Staged(queues)
-        # Large ones neither wait for it nor let small ones wait.
+        # For large ones alone, so that neither waits for the other.
         self._staged_large = Staged(
             queues, runs=_LARGE_RUNS * min(_STAGED_DRIVES, len(volume.queues))
         )
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a child of the one that made it: it does not even have the
-        staging memory.
-        """
+        """Whether this process is a forked child of the one that made it."""
         return os.getpid() != self._owner
 
     def refuse_if_forked(self) -> None:
@@ -94,7 +96,7 @@ class TensorIO:
     def write(self, tensors: Iterable[Storable]) -> list[Record]:
         """Write all of them, or none and raise. Returns when the drives have them.
 
-        Each is asked for when those before it are on their way: whatever that raises ends all.
+        Takes a tensor from `tensors` when those before it are on their way.
         """
         self.refuse_if_forked()
         records: dict[int, Record] = {}
@@ -105,7 +107,7 @@ class TensorIO:
                     if 0 < group[0][1].nbytes <= SMALL_BYTES:
                         records.update(self._write_together(group, taken, pipeline))
                     for index, tensor in group:
-                        # Large, empty, or small ones for which there was no unbroken space.
+                        # Large and empty ones, and small ones that found no unbroken space.
                         if index not in records:
                             records[index] = self._write_alone(tensor, taken, pipeline)
         except BaseException:
@@ -119,9 +121,9 @@ class TensorIO:
         self._volume.release(record.extents)
 
     def close(self) -> None:
-        """Let go of the staging memory, which queues that go on would keep.
+        """Let go of the staging memory, which the caller's own queues would keep.
 
-        No read or write is under way any more.
+        The caller has waited for all reads and writes.
         """
         self.staged.close()
         self._staged_large.close()
@@ -130,13 +132,12 @@ class TensorIO:
         extents = self._volume.allocate(tensor.nbytes)
         taken += extents  # from here on a failure gives the space back
         pipeline.wait_for_room()
-        memory = tensor.gathered().memory  # now: a copy takes memory no longer than its writing
+        memory = tensor.gathered().memory  # late: a copy takes memory only while it is written
         if self._summing and not isinstance(tensor, Scattered):
             return Record(
                 tensor.code, tensor.shape, extents, self._store_summed(extents, memory, pipeline)
             )
-        # A copy is one step, as all of it is held until its last byte is written, and the next one
-        # waits for that.
+        # A copy is one step of the pipeline: all its memory is held until its last byte is written.
         store(self._volume, extents, memory, pipeline.start(memory.nbytes))
         return Record(
             tensor.code, tensor.shape, extents, checksums_of(memory) if self._summing else None
@@ -145,7 +146,7 @@ class TensorIO:
     def _store_summed(
         self, extents: Sequence[Extent], memory: Memory, pipeline: Pipeline
     ) -> tuple[int, ...]:
-        """Write in pieces, and sum each while it is on its way."""
+        """Write in pieces, and compute the checksums of each while it is on its way."""
         sums: dict[int, tuple[int, ...]] = {}
         unsummed: deque[tuple[int, Memory]] = deque()
 
@@ -173,13 +174,13 @@ class TensorIO:
             return {}  # there may be room in smaller pieces, for each alone
         untaken = len(taken)
         taken += extents
-        # Each begins in a page of its own, as its extent does.
+        # A tensor begins in a page of its own, as its extent does.
         places = [0, *accumulate(extent.end - extent.offset for extent in extents[:-1])]
         stretches = list(_joined(extents, places))
-        taken[untaken:] = [stretch for _, stretch in stretches]  # the same space in fewer objects
+        taken[untaken:] = [stretch for _, stretch in stretches]  # the same, in fewer objects
         staging = self.staged.take(pipeline)
         batch = pipeline.start(staging.nbytes, release=partial(self.staged.give, staging))
-        # Kept until gather() has copied: addresses alone keep no memory alive.
+        # Referred to until gather() has copied: addresses keep no memory alive.
         described = [tensor.gathered() for _, tensor in group]
         sums = gather(
             staging, places, sizes, [tensor.memory for tensor in described], summing=self._summing
@@ -200,12 +201,11 @@ class TensorIO:
         target: Callable[[str], Memory],
         new: Container[str] = (),
     ) -> None:
-        """Fill the memory that `target` returns for each name, which it is asked for while the
-        drives are busy.
+        """Fill the memory that `target` returns for a name; it is called while the drives are busy.
 
-        That of the names in `new` was just made, and its pages lie scattered: large pieces travel
-        there through staging memory as well, where other calls leave some, as drives take up to
-        twice as long for scattered pages.
+        For names in `new` that memory is new, and its pages lie scattered, for which drives take up
+        to twice as long: large pieces travel there through staging memory, where other calls leave
+        some.
 
         Raises:
             ChecksumError: the drive returned other bytes than were written.
@@ -220,7 +220,7 @@ class TensorIO:
                     self._read_staged(name, record, target(name), pipeline)
                 else:
                     self._read_alone(name, record, target(name), pipeline)
-            # As they lie on the drives: one operation reads neighbours.
+            # In the order of the drives: one operation reads neighbours.
             small.sort(key=lambda name: wanted[name].places)
             for stretch in together(_piece_of(name, wanted[name]) for name in small):
                 self._read_together(stretch, wanted, target, pipeline)
@@ -285,7 +285,7 @@ class TensorIO:
         )
         whole = Extent(stretch.file, stretch.start, stretch.nbytes)
         fetch(self._volume, (whole,), staging.part(0, whole.nbytes), batch)
-        # Asked for only now, while the drive reads: making memory takes time.
+        # Only now, while the drive reads: making memory takes time.
         memories += [target(piece.what) for piece in stretch.pieces]
 
     def _land(
@@ -298,25 +298,25 @@ class TensorIO:
         places = [piece.offset - stretch.start for piece in stretch.pieces]
         sizes = [piece.nbytes for piece in stretch.pieces]
         sums = scatter(staging, places, sizes, memories, summing=self._summing)
-        for piece, got in zip(stretch.pieces, sums, strict=False):  # none where none are taken
+        for piece, got in zip(stretch.pieces, sums, strict=False):  # no sums unless summing
             check_sums(piece.what, wanted[piece.what], 0, (got,))
 
     def are_sound(self, wanted: Mapping[str, Record]) -> bool:
-        """Read all of these at once; False where one is damaged, or none was compared."""
+        """Read all of these together; False where one is damaged, or checksums are not compared."""
         if not self._summing:
             return False
         try:
             self.read(wanted, lambda name: memory_of(bytearray(wanted[name].nbytes), writable=True))
         except ClosedError:
-            raise  # the store was closed meanwhile: that is no damage
+            raise  # the store was closed meanwhile, which is no damage
         except NVMeError:
             return False
         return True
 
     def damage(self, name: str, record: Record) -> Iterator[Damage]:
-        """Read a tensor and yield its damaged pieces. It sums one piece while it reads the next."""
+        """Read a tensor and yield its damaged pieces."""
         self.refuse_if_forked()
-        # One is summed while a drive fills the other.
+        # Two: one is summed while a drive fills the other.
         buffers = [
             memory_of(bytearray(min(_PIECE_BYTES, record.nbytes)), writable=True) for _ in range(2)
         ]
@@ -330,7 +330,7 @@ class TensorIO:
                     yield from self._damage_of(name, record, *under_way.popleft())
             while under_way:
                 yield from self._damage_of(name, record, *under_way.popleft())
-        finally:  # the caller may stop in the midst, and a drive still fill a buffer
+        finally:  # the caller may stop early, while a drive still fills a buffer
             for _, _, batch in under_way:
                 batch.drain()
 
@@ -346,13 +346,13 @@ class TensorIO:
             yield Damage(name, start, piece.nbytes, str(error))
             return
         finally:
-            # Also after an error: the buffer is filled again with the next piece.
+            # Also after an error: the next piece but one uses the same buffer.
             batch.drain()
         for at, nbytes in _differing(record, start, checksums_of(piece)):
             yield Damage(name, at, nbytes, "these are not the bytes that were put")
 
 
-# One extent at a time: a queue may have room for no more.
+# These two submit one extent at a time: a queue may have room for no more.
 
 
 def fetch(volume: Volume, extents: Iterable[Extent], memory: Memory, batch: Batch) -> None:
@@ -379,7 +379,7 @@ _Numbered = tuple[int, Storable]
 
 
 def _cut(tensors: Iterable[_Numbered]) -> Iterator[list[_Numbered]]:
-    """Yield small ones in runs that fit into staging memory, and the others one by one."""
+    """Yield small tensors in runs that fit into staging memory, and the others one by one."""
     run: list[_Numbered] = []
     room = RUN_BYTES
     for tensor in tensors:
@@ -397,9 +397,7 @@ def _cut(tensors: Iterable[_Numbered]) -> Iterator[list[_Numbered]]:
 
 
 def _joined(extents: Sequence[Extent], places: Sequence[int]) -> Iterator[tuple[int, Extent]]:
-    """Yield where in the staging memory each unbroken stretch of space starts, and the stretch, in
-    whole pages.
-    """
+    """Yield the unbroken stretches of space, each after its start in the staging memory."""
     first, start = extents[0], places[0]
     end = first.offset
     for extent, place in zip(extents, places, strict=True):
@@ -411,7 +409,7 @@ def _joined(extents: Sequence[Extent], places: Sequence[int]) -> Iterator[tuple[
 
 
 def _piece_of(name: str, record: Record) -> Piece[str]:
-    """Return a small tensor as what an operation on its one extent moves."""
+    """Return the one extent of a small tensor."""
     member, offset, nbytes = record.places
     return Piece(member, offset, nbytes, name)
 
@@ -423,16 +421,16 @@ def _pieces(nbytes: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _in_turns(extents: Sequence[Extent], most: int) -> list[tuple[int, int]]:
-    """Return the same pieces in an order in which all drives have something to do until the end."""
+    """Return the same pieces in an order that keeps all drives busy until the end."""
     totals: dict[int, int] = {}
     for extent in extents:
         totals[extent.member] = totals.get(extent.member, 0) + extent.nbytes
     passed = dict.fromkeys(totals, 0)
-    # how much of what its drive holds lies before a piece, by where that begins
+    # By the start of a piece: the share of its drive's bytes of this tensor that lies before it.
     share: dict[int, float] = {}
     begin = 0
     for extent in extents:
-        # Pieces are cut from the tensor's start: one that begins in the extent before counts there.
+        # A piece counts to the extent in which it begins.
         first = -(-begin // most) * most
         for start in range(first, begin + extent.nbytes, most):
             share[start] = (passed[extent.member] + start - begin) / totals[extent.member]
@@ -445,7 +443,7 @@ def _differing(record: Record, start: int, sums: Sequence[int]) -> Iterator[tupl
     """Yield offset and length of the bytes from `start` that differ from these checksums."""
     if record.checksums is None:
         return
-    # `start` is where a checksum begins: pieces are cut at whole ones.
+    # Pieces begin where the bytes of a checksum do.
     for index, got in enumerate(sums, start // CHECKSUM_BYTES):
         if got != record.checksums[index]:
             at = index * CHECKSUM_BYTES

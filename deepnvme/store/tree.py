@@ -1,9 +1,9 @@
 """A state dict as its structure, which is JSON, and its leaves: tensors and arrays, each under a
 name of its own.
 
-Nothing is pickled, and nothing is run when a state is built again. What cannot be kept exactly is
-refused with what to do, never changed. A structure that was read is not believed: `leaves` and
-`unflatten` check it. Called by the store.
+Nothing is pickled, and building a state runs no code. What cannot be kept exactly is refused, with
+what to do. A structure that was read is not trusted: `leaves` and `unflatten` check it. Called by
+the store and `deepnvme.checkpoint`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deepnvme.volume.framing import shown
 __all__ = ["MAX_DEPTH", "flatten", "leaves", "unflatten"]
 
 MAX_DEPTH = 64
-"""How many containers may lie in one another."""
+"""How deep containers may be nested."""
 
 _Path = tuple[object, ...]
 
@@ -38,17 +38,17 @@ def flatten(state: Any) -> tuple[Any, dict[str, Any]]:
 
     Kept exactly: dicts and OrderedDicts in their order, lists, tuples, keys and values that are
     str, int, bool, float or None, bytes, and numpy's scalars. One tensor in several places stays
-    one, also where each has an object of its own for it, as the state dict of tied weights does;
-    views that share a part of their bytes become apart. A Parameter comes back as a tensor;
-    attributes of containers, such as the `_metadata` of a module's state dict, are not kept.
+    one tensor, also where several objects refer to it, as in the state dict of tied weights. Views
+    that share only a part of their bytes become separate tensors. A Parameter comes back as a
+    tensor. Attributes of containers, such as the `_metadata` of a module's state dict, are not
+    kept.
 
-    A name is the keys on the way to the leaf, with dots between them; the structure is what tells
-    where a leaf belongs. No name has a slash, so that a name after a slash can be told from what is
-    before it.
+    A name is made of the keys on the way to the leaf, with dots between them. Only the structure
+    says where a leaf belongs. No name has a slash: callers put one before it.
 
     Raises:
-        TypeError: something else is in it: where, what it is, what to do.
-        ValueError: it is nested too deeply (in itself?), or text in it is not valid.
+        TypeError: it has something else in it: where, what it is, what to do.
+        ValueError: it is nested too deeply, perhaps in itself, or text in it is not valid.
     """
     flattening = _Flattening()
     structure = flattening.node(state, ())
@@ -56,10 +56,10 @@ def flatten(state: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def leaves(structure: Any) -> dict[str, Returns]:
-    """Return the names of the leaves, each with what it was: a tensor (TORCH) or an array (NUMPY).
+    """Return the names of the leaves, each with its kind: a tensor (TORCH) or an array (NUMPY).
 
     Raises:
-        ManifestError: `flatten` makes no such structure.
+        ManifestError: it is not a structure that `flatten` makes.
     """
     found: dict[str, Returns] = {}
 
@@ -72,10 +72,10 @@ def leaves(structure: Any) -> dict[str, Returns]:
 
 
 def unflatten(structure: Any, tensors: Mapping[str, Any]) -> Any:
-    """Return the state that `flatten` took apart, with the leaves of that name.
+    """Return the state of this structure, with `tensors` as its leaves.
 
     Raises:
-        ManifestError: `flatten` makes no such structure, or a leaf is missing.
+        ManifestError: it is not a structure that `flatten` makes, or a leaf is missing.
     """
 
     def leaf(name: str, kind: Returns) -> Any:
@@ -94,8 +94,8 @@ class _Flattening:
 
     def __init__(self) -> None:
         self.leaves: dict[str, Any] = {}
-        self._names: dict[Hashable, str] = {}  # of each leaf, by what tells it from others
-        self._used: dict[str, int] = {}  # how often each name was wanted
+        self._names: dict[Hashable, str] = {}  # of the leaves, by their _identity()
+        self._used: dict[str, int] = {}  # how many leaves wanted a name
 
     def node(self, value: Any, path: _Path) -> Any:
         """Return the JSON of `value`."""
@@ -130,8 +130,8 @@ class _Flattening:
     def _name_of(self, leaf: Any, path: _Path) -> str:
         known = _identity(leaf)
         if known not in self._names:
-            # A slash parts a state's name from its leaf's. Keys with dots may lead to one name: see
-            # below.
+            # A slash parts a state's name from its leaf's. Keys with dots can give two leaves the
+            # same name, which the loop below tells apart.
             wanted = ".".join(str(part) for part in path).replace("/", "%2F") or _NAMELESS
             name = wanted
             while name in self.leaves:
@@ -143,19 +143,17 @@ class _Flattening:
 
 
 def _identity(leaf: Any) -> Hashable:
-    """Return what is the same for two leaves that are one: the object, or memory of which both see
-    the same.
-    """
+    """Return what is equal for two leaves that are one: same memory seen in the same way."""
     torch = torch_of(leaf)
     if torch is not None:
         if (
             leaf.layout == torch.strided
             and leaf.numel()
             and leaf.device.type != "meta"
-            # Without memory of its own its address is 0: two such tensors are not one.
+            # The address of a tensor without memory is 0: two such tensors are not one.
             and leaf.data_ptr()
         ):
-            # Lazy views share memory with what they are views of, and mean other values.
+            # A lazy view shares memory with its base, and has other values.
             bits = (leaf.is_conj(), leaf.is_neg())
             return (
                 "tensor",
@@ -191,7 +189,7 @@ def _plain(value: Any, path: _Path) -> Any:
                 f"{_place(path)}: the text {shown(value)} has half of a surrogate pair, which "
                 "UTF-8 cannot keep: give it as bytes"
             ) from None
-    # By its bits: JSON has no such number, and a NaN's payload is kept.
+    # By its bits: JSON has no such number, and so a NaN keeps its payload.
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": struct.pack(">d", value).hex()}
     if isinstance(value, int) and not -_MAX_PLAIN <= value <= _MAX_PLAIN:
@@ -200,7 +198,7 @@ def _plain(value: Any, path: _Path) -> Any:
 
 
 def _leaf_tag(value: Any) -> str | None:
-    """Return the tag of a leaf: looks for torch and numpy only where the program uses them."""
+    """Return the tag of a leaf, None of anything else. Imports neither torch nor numpy."""
     if torch_of(value) is not None:
         return "tensor"
     numpy = sys.modules.get("numpy")
@@ -209,7 +207,7 @@ def _leaf_tag(value: Any) -> str | None:
 
 def _numpy_scalar(value: Any, path: _Path) -> Any:
     numpy = sys.modules.get("numpy")
-    # numpy's texts are also Python's: they are refused, and the advice is to make them plain.
+    # numpy's texts are also Python's: they are refused with the advice to make them plain.
     if numpy is None or not isinstance(value, numpy.generic) or isinstance(value, (str, bytes)):
         raise TypeError(
             f"{_place(path)} is a {_kind(value)}, which a state dict cannot keep: {_advice(value)}"
@@ -355,5 +353,5 @@ def _refusal(path: _Path, expected: str, node: Any) -> ValueError:
 
 
 def _place(path: _Path) -> str:
-    """Return where in the state that is, as Python would write it."""
+    """Return the place in the state, as Python would write it."""
     return "state" + "".join(f"[{shown(part)}]" for part in path)
