@@ -1,8 +1,8 @@
 """Where bytes lie in a volume: `Extent` names a piece of one member, `SpaceMap` knows which of its
 bytes are free.
 
-Arithmetic in whole pages; reads and writes nothing, and takes no locks. `Volume` chooses the member
-and serialises calls.
+Computes in whole pages; reads and writes nothing, and takes no locks. `Volume` chooses the member
+and lets one thread call at a time.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ __all__ = ["Extent", "SpaceMap", "slices"]
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """`nbytes` bytes of one member, from `offset` of its file.
-
-    They own the whole of their last page.
-    """
+    """`nbytes` bytes of one member, from `offset` of its file, and the rest of their last page."""
 
     member: int
     offset: int
@@ -41,16 +38,16 @@ class Extent:
 
 
 def slices(extents: Iterable[Extent], start: int, nbytes: int) -> tuple[Extent, ...]:
-    """Return where `nbytes` from `start` on of the bytes in `extents` lie.
+    """Return the extents of `nbytes` bytes of those in `extents`, from byte `start` on.
 
     Raises:
-        ValueError: there are not so many, or they do not begin on a page of every extent.
+        ValueError: there are not so many, or they begin inside a page.
     """
     found, passed, end = [], 0, start + nbytes
     for extent in extents:
         first, last = max(start - passed, 0), min(end - passed, extent.nbytes)
         if first < last:
-            # Its constructor refuses what begins inside a page.
+            # The constructor refuses an offset inside a page.
             found.append(Extent(extent.member, extent.offset + first, last - first))
         passed += extent.nbytes
     if not 0 <= start <= end <= passed:
@@ -61,13 +58,11 @@ def slices(extents: Iterable[Extent], start: int, nbytes: int) -> tuple[Extent, 
 
 
 class SpaceMap:
-    """The free bytes between `start` and `end` of one file.
-
-    At first all are; pieces that touch become one.
+    """The free bytes between `start` and `end` of one file; at first all are free.
 
     Taking and giving cost two searches in sorted lists, however many pieces there are. Ctrl-C may
-    come anywhere: what it interrupts has not happened, or happens wholly. Room that was taken when
-    it came, without its place having been returned, stays taken.
+    interrupt a call anywhere: then it has done nothing, or the next call completes it. Space that
+    was taken stays taken, although the caller did not get its place.
     """
 
     def __init__(self, start: int, end: int) -> None:
@@ -76,9 +71,9 @@ class SpaceMap:
         self.start, self.end = start, end
         self._free_bytes = 0
         self._lengths: dict[int, int] = {}  # of each free piece, by its offset
-        self._offsets: list[int] = []  # the same pieces, ascending
+        self._offsets: list[int] = []  # of the same pieces, ascending
         self._by_length: list[tuple[int, int]] = []  # (length, offset), ascending
-        # What becomes of the pieces, from when that is settled until it is done.
+        # The change of the pieces that is being made: see _replace().
         self._under_way: tuple[Sequence[int], Sequence[tuple[int, int]]] | None = None
         if start < end:
             self._replace((), ((start, end - start),))
@@ -96,10 +91,10 @@ class SpaceMap:
         return self._by_length[-1][0] if self._by_length else 0
 
     def take(self, nbytes: int) -> int | None:
-        """Take room in the smallest piece that has it; return its offset, None where none has."""
+        """Take room in the smallest piece that is large enough; return its offset, or None."""
         self._finish()
         space = _space_of(nbytes)
-        # Best fit, and of pieces of one length the first.
+        # Of pieces of one length, the first.
         place = bisect_left(self._by_length, (space, 0))
         if place == len(self._by_length):
             return None
@@ -108,10 +103,10 @@ class SpaceMap:
         return offset
 
     def take_most(self, nbytes: int) -> tuple[int, int] | None:
-        """Take room for as many of `nbytes` as the largest piece has; return offset and bytes, None
-        without space.
+        """Take room for as many of `nbytes` as the largest piece holds; return offset and bytes, or
+        None where nothing is free.
         """
-        # Without space, take() finds none for any number of bytes.
+        # Where nothing is free, take() returns None for any number of bytes.
         nbytes = min(nbytes, self.largest) if self.largest else nbytes
         offset = self.take(nbytes)
         return None if offset is None else (offset, nbytes)
@@ -141,7 +136,7 @@ class SpaceMap:
         self._replace(joined, ((begins, ends - begins),))
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Take the room of `nbytes` at `offset`, which a record of the caller says are in use.
+        """Take the room of `nbytes` at `offset`, which the caller's records say is in use.
 
         Raises:
             ValueError: it is not within this space, or some of it is in use.
@@ -155,13 +150,14 @@ class SpaceMap:
         self._cut(piece, offset, end - offset)
 
     def trim(self, most: int | None = None) -> int:
-        """End the space behind the last piece in use, but with one page at least, or `most` bytes
-        before its end; return the bytes less.
+        """End the space where its last piece in use ends; return the bytes cut off.
+
+        It keeps at least one page, and loses at most `most` bytes, a multiple of whole pages.
         """
         self._finish()
         last = self._offsets[-1] if self._offsets else self.end
         end = max(last, self.start + PAGE, 0 if most is None else self.end - most)
-        # Or something in use lies behind the last free piece.
+        # The second: something in use lies behind the last free piece.
         if end >= self.end or last + self._lengths[last] < self.end:
             return 0
         self._replace((last,), ((last, end - last),) if last < end else ())
@@ -169,10 +165,10 @@ class SpaceMap:
         return cut_off
 
     def extend(self, end: int) -> None:
-        """Let the space end later; what is new is free.
+        """Move the end of the space to `end`; the new bytes are free.
 
         Raises:
-            ValueError: that is not later, or no page begins there.
+            ValueError: `end` is not later, or not at a page.
         """
         if end % PAGE or end <= self.end:
             raise ValueError(
@@ -196,8 +192,8 @@ class SpaceMap:
         self._replace((piece,), [(start, length) for start, length in beside if length])
 
     def _replace(self, gone: Sequence[int], new: Sequence[tuple[int, int]]) -> None:
-        """Let the pieces at `gone` be free no more, and these offsets and lengths instead."""
-        # From here on it happens: what is interrupted, the next call ends.
+        """Replace the free pieces at `gone` by these, of offset and length."""
+        # From here on the change is certain: where Ctrl-C interrupts it, the next call goes on.
         self._under_way = gone, new
         for offset in gone:
             self._remove(offset)
@@ -206,14 +202,11 @@ class SpaceMap:
         self._under_way = None
 
     def _finish(self) -> None:
-        """Do what was interrupted, of which anything may be done already.
-
-        Interrupted itself, it is done again.
-        """
+        """Complete a change that Ctrl-C interrupted, of which any part may be done."""
         if self._under_way is None:
             return
         gone, new = self._under_way
-        # The lengths first, and from them the rest: how far the others got is not known.
+        # The lengths first, and all else from them: it is not known how far that was changed.
         for offset in gone:
             self._lengths.pop(offset, None)
         self._lengths.update(new)

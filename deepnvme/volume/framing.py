@@ -1,9 +1,9 @@
-"""JSON in a frame: one line with what it is, its version, its length and its crc32c; and JSON that
-is not believed.
+"""JSON in a frame: a line with its kind, version, length and crc32c, then the JSON; and how to read
+JSON that is not trusted.
 
 The one place that knows the frame of docs/store-format.md, which headers and manifests share, and
-what is refused in the JSON of others before anybody looks at what it says. Does no I/O. Called by
-member, manifest, tree, safetensors.
+what is refused in any JSON before its content is looked at. Does no I/O. Called by member,
+manifest, tree, safetensors.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ __all__ = [
     "unframed",
 ]
 
-# One text for each number: no leading zeros, and never so many digits that int() would be slow.
+# A number has one form: no leading zeros. So few digits that int() is fast.
 _LINE = re.compile(rb"(0|[1-9][0-9]{0,18}) ([0-9a-f]{8})\n")
 
 
 class NewerVersionError(ValueError):
-    """What was read is of a version of the format that a newer deepnvme writes: nothing is wrong
-    with it.
-    """
+    """The version of the format is that of a newer deepnvme: nothing is wrong with the file."""
 
 
 def framed(kind: str, version: int, content: Any) -> bytes:
@@ -42,7 +40,7 @@ def framed(kind: str, version: int, content: Any) -> bytes:
 
 
 def as_json(content: Any) -> str:
-    """Return the JSON of `content` as it stands in a frame, whole or as a part of more."""
+    """Return the JSON of `content` as it stands in a frame, alone or as a part."""
     return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -62,7 +60,7 @@ def unframed(kind: str, version: int, data: bytes) -> tuple[bytes, bytes]:
     start = re.match(rb"%s ([1-9][0-9]{0,8}) " % re.escape(kind.encode()), data)
     if start is None:
         raise ValueError(f'expected it to begin with "{kind} {version} ", got {data[:32]!r}')
-    # Before anything else is believed, which may mean something else there.
+    # First: in another version, anything else may mean something else.
     if int(start[1]) > version:
         raise NewerVersionError(
             f"it has version {int(start[1])} of the format, this deepnvme reads {version}: use a "
@@ -93,11 +91,11 @@ def unframed(kind: str, version: int, data: bytes) -> tuple[bytes, bytes]:
 
 
 def strict_json(payload: bytes) -> Any:
-    """Return what JSON in UTF-8 says.
+    """Return the content of JSON in UTF-8.
 
     Raises:
-        ValueError: it is no JSON, a key stands twice in one object, or a number is none that we
-            would have written.
+        ValueError: it is no JSON, a key stands twice in one object, or a number is not in the form
+            that deepnvme writes.
         RecursionError: it is nested too deeply.
     """
     return json.loads(
@@ -116,7 +114,7 @@ def shown(value: object, most: int = 160) -> str:
 
 
 def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Python keeps the last of two, other readers the first: they would see different tensors.
+    # Of equal keys Python keeps the last, other readers the first: they would see other tensors.
     found = dict(pairs)
     if len(found) < len(pairs):
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)

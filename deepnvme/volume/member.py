@@ -1,8 +1,8 @@
 """One directory of a volume: its `data` file made, locked, named by its first page, measured and
 removed.
 
-Owns what is on disk and who may use it; which bytes hold what, `Volume` knows, the only caller.
-Space is reserved when a member is made, and more of it only when it is asked for.
+Owns the files and their locks. `Volume`, the only caller, knows which bytes hold what. Space is
+reserved when a member is made, and later only by `lengthen`.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ DATA = "data"
 """The name of a member's one file."""
 
 MEASURED_BYTES = 64 << 20
-"""How much of a member is read and overwritten, at most, to measure it."""
+"""How many bytes of a member are read and overwritten, at most, to measure it."""
 
-_UNNAMED = "(unnamed)"  # what errors call the file of a temporary member
-# What file systems answer that cannot make a file without a name.
-# EISDIR comes from where O_TMPFILE is not known: its other bit is O_DIRECTORY.
+_UNNAMED = "(unnamed)"  # the name of a temporary member's file in errors
+# The answers of file systems that cannot make a file without a name. EISDIR comes from those that
+# do not know O_TMPFILE, whose other bit is O_DIRECTORY.
 _NEED_A_NAME = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL})
 _KIND = "deepnvme-volume"
 _VERSION = 1
 # FICLONERANGE of linux/fs.h, which is _IOW(0x94, 13, struct file_clone_range), and that structure:
-# the source's descriptor, its offset and length, and the offset in the file that the call is on.
+# the source's descriptor, its offset and length, and the offset in the destination.
 _FICLONERANGE = 0x4020940D
 _CLONE_RANGE = struct.Struct("qQQQ")
-_SECTOR = 512  # what every drive writes whole or not at all
+_SECTOR = 512  # every drive writes so many bytes whole or not at all
 
 # Measuring: enough in flight for any drive, short enough for a caller that waits.
 _OPERATION = 2 << 20
@@ -75,29 +75,27 @@ _PENDING = 4
 _ROUND_S = 0.04
 _ROUNDS = 3
 
-# by the kernel's word for the lock
+# By the words of /proc/locks.
 _USES = MappingProxyType({"READ": "reading", "WRITE": "writing"})
 
 
 class Access(Enum):
-    """For what a store or volume is opened."""
+    """Whether a store or volume is opened for reading or for writing."""
 
-    # by any number of processes at once, also from a drive that is mounted read-only; no writer
-    # beside
+    # By any number of processes at once, while none has it open for writing. Also from a drive that
+    # is mounted read-only.
     READ = "read"
-    WRITE = "write"  # by one process, and no reader beside
+    WRITE = "write"  # by one process, while no other has it open
 
 
 @dataclass(frozen=True)
 class Header:
-    """What the first page of a member's file says: which volume, which of its members, how much is
-    for use.
-    """
+    """The first page of a member's file."""
 
-    volume: str
-    member: int
-    capacity: int
-    rates: tuple[float, ...]  # bytes per second of every member, so there are as many members
+    volume: str  # the name of the volume: 32 hexadecimal digits
+    member: int  # its number among the members
+    capacity: int  # bytes for use, behind this page
+    rates: tuple[float, ...]  # of every member, in any one unit; as many as there are members
 
     def encode(self) -> bytes:
         """Return the page.
@@ -114,10 +112,10 @@ class Header:
 
     @classmethod
     def parse(cls, page: bytes) -> Header:
-        """Return what the page says.
+        """Return the header in a page.
 
         Raises:
-            ValueError: it says nothing that can be believed; the text says why.
+            ValueError: there is none, or a damaged one; the text says why.
         """
         if not any(page):
             raise ValueError("making it never finished")
@@ -152,9 +150,9 @@ def _header_of(payload: bytes) -> Header:
 class MemberFile:
     """A member's directory, with `data` locked and, after `open()`, open for I/O.
 
-    The lock belongs to this process: a forked child does not have it, the end of the process
-    releases it. The file of a temporary member has no name, so it is gone with the process, however
-    that ends.
+    The lock belongs to this process: a forked child does not have it, and the end of the process
+    releases it. The file of a temporary member has no name, so it ends with the process, also where
+    that is killed.
     """
 
     _living: ClassVar[weakref.WeakSet[MemberFile]] = weakref.WeakSet()
@@ -168,7 +166,7 @@ class MemberFile:
         temporary: Path | None = None,
         access: Access = Access.WRITE,
     ) -> None:
-        """Hold the file open as `lock`; a `temporary` one is opened by this path and loses it."""
+        """Take over the descriptor `lock`; `open` opens a file without a name by `temporary`."""
         self.directory = directory
         self.path = directory / (DATA if temporary is None else _UNNAMED)
         self.access = access
@@ -179,8 +177,8 @@ class MemberFile:
         self._temporary = temporary
         self._file: File | None = None
         self._queue: IOQueue | None = None
-        self._under_way: deque[IOFuture[int]] = deque()  # for drain(), which closing waits by
-        # Held from submitting to noting: drain() would miss an operation in between.
+        self._under_way: deque[IOFuture[int]] = deque()  # see drain()
+        # Held from submitting an operation to noting it: drain() would miss it in between.
         self._changing = threading.Lock()
         MemberFile._living.add(self)
 
@@ -192,7 +190,7 @@ class MemberFile:
             VolumeError: the directory has something in it, or cannot be made.
         """
         try:
-            # Made first and looked at then: two processes cannot both have made it.
+            # Made first and looked at after: two processes cannot both make it.
             directory.mkdir(mode=0o700)
             made = True
         except FileExistsError:
@@ -205,8 +203,8 @@ class MemberFile:
                 raise _not_empty(directory) from None
         except FileNotFoundError:
             raise VolumeError(
-                errno.ENOENT, "the directory that it is to be made in does not exist; is the drive "
-                              "mounted?",
+                errno.ENOENT, "its parent directory does not exist: make that first (is the drive "
+                              "mounted?)",
                 path=str(directory),
             ) from None  # fmt: skip
         try:
@@ -249,7 +247,7 @@ class MemberFile:
             VolumeLockedError: another process has it open in a way that excludes this access.
         """
         lock = _opened_and_locked(directory, access)
-        # it was removed before it was ours; another may be in its place
+        # It was removed before this process locked it, and another may be in its place.
         while not os.fstat(lock).st_nlink:
             os.close(lock)
             lock = _opened_and_locked(directory, access)
@@ -269,14 +267,14 @@ class MemberFile:
                 self._temporary or self.path, "r" if self.access is Access.READ else "r+"
             )
         finally:
-            # Also where it could not be opened: no start would ever remove it.
+            # Also where it could not be opened: no later run would remove it.
             self._drop_name()
         self._file.show_as(str(self.path.absolute()))
         self._queue = queue
 
     @property
     def queue(self) -> IOQueue:
-        """Through which it is open."""
+        """The queue that it is open through."""
         if self._queue is None:
             raise ClosedError(f"the volume in {self.directory} is closed: open it again to use it")
         return self._queue
@@ -288,14 +286,12 @@ class MemberFile:
             VolumeError: the drive has not so much.
         """
         with self._room_for(nbytes):
-            # To cut as well: measuring may have reserved more than the member gets.
+            # Cuts as well: measuring may have reserved more than the member gets.
             self.file.truncate(nbytes)
             self.file.preallocate(nbytes)
 
     def lengthen(self, end: int, new_end: int) -> None:
-        """Reserve the bytes from `end` to `new_end`, durably.
-
-        They are for use from when a header says so.
+        """Reserve the bytes from `end` to `new_end`, durably. A header then makes them usable.
 
         Raises:
             VolumeError: the drive has not so much.
@@ -303,19 +299,19 @@ class MemberFile:
         with self._room_for(new_end):
             # Never shorter: after a failure, the header on the drive may count on more.
             self.file.truncate(max(self.length, new_end))
-            # of the new bytes alone: where this is done by writing, others may be writing to the
-            # old ones
+            # Only the new bytes: where the file system reserves by writing, it would overwrite what
+            # other threads write to the old ones.
             try:
                 os.posix_fallocate(self._lock, end, new_end - end)
             except OSError as error:
                 raise file_error(error.errno or 0, "preallocate", self.file.path) from None
         if not self._temporary:
             with _naming(self.directory):
-                # Before a header counts on these bytes.
+                # Durable before a header counts on these bytes.
                 os.fsync(self._lock)
 
     def cut_off(self, length: int) -> None:
-        """Let `data` be as long as it was before it was lengthened for nothing."""
+        """Shorten `data` to `length` bytes."""
         self.file.truncate(length)
 
     @property
@@ -325,7 +321,7 @@ class MemberFile:
 
     @contextmanager
     def _room_for(self, nbytes: int) -> Iterator[None]:
-        # Asked beforehand: a reservation that fails can leave the file system full of what it got.
+        # Asked before: a reservation that fails can leave the file system full.
         free = shutil.disk_usage(self.directory).free
         try:
             yield
@@ -342,14 +338,14 @@ class MemberFile:
     def write_header(self, header: Header) -> None:
         """Write the first page; it is durable when this returns, unless temporary."""
         with _naming(self.directory):
-            # Through the page cache: from now on no direct operation of the queue touches this
-            # page, as extents begin behind it.
+            # Through the page cache: no direct operation of the queue touches this page, as extents
+            # begin behind it.
             os.pwrite(self._lock, header.encode(), 0)
             if not self._temporary:
                 os.fsync(self._lock)
 
     def finish_making(self) -> None:
-        """Shut the directory to other users and make its name durable, unless temporary."""
+        """Close the directory to other users and make its name durable, unless temporary."""
         if self._temporary:
             return
         self.directory.chmod(0o700)
@@ -360,7 +356,7 @@ class MemberFile:
                 os.fsync(descriptor)
 
     def read_header(self) -> Header:
-        """Return what the first page says.
+        """Return the header in the first page.
 
         Raises:
             VolumeError: it is damaged, or the file is shorter than it says.
@@ -384,19 +380,18 @@ class MemberFile:
             ) from None
         return header
 
-    def check_growing(self, header: Header) -> None:
-        """Refuse a header that could not take the place of another one.
+    def check_replaceable(self, header: Header) -> None:
+        """Refuse a header that cannot safely be overwritten with another one.
 
         Raises:
-            VolumeError: it is longer than a sector, so that a power failure could leave half of
-                each.
+            VolumeError: it is longer than a sector, so that a power failure could leave a mixture.
         """
         if len(header.encode().rstrip(b"\0")) > _SECTOR:
             raise VolumeError(
                 errno.ENOTSUP,
                 "a volume of so many members cannot grow or be trimmed: its header has more than "
-                f"the {_SECTOR} B that a drive writes whole or not at all. Make another one of the "
-                "right size",
+                f"the {_SECTOR} B that a drive writes whole or not at all. Make another volume of "
+                "the right size",
                 path=str(self.directory),
             )
 
@@ -417,19 +412,19 @@ class MemberFile:
         return future
 
     def share(self, start: int, nbytes: int, descriptor: int, offset: int) -> None:
-        """Let another file have pages of this one without a copy of them."""
+        """Share whole pages of this file with another one, without a copy (a reflink)."""
         request = _CLONE_RANGE.pack(self._lock, start, nbytes, offset)
         fcntl.ioctl(descriptor, _FICLONERANGE, request)
 
     def drain(self) -> None:
-        """Wait until every read and write has ended, however."""
-        # not taken out before it has ended: interrupted, it is called again
+        """Wait until every read and write has ended, also by failure or cancellation."""
+        # Of a copy, so that after Ctrl-C another call waits for the same operations.
         for future in tuple(self._under_way):
             with suppress(CancelledError):
                 future.exception()
 
     def close(self) -> None:
-        """Close and unlock the file, when everything has ended; remove it if temporary.
+        """Wait for reads and writes, close and unlock the file; remove it if temporary.
 
         Again: does nothing.
         """
@@ -444,8 +439,8 @@ class MemberFile:
             return
         self._stop()
         try:
-            # First: children that were forked meanwhile may keep the file open, and so its space,
-            # as long as they live. Errors are left to the next lines, which name the file.
+            # First: forked children may keep the file open, and with it its space, as long as they
+            # live. Errors are left to the next lines, which name the file.
             with suppress(OSError):
                 os.ftruncate(self._lock, 0)
             if self._temporary is None:
@@ -461,7 +456,7 @@ class MemberFile:
         self._let_go()
 
     def _drop_name(self) -> None:
-        """Take from a temporary file the name that its file system wanted it to be made with."""
+        """Remove the name of a temporary file, where its file system needs names to make files."""
         if self._temporary is not None and self._temporary.parent == self.directory:
             self._temporary.unlink(missing_ok=True)
 
@@ -470,8 +465,7 @@ class MemberFile:
             return
         self._stop()
         if self._temporary is None:
-            # Not by closing alone: a child forked a moment ago may still have a copy of the
-            # descriptor.
+            # Closing is not enough: a child forked just now may have a copy of the descriptor.
             fcntl.flock(self._lock, fcntl.LOCK_UN)
         self._close_lock()
 
@@ -486,12 +480,12 @@ class MemberFile:
     def _note(self, future: IOFuture[int]) -> None:
         """Remember it until it has ended."""
         self._under_way.append(future)
-        # From the front alone: to look at all would cost more with each operation that is pending.
+        # Only from the front: looking at all would take longer the more are pending.
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft()
 
     def _close_lock(self) -> None:
-        # Before it is closed: a second close could hit another file, which got the same number.
+        # Forgotten first: a second close could close another file that got the same number.
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
@@ -510,7 +504,7 @@ def _made_and_locked(path: Path) -> int:
 
     Raises:
         FileExistsError: there is one already.
-        BlockingIOError: another process locked it first; it is gone again.
+        BlockingIOError: another process locked it first; this one has removed it again.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -518,7 +512,7 @@ def _made_and_locked(path: Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
         os.close(lock)
-        # O_EXCL made it, so it is ours.
+        # O_EXCL has made it, so it is this process's to remove.
         path.unlink(missing_ok=True)
         raise
     return lock
@@ -532,7 +526,7 @@ def _opened_and_locked(directory: Path, access: Access) -> int:
                 lock, (fcntl.LOCK_SH if access is Access.READ else fcntl.LOCK_EX) | fcntl.LOCK_NB
             )
     except BaseException as error:
-        # Before it is closed: the file's numbers are what /proc/locks knows it by.
+        # Before it is closed: /proc/locks has the numbers of the file, not its name.
         status = os.fstat(lock)
         os.close(lock)
         if isinstance(error, BlockingIOError):
@@ -567,31 +561,30 @@ def _opened_data(directory: Path, access: Access) -> int:
 def _foreign(directory: Path) -> VolumeError:
     return VolumeError(
         errno.EBADMSG,
-        f"its {DATA} is no file, so not that of a volume: name another directory",
+        f"its {DATA} is not a regular file, so it is no volume's: name another directory",
         path=str(directory),
     )
 
 
 def _flawed(page: bytes, problem: ValueError) -> str:
-    """Return what is wrong with a member, and what to do without removing files of others."""
+    """Return what is wrong with a member, and what to do that spares another program's files."""
     if any(page) and not page.startswith(_KIND.encode()):
         return (
-            f"its {DATA} is a file of something else, or the damaged one of a volume: {problem}. "
+            f"its {DATA} is another program's file, or a volume's damaged one: {problem}. "
             "If it is not deepnvme's, name another directory; if it is, restore it from a copy"
         )
     return (
         f"it holds no volume that can be used: {problem}. Restore it from a copy, or remove it and "
-        "make anew"
+        "make a new one"
     )
 
 
 @contextmanager
 def _naming(directory: Path) -> Iterator[None]:
-    """Name the directory in errors of calls on descriptors, which cannot."""
+    """Name the directory in errors of calls on descriptors, which name no file themselves."""
     try:
         yield
-    # A lock that another process has: the caller tells who.
-    except BlockingIOError:
+    except BlockingIOError:  # another process has the lock: the caller says which
         raise
     except OSError as error:
         raise VolumeError(
@@ -600,15 +593,14 @@ def _naming(directory: Path) -> Iterator[None]:
 
 
 def lock_holder(status: os.stat_result, roots: SystemRoots = HOST_ROOTS) -> int | None:
-    """Return a process that holds an flock on the file, None where the kernel does not tell."""
-    # 0: of another process namespace
+    """Return a process that holds an flock on the file, None where the kernel does not say."""
+    # 0: a process of another namespace
     return next((pid or None for _, pid in _locks(status, roots)), None)
 
 
 def _locks(status: os.stat_result, roots: SystemRoots) -> Iterator[tuple[str, int]]:
     """Yield kind and process of each flock on the file."""
-    # Subvolumes of btrfs have device numbers of their own: no line matches, and the holder stays
-    # unknown.
+    # Subvolumes of btrfs have device numbers of their own, so no line matches: it stays unknown.
     file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     for line in read_kernel_file(roots.proc / "locks").splitlines():
         fields = line.split()  # 1: FLOCK ADVISORY WRITE 4711 fe:00:1310733 0 EOF
@@ -619,7 +611,7 @@ def _locks(status: os.stat_result, roots: SystemRoots) -> Iterator[tuple[str, in
 
 @contextmanager
 def _opened(directory: Path) -> Iterator[int]:
-    """Yield a descriptor by which the directory stays the same, whatever becomes of its name."""
+    """Yield a descriptor of the directory, which stays the same if its name is given to another."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield descriptor
@@ -635,7 +627,7 @@ def measure_rates(files: Sequence[File], nbytes: int) -> list[float]:
     buffers = cut(pool.buffer(pool.capacity), operation, _PENDING)
     for buffer in buffers:
         fill(buffer)
-    for file in files:  # first writes are of another speed
+    for file in files:  # first writes have another speed, which is not measured
         for future in [
             file.pwrite(buffers[0], offset)
             for offset in range(0, nbytes - operation + 1, operation)
@@ -662,8 +654,8 @@ def _after_fork_in_child() -> None:
     for member in list(MemberFile._living):
         member._changing = threading.Lock()  # the thread that held it is not here
         with suppress(OSError):  # closed at that moment
-            # This unlocks nothing: a flock is of the open file, which the parent has open too. An
-            # open copy would hold it beyond the parent's end.
+            # This unlocks nothing: a flock belongs to the open file, which the parent has open too.
+            # A copy left open here would keep the lock beyond the parent's end.
             member._close_lock()
 
 

@@ -1,7 +1,7 @@
-"""fsync by name: of a file, and of a directory, which is what makes the names in it durable.
+"""fsync of a file by its name, and of a directory, which makes the names in it durable.
 
-For files that are not open for I/O through a queue. Called by store manifests and the writer of
-safetensors files.
+For files that are not open for I/O through a queue. Called by the store's manifests, the writer of
+safetensors files and `deepnvme cp`.
 """
 
 from __future__ import annotations

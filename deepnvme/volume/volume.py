@@ -1,10 +1,10 @@
-"""`Volume`: reserved space over one or several directories.
+"""`Volume`: reserved space in one or several directories.
 
-Hands out extents, moves bytes to and from them.
+Hands out extents, and moves bytes to and from them.
 
 The one class for extents and striping (decision 0004). Knows no names, no checksums and no
-generations. It remembers which bytes are in use only while it is open: the opener says again which
-are (`reserve`).
+generations. It remembers which bytes are in use only while it is open: a caller that opens one says
+again which are (`reserve`).
 """
 
 from __future__ import annotations
@@ -40,18 +40,17 @@ __all__ = ["Member", "MemberStats", "Members", "Volume"]
 _Directory: TypeAlias = "Member | str | os.PathLike[str]"
 _Verb = Callable[[MemberFile, Memory, int], IOFuture[int]]
 
-_LARGEST = (1 << 63) - 2 * PAGE  # what a file can hold beside the header
-_STRIPED = 1 << 20  # bytes per member from which on one piece of memory is split over all
+_LARGEST = (1 << 63) - 2 * PAGE  # bytes that a file can hold behind the header
+_STRIPED = 1 << 20  # bytes per member from which on an allocation is split over all members
 
 
 @dataclass(frozen=True)
 class Member:
-    """A directory of a volume, where it needs more than its name.
+    """A directory of a volume, where it needs more than its path.
 
-    `queue`: its own IOQueue, else the volume's. `rate`: its speed beside the others', in any unit,
-        else it is measured.
-    `capacity`: bytes of it for use, else its part of the volume's. All members have the last, or
-        none has; so the rate.
+    `queue`: its own IOQueue, else the volume's.
+    `rate`: its speed, in any unit that all members use; measured where no member gives one.
+    `capacity`: its bytes for use, where the volume is given none; then every member gives one.
     """
 
     path: str | os.PathLike[str]
@@ -66,13 +65,13 @@ Members: TypeAlias = "_Directory | Iterable[_Directory]"
 
 @dataclass(frozen=True)
 class MemberStats:
-    """One member: its space in whole pages, and the bytes submitted since it was opened."""
+    """One member: its space, in bytes of whole pages; the bytes submitted since it was opened."""
 
     directory: str
     capacity: int
     free_bytes: int
     largest_free: int
-    share: float  # of the bytes that are split over all members
+    share: float  # its part of an allocation that is split over all members
     read_bytes: int
     written_bytes: int
 
@@ -96,9 +95,9 @@ class Volume(Closing):
 
     Made by `create`, `open` and `temporary`; closed by `close()` or as a context manager.
 
-    From 1 MiB per member on, the bytes of one `allocate` are split over the members in the ratio of
-    their speeds; less goes whole to the member that is furthest behind its share. Methods may be
-    called from any thread.
+    An `allocate` of 1 MiB per member or more is split over the members in the ratio of their
+    speeds; a smaller one goes whole to the member that is furthest behind its share. Any thread may
+    call.
     """
 
     def __init__(
@@ -111,13 +110,13 @@ class Volume(Closing):
             _Part(file, SpaceMap(PAGE, PAGE + header.capacity), rate / total)
             for file, header, rate in zip(files, headers, self.rates, strict=True)
         )
-        # Guards the space maps. Not held while an operation is submitted, which may wait for room.
+        # Guards the space maps. Not held while an operation is submitted: that may wait for room.
         self._changing = threading.Lock()
         self._owner = os.getpid()
-        # Held for a whole growth, which waits for drives; space is taken and given meanwhile.
+        # Held for a whole growth or trim, which waits for drives. Space is taken meanwhile.
         self._growing = threading.Lock()
         self._closed = False
-        # Refers to the files, not to the volume, so a volume that is dropped is closed.
+        # Refers to the files, not to the volume: one that is dropped without close() is closed.
         self._finalizer = weakref.finalize(self, _shut_down, tuple(files), own)
 
     @classmethod
@@ -128,10 +127,11 @@ class Volume(Closing):
         *,
         queue: IOQueue | None = None,
     ) -> Volume:
-        """Make a volume in directories that are empty or do not exist yet, each in one that does.
+        """Make a volume in directories that are empty, or new in a parent that exists.
 
         `capacity` is the bytes for use in all, split in the ratio of the members' speeds, unless
-        each has its own. Each file is one page longer. When this fails, nothing is left behind.
+        each `Member` has its own. Each file is one page longer. When this fails, nothing is left
+        behind.
 
         Raises:
             VolumeError: a directory holds something, or its drive has no such room.
@@ -148,9 +148,9 @@ class Volume(Closing):
     ) -> Volume:
         """Make a volume of files without names, one on the drive of each directory given.
 
-        They go when it is closed, or when the process ends, however it ends. On a file system that
-        cannot make such a file, a process that is killed while it makes one may leave an empty file
-        `.deepnvme-<32 hex digits>`.
+        They end when it is closed, or with the process, also where that is killed. On a file system
+        that cannot make such files, a process that is killed while it makes one may leave an empty
+        file `.deepnvme-<32 hex digits>`.
 
         Raises:
             VolumeError: there is no such directory, or its drive has no such room.
@@ -165,9 +165,9 @@ class Volume(Closing):
         access: Access = Access.WRITE,
         queue: IOQueue | None = None,
     ) -> Volume:
-        """Open a volume that was made: all of its directories, in any order.
+        """Open a volume by all of its directories, in any order.
 
-        All space counts as free until reserved.
+        All its space is free until `reserve` takes it.
 
         Raises:
             VolumeError: one is missing, damaged or of another volume.
@@ -184,14 +184,14 @@ class Volume(Closing):
                     "made. Leave them out to open it"
                 )
         with ExitStack() as undo:
-            # First, so undone last: the files close while their queue still works.
+            # Made first, so closed last: the files close while their queue still works.
             own = _own_queue(specs, queue, undo)
             held = []
             for spec in specs:
                 file = MemberFile.hold(Path(spec.path), access)
                 undo.callback(file.close)
                 held.append((file.read_header(), file, spec.queue or queue or own))
-            # Extents name members by number, whatever order the caller gave.
+            # By number, which extents name members by.
             held.sort(key=lambda entry: entry[0].member)
             _check_together([(header, file.directory) for header, file, _ in held])
             for _, file, through in held:
@@ -203,7 +203,7 @@ class Volume(Closing):
 
     @property
     def access(self) -> Access:
-        """For what it is open."""
+        """Whether it is open for reading or for writing."""
         return self._parts[0].member.access
 
     @property
@@ -213,7 +213,7 @@ class Volume(Closing):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """What errors call the members' files, in order."""
+        """The members' files as errors name them, in order."""
         return tuple(part.member.path for part in self._parts)
 
     @property
@@ -223,7 +223,7 @@ class Volume(Closing):
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """The bytes for use of each member, behind its header."""
+        """The bytes for use of each member, in order."""
         return tuple(part.space.end - part.space.start for part in self._parts)
 
     @property
@@ -251,7 +251,7 @@ class Volume(Closing):
             )
 
     def allocate(self, nbytes: int) -> tuple[Extent, ...]:
-        """Take room for `nbytes`, in one extent or one per member; more where space is in pieces.
+        """Take `nbytes` of space, in one extent or one per member, or more where it is in pieces.
 
         All extents but the last are whole pages.
 
@@ -259,10 +259,10 @@ class Volume(Closing):
             VolumeFullError: so much is not free. Nothing was taken.
         """
         if nbytes < 0:
-            raise ValueError(f"room is taken for 0 bytes or more; got {nbytes}")
+            raise ValueError(f"nbytes must not be negative, got {nbytes}")
         self._check_writable()
         with self._changing:
-            # Of all members together and first: nothing is taken that would have to be given back.
+            # First, and of all members: nothing is taken that would have to be given back.
             if whole_pages(nbytes) > self._free():
                 raise self._full(nbytes)
             return tuple(
@@ -272,23 +272,23 @@ class Volume(Closing):
             )
 
     def allocate_run(self, sizes: Sequence[int]) -> list[Extent]:
-        """Take room for small pieces side by side, an extent each: one operation moves a run.
+        """Take an extent for each of `sizes`, side by side: one operation moves such a run.
 
-        Where no member has one piece for all, they are in several runs: as many as the largest
-        piece holds, then the next. A run goes on where an extent begins at the `end` of the one
+        Where no free piece holds all, there are several runs: as many extents as the largest piece
+        holds, then the next. Extents are in one run where the next begins at the `end` of the one
         before, in the same member.
 
         Raises:
-            VolumeFullError: the largest piece has no room for one of them, where `allocate` may
-                find several pieces. Nothing was taken.
+            VolumeFullError: no free piece holds one of them, where `allocate` may use several
+                pieces. Nothing was taken.
         """
         if min(sizes, default=1) < 1:
-            raise ValueError(f"every piece of a run has at least one byte; got {min(sizes)}")
+            raise ValueError(f"sizes must be at least 1 byte each, got {min(sizes)}")
         self._check_writable()
         taken: list[Extent] = []
         with self._changing:
             while len(taken) < len(sizes):
-                # In the same hold of the lock: another thread's piece would part the run.
+                # Without releasing the lock: another thread's piece would part the run.
                 run = self._take_run(sizes[len(taken) :])
                 taken += run
                 if not run:
@@ -298,7 +298,7 @@ class Volume(Closing):
         return taken
 
     def release(self, extents: Iterable[Extent]) -> None:
-        """Give room back. No read or write of it is under way any more.
+        """Give space back. The caller has waited for all reads and writes of it.
 
         Raises:
             ValueError: some of it is not in use, or not of this volume; those before it are
@@ -309,7 +309,7 @@ class Volume(Closing):
             self._give(extents)
 
     def reserve(self, extents: Iterable[Extent]) -> None:
-        """Take exactly this room, as a record says that something lies there.
+        """Take exactly this space, which holds something by the caller's records.
 
         Raises:
             ValueError: some of it is in use, or not of this volume; those before it are reserved.
@@ -349,10 +349,10 @@ class Volume(Closing):
             offset += pages
 
     def sync(self) -> None:
-        """Make every write submitted before durable: all members at once, and wait.
+        """Make every write submitted before durable, on all members at once, and wait for that.
 
         Raises:
-            NVMeError: of the member that failed, or a BatchError of all that did.
+            NVMeError: a member failed; a BatchError where several did.
         """
         batch = Batch()
         with batch:
@@ -362,11 +362,9 @@ class Volume(Closing):
                 batch.futures.append(once_there_is_room(part.member.file.sync))
 
     def grow(self, nbytes: int | str) -> None:
-        """Reserve so many bytes more on the drives, split in the ratio of the members' speeds.
+        """Reserve `nbytes` more on the drives, split in the ratio of the members' speeds.
 
-        Durable at once.
-
-        For between the work, never in it: new space costs the file system most.
+        Durable when it returns. Reserving is slow: do it while nothing waits for the drives.
 
         Raises:
             VolumeError: a drive has no such room; nothing has changed.
@@ -375,20 +373,21 @@ class Volume(Closing):
         self.grow_members(_shared_out(more, self.rates))
 
     def grow_members(self, sizes: Sequence[int]) -> None:
-        """Reserve so many bytes more on the drive of each member, in order, in whole pages; of some
-        it may be none.
+        """Reserve more on the drives: `sizes` has bytes for each member, in order; some may be 0.
+
+        Rounds them up to whole pages.
 
         Raises:
             VolumeError: a drive has no such room; nothing has changed.
         """
         if len(sizes) != len(self._parts) or min(sizes) < 0 or not any(sizes):
             raise ValueError(
-                f"a volume of {len(self._parts)} members grows by a size for each, not all 0; got "
-                f"{sizes}"
+                f"sizes must have one number for each of {len(self._parts)} members, none negative "
+                f"and not all 0; got {sizes}"
             )
         self._check_writable()
         with self._growing:
-            # Only a growth or a trim moves an end, so these stay right without the other lock.
+            # Only a growth or a trim moves an end, so these stay right without `_changing`.
             ends = [
                 part.space.end + whole_pages(more)
                 for part, more in zip(self._parts, sizes, strict=True)
@@ -403,26 +402,25 @@ class Volume(Closing):
             ]
             with ExitStack() as undo:
                 for part, end, header in grown:
-                    part.member.check_growing(header)
-                    # Before it is lengthened, which may fail when a part of it is done.
+                    part.member.check_replaceable(header)
+                    # Before it is lengthened, which may fail half done.
                     undo.callback(part.member.cut_off, part.member.length)
                     part.member.lengthen(part.space.end, end)
                 undo.pop_all()  # a header on a drive may count on the new bytes from here on
             for part, end, header in grown:
-                # A crash between two headers leaves members of old and of new capacity, each sound
-                # for itself.
+                # A crash between two headers leaves members of old and of new capacity, all of them
+                # sound.
                 part.member.write_header(header)
-                # Not before the header is durable, which says how far there is something.
+                # Not before the header is durable: `open` ignores bytes that it does not count.
                 with self._changing:
                     part.space.extend(end)
 
     def trim(self, most: Sequence[int] = ()) -> tuple[int, ...]:
-        """Give the drives back what is free behind the last piece in use; return the bytes of each
-        member, in order.
+        """Give the drives back what is free behind the last piece in use; return these bytes for
+        each member, in order.
 
-        A member keeps one page for use. With `most`, which has whole pages for each, it gives back
-        no more than that.
-        What is free between pieces in use stays the volume's.
+        A member keeps at least one page for use. With `most`, bytes of whole pages for each member,
+        it gives back no more than these. Free pieces between others in use stay the volume's.
 
         Raises:
             VolumeError: the volume has too many members for its headers to be changed; nothing has
@@ -431,10 +429,10 @@ class Volume(Closing):
         self._check_writable()
         with self._growing:
             for index, part in enumerate(self._parts):
-                part.member.check_growing(
+                part.member.check_replaceable(
                     Header(self.uuid, index, part.space.end - PAGE, self.rates)
                 )
-            # The map first: nothing can be placed in bytes that are about to go.
+            # The maps first: nothing is placed in bytes that are about to be cut off.
             with self._changing:
                 limits: Sequence[int | None] = most or (None,) * len(self._parts)
                 trimmed = tuple(
@@ -442,7 +440,7 @@ class Volume(Closing):
                 )
             for index, part in enumerate(self._parts):
                 if trimmed[index]:
-                    # Before the bytes go: a file longer than its header says is sound.
+                    # Before the file is cut: one that is longer than its header says is sound.
                     part.member.write_header(
                         Header(self.uuid, index, part.space.end - PAGE, self.rates)
                     )
@@ -459,11 +457,11 @@ class Volume(Closing):
 
         Again: does what is left.
         """
-        # First: other threads take and write no more while the files are being closed.
+        # First: other threads take no space and write no more while the files are being closed.
         self._closed = True
         if state := self._finalizer.peek():
-            # Not by calling the finalizer: that counts as run from its first line on, and would not
-            # go on after Ctrl-C.
+            # Not by calling the finalizer, which is dead from its first line on: after Ctrl-C, a
+            # second close() could not go on.
             _, shut_down, arguments, _ = state
             shut_down(*arguments)
             self._finalizer.detach()  # last: interrupted before, it is done again
@@ -483,7 +481,7 @@ class Volume(Closing):
         return f"Volume({where}; {'closed' if self.closed else f'{self.free_bytes} B free'})"
 
     def _refuse_if_forked(self) -> None:
-        """Refuse in a forked child: the thread that held the lock at the fork is not here."""
+        """Refuse in a forked child: the thread that holds the lock may not exist there."""
         if os.getpid() != self._owner:
             raise ForkedError(
                 f"this volume belongs to process {self._owner}; a forked child opens one of its own"
@@ -511,19 +509,19 @@ class Volume(Closing):
         return sum(part.space.free_bytes for part in self._parts)
 
     def _split(self, nbytes: int) -> list[tuple[int, int]]:
-        """Return which member is to have how many bytes, in the order of the bytes."""
-        # Small ones go whole to one drive: more operations would cost more than they spread.
+        """Return the members that the bytes go to, and how many go to each, in order."""
+        # Less goes whole to one drive: more operations would cost more than several drives gain.
         if nbytes < _STRIPED * len(self._parts) or len(self._parts) == 1:
             return [(self._by_need(nbytes)[0], nbytes)] if nbytes else []
         shares = accumulate(part.share for part in self._parts[:-1])
-        # At pages, so that every piece but the last goes past the page cache.
+        # At pages: every piece but the last then goes past the page cache.
         cuts = [0, *(min(nbytes, round(nbytes * share / PAGE) * PAGE) for share in shares), nbytes]
         return [
             (index, end - start) for index, (start, end) in enumerate(pairwise(cuts)) if start < end
         ]
 
     def _by_need(self, nbytes: int) -> list[int]:
-        """Return the members; first the one that `nbytes` more would leave furthest behind."""
+        """Return the members; first the one furthest behind its share, were there `nbytes` more."""
         used = [part.space.end - part.space.start - part.space.free_bytes for part in self._parts]
         total = sum(used) + nbytes
         # Below 0: behind its share.
@@ -532,11 +530,10 @@ class Volume(Closing):
         )
 
     def _take(self, first: int, nbytes: int) -> list[Extent]:
-        """Take room for `nbytes`, which there is: in one piece, best of member `first`; else in the
+        """Take `nbytes`, which are free: in one piece, if possible of member `first`; else in the
         largest pieces.
         """
-        # Any member in one piece rather than the right one in several: each piece is one operation
-        # more.
+        # One piece of any member rather than several of `first`: each piece is one more operation.
         for index in (first, *self._by_need(nbytes)):
             offset = self._parts[index].space.take(nbytes)
             if offset is not None:
@@ -551,7 +548,7 @@ class Volume(Closing):
         return taken
 
     def _take_run(self, sizes: Sequence[int]) -> list[Extent]:
-        """Take one run of as many of `sizes` as fit in one piece, from the first on."""
+        """Take a run of as many of `sizes`, from the first on, as fit in one piece."""
         ends = list(accumulate(map(whole_pages, sizes)))
         fitting = [
             index
@@ -583,7 +580,7 @@ class Volume(Closing):
                 raise ValueError(f"{part.member.directory}: {error}") from None
 
     def _part_of(self, extent: Extent) -> _Part:
-        """Return the member that the extent is in, having seen that it is."""
+        """Return the member of an extent; refuse one that is not within it."""
         if extent.member >= len(self._parts):
             raise ValueError(
                 f"{extent} is of another volume: this one has {len(self._parts)} members"
@@ -604,7 +601,7 @@ class Volume(Closing):
     def _submit(
         self, extents: Sequence[Extent], memory: Memory, verb: _Verb
     ) -> list[IOFuture[int]]:
-        # All are checked first: a wrong extent leaves no operation under way.
+        # All are checked first, so that a wrong extent leaves no operation under way.
         parts = [self._part_of(extent) for extent in extents]
         nbytes = sum(extent.nbytes for extent in extents)
         if nbytes != memory.nbytes:
@@ -619,7 +616,7 @@ class Volume(Closing):
                 futures.append(verb(part.member, memory.part(start, extent.nbytes), extent.offset))
                 start += extent.nbytes
         except BaseException:
-            # The caller never gets these futures, and their memory and room are to be free now.
+            # The caller never gets these futures, and may reuse their memory and space.
             for future in futures:
                 with suppress(CancelledError):
                     future.exception()
@@ -646,7 +643,7 @@ def _made(
             assert through is not None
             file.open(through)
             files.append(file)
-        # Before the space is shared out, which goes by them.
+        # First: the capacity is shared out by the rates.
         rates = _rates(specs, files, capacity)
         name = uuid.uuid4().hex
         capacities = (
@@ -658,7 +655,7 @@ def _made(
         for file, header in zip(files, headers, strict=True):
             file.reserve_space(PAGE + header.capacity)
             file.write_header(header)
-            # Its name last: a directory whose making was interrupted is no volume.
+            # The name last: where a power failure interrupts this, the directory holds no volume.
             file.finish_making()
         volume = Volume(files, headers, own)
         undo.pop_all()
@@ -685,11 +682,11 @@ def _spec(member: _Directory) -> Member:
 def _check_apart(specs: Sequence[Member]) -> None:
     [(place, count)] = Counter(os.path.realpath(spec.path) for spec in specs).most_common(1)
     if count > 1:
-        raise ValueError(f"each member has a directory of its own; got {place} {count} times")
+        raise ValueError(f"members must be in different directories; got {place} {count} times")
 
 
 def _own_queue(specs: Sequence[Member], queue: IOQueue | None, undo: ExitStack) -> IOQueue | None:
-    """Return a new queue if a member has none otherwise."""
+    """Return a new queue if a member would have none, else None."""
     if queue is not None or all(spec.queue is not None for spec in specs):
         return None
     return undo.enter_context(IOQueue())
@@ -733,20 +730,19 @@ def _rates(
         else capacity // len(specs)
     )
     nbytes = whole_pages(max(1, min(smallest, MEASURED_BYTES)))
-    # Reserved first: a write that also allocates is slower than those that are to come.
+    # Reserved first: a write that also allocates is slower than later ones.
     for file in files:
         file.reserve_space(nbytes)
     return tuple(measure_rates([file.file for file in files], nbytes))
 
 
 def _shared_out(nbytes: int, rates: Sequence[float]) -> list[int]:
-    """Return each member's part of them, in whole pages."""
-    # Rounded up for each: together they hold at least what was asked for.
+    """Return each member's part of `nbytes`, rounded up to whole pages."""
     return [whole_pages(max(1, math.ceil(nbytes * rate / sum(rates)))) for rate in rates]
 
 
 def _check_together(held: Sequence[tuple[Header, Path]]) -> None:
-    """Check that these are all members of one volume. They are in the order of their headers."""
+    """Check that these are all members of one volume. They are in the order of their numbers."""
     first, home = held[0]
     for header, directory in held:
         # Not the capacities: an interrupted growth leaves members with more than their share.

@@ -1367,7 +1367,7 @@ def test_a_file_of_something_else_is_not_called_a_volume_to_be_removed(
 ) -> None:
     (tmp_path / "data").write_text("id,label\n" * 1000)
     with pytest.raises(
-        VolumeError, match=r"its data is a file of something else.* name another directory"
+        VolumeError, match=r"its data is another program's file.* name another directory"
     ) as caught:
         Volume.open([tmp_path], access=access, queue=plain_queue)
     assert "remove it" not in str(caught.value)
@@ -1386,6 +1386,6 @@ def test_a_name_that_is_no_file_is_no_volume(
     }
     make[kind]()
     with pytest.raises(
-        VolumeError, match="is no file, so not that of a volume: name another directory"
+        VolumeError, match="is not a regular file, so it is no volume's: name another directory"
     ):
         Volume.open([tmp_path], access=access, queue=plain_queue)
