@@ -24,12 +24,14 @@ __all__ = ["FileObject", "open"]
 
 _BLOCKS = 3
 _JUMP_BYTES = 64 << 10  # read after a jump: the caller may want little there
-_MODES = MappingProxyType({"rb": "r", "r+b": "r+", "rb+": "r+", "wb": "w", "xb": "x"})
+_MODES = MappingProxyType(
+    {"rb": "r", "r+b": "r+", "rb+": "r+", "wb": "w", "xb": "x", "ab": "r+"}  # see _opened()
+)
 
 
 def open(  # named as in gzip and bz2
     path: str | os.PathLike[str],
-    mode: Literal["rb", "r+b", "rb+", "wb", "xb"] = "rb",
+    mode: Literal["rb", "r+b", "rb+", "wb", "xb", "ab"] = "rb",
     *,
     block_bytes: int | str = "1MiB",
     queue: IOQueue | None = None,
@@ -37,7 +39,9 @@ def open(  # named as in gzip and bz2
     """Open a file as a binary file object that reads and writes past the page cache.
 
     `block_bytes` is how much is read ahead or collected at a time, a multiple of 4096; three such
-    blocks of memory are taken. "wb" and "xb" write only, unlike "r+b".
+    blocks of memory are taken. "wb", "xb" and "ab" write only, unlike "r+b". "ab" makes the file
+    where there is none, and writes behind its end wherever the position is: that end is asked for
+    once, so no other program may append at the same time.
     """
     nbytes = byte_count("block_bytes", block_bytes, PAGE)
     if mode not in _MODES:
@@ -46,12 +50,24 @@ def open(  # named as in gzip and bz2
         raise ValueError(f"block_bytes must be a multiple of {PAGE}, got {nbytes}")
     with ExitStack() as ends:
         through = queue or ends.enter_context(IOQueue())
-        file = ends.enter_context(through.open(path, _MODES[mode]))  # type: ignore[arg-type]
+        file = ends.enter_context(_opened(through, path, mode))
         pool = Pool(_BLOCKS * nbytes)
         through.use_pool(pool)
         ends.callback(through.forget_pool, pool)
         buffers = [pool.buffer(nbytes) for _ in range(_BLOCKS)]
         return FileObject(file, mode, buffers, ends.pop_all())
+
+
+def _opened(queue: IOQueue, path: str | os.PathLike[str], mode: str) -> File:
+    try:
+        return queue.open(path, _MODES[mode])  # type: ignore[arg-type]
+    except FileNotFoundError:
+        if mode != "ab":
+            raise
+    try:
+        return queue.open(path, "x")
+    except FileExistsError:  # another program has made it meanwhile, or it is a link to nowhere
+        return queue.open(path, "r+")
 
 
 class FileObject(io.BufferedIOBase):
@@ -68,7 +84,8 @@ class FileObject(io.BufferedIOBase):
         self._block_bytes = buffers[0].nbytes
         self._reader = _BlockReader(file, buffers)
         self._writer = _BlockWriter(file, buffers)
-        self._position = 0
+        self._end = file.size if mode == "ab" else None  # where all writes go, then
+        self._position = self._end or 0
 
     def readable(self) -> bool:
         """Return whether it was opened for reading."""
@@ -129,8 +146,10 @@ class FileObject(io.BufferedIOBase):
         return bytes(self._reader.part_from(self._position)[: max(size, PAGE)])
 
     def write(self, data: Any, /) -> int:
-        """Write `data` at the position. It may change as soon as this returns."""
+        """Write `data` at the position, with "ab" at the end. It may change when this returns."""
         self._refuse_unless_writable()
+        if self._end is not None:
+            self._position = self._end
         # What was read ahead would hold the old bytes.
         self._reader.forget()
         memory = memoryview(data).cast("B")
@@ -141,6 +160,8 @@ class FileObject(io.BufferedIOBase):
         else:
             self._writer.collect(memory, self._position)
         self._position += memory.nbytes
+        if self._end is not None:
+            self._end = self._position
         return memory.nbytes
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
@@ -174,6 +195,8 @@ class FileObject(io.BufferedIOBase):
         self._reader.forget()
         nbytes = self._position if size is None else size
         self._file.truncate(nbytes)
+        if self._end is not None:
+            self._end = nbytes
         return nbytes
 
     def flush(self) -> None:
@@ -220,7 +243,7 @@ class FileObject(io.BufferedIOBase):
         if not self.writable():
             raise io.UnsupportedOperation(
                 f"{self.name} was opened for reading only, with mode {self.mode!r}. To write it, "
-                "open it with 'r+b', or with 'wb', which empties it"
+                "open it with 'r+b', with 'ab', which appends, or with 'wb', which empties it"
             )
 
     def _check_open(self) -> None:

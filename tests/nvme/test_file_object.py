@@ -113,6 +113,46 @@ def test_many_small_writes_become_whole_blocks(tmp_path: Path) -> None:
     assert (tmp_path / "f").read_bytes() == data
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_random_appending_does_what_a_file_of_python_does(seed: int, tmp_path: Path) -> None:
+    random = Random(seed)
+    for name in ("ours", "python"):
+        (tmp_path / name).write_bytes(pattern((0, 5000, 3 * BLOCK)[seed % 3]))
+    # Unbuffered: a buffered file of Python reports a wrong position after a jump.
+    python = (tmp_path / "python").open("ab", buffering=0)
+    with opened(tmp_path / "ours", "ab") as ours, python:
+        for _ in range(60):
+            assert ours.tell() == python.tell()
+            match random.randrange(8):
+                case 0 | 1:
+                    place = random.randrange(4 * BLOCK)
+                    assert ours.seek(place) == python.seek(place)
+                case 2:
+                    size = random.randrange(3 * BLOCK)
+                    assert ours.truncate(size) == python.truncate(size)
+                case 3:
+                    assert ours.seek(0, io.SEEK_END) == python.seek(0, io.SEEK_END)
+                case _:
+                    data = pattern(random.choice((1, 700, 5000, BLOCK, 2 * BLOCK + 33)))
+                    assert ours.write(data) == python.write(data)
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "python").read_bytes()
+
+
+def test_appending_makes_a_file_that_is_missing(tmp_path: Path) -> None:
+    for data in (b"one", b"two"):
+        with opened(tmp_path / "f", "ab") as file:
+            file.write(data)
+
+    assert (tmp_path / "f").read_bytes() == b"onetwo"
+
+
+def test_appending_by_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "gone" / "f")
+
+    with pytest.raises(FileNotFoundError):
+        opened(tmp_path / "link", "ab")
+
+
 def test_lines_are_iterated_over(tmp_path: Path) -> None:
     lines = [b"%d\n" % number for number in range(30_000)]
     (tmp_path / "f").write_bytes(b"".join(lines))
@@ -121,7 +161,7 @@ def test_lines_are_iterated_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "may_read", "may_write"), [("rb", 1, 0), ("wb", 0, 1), ("r+b", 1, 1)]
+    ("mode", "may_read", "may_write"), [("rb", 1, 0), ("wb", 0, 1), ("ab", 0, 1), ("r+b", 1, 1)]
 )
 def test_a_mode_allows_what_it_says(
     mode: str, may_read: int, may_write: int, tmp_path: Path
@@ -152,7 +192,7 @@ def test_there_is_no_descriptor_to_write_past_the_object(tmp_path: Path) -> None
         file.fileno()
 
 
-@pytest.mark.parametrize("given", [{"mode": "r"}, {"mode": "ab"}, {"block_bytes": 5000}])
+@pytest.mark.parametrize("given", [{"mode": "r"}, {"mode": "a+b"}, {"block_bytes": 5000}])
 def test_what_it_cannot_be_opened_with_is_refused(given: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=next(iter(given))):
         deepnvme.open(tmp_path / "f", **{"mode": "wb", **given})
