@@ -254,6 +254,14 @@ def crc32c_pieces(address: int, nbytes: int, piece: int) -> list[int]: ...
 def copy_each(
     destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]
 ) -> None: ...
+def copy_strided(
+    destinations: Sequence[int],
+    destination_strides: Sequence[int],
+    sources: Sequence[int],
+    source_strides: Sequence[int],
+    sizes: Sequence[int],
+    counts: Sequence[int],
+) -> None: ...
 def crc32c_copy_each(
     destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]
 ) -> list[int]: ...

@@ -149,7 +149,7 @@ class Scattered:
 Storable: TypeAlias = "Description | Scattered"
 """What can be stored, whether or not it has to be copied first."""
 
-_Stored = TypeVar("_Stored", bound=Storable)
+_Found = TypeVar("_Found")
 
 
 def default_returns() -> Returns:
@@ -259,7 +259,7 @@ def describe(thing: Any) -> Description:
     return found
 
 
-def described(name: str, thing: Any, description: Callable[[Any], _Stored]) -> _Stored:
+def described(name: str, thing: Any, description: Callable[[Any], _Found]) -> _Found:
     """Return `description(thing)`; an error that it raises gets the tensor's name."""
     try:
         return description(thing)

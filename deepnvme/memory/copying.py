@@ -7,11 +7,31 @@ Summed on the way, in the same pass, where that is wanted. Called by stores and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from deepnvme import _native
 from deepnvme.memory.buffers import Memory
 
-__all__ = ["gather", "scatter"]
+__all__ = ["Runs", "gather", "gather_runs", "scatter", "scatter_runs"]
+
+
+class Runs(NamedTuple):
+    """`count` runs of `nbytes` bytes, which begin `stride` bytes apart, from `offset` on."""
+
+    offset: int
+    nbytes: int
+    stride: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """The offset behind the last run."""
+        return self.offset + (self.count - 1) * self.stride + self.nbytes
+
+    @property
+    def total_nbytes(self) -> int:
+        """The bytes of all runs."""
+        return self.count * self.nbytes
 
 
 def gather(
@@ -41,6 +61,47 @@ def scatter(
 ) -> Sequence[int]:
     """Copy to each piece the bytes at its place; returns and raises as `gather` does."""
     return _copied(_addresses(pieces, sizes), _places(staging, places, sizes), sizes, summing)
+
+
+def gather_runs(staging: Memory, runs: Sequence[Runs], pieces: Sequence[Memory]) -> None:
+    """Copy to runs in staging memory their pieces. A piece of one run's size goes to all of them.
+
+    Raises:
+        ValueError: a piece has not the size of its runs, or a run is not within the staging memory.
+    """
+    # How far apart two runs begin in a piece.
+    strides = [
+        0 if piece.nbytes == run.nbytes else run.nbytes
+        for run, piece in zip(runs, pieces, strict=True)
+    ]
+    sizes = [max(run.nbytes, run.count * stride) for run, stride in zip(runs, strides, strict=True)]
+    _native.copy_strided(
+        _run_places(staging, runs),
+        [run.stride for run in runs],
+        _addresses(pieces, sizes),
+        strides,
+        [run.nbytes for run in runs],
+        [run.count for run in runs],
+    )
+
+
+def scatter_runs(staging: Memory, runs: Sequence[Runs], pieces: Sequence[Memory]) -> None:
+    """Copy runs in staging memory to their pieces, which have as many bytes.
+
+    Raises as `gather_runs` does.
+    """
+    _native.copy_strided(
+        _addresses(pieces, [run.total_nbytes for run in runs]),
+        [run.nbytes for run in runs],
+        _run_places(staging, runs),
+        [run.stride for run in runs],
+        [run.nbytes for run in runs],
+        [run.count for run in runs],
+    )
+
+
+def _run_places(staging: Memory, runs: Sequence[Runs]) -> list[int]:
+    return _places(staging, [run.offset for run in runs], [run.end - run.offset for run in runs])
 
 
 def _places(staging: Memory, places: Sequence[int], sizes: Sequence[int]) -> list[int]:

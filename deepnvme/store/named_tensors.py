@@ -13,11 +13,15 @@ import errno
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from numbers import Number
 from typing import Any
 
 from deepnvme.errors import ClosedError, NVMeError, StoreError
 from deepnvme.memory.arrays import ITEMSIZES, Storable, described
 from deepnvme.memory.buffers import Memory, memory_of
+from deepnvme.memory.filling import Repeated, element_of
+from deepnvme.queue.pipeline import RUN_BYTES
 from deepnvme.store.commits import Commits
 from deepnvme.store.holdings import Holdings
 from deepnvme.store.manifest import Record, check_name
@@ -162,21 +166,17 @@ class NamedTensors:
         return result
 
     def write_part(
-        self, name: str, key: Any, tensor: Storable, *, has_commits: bool
+        self, name: str, key: Any, tensor: Storable | Number, *, has_commits: bool
     ) -> Iterable[str]:
-        """Write a part of a tensor; return the names that have other content now.
+        """Write a part of a tensor, or fill it with a number; return the names that have other
+        content now.
 
         The caller lets no commit begin meanwhile.
         """
         with self.changing() as holdings:
             record = holdings.record(name)
             part = select(record.shape, ITEMSIZES[record.dtype], key)
-            if (tensor.code, tensor.shape) != (record.dtype, part.shape):
-                raise ValueError(
-                    f"the part of {name!r} is {record.dtype} of shape {part.shape}; what is to be "
-                    f"put there is {tensor.code} of shape {tensor.shape}: give it that dtype and "
-                    "shape"
-                )
+            source = _source_for(name, record.dtype, part, tensor)
             # Any other user of the space would find changed bytes: a commit, or a reader that
             # compares them with checksums.
             may_change = not (has_commits or self._summing)
@@ -187,7 +187,7 @@ class NamedTensors:
                 # While the bytes change, no reader may compare them with the old checksums.
                 holdings.revise(name, record, record.without_checksums())
         with self._until_read(held):
-            memory = tensor.gathered().memory
+            memory = source()
             if in_place:
                 after = self._slices.write_in_place(name, record, part.runs(), memory)
                 with self.lock:
@@ -196,7 +196,9 @@ class NamedTensors:
                 self._write_copy(name, record, part, memory)
         return (name,)
 
-    def _write_copy(self, name: str, record: Record, part: Selection, memory: Memory) -> None:
+    def _write_copy(
+        self, name: str, record: Record, part: Selection, memory: Memory | Repeated
+    ) -> None:
         """Write the tensor with this part changed to other space, and give that the name."""
         extents = self._volume.allocate(record.nbytes)
         try:
@@ -240,3 +242,23 @@ class NamedTensors:
         finally:
             with self.lock:
                 self.holdings.let_go(held)
+
+
+def _source_for(
+    name: str, code: str, part: Selection, tensor: Storable | Number
+) -> Callable[[], Memory | Repeated]:
+    """Return what makes the memory that is written to a part, which may copy `tensor`.
+
+    Raises:
+        TypeError, ValueError: the tensor or number does not fit the part.
+    """
+    if isinstance(tensor, Number):
+        element = described(name, tensor, partial(element_of, code))
+        return partial(Repeated, element, min(part.run_nbytes, RUN_BYTES))
+    if (tensor.code, tensor.shape) != (code, part.shape):
+        raise ValueError(
+            f"the part of {name!r} is {code} of shape {part.shape}; what is to be put there is "
+            f"{tensor.code} of shape {tensor.shape}: give it that dtype and shape, or a number"
+        )
+    given = tensor
+    return lambda: given.gathered().memory

@@ -12,45 +12,51 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from deepnvme.memory.copying import Runs
+
 __all__ = ["Selection", "select"]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The shape of what is selected, and where its bytes lie in the tensor: runs of one length."""
+    """The shape of what is selected, and where its bytes lie in the tensor: runs of one length.
+
+    `starts` has byte offsets for each dimension: a run begins at the sum of one of each.
+    """
 
     shape: tuple[int, ...]
     run_nbytes: int
-    starts: tuple[range, ...]  # byte offsets by dimension; a run begins at the sum of one of each
+    starts: tuple[range, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all that is selected."""
         return self.run_nbytes * math.prod(len(offsets) for offsets in self.starts)
 
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """Yield the offset and the bytes of each run, in the order of the selected elements."""
+    def runs(self) -> Iterator[Runs]:
+        """Yield all runs, in the order of the selected elements."""
         if self.nbytes == 0:
             return
-        for offsets in product(*self.starts):
-            yield sum(offsets), self.run_nbytes
+        *outer, last = self.starts
+        for offsets in product(*outer):
+            yield Runs(sum(offsets) + last.start, self.run_nbytes, last.step, len(last))
 
 
 def select(shape: Sequence[int], itemsize: int, key: Any) -> Selection:
     """Return what `tensor[key]` selects of a tensor of that shape, with its bytes in C order.
 
-    A key is an integer, a slice, an Ellipsis, or a tuple of these, as numpy and torch take them.
+    A key is an integer, a slice, an Ellipsis, or a tuple of these, as in numpy and torch.
 
     Raises:
         IndexError: an integer is outside its dimension, or there are more indices than dimensions.
         TypeError: something in the key is none of these.
-        ValueError: a slice has a step that is not 1.
+        ValueError: a slice has a step of 0 or less.
     """
     picked = [
         _picked(index, size) for index, size in zip(_whole(key, len(shape)), shape, strict=True)
     ]
     strides = [math.prod(shape[dimension + 1 :]) * itemsize for dimension in range(len(shape))]
-    # From the last dimension on: as long as dimensions are whole, their bytes are one run.
+    # The last dimensions, as far as they are selected whole, are one run.
     inner = len(shape)
     # An empty dimension counts as whole: then nothing is selected at all.
     while inner > 0 and len(picked[inner - 1][0]) == shape[inner - 1]:
@@ -58,19 +64,23 @@ def select(shape: Sequence[int], itemsize: int, key: Any) -> Selection:
     run_nbytes = math.prod(shape[inner:]) * itemsize
     outer = picked[:inner]
     start = 0
-    if outer:  # the last dimension that is not whole still is one run
+    if outer and (outer[-1][0].step == 1 or len(outer[-1][0]) < 2):
+        # Also the dimension before them, where its indices follow one another.
         indices, _ = outer[-1]
         run_nbytes *= len(indices)
         start = indices.start * strides[inner - 1] if len(indices) else 0
         outer = outer[:-1]
     offsets = [
-        range(indices.start * stride, indices.stop * stride, stride) if stride else range(0)
+        range(indices.start * stride, indices.stop * stride, indices.step * stride)
+        if stride
+        else range(0)
         for (indices, _), stride in zip(outer, strides, strict=False)
     ]
+    last = offsets.pop() if offsets else range(1)
     return Selection(
         tuple(len(indices) for indices, is_kept in picked if is_kept),
         run_nbytes,
-        (*offsets, range(start, start + 1)),
+        (*offsets, range(last.start + start, last.stop + start, last.step)),
     )
 
 
@@ -91,12 +101,12 @@ def _picked(index: Any, size: int) -> tuple[range, bool]:
     """Return which indices of one dimension are selected, and whether the dimension stays."""
     if isinstance(index, slice):
         start, stop, step = index.indices(size)
-        if step != 1:
+        if step < 0:
             raise ValueError(
-                f"a slice of a stored tensor has the step 1, got {index}. "
-                "Get the rows without a step, then take every so many of the result"
+                f"a slice of a stored tensor must have a positive step, got {index}. "
+                "Read or write the part forwards, and reverse it in memory"
             )
-        return range(start, max(start, stop)), True
+        return range(start, max(start, stop), step), True
     try:
         number = operator.index(index)
     except TypeError:

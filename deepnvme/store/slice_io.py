@@ -14,7 +14,8 @@ from functools import partial
 
 from deepnvme.memory.buffers import Memory
 from deepnvme.memory.checksum import CHECKSUM_BYTES, checksums_of
-from deepnvme.memory.copying import gather, scatter
+from deepnvme.memory.copying import Runs, gather_runs, scatter_runs
+from deepnvme.memory.filling import Repeated
 from deepnvme.queue.pipeline import GAP_BYTES, RUN_BYTES, Pipeline, Staged
 from deepnvme.queue.queue import Batch
 from deepnvme.sizes import PAGE
@@ -32,65 +33,85 @@ class Window:
 
     start: int
     nbytes: int
-    places: Sequence[int]  # offsets of the runs in the window
-    sizes: Sequence[int]  # bytes of the runs
-    sources: Sequence[int]  # offsets of the runs in the caller's memory
+    runs: Sequence[Runs]  # their offsets are those in the window
+    sources: Sequence[int]  # where the bytes of these begin in the caller's memory
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the runs have all of its bytes."""
+        return sum(run.total_nbytes for run in self.runs) == self.nbytes
 
 
-def windows(runs: Iterable[tuple[int, int]], nbytes: int, unit: int) -> Iterator[Window]:
+def windows(runs: Iterable[Runs], nbytes: int, unit: int) -> Iterator[Window]:
     """Yield windows of whole `unit`s of a tensor of `nbytes` bytes that together cover all runs.
 
-    A run is an offset and a number of bytes. The runs are in the order of their offsets. No two
-    windows have a byte in common, as both would be changed and written.
+    The runs are in the order of their offsets. No two windows have a byte in common, as both would
+    be changed and written.
     """
-    group: list[tuple[int, int, int]] = []
+    group: list[tuple[Runs, int]] = []
     end = 0
-    for offset, length, source in _cut(runs):
+    for run, source in _cut(runs):
         # A large gap ends a window, unless one unit has bytes of both sides: the end is rounded up.
         # Windows also end at multiples of RUN_BYTES, which are whole units: staging memory holds no
         # more.
-        is_full = bool(group) and offset // RUN_BYTES != group[0][0] // RUN_BYTES
-        if is_full or (offset - end > GAP_BYTES and offset // unit >= -(-end // unit)):
+        is_full = bool(group) and run.offset // RUN_BYTES != group[0][0].offset // RUN_BYTES
+        if is_full or (run.offset - end > GAP_BYTES and run.offset // unit >= -(-end // unit)):
             yield from _window(group, nbytes, unit)
             group = []
-        group.append((offset, length, source))
-        end = offset + length
+        group.append((run, source))
+        end = run.end
     yield from _window(group, nbytes, unit)
 
 
-def _cut(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs with their offset in the caller's memory, cut where windows must end."""
+def _cut(runs: Iterable[Runs]) -> Iterator[tuple[Runs, int]]:
+    """Yield the runs with their offset in the caller's memory, cut where a window may end."""
     source = 0
-    for offset, length in runs:
+    for run in runs:
         done = 0
-        while done < length:
-            at = offset + done
-            piece = min(length - done, RUN_BYTES - at % RUN_BYTES)
-            yield at, piece, source
-            done += piece
-            source += piece
+        while done < run.count:
+            at = run.offset + done * run.stride
+            room = RUN_BYTES - at % RUN_BYTES
+            fitting = (room - run.nbytes) // run.stride + 1
+            if run.stride - run.nbytes > GAP_BYTES:
+                fitting = min(fitting, 1)
+            if fitting > 0:
+                count = min(fitting, run.count - done)
+                yield run._replace(offset=at, count=count), source
+            else:
+                count = 1
+                yield from _cut_one(at, run.nbytes, source)
+            done += count
+            source += count * run.nbytes
 
 
-def _window(group: Sequence[tuple[int, int, int]], nbytes: int, unit: int) -> Iterator[Window]:
+def _cut_one(offset: int, nbytes: int, source: int) -> Iterator[tuple[Runs, int]]:
+    """Yield the parts of one run that lie in different windows."""
+    done = 0
+    while done < nbytes:
+        at = offset + done
+        piece = min(nbytes - done, RUN_BYTES - at % RUN_BYTES)
+        yield Runs(at, piece, piece, 1), source + done
+        done += piece
+
+
+def _window(group: Sequence[tuple[Runs, int]], nbytes: int, unit: int) -> Iterator[Window]:
     if not group:
         return
-    last_offset, last_length, _ = group[-1]
-    begin = group[0][0] // unit * unit
-    end = min(-(-(last_offset + last_length) // unit) * unit, nbytes)
+    begin = group[0][0].offset // unit * unit
+    end = min(-(-group[-1][0].end // unit) * unit, nbytes)
     yield Window(
         begin,
         end - begin,
-        [offset - begin for offset, _, _ in group],
-        [length for _, length, _ in group],
-        [source for _, _, source in group],
+        [run._replace(offset=run.offset - begin) for run, _ in group],
+        [source for _, source in group],
     )
 
 
-def whole_windows(runs: Iterable[tuple[int, int]], nbytes: int) -> Iterator[Window]:
+def whole_windows(runs: Iterable[Runs], nbytes: int) -> Iterator[Window]:
     """Yield windows as `windows` does, and empty ones in between: together they are the tensor."""
     changed = {window.start // RUN_BYTES: window for window in windows(runs, nbytes, RUN_BYTES)}
     for start in range(0, nbytes, RUN_BYTES):
-        untouched = Window(start, min(RUN_BYTES, nbytes - start), (), (), ())
+        untouched = Window(start, min(RUN_BYTES, nbytes - start), (), ())
         yield changed.get(start // RUN_BYTES, untouched)
 
 
@@ -98,7 +119,7 @@ class _Change:
     """A write of the caller's memory over a part, in the tensor's own extents or in a copy's."""
 
     def __init__(
-        self, name: str, record: Record, extents: Sequence[Extent], memory: Memory
+        self, name: str, record: Record, extents: Sequence[Extent], memory: Memory | Repeated
     ) -> None:
         self.name = name
         self.record = record
@@ -115,9 +136,7 @@ class SliceIO:
         self._staged = staged
         self._summing = summing
 
-    def read(
-        self, name: str, record: Record, runs: Iterable[tuple[int, int]], memory: Memory
-    ) -> None:
+    def read(self, name: str, record: Record, runs: Iterable[Runs], memory: Memory) -> None:
         """Fill `memory` with these runs of a tensor's bytes.
 
         Raises:
@@ -134,7 +153,7 @@ class SliceIO:
                 self._fetch(record.extents, window, staging, batch)
 
     def write_in_place(
-        self, name: str, record: Record, runs: Iterable[tuple[int, int]], memory: Memory
+        self, name: str, record: Record, runs: Iterable[Runs], memory: Memory | Repeated
     ) -> Record:
         """Write `memory` to these runs of a tensor's bytes. Return its record with new checksums.
 
@@ -150,8 +169,8 @@ class SliceIO:
         name: str,
         record: Record,
         extents: Sequence[Extent],
-        runs: Iterable[tuple[int, int]],
-        memory: Memory,
+        runs: Iterable[Runs],
+        memory: Memory | Repeated,
     ) -> Record:
         """Write the tensor to `extents`, with `memory` at these runs. Return the copy's record."""
         whole = whole_windows(runs, record.nbytes)
@@ -162,7 +181,7 @@ class SliceIO:
             for window in changed:
                 staging = self._staged.take(pipeline)
                 release = partial(Staged.give, staging)
-                if sum(window.sizes) == window.nbytes:  # all bytes change: there is nothing to read
+                if window.is_covered:  # there is nothing to read first
                     batch = pipeline.start(staging.nbytes, release=release)
                     self._change(change, window, staging, batch)
                 else:
@@ -184,8 +203,7 @@ class SliceIO:
     def _change(self, change: _Change, window: Window, staging: Memory, batch: Batch) -> None:
         """Change the window, which is in staging memory, and begin to write it."""
         whole = staging.part(0, window.nbytes)
-        # Not summing: the checksums below are of the whole window.
-        gather(staging, window.places, window.sizes, _parts(change.memory, window), summing=False)
+        gather_runs(staging, window.runs, _pieces(change.memory, window))
         if self._sums(change.record):
             change.sums.update(enumerate(checksums_of(whole), window.start // CHECKSUM_BYTES))
         store(self._volume, slices(change.extents, window.start, window.nbytes), whole, batch)
@@ -195,7 +213,7 @@ class SliceIO:
     ) -> None:
         if self._sums(record):
             check_sums(name, record, window.start, checksums_of(staging.part(0, window.nbytes)))
-        scatter(staging, window.places, window.sizes, _parts(memory, window), summing=False)
+        scatter_runs(staging, window.runs, _pieces(memory, window))
 
     def _fetch(
         self, extents: Sequence[Extent], window: Window, staging: Memory, batch: Batch
@@ -207,8 +225,11 @@ class SliceIO:
         return self._summing and record.checksums is not None
 
 
-def _parts(memory: Memory, window: Window) -> list[Memory]:
-    """Return the pieces of the caller's memory that belong to the window."""
+def _pieces(memory: Memory | Repeated, window: Window) -> list[Memory]:
+    """Return the pieces of the caller's memory that belong to the window's runs."""
+    if isinstance(memory, Repeated):
+        return [memory.part(run.nbytes) for run in window.runs]
     return [
-        memory.part(source, size) for source, size in zip(window.sources, window.sizes, strict=True)
+        memory.part(source, run.total_nbytes)
+        for source, run in zip(window.sources, window.runs, strict=True)
     ]

@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from copy import deepcopy
 from enum import Enum
 from functools import partial
+from numbers import Number
 from types import TracebackType
 from typing import Any
 
@@ -272,7 +273,10 @@ class TensorStore:
         return self._tensors.read_part(name, key, target)
 
     def _put_part(self, name: str, key: Any, tensor: Any, *, copy: bool) -> None:
-        given = described(name, tensor, storable if copy else describe)
+        if isinstance(tensor, Number):
+            given: Storable | Number = tensor
+        else:
+            given = described(name, tensor, storable if copy else describe)
         has_commits = self.durability is not Durability.NONE
         self._wait_for_queued((name,))
         # One at a time: two writes to one page or checksum block would each undo the other. And a

@@ -31,10 +31,12 @@ class _Parts(Protocol):
 
 
 class StoredTensor:
-    """A tensor on the drives. `stored[2:5]` reads these rows; `stored[2:5] = rows` writes them.
+    """A tensor on the drives. `stored[2:5]` reads these rows; `stored[2:5] = rows` writes them, and
+    `stored[2:5] = 0.0` fills them.
 
-    A key is an integer, a slice without a step, an Ellipsis, or a tuple of these. Nothing else of
-    the tensor is read but what shares a page with the part, or a MiB where the store has checksums.
+    A key is an integer, a slice with a positive step, an Ellipsis, or a tuple of these. Of the rest
+    of the tensor only what shares a page with the part is read, or a MiB where the store has
+    checksums, and gaps in the part that are cheaper to read than to skip.
     Made by `TensorStore.get_slice`. It stays valid while the name has a tensor.
     """
 
@@ -44,7 +46,7 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The sizes of its dimensions."""
         return self._parts.record(self.name).shape
 
     @property
@@ -54,42 +56,44 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """How many bytes it has."""
         return self._parts.record(self.name).nbytes
 
     def __len__(self) -> int:
         """Return the size of the first dimension."""
         if not self.shape:
-            raise TypeError(f"{self.name!r} has no dimension, so no length")
+            raise TypeError(f"{self.name!r} has no dimensions, so it has no length")
         return self.shape[0]
 
     def get(self, key: Any, out: Any = None) -> Any:
-        """Return a part, read into `out` where given, which must have its type and shape.
+        """Return a part, read into `out` if given, which must have its dtype and shape.
 
         Raises:
-            IndexError, ValueError: the key names no part of this tensor.
+            IndexError, TypeError, ValueError: the key names no part, or `out` does not fit it.
             ChecksumError: the drive returned other bytes than were put.
         """
         return self._parts._get_part(self.name, key, out)
 
     def put(self, key: Any, tensor: Any, *, copy: bool = False) -> None:
-        """Write a tensor of the part's type and shape in place of the part.
+        """Write a tensor of the part's dtype and shape over the part, or fill it with a number.
 
         The first such write after a commit copies the whole tensor, as the commit keeps the old
         one. In a store without commits, and after that in any other, only the part is written.
         Where that fails, or while another thread reads, the part may hold old and new bytes.
 
         Raises:
-            VolumeFullError: there is no room for the copy. Nothing has changed.
+            IndexError, TypeError, ValueError: the key names no part, or `tensor` does not fit it.
+            VolumeFullError: there is no room for the copy.
+            ChecksumError: the drive returned other bytes than were put beside the part.
         """
         self._parts._put_part(self.name, key, tensor, copy=copy)
 
     def get_async(self, key: Any, out: Any = None) -> StoreFuture[Any]:
-        """Begin to get a part."""
+        """Begin to `get` a part."""
         return self._parts._get_part_async(self.name, key, out)
 
     def put_async(self, key: Any, tensor: Any, *, copy: bool = False) -> StoreFuture[None]:
-        """Begin to put a part, after the puts that were begun before.
+        """Begin to `put` a part, after the puts that were begun before.
 
         `tensor` must not change until the future has ended.
         """

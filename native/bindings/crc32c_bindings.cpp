@@ -106,6 +106,22 @@ void copy_pieces(const Addresses& destinations, const Addresses& sources, const 
     copy_each(copies);
 }
 
+// Addresses are those of the first of each group of copies.
+void copy_strided_pieces(const Addresses& destinations, const Sizes& destination_strides,
+                         const Addresses& sources, const Sizes& source_strides, const Sizes& sizes,
+                         const Sizes& counts) {
+    const std::vector<Copy> first = copies_of(destinations, sources, sizes);
+    if (destination_strides.size() != first.size() || source_strides.size() != first.size() ||
+        counts.size() != first.size()) {
+        throw py::value_error("every group of copies has a count and two strides");
+    }
+    std::size_t nbytes = 0;
+    for (std::size_t i = 0; i < first.size(); ++i) nbytes += sizes[i] * counts[i];
+    const UnlockedForMany unlocked(nbytes);
+    for (std::size_t i = 0; i < first.size(); ++i)
+        copy_strided({first[i], counts[i], destination_strides[i], source_strides[i]});
+}
+
 py::list copy_and_sum_pieces(const Addresses& destinations, const Addresses& sources,
                              const Sizes& sizes) {
     const std::vector<Copy> copies = copies_of(destinations, sources, sizes);
@@ -125,6 +141,9 @@ void bind_crc32c(py::module_& module) {
                py::arg("piece"));
     module.def("copy_each", &copy_pieces, py::arg("destinations"), py::arg("sources"),
                py::arg("sizes"));
+    module.def("copy_strided", &copy_strided_pieces, py::arg("destinations"),
+               py::arg("destination_strides"), py::arg("sources"), py::arg("source_strides"),
+               py::arg("sizes"), py::arg("counts"));
     module.def("crc32c_copy_each", &copy_and_sum_pieces, py::arg("destinations"),
                py::arg("sources"), py::arg("sizes"));
 }

@@ -73,6 +73,18 @@ TEST(each_copy_is_equal_and_touches_nothing_around_it) {
     layout.check();
 }
 
+TEST(strided_copies_take_every_so_many_bytes_and_touch_nothing_between) {
+    const Bytes source = random_bytes(1000);
+    Bytes room(1000, untouched);
+    copy_strided({{room.data() + 10, source.data() + 3, 4}, 50, 7, 11});
+    Bytes expected(1000, untouched);
+    for (std::size_t i = 0; i < 50; ++i)
+        std::copy_n(source.data() + 3 + 11 * i, 4, expected.data() + 10 + 7 * i);
+    CHECK(room == expected);
+    copy_strided({{room.data(), source.data(), 5}, 200, 5, 0});  // one source for all
+    for (std::size_t i = 0; i < 1000; ++i) CHECK(room[i] == source[i % 5]);
+}
+
 TEST(copies_that_are_summed_are_the_same_copies_and_each_has_its_own_sum) {
     Layout layout;
     std::vector<std::uint32_t> sums(layout.copies.size());

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 
 from deepnvme import Access, Checksum, NVMeError, Returns, TensorStore
 from deepnvme.errors import ChecksumError, StoreError
+from deepnvme.memory.copying import Runs
+from deepnvme.memory.filling import element_of
 from deepnvme.queue.pipeline import RUN_BYTES
 from deepnvme.store import holdings, named_tensors, slice_io
 from deepnvme.store.selection import select
@@ -48,11 +51,19 @@ def numbered(*shape: int) -> np.ndarray[Any, Any]:
     return np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
 
 
+def offsets_of(runs: Runs) -> list[int]:
+    return [runs.offset + number * runs.stride for number in range(runs.count)]
+
+
 # --- what a key selects ------------------------------------------------------------------------
 
 indices = st.one_of(
     st.integers(-6, 6),
-    st.builds(slice, *[st.one_of(st.none(), st.integers(-7, 7))] * 2),
+    st.builds(
+        slice,
+        *[st.one_of(st.none(), st.integers(-7, 7))] * 2,
+        st.one_of(st.none(), st.integers(1, 4)),
+    ),
     st.just(Ellipsis),
 )
 
@@ -71,13 +82,15 @@ def test_a_key_selects_the_bytes_that_numpy_selects(shape: list[int], key: list[
     data = array.tobytes()
 
     assert part.shape == expected.shape
-    assert b"".join(data[at : at + n] for at, n in part.runs()) == expected.tobytes()
+    found = [data[at : at + run.nbytes] for run in part.runs() for at in offsets_of(run)]
+    assert b"".join(found) == expected.tobytes()
 
 
 @pytest.mark.parametrize(
     ("key", "error", "said"),
     [
-        (slice(0, 4, 2), ValueError, "step 1"),
+        (slice(4, 0, -1), ValueError, "positive step"),
+        (slice(0, 4, 0), ValueError, "step cannot be zero"),
         (7, IndexError, "outside"),
         ((0, 0, 0), IndexError, "2 indices at most"),
         ([0, 1], TypeError, "integers, slices"),
@@ -90,38 +103,49 @@ def test_a_key_that_names_no_part_is_refused(key: Any, error: type[Exception], s
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 3 * MIB), st.integers(1, 3 * MIB)), min_size=1, max_size=20),
+    st.lists(
+        st.tuples(
+            st.integers(0, 3 * MIB),
+            st.integers(1, 3 * MIB),
+            st.integers(0, MIB),
+            st.integers(1, 9),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
     st.sampled_from([PAGE, MIB]),
 )
 def test_windows_have_every_run_once_and_no_byte_twice(
-    gaps: list[tuple[int, int]], unit: int
+    gaps: list[tuple[int, int, int, int]], unit: int
 ) -> None:
-    runs, end = [], 0
-    for gap, length in gaps:
-        runs.append((end + gap, length))
-        end += gap + length
+    groups, runs, end = [], {}, 0
+    for gap, length, apart, count in gaps:
+        groups.append(Runs(end + gap, length, length + apart, count))
+        runs.update(dict.fromkeys(offsets_of(groups[-1]), length))
+        end = groups[-1].end
     nbytes = end + 17
-    found = list(windows(runs, nbytes, unit))
+    found = list(windows(groups, nbytes, unit))
 
     pieces = sorted(
-        (source, window.start + place, size)
+        (first + number * run.nbytes, window.start + at, run.nbytes)
         for window in found
-        for source, place, size in zip(window.sources, window.places, window.sizes, strict=True)
+        for first, run in zip(window.sources, window.runs, strict=True)
+        for number, at in enumerate(offsets_of(run))
     )
     source = 0
-    covered = {offset: 0 for offset, _ in runs}
+    covered = dict.fromkeys(runs, 0)
     for piece_source, offset, size in pieces:
         assert piece_source == source
         source += size
         start = max(run for run in covered if run <= offset)
         assert offset == start + covered[start]
         covered[start] += size
-    assert covered == dict(runs)
+    assert covered == runs
     ends = [0, *(window.start + window.nbytes for window in found)]
     assert all(window.start >= before for window, before in zip(found, ends, strict=False))
     assert all(window.nbytes <= RUN_BYTES and window.start % unit == 0 for window in found)
     assert all(e % unit == 0 or e == nbytes for e in ends)
-    whole = list(whole_windows(runs, nbytes))
+    whole = list(whole_windows(groups, nbytes))
     assert sum(window.nbytes for window in whole) == nbytes
 
 
@@ -141,12 +165,16 @@ def test_parts_are_those_of_an_array_that_changes_likewise(
     stored = store.get_slice("t")
     for value in range(4):
         key = tuple(
-            slice(*sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))))
-            for size in shape[: data.draw(st.integers(1, len(shape)))]
+            slice(
+                *sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))),
+                data.draw(st.sampled_from([None, 2, max(1, size // 9)])),
+            )
+            for size in shape[: data.draw(st.integers(1, min(2, len(shape))))]
         )
         assert (stored[key] == array[key]).all()
         array[key] = value
-        stored[key] = np.full(array[key].shape, value, np.int32)
+        is_filled = data.draw(st.booleans())
+        stored[key] = value if is_filled else np.full(array[key].shape, value, np.int32)
         assert (store.get("t") == array).all()
     assert store.verify() == ()
 
@@ -200,6 +228,98 @@ def test_a_bf16_tensor_has_parts(tmp_path: Path) -> None:
         store.put("t", tensor)
 
         assert torch.equal(store.get_slice("t")[7, 50:], tensor[7, 50:])
+
+
+VALUES = {
+    "BOOL": (torch.bool, True),
+    "U8": (torch.uint8, 255),
+    "I64": (torch.int64, -(1 << 63)),
+    "F16": (torch.float16, 0.1),
+    "BF16": (torch.bfloat16, 0.1),
+    "F32": (torch.float32, np.float32(0.1)),
+    "F64": (torch.float64, 2),
+    "C64": (torch.complex64, 1 - 2j),
+    "C128": (torch.complex128, 0.5),
+}
+
+
+@pytest.mark.parametrize("code", VALUES)
+def test_a_number_fills_a_part_as_torch_rounds_it(code: str, tmp_path: Path) -> None:
+    dtype, number = VALUES[code]
+    expected = torch.zeros(6, 40, dtype=dtype)
+    expected[1:6:2, 3:] = number
+    with TensorStore.swap(tmp_path, "8MiB", returns=Returns.TORCH) as store:
+        store.put("t", torch.zeros(6, 40, dtype=dtype))
+        stored = store.get_slice("t")
+        assert stored.dtype == code
+        stored[1:6:2, 3:] = number
+
+        assert torch.equal(store.get("t"), expected)
+
+
+@pytest.mark.parametrize(
+    "number", [0.0, 1 / 3, -1e-40, 3.4e38, 65504, 1.00390625, math.inf, math.nan]
+)
+def test_bf16_numbers_are_those_of_torch(number: float) -> None:
+    expected = torch.tensor([number], dtype=torch.bfloat16)
+
+    assert element_of("BF16", number) == bytes(expected.view(torch.uint8).tolist())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number", "error"),
+    [
+        (torch.int32, 0.5, ValueError),
+        (torch.int8, 128, ValueError),
+        (torch.bool, 2, ValueError),
+        (torch.float16, 1e6, ValueError),
+        (torch.float32, 1j, ValueError),
+        (torch.bfloat16, 1e39, ValueError),
+        (torch.float8_e4m3fn, 0.0, TypeError),
+    ],
+)
+def test_a_number_that_the_dtype_has_not_is_refused(
+    dtype: torch.dtype, number: Any, error: type[Exception], tmp_path: Path
+) -> None:
+    with TensorStore.swap(tmp_path, "8MiB", returns=Returns.TORCH) as store:
+        store.put("t", torch.ones(10).to(dtype))
+
+        with pytest.raises(error, match="tensor 't': "):
+            store.get_slice("t")[2:5] = number
+        assert torch.equal(store.get("t").to(torch.float32), torch.ones(10))
+
+
+def test_every_so_many_elements_of_many_are_one_copy(tmp_path: Path) -> None:
+    with TensorStore.swap(tmp_path, "64MiB", returns=Returns.NUMPY) as store:
+        array = numbered(3 * MIB)
+        store.put("t", array)
+        stored = store.get_slice("t")
+        (runs,) = select(array.shape, 4, slice(1, None, 3)).runs()
+
+        assert (runs.nbytes, runs.stride, runs.count) == (4, 12, MIB)
+        assert (stored[1::3] == array[1::3]).all()
+        stored[1::3] = array[:MIB]
+        array[1::3] = array[:MIB].copy()
+        assert (store.get("t") == array).all()
+
+
+def test_filling_a_large_part_takes_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+    real = named_tensors.Repeated
+
+    def noted(element: bytes, nbytes: int) -> Any:
+        held.append(nbytes)
+        return real(element, nbytes)
+
+    monkeypatch.setattr(named_tensors, "Repeated", noted)
+    with TensorStore.swap(tmp_path, "64MiB", returns=Returns.NUMPY) as store:
+        store.put("t", numbered(8 * MIB))
+        store.get_slice("t")[1:] = 7
+
+        assert held == [RUN_BYTES]
+        assert (store.get("t")[1:] == 7).all()
 
 
 # --- what is safe ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.memory.checksum import crc32c
-from deepnvme.memory.copying import gather, scatter
+from deepnvme.memory.copying import Runs, gather, gather_runs, scatter, scatter_runs
 
 SIZES = (1, 100, 4096, 65_536, 200_001)  # some of them go past the caches
 
@@ -86,3 +86,28 @@ def test_pieces_that_are_not_of_the_size_of_their_places_are_refused(nbytes: int
 
 def test_no_pieces_are_no_work() -> None:
     assert not gather(memory_of(bytearray(1), writable=True), [], [], [], summing=True)
+
+
+def test_runs_go_to_staging_memory_and_back_with_their_distances() -> None:
+    room = bytearray(b"-" * 30)
+    staging = memory_of(room, writable=True)
+    runs = [Runs(1, 2, 5, 3), Runs(20, 4, 4, 1)]
+    pieces = pieces_of([b"aabbcc", b"dddd"])
+    gather_runs(staging, runs, pieces)
+    assert room == b"-aa---bb---cc-------dddd------"
+
+    found = [bytearray(6), bytearray(4)]
+    scatter_runs(staging, runs, [memory_of(each, writable=True) for each in found])
+    assert found == [b"aabbcc", b"dddd"]
+
+    gather_runs(staging, [Runs(0, 2, 5, 6)], pieces_of([b"xy"]))  # one piece for all runs
+    assert [room[start : start + 2] for start in range(0, 30, 5)] == [b"xy"] * 6
+    assert room[2:5] == b"a--"
+
+
+def test_runs_beyond_staging_memory_or_of_another_size_are_refused() -> None:
+    staging = memory_of(bytearray(10), writable=True)
+    with pytest.raises(ValueError, match="bytes 0 to 11"):
+        gather_runs(staging, [Runs(0, 2, 3, 4)], pieces_of([b"aabbccdd"]))
+    with pytest.raises(ValueError, match="cannot be copied"):
+        scatter_runs(staging, [Runs(0, 2, 3, 3)], pieces_of([b"aa"]))

@@ -63,6 +63,14 @@ void copy(const Copy& piece) noexcept {
     }
 }
 
+void copy_strided(const StridedCopy& copies) noexcept {
+    const Copy& first = copies.first;
+    for (std::size_t i = 0; i < copies.count; ++i) {
+        copy({first.destination + i * copies.destination_stride,
+              first.source + i * copies.source_stride, first.nbytes});
+    }
+}
+
 void copy_each(std::span<const Copy> pieces) noexcept {
     for (const Copy& piece : pieces) copy(piece);
 }

@@ -19,6 +19,16 @@ struct Copy {
 
 void copy(const Copy& piece) noexcept;
 
+// `count` copies as the first one, at equal distances in the destination and in the source.
+struct StridedCopy {
+    Copy first;
+    std::size_t count;
+    std::size_t destination_stride;
+    std::size_t source_stride;
+};
+
+void copy_strided(const StridedCopy& copies) noexcept;
+
 void copy_each(std::span<const Copy> pieces) noexcept;
 
 // The crc32c of each piece goes to `sums`, which has room for as many.
