@@ -28,7 +28,7 @@ struct QueueOptions {
     // For drives after the first, where the kernel refuses another backend of that name.
     std::vector<std::string> fallbacks;
     DriveOptions drive;
-    std::uint32_t max_pending = 1024;
+    std::uint32_t max_pending = 0;   // at least 1
     std::uint32_t max_requests = 0;  // of a drive at once; 0: as many as its bytes in flight allow
     std::optional<FaultPlan> faults;
 };
