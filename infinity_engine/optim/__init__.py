@@ -17,14 +17,13 @@ from infinity_engine.optim.subgroup import (
     Segment,
     Subgroup,
     SubgroupState,
-    Update,
     cut_into_subgroups,
-    update_records,
 )
 
 if TYPE_CHECKING:
     from infinity_engine.optim.from_torch import rules_of
     from infinity_engine.optim.host import HostKernels, SummedMemory, Sums
+    from infinity_engine.optim.records import Update, update_records
     from infinity_engine.optim.statistics import GradientNorm, GradientSums, gradient_factor
     from infinity_engine.optim.threads import UpdateThreads
 
@@ -64,9 +63,11 @@ _MODULES = MappingProxyType(
         "HostKernels": "host",
         "SummedMemory": "host",
         "Sums": "host",
+        "Update": "records",
         "UpdateThreads": "threads",
         "gradient_factor": "statistics",
         "rules_of": "from_torch",
+        "update_records": "records",
     }
 )
 

@@ -14,7 +14,8 @@ import numpy as np
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim.formats import FloatFormat, Values
 from infinity_engine.optim.nvrtc import KERNELS, compile_kernels, cupy_nvrtc
-from infinity_engine.optim.subgroup import NORM_BLOCK, Update
+from infinity_engine.optim.records import Update
+from infinity_engine.optim.subgroup import NORM_BLOCK
 
 __all__ = ["CudaKernels", "foreign_stream"]
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from infinity_engine import _native
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim.formats import FloatFormat, Values
-from infinity_engine.optim.subgroup import Update
+from infinity_engine.optim.records import Update
 from infinity_engine.optim.threads import UpdateThreads
 
 __all__ = ["HostKernels", "SummedMemory", "Sums"]

@@ -51,6 +51,8 @@ WITHOUT_TORCH = (
 )
 # Plans and settings are made where nothing is compiled.
 WITHOUT_NATIVE = ("infinity_engine.config", "infinity_engine.plan", "infinity_engine.telemetry")
+# Importing NumPy would take a tenth of the time of an answer.
+WITHOUT_NUMPY = ("infinity_engine.advice.advising", "infinity_engine.sim.remedies")
 REFUSE = """
 import sys
 class Refuse:
@@ -60,6 +62,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 """
 REFUSE_TORCH = REFUSE.format(part=0, refused="torch")
+REFUSE_NUMPY = REFUSE.format(part=0, refused="numpy")
 REFUSE_NATIVE = REFUSE.format(part=-1, refused="_native")
 # Frozen: a name is added here when, and only when, it is meant to be supported.
 PUBLIC = {
@@ -170,6 +173,13 @@ def test_importing_a_module_does_not_load_torch() -> None:
 @pytest.mark.parametrize("module", WITHOUT_NATIVE)
 def test_a_module_imports_where_no_native_module_can(module: str) -> None:
     run = python(f"{REFUSE_NATIVE}\nimport {module}")
+
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("module", WITHOUT_NUMPY)
+def test_planning_imports_no_numpy(module: str) -> None:
+    run = python(f"{REFUSE_NUMPY}\nimport {module}")
 
     assert run.returncode == 0, run.stderr
 

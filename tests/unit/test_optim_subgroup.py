@@ -31,7 +31,7 @@ from infinity_engine.optim import (
     cut_into_subgroups,
     update_records,
 )
-from infinity_engine.optim.subgroup import rounding_key
+from infinity_engine.optim.records import rounding_key
 from support.optim import threads
 
 sizes = st.lists(st.integers(0, 5 * NORM_BLOCK), max_size=12)
