@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import reduce
+from operator import add
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -47,6 +48,9 @@ class BlockWay(Enum):
     DRIVE = "on drives"
     RECOMPUTE_HOST = "recomputed, inputs on the host"
     RECOMPUTE_DRIVE = "recomputed, inputs on drives"
+
+    # By identity, as each member is one object: Enum's own hash runs in Python at each look-up.
+    __hash__ = object.__hash__
 
     @property
     def recomputes(self) -> bool:
@@ -418,14 +422,15 @@ class _Search:
     def _in_rows(self) -> Iterator[list[BlockWay]]:
         """Yield what fits of one way for the first blocks and one for the rest."""
         count = len(self._effects)
-        for first in BlockWay:
+        # A way that no block can go would be one more row of those that are kept.
+        ways = [way for way in BlockWay if any(way in effects for effects in self._effects)]
+        ends_of = {way: self._ends(way) for way in ways}
+        for first in ways:
             begins = [_NO_EFFECT]
             for effects in self._effects:
                 begins.append(begins[-1].then(effects.get(first, effects[BlockWay.KEEP])))
-            for last in BlockWay:
-                ends = [_NO_EFFECT]
-                for effects in reversed(self._effects):
-                    ends.append(effects.get(last, effects[BlockWay.KEEP]).then(ends[-1]))
+            for last in ways:
+                ends = ends_of[last]
                 fits = [
                     (self._seconds(effect), at)
                     for at in range(count + 1)
@@ -439,6 +444,13 @@ class _Search:
                             [first] * at + [last] * (count - at), self._effects, strict=True
                         )
                     ]
+
+    def _ends(self, way: BlockWay) -> list[_Effect]:
+        """Return the effects of no block, of the last one, of the last two, and so on."""
+        ends = [_NO_EFFECT]
+        for effects in reversed(self._effects):
+            ends.append(effects.get(way, effects[BlockWay.KEEP]).then(ends[-1]))
+        return ends
 
     def _walked(self, limit: float) -> Iterator[list[BlockWay]]:
         """Yield the ways that a walk over units of neighbours ends with, none slower than a
@@ -501,15 +513,19 @@ class _Search:
         improved = True
         while improved:
             improved, before = False, _NO_EFFECT
+            behind = [_NO_EFFECT]
+            for effects, way in zip(reversed(self._effects), reversed(mended), strict=True):
+                behind.append(effects[way].then(behind[-1]))
+            again = [
+                effects[way].recompute_s for effects, way in zip(self._effects, mended, strict=True)
+            ]
             for number, effects in enumerate(self._effects):
-                after = [
-                    others[way]
-                    for others, way in zip(
-                        self._effects[number + 1 :], mended[number + 1 :], strict=True
-                    )
-                ]
+                after = behind[len(mended) - number - 1]
                 for way, effect in effects.items():
-                    rank = self._rank(reduce(_Effect.then, after, before.then(effect)))
+                    until = before.then(effect)
+                    # Added from the front, as everywhere: else rounding tells equals apart.
+                    recompute_s = reduce(add, again[number + 1 :], until.recompute_s)
+                    rank = self._rank(until.then(after)._replace(recompute_s=recompute_s))
                     if rank < best:
                         mended[number], best, improved = way, rank, True
                 before = before.then(effects[mended[number]])
