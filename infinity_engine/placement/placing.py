@@ -239,12 +239,11 @@ class _Placing:
         }
         # By gradients: the least of the host that any plan takes with so many buffers.
         least: dict[int, Callable[[int], int]] = {}
-        if known_homes:
-            for gradients in {gradients for _, gradients in choices}:
+        for buffers, gradients in choices:
+            if known_homes and gradients not in least:
                 least[gradients] = self._least_of_any_plan(
                     parameters, known_homes, replace(resting, gradients=gradients)
                 )
-        for buffers, gradients in choices:
             is_last = (buffers, gradients) == choices[-1]  # which says what is missing
             # Plans that cannot fit are not outlined: half of a search's time goes into outlines.
             if (
@@ -340,10 +339,7 @@ class _Placing:
         # Layouts follow from where updates run, and the policy decides that by the layouts.
         for _ in range(_MOST_TRIES):
             rests = replace(resting, states=sizing.with_states(resting.states, homes, parameters))
-            layouts = {
-                subgroup.index: sizing.layout(subgroup, rests, homes[subgroup.index], parameters)
-                for subgroup in sizing.subgroups
-            }
+            layouts = sizing.layouts(rests, homes, parameters)
             passing = MappingProxyType(
                 # A subgroup without bytes in a buffer passes none.
                 {index: layout for index, layout in layouts.items() if layout.nbytes}

@@ -120,7 +120,7 @@ class Sizing:
         return {}
 
     @cached_property
-    def _layouts(self) -> dict[Hashable, BufferLayout]:
+    def _layouts(self) -> dict[Hashable, dict[tuple[int, bool, Home], BufferLayout]]:
         return {}
 
     @cached_property
@@ -208,15 +208,7 @@ class Sizing:
             staging_bytes=left,
             per_parameter=weights,
             parameters=parameters,
-            # Per parameter, so for plans that mix formats it is the largest that counts.
-            update_bytes=max(
-                (
-                    self._copied(subgroup) // subgroup.numel
-                    for subgroup in self.subgroups
-                    if at_home
-                ),
-                default=0,
-            ),
+            update_bytes=self._most_copied if at_home else 0,
         )
 
     def with_states(
@@ -231,23 +223,20 @@ class Sizing:
             and self.states_bytes(subgroup, homes[subgroup.index], parameters)
         )
 
-    def layout(
-        self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier
-    ) -> BufferLayout:
-        """Return where the things of a subgroup lie in a host buffer, of which so much rests."""
-        # All that the layout depends on.
-        known = (
-            subgroup.index,
-            subgroup.index in resting.states,
-            resting.gradients,
-            resting.values,
-            resting.small_bytes,
-            home,
-            parameters,
-        )
-        if known not in self._layouts:
-            self._layouts[known] = self._layout(subgroup, resting, home, parameters)
-        return self._layouts[known]
+    def layouts(
+        self, resting: Resting, homes: Mapping[int, Home], parameters: Tier
+    ) -> dict[int, BufferLayout]:
+        """Return where the things of each subgroup lie in a host buffer, of which so much rests."""
+        alike = resting.gradients, resting.values, resting.small_bytes, parameters
+        known = self._layouts.setdefault(alike, {})
+        found = {}
+        for subgroup in self.subgroups:
+            index = subgroup.index
+            key = index, index in resting.states, homes[index]
+            if (layout := known.get(key)) is None:
+                layout = known[key] = self._layout(subgroup, resting, homes[index], parameters)
+            found[index] = layout
+        return found
 
     def _layout(
         self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier
@@ -671,6 +660,12 @@ class Sizing:
     def _copied(self, subgroup: Subgroup) -> int:
         """Return what an update writes for modules elsewhere; fp32 parameters are masters."""
         return 0 if subgroup.formats.parameter is None else subgroup.formats.width * subgroup.numel
+
+    @cached_property
+    def _most_copied(self) -> int:
+        """The same for one parameter: where formats are mixed, the largest counts."""
+        copied = (self._copied(subgroup) // subgroup.numel for subgroup in self.subgroups)
+        return max(copied, default=0)
 
     def _states(self, subgroup: Subgroup, *, in_place: bool) -> int:
         """Return the bytes of states; where masters may be in place, fp32 parameters are so."""

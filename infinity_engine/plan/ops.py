@@ -95,7 +95,8 @@ class CopyOp(Op):
     nbytes: int
 
     def __post_init__(self) -> None:
-        _check_positive(self.nbytes, field=f"{self.name}.nbytes", unit="bytes")
+        if self.nbytes < 1:
+            raise _too_little(f"{self.name}.nbytes", self.nbytes, unit="bytes")
 
     @property
     def amount(self) -> int:
@@ -110,7 +111,8 @@ class UpdateOp(Op):
     params: int
 
     def __post_init__(self) -> None:
-        _check_positive(self.params, field=f"{self.name}.params", unit="parameters")
+        if self.params < 1:
+            raise _too_little(f"{self.name}.params", self.params, unit="parameters")
 
     @property
     def amount(self) -> int:
@@ -194,6 +196,5 @@ class UploadParameters(CopyOp):
     lane: ClassVar[Lane] = Lane.H2D
 
 
-def _check_positive(number: int, *, field: str, unit: str) -> None:
-    if number < 1:
-        raise ConfigError(field=field, value=number, expected=f"1 or more {unit}")
+def _too_little(field: str, number: int, *, unit: str) -> ConfigError:
+    return ConfigError(field=field, value=number, expected=f"1 or more {unit}")

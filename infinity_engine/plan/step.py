@@ -220,21 +220,25 @@ class StepPlan:
         # For each op, how many updates on the host come before it or are it.
         behind: list[int] = []
         newest: dict[Lane, int] = {}
-        for number, op in enumerate(self.ops):
-            if op.lane is Lane.HOST:
+        for op in self.ops:
+            lane = op.lane
+            if lane is Lane.HOST:
                 updates += 1
                 behind.append(updates)
             else:
                 # Its inputs, and the op before it in its lane: lanes keep the plan's order.
-                earlier = [*op.after, *([newest[op.lane]] if op.lane in newest else [])]
-                behind.append(max((behind[other] for other in earlier), default=0))
-            newest[op.lane] = number
+                most = newest.get(lane, 0)
+                for other in op.after:
+                    most = max(most, behind[other])
+                behind.append(most)
+            newest[lane] = behind[-1]
         # With equal numbers the update itself is first: the other ops wait for it, or their lanes
-        # do.
-        order = sorted(
-            range(len(self.ops)),
-            key=lambda it: (behind[it], self.ops[it].lane is not Lane.HOST, it),
-        )
+        # do. Sorting keeps the plan's order else.
+        ranks = [
+            2 * before + (op.lane is not Lane.HOST)
+            for before, op in zip(behind, self.ops, strict=True)
+        ]
+        order = sorted(range(len(self.ops)), key=ranks.__getitem__)
         return tuple(order)
 
     def describe(self, times: Sequence[OpTime] = ()) -> str:
