@@ -28,6 +28,22 @@ WAIT_FOR_READS = "wait for reads"
 WAIT_FOR_WRITES = "wait for writes"
 _AHEAD = 2  # updates that the host's thread is given at most: so many end after an interrupt
 _DRIVES = MappingProxyType({Lane.NVME_READ: WAIT_FOR_READS, Lane.NVME_WRITE: WAIT_FOR_WRITES})
+# [Note: which ops wait on the host] Streams of a device wait for one another's events, so their ops
+# are submitted at once. Drives cannot wait: their ops, and those of streams that come after I/O,
+# are submitted when the ops before them have ended. So are those after an update that the host's
+# thread makes; that thread waits for its own updates by itself. The walk checks that between the
+# host's updates, and whenever one of them has to wait.
+_ENDED_FIRST: Mapping[Lane, frozenset[Lane]] = MappingProxyType(
+    {
+        Lane.HOST: frozenset(Lane) - {Lane.HOST},
+        Lane.DEVICE: frozenset({Lane.HOST, *_DRIVES}),
+        Lane.H2D: frozenset({Lane.HOST, *_DRIVES}),
+        Lane.D2H: frozenset({Lane.HOST, *_DRIVES}),
+        Lane.NVME_READ: frozenset(Lane),
+        Lane.NVME_WRITE: frozenset(Lane),
+    }
+)
+"""For an op of each lane: of which lanes the ops before it must have ended when it is submitted."""
 
 
 class Carrier(Protocol):
@@ -75,6 +91,7 @@ class Walk:
         self._telemetry = telemetry
         self._safe_point = safe_point
         self._order = deque(plan.submission_order())
+        self._lanes = [op.lane for op in plan.ops]
         # None: the op had ended when it was submitted.
         self._events: dict[int, Waitable | None] = {}
         self._held_back: dict[Lane, deque[int]] = {}  # [Note: who waits for whom]
@@ -239,28 +256,29 @@ class Walk:
         event = self._events[number]
         return event is None or event.done()
 
-    # [Note: which ops wait on the host] Streams of a device wait for one another's events, so their
-    # ops are submitted at once. Drives cannot wait: their ops, and those of streams that come after
-    # I/O, are submitted when the ops before them have ended. So are those after an update that the
-    # host's thread makes. The walk checks that between the host's updates, and whenever one of them
-    # has to wait.
     def _can_submit(self, op: Op) -> bool:
+        """Tell whether an op need not wait on the host: [Note: which ops wait on the host]."""
         if op.lane is Lane.HOST and self._has_enough_work():
             return False
+        # Asked several times for each op, of all that are held back.
+        events, lanes, ended_first = self._events, self._lanes, _ENDED_FIRST[op.lane]
         for other in op.after:
-            if other not in self._events:
+            if other not in events:
                 return False
-            if self._has_to_end(other, op) and not self._has_ended(other):
-                return False
+            if lanes[other] in ended_first:
+                event = events[other]
+                if event is not None and not event.done():
+                    return False
         return True
 
     def _advance(self) -> None:
         """Submit the held-back ops that can be submitted, each lane in its order."""
+        ops, can_submit = self._plan.ops, self._can_submit
         moved = True
         while moved:
             moved = False
             for waiting in self._held_back.values():
-                while waiting and self._can_submit(self._plan.ops[waiting[0]]):
+                while waiting and can_submit(ops[waiting[0]]):
                     moved = True
                     self._submit(waiting.popleft())
 
@@ -275,9 +293,10 @@ class Walk:
     def _submit(self, number: int) -> None:
         op = self._plan.ops[number]
         after: list[Waitable] = []
+        ended_first = _ENDED_FIRST[op.lane]
         for other in op.after:
             event = self._events[other]
-            if self._has_to_end(other, op):
+            if self._lanes[other] in ended_first:
                 self._wait_for(other)
             elif event is not None:
                 after.append(event)
@@ -288,16 +307,6 @@ class Walk:
         if op.lane is Lane.HOST and event is not None:
             self._working.append(number)
 
-    def _has_to_end(self, other: int, op: Op) -> bool:
-        """Tell whether an op must end before another is submitted: streams wait by themselves.
-
-        So does the host's thread for its own updates.
-        """
-        lane = self._plan.ops[other].lane
-        if lane is Lane.HOST:
-            return op.lane is not Lane.HOST
-        return op.lane is Lane.HOST or op.lane in _DRIVES or lane in _DRIVES
-
     def _wait_for(self, number: int) -> None:
         event = self._events[number]
         if event is None:
@@ -306,7 +315,7 @@ class Walk:
             if event.done():
                 event.wait()  # it has ended: raises its error, if any
             else:
-                with self._telemetry.timed(_DRIVES.get(self._plan.ops[number].lane, WAIT_FOR_OPS)):
+                with self._telemetry.timed(_DRIVES.get(self._lanes[number], WAIT_FOR_OPS)):
                     event.wait()
         except Exception as error:
             raise _OpError(number, error) from error
@@ -346,7 +355,8 @@ class _Failure:
             raise RuntimeError(self._message) from self._cause
 
     def __enter__(self) -> None:
-        self.check()
+        if self._message:
+            self.check()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object

@@ -151,11 +151,19 @@ class StepEstimate:
             kept=4 + gradient if sizing.sums else gradient,
             largest_gradient=max(sizing.all_gradients.values()),
         )
+        # A search comes by the same parts again and again.
+        self._known_ns: dict[tuple[float, float], float] = {}
         self._overlaps = {None: (True, False), True: (True,), False: (False,)}[training.overlap]
 
     def ns(self, parts: Parts) -> float:
         """Return about how many nanoseconds a step takes; inf where the parts do not fit."""
         parts = self._in_whole_subgroups(parts)
+        known = parts.resident, parts.visiting
+        if known not in self._known_ns:
+            self._known_ns[known] = self._fitting_ns(parts)
+        return self._known_ns[known]
+
+    def _fitting_ns(self, parts: Parts) -> float:
         held, needed = self._on_device(parts)
         fetched = self._budget.device - held
         spill = self._spill(parts)
@@ -331,28 +339,27 @@ class StepEstimate:
         visiting, resident = parts.visiting * numel, parts.resident * numel
         on_host = max(numel - visiting - resident, 0)
         values = self._parameters if self._tier is Tier.NVME else 0
-        update = {
-            Lane.HOST: on_host,
-            Lane.DEVICE: visiting + resident,
-            Lane.H2D: states * visiting + (0 if self._at_home else sizing.width * on_host),
-            Lane.D2H: states * visiting
-            + (sizing.width * (visiting + resident) if self._at_home else 0),
-            Lane.NVME_READ: spill.states + spill.gradients * self._micro_batches,
-            Lane.NVME_WRITE: spill.states + values,
-        }
         on_device = visiting + resident
         io = on_host + visiting if self._drives else 0
-        moved = {
-            Lane.HOST: on_host,
-            Lane.DEVICE: on_device,
-            Lane.H2D: visiting + (0 if self._at_home else on_host),
-            Lane.D2H: visiting + (on_device if self._at_home else 0),
-            Lane.NVME_READ: io,
-            Lane.NVME_WRITE: io,
+        # In bytes or parameters, and in parameters: each subgroup costs a start.
+        work = {
+            Lane.HOST: (on_host, on_host),
+            Lane.DEVICE: (on_device, on_device),
+            Lane.H2D: (
+                states * visiting + (0 if self._at_home else sizing.width * on_host),
+                visiting + (0 if self._at_home else on_host),
+            ),
+            Lane.D2H: (
+                states * visiting + (sizing.width * on_device if self._at_home else 0),
+                visiting + (on_device if self._at_home else 0),
+            ),
+            Lane.NVME_READ: (spill.states + spill.gradients * self._micro_batches, io),
+            Lane.NVME_WRITE: (spill.states + values, io),
         }
+        pace, largest = self._pace.update, self._largest
         lanes = {
-            lane: time.of(update[lane]) + time.start_ns * moved[lane] / self._largest
-            for lane, time in self._pace.update.items()
+            lane: pace[lane].of(amount) + pace[lane].start_ns * moved / largest
+            for lane, (amount, moved) in work.items()
         }
         crossing_ns = self._crossing_ns(lanes, fetched) if visiting else 0.0
         updating = self._pipelined(lanes, spill, crossing_ns, parts)

@@ -422,7 +422,7 @@ class Search:
         for step in _ESTIMATED_STEPS:
             while step >= room.whole / 2:
                 ways = (room.nearby(form.parts, step * way[0], step * way[1]) for way in _WAYS)
-                around = (replace(form, parts=parts) for parts in ways if room.holds(parts))
+                around = (_Form(form.family, parts) for parts in ways if room.holds(parts))
                 times = [(self._estimate_ns(there, numel), there) for there in around]
                 there_ns, there = min(times, key=itemgetter(0), default=(inf, form))
                 if there_ns >= _WORTH_IT * estimate_ns:

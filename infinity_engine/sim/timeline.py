@@ -109,7 +109,7 @@ def time_step(plan: Plan, sizing: Sizing, training: Training, means: Means) -> S
     Raises:
         ConfigError: a rate is missing of something that the plan uses.
     """
-    return _TimedStep(plan, sizing, training, means, _needs(plan, sizing, training)).run()
+    return _TimedStep(plan, sizing, training, means, _work_of(plan, sizing, training)).run()
 
 
 def time_quickest_step(
@@ -122,22 +122,22 @@ def time_quickest_step(
     Only the seconds of a forward tell, so without a rate of computing nothing is changed. Where the
     step takes `below_ns` or more both ways, only one may have been timed: apart.
     """
-    modules = _needs(plan, sizing, training)
+    work = _work_of(plan, sizing, training)
     is_open = training.overlap is None and means.compute_rate(training) is not None
     if is_open and below_ns < inf:
         after = replace(training, overlap=False)
-        apart = _TimedStep(plan, sizing, after, means, modules).run()
+        apart = _TimedStep(plan, sizing, after, means, work).run()
         # Beside one another, update and forward save no more than the shorter of the two takes.
         saved_ns = min((end_ns - begin_ns for _, begin_ns, end_ns in apart.cuts[:2]), default=0)
         if apart.ns - saved_ns >= below_ns:
             return apart, False
         both = replace(training, overlap=True)
-        timeline = _TimedStep(plan, sizing, both, means, modules).run()
+        timeline = _TimedStep(plan, sizing, both, means, work).run()
         return (apart, False) if apart.ns < timeline.ns else (timeline, True)
-    beside = _TimedStep(plan, sizing, training, means, modules)
+    beside = _TimedStep(plan, sizing, training, means, work)
     timeline = beside.run()
     if is_open and beside.deferred:
-        apart = _TimedStep(plan, sizing, replace(training, overlap=False), means, modules).run()
+        apart = _TimedStep(plan, sizing, replace(training, overlap=False), means, work).run()
         if apart.ns < timeline.ns:
             return apart, False
     return timeline, training.overlap is not False
@@ -174,6 +174,13 @@ class _Needs(NamedTuple):
     def fetches(self) -> int:
         """How often it is fetched."""
         return 1 if self.stays else self.tiles
+
+
+class _StepWork(NamedTuple):
+    """What a step has to do, at whatever rates: of each module, and of each lane in the update."""
+
+    modules: Sequence[_Needs]
+    amounts: Mapping[Lane, int]
 
 
 class _TimedUpdate:
@@ -220,17 +227,19 @@ class _TimedStep:
         sizing: Sizing,
         training: Training,
         means: Means,
-        modules: Sequence[_Needs],
+        work: _StepWork,
     ) -> None:
         self._plan = plan
         self._steps_micro_batches = training.accumulation_steps
         self._duration_ns = ComputeTime(means.compute_rate(training))
         self._compute = Lane.HOST if means.unified else Lane.DEVICE
         self._link = None if means.unified else Lane.H2D
-        self._modules = modules
+        self._modules = work.modules
         self.deferred = training.overlap is not False and _defers(plan, self._modules, means)
         self._clocks = LaneClocks(
-            self._rates_of_update(means), free=means.free_lanes(), instead=means.lanes_instead()
+            self._rates_of_update(means, work.amounts),
+            free=means.free_lanes(),
+            instead=means.lanes_instead(),
         )
         # Says what a transfer takes while nothing goes the other way.
         self._alone = LaneClocks(means.alone or means.rates)
@@ -281,7 +290,7 @@ class _TimedStep:
             gathering_ns=gathering_ns,
         )
 
-    def _rates_of_update(self, means: Means) -> Rates:
+    def _rates_of_update(self, means: Means, moved: Mapping[Lane, int]) -> Rates:
         """Return the rates of an update, whose parts disturb one another as far as they work at the
         same time.
 
@@ -293,10 +302,10 @@ class _TimedStep:
             return beside
         alone, free, instead = means.alone.both_at_once(), means.free_lanes(), means.lanes_instead()
         amounts: dict[Lane, int] = {}
-        for op in self._plan.steps.ops:
-            lane = instead.get(op.lane, op.lane)
+        for own, amount in moved.items():
+            lane = instead.get(own, own)
             if lane not in free:
-                amounts[lane] = amounts.get(lane, 0) + op.amount
+                amounts[lane] = amounts.get(lane, 0) + amount
         computing_s = 0.0
         if self.deferred and self._compute is Lane.HOST:
             computing_s = (
@@ -492,6 +501,13 @@ class _TimedStep:
         return time
 
 
+def _work_of(plan: Plan, sizing: Sizing, training: Training) -> _StepWork:
+    amounts: dict[Lane, int] = {}
+    for op in plan.steps.ops:
+        amounts[op.lane] = amounts.get(op.lane, 0) + op.amount
+    return _StepWork(_needs(plan, sizing, training), amounts)
+
+
 def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
     """Return what each module needs of one micro-batch."""
     numbers: dict[str, int] = {
@@ -501,7 +517,7 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
     at_home = plan.steps.parameters is not Tier.DEVICE
     resting = plan.resting.values
     several = plan.demand.fetched < sum(sizing.parameters)
-    modules = training.model.modules
+    modules, tokens = training.model.modules, training.tokens
     found = []
     subgroups = sizing.subgroups_of
 
@@ -519,6 +535,16 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
         )
     for place, module in enumerate(modules):
         own = [numbers[parameter.name] for parameter in module.parameters]
+        gathered = reduced = gradient_down = gradient_written = 0
+        changes: dict[int, None] = {}
+        # Most modules have a parameter or two, and a search asks for all modules of each plan.
+        for number in own:
+            gathered += sizing.parameters[number]
+            gradient_down += down.get(number, 0)
+            gradient_written += written.get(number, 0)
+            if number in subgroups:
+                reduced += sizing.parameters[number]
+                changes.update(dict.fromkeys(subgroups[number]))
         fetched = fetched_of(module)
         nbytes = sum(sizing.parameters[number] for number in fetched)
         read = sum(sizing.parameters[number] for number in fetched if number in resting)
@@ -530,18 +556,16 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
             _Needs(
                 fetched=nbytes,
                 read=read,
-                flops=module.flops(training.sequence) * training.tokens,
-                backward_flops=module.backward_flops(training.sequence) * training.tokens,
+                flops=module.flops(training.sequence) * tokens,
+                backward_flops=module.backward_flops(training.sequence) * tokens,
                 again=training.runs_again(place),
                 tiles=training.tiles if module.feed_forward else 1,
                 stays=together.get(module.feed_forward, 0) <= plan.demand.fetched,
-                gradient_down=sum(down.get(number, 0) for number in own),
-                gradient_written=sum(written.get(number, 0) for number in own),
-                subgroups=tuple(
-                    dict.fromkeys(index for number in own for index in subgroups.get(number, ()))
-                ),
-                gathered=sum(sizing.parameters[number] for number in own),
-                reduced=sum(sizing.parameters[number] for number in own if number in subgroups),
+                gradient_down=gradient_down,
+                gradient_written=gradient_written,
+                subgroups=tuple(changes),
+                gathered=gathered,
+                reduced=reduced,
             )
         )
     return found

@@ -58,12 +58,11 @@ class TimedCarrier:
 
     def carry_out(self, op: Op, after: Sequence[TimedEvent]) -> TimedEvent | None:
         """Put an op into its lane; the walking thread makes updates on the host itself."""
-        begin_ns = max((event.end_ns for event in after), default=0)
-        time = self._clocks.work(
-            op.lane,
-            self._clocks.duration_ns(op.lane, op.amount),
-            after_ns=max(self.now_ns, begin_ns),
-        )
+        begin_ns = self.now_ns
+        for event in after:
+            begin_ns = max(begin_ns, event.end_ns)
+        duration_ns = self._clocks.duration_ns(op.lane, op.amount)
+        time = self._clocks.work(op.lane, duration_ns, after_ns=begin_ns)
         self._note(op, time)
         if op.lane is Lane.HOST:
             self.now_ns = time.end_ns
