@@ -7,9 +7,11 @@ search.py.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
@@ -222,14 +224,39 @@ class StepEstimate:
         if sizing.sums:  # a new sum has its first gradient beside it: as much of it as stays
             share = parts.visiting / max(1 - parts.resident, parts.visiting, 1e-9)
             whole = at.gradient * parts.resident * sizing.numel
-            first = min(share * at.largest_gradient + whole, at.largest_gradient)
-            staying = sizing.activations + 4 * updated + first
+            staying = sizing.activations + 4 * updated + self._largest_staying(whole, share)
         held = at.resident * parts.resident * sizing.numel
         held += sizing.on_their_way + staying + (0 if self._at_home else self._parameters)
         needed = max(
             sizing.deepest if self._at_home else 0, self._set_bytes if parts.visiting > 0 else 0
         )
         return held, needed
+
+    def _largest_staying(self, whole: float, share: float) -> float:
+        """Return the most of one gradient that stays: all of those of residents, of which there
+        are so many bytes, and this share of the others.
+        """
+        # Residents are the last ones.
+        number = bisect_right(self._gradients_from_end, whole)
+        before = self._gradients_from_end[number - 1] if number else 0
+        most = share * self._bytes.largest_gradient
+        if number:
+            most = max(most, self._largest_from_end[number - 1])
+        if number < len(self._gradients_from_end):
+            nbytes = self._gradients_from_end[number] - before
+            here = whole - before
+            most = max(most, here + share * (nbytes - here))
+        return most
+
+    @cached_property
+    def _gradients_from_end(self) -> list[int]:
+        """The bytes of the last gradient, of the last two, and so on."""
+        return list(accumulate([*self._sizing.all_gradients.values()][::-1]))
+
+    @cached_property
+    def _largest_from_end(self) -> list[int]:
+        """The largest of these."""
+        return list(accumulate([*self._sizing.all_gradients.values()][::-1], max))
 
     def _in_whole_subgroups(self, parts: Parts) -> Parts:
         """Return the parts as a plan will have them."""

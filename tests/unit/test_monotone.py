@@ -64,13 +64,16 @@ def test_more_of_a_resource_makes_no_rugged_step_longer(seed: int, name: str) ->
 
 
 def test_a_kind_of_plan_that_is_long_with_large_subgroups_is_tried_with_small_ones() -> None:
-    """At an edge, large subgroups have one staging set and three buffers: 1.6 times the estimate."""
+    """At an edge, large subgroups have one staging set and three buffers: 1.6 times the estimate.
+
+    With small ones the search walks along the edge, where estimates have to know what fits.
+    """
     training, means = random_case(114)
     before, after = (
         decide(training, given).best.timeline.ns for given in (means, with_updates(means, _MORE))
     )
 
-    assert after <= 1.03 * before
+    assert after <= _SEARCH * before
 
 
 @pytest.mark.slow
