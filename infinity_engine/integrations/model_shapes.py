@@ -89,6 +89,7 @@ def _modules(model: torch.nn.Module, text: Any) -> Iterator[ModuleShape]:
                     parameter.numel() for key, parameter in own.items() if key not in first
                 ),
                 sides=(module.out_features, module.in_features) if is_linear else (0, 0),
+                own_class=is_linear and type(module) is not torch.nn.Linear,
             )
 
 

@@ -77,7 +77,8 @@ def with_lora(model: ModelShape, rank: int) -> ModelShape:
 
 def with_compact_base(model: ModelShape, kind: str) -> ModelShape:
     """Return the model with the weights of frozen linear layers in 8 or 4 bits, as
-    `compact.CompactLinear` keeps them; the last module, which makes the logits, stays whole.
+    `compact.CompactLinear` keeps them; the last module, which makes the logits, stays whole, and so
+    do layers of another class than `torch.nn.Linear`.
 
     Raises:
         ConfigError: the model has no such layers.
@@ -89,6 +90,12 @@ def with_compact_base(model: ModelShape, kind: str) -> ModelShape:
         for whole, module in zip(inner, modules, strict=True)
         if module is not whole
     ]
+    if not expanded and any(module.own_class for module in inner):
+        expected = (
+            "a model with layers of the class torch.nn.Linear: loading makes no others compact, "
+            f"and those of {model.name} are of a class of their own"
+        )
+        raise ConfigError(field="--base", value=kind, expected=expected)
     if not expanded:
         expected = "frozen linear layers: give --lora or --freeze beside it"
         raise ConfigError(field="--base", value=kind, expected=expected)
@@ -105,7 +112,7 @@ def _compact(module: ModuleShape, kind: str) -> ModuleShape:
     out, into = module.sides
     numel = out * into
     trains = any(parameter.trained for parameter in module.parameters)
-    if not numel or trains or (kind == "nf4" and numel % _BLOCK):
+    if not numel or trains or module.own_class or (kind == "nf4" and numel % _BLOCK):
         return module
     weight, *others = module.parameters
     scales = out if kind == "int8" else numel // _BLOCK

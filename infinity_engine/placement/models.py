@@ -55,6 +55,8 @@ class ModuleShape:
     """Of a linear module, the elements that come out for a token and that go in; else zeros."""
     feed_forward: str = ""
     """The feed-forward block that it is a part of; empty where it is a part of none."""
+    own_class: bool = False
+    """Whether it is a linear module of another class than `torch.nn.Linear`: it stays whole."""
 
     @property
     def numel(self) -> int:

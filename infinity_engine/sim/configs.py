@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -68,6 +68,8 @@ def model_of_config(config: object, *, name: str) -> ModelShape:
             f"and its vocabulary{part}, so its parameters are an estimate"
         )
     modules, activations, positions = family(_Fields(config))
+    if kind in _OWN_LINEARS:
+        modules = [replace(module, own_class=module.sides != (0, 0)) for module in modules]
     # `torch_dtype` before Transformers 5
     stated = config.get("dtype") or config.get("torch_dtype")
     return ModelShape(
@@ -598,6 +600,8 @@ def _alike(config: Mapping[str, object], kind: str) -> tuple[Mapping[str, object
     return found, _llama if gated else _gpt_neox
 
 
+# Types of models that have linear layers of a class of their own.
+_OWN_LINEARS = frozenset({"falcon", "gpt2", "openai-gpt"})
 _GATES = frozenset({"silu", "swiglu", "geglu", "swish"})
 _OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

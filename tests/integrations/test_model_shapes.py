@@ -86,6 +86,14 @@ def test_work_and_adapters_are_those_of_a_family_that_is_known() -> None:
     assert shape.deepest_numel == known.deepest_numel
 
 
+@pytest.mark.parametrize(("kind", "own"), [("falcon", True), ("llama", False)])
+def test_a_linear_layer_of_another_class_is_told_from_those_of_torch(kind: str, own: bool) -> None:
+    _, shape = made(kind)
+
+    *inner, _ = (module for module in shape.modules if module.sides != (0, 0))
+    assert {module.own_class for module in inner} == {own}
+
+
 def test_a_tied_head_has_its_work_and_no_parameters_of_its_own() -> None:
     _, shape = made("gemma2", head_dim=16)
 

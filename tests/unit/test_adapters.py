@@ -117,6 +117,22 @@ def test_a_base_that_is_trained_cannot_be_compact() -> None:
         with_compact_base(MODEL, "nf4")
 
 
+FALCON = {**CONFIG, "model_type": "falcon", "multi_query": True, "hidden_act": "gelu"}
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize(
+    "model", [preset("gpt2"), model_of_config(FALCON, name="falcon")], ids=lambda it: it.name
+)
+def test_a_base_with_linear_layers_of_its_own_class_is_refused(
+    model: ModelShape, kind: str
+) -> None:
+    adapted = with_lora(model, 8)
+
+    with pytest.raises(ConfigError, match=f"those of {model.name} are of a class of their own"):
+        with_compact_base(adapted, kind)
+
+
 @pytest.mark.parametrize("rank", [0, -1, 10_000])
 def test_a_rank_that_is_none_is_refused(rank: int) -> None:
     with pytest.raises(ConfigError, match="--lora: expected a rank from 1 to 4096"):
