@@ -51,7 +51,9 @@ def test_a_planned_buffer_has_its_place_to_itself() -> None:
     pool = Pool(MiB)
     held = pool.buffer_at(8192, 100)
 
-    with pytest.raises(PoolExhaustedError, match="bytes 4096 to 12288 of the pool are not all free"):
+    with pytest.raises(
+        PoolExhaustedError, match="bytes 4096 to 12288 of the pool are not all free"
+    ):
         pool.buffer_at(4096, 8192)
 
     del held
