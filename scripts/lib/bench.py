@@ -185,13 +185,15 @@ class Bench:
     """The systems that one bench compares and the figures it computes; what it measured, once
     `run`.
 
-    `flags` are those of its own that it was started with.
+    `flags` are those of its own that it was started with. Without `warm_up`, what is measured first
+    is a round: for systems that are new processes each time.
     """
 
     name: str
     quick: bool
     flags: frozenset[str] = frozenset()
     method: str = ROUNDS
+    warm_up: bool = True
     units: dict[str, str] = field(default_factory=dict)
     rounds: list[dict[str, float]] = field(default_factory=list)
     unavailable: dict[str, str] = field(default_factory=dict)
@@ -202,8 +204,8 @@ class Bench:
         """Register a compared system.
 
         `measure` runs it once and returns a number, or several by name, which become "system:
-        name". It raises UnavailableError where the system cannot run; that can only be found in the
-        warm-up.
+        name". It raises UnavailableError where the system cannot run; only its first measurement
+        finds that.
         """
         self._systems[name] = measure
         self.units[name] = unit
@@ -233,9 +235,11 @@ class Bench:
         Each round starts with another system, so that none profits from its place; `between` hears
         of every round.
         """
-        self._warm_up()
+        first_measured = self._first_pass()
         order = [name for name in self._systems if name not in self.unavailable]
-        for number in range(rounds if order else 0):
+        if order and not self.warm_up:
+            self.rounds.append(first_measured)
+        for number in range(len(self.rounds), rounds if order else 0):
             between(number)
             first = number % len(order)
             measured: dict[str, float] = {}
@@ -244,8 +248,9 @@ class Bench:
             self.rounds.append(measured)
         return [self._compute(wanted) for wanted in self._wanted]
 
-    def _warm_up(self) -> None:
-        known: set[str] = set()
+    def _first_pass(self) -> dict[str, float]:
+        """Measure every system once, see which can run, and check what the figures use."""
+        known: dict[str, float] = {}
         for name in self._systems:
             try:
                 known.update(self._measure(name))
@@ -257,6 +262,7 @@ class Bench:
                     raise ValueError(
                         f"figure {wanted.name!r} uses {name!r}; measured are {sorted(known)}"
                     )
+        return known
 
     def _measure(self, name: str) -> dict[str, float]:
         measured = self._systems[name]()
@@ -304,19 +310,20 @@ def main(
     quick_rounds: int,
     flags: Mapping[str, str] = MappingProxyType({}),
     method: str = ROUNDS,
+    warm_up: bool = True,
 ) -> int:
     """Run the bench that `define` registers, as the program `script`; return its exit status.
 
     A target that does not hold is a result, not a failure: the status is 0 when everything ran.
     `flags` are options of this bench alone, with what they are for; `method` says on its page how
-    it measures.
+    it measures; `warm_up` as in Bench.
     """
     options = _parse(script, flags)
     # what somebody tuned on this machine is no part of what is compared
     os.environ["DEEPNVME_PROFILE"] = ""
     env.enter(script)
     given = frozenset(flag for flag in flags if getattr(options, flag))
-    bench = Bench(Path(script).name, options.quick, given, method)
+    bench = Bench(Path(script).name, options.quick, given, method, warm_up)
     define(bench)
     figures = _run_shown(bench, quick_rounds if options.quick else rounds)
     result = document(

@@ -59,6 +59,19 @@ def test_every_system_is_warmed_up_and_then_measured_once_per_round() -> None:
     assert len(run.rounds) == 4
 
 
+def test_without_a_warm_up_what_is_measured_first_is_a_round() -> None:
+    calls: list[str] = []
+    run = bench.Bench("demo", quick=False, warm_up=False)
+    for name in "abc":
+        run.system(name, counting(calls, name), unit="s")
+    run.system("rival", refuses, unit="s")
+
+    run.run(3)
+
+    assert calls == [*"abc", *"bca", *"cab"]
+    assert [sorted(measured) for measured in run.rounds] == [list("abc")] * 3
+
+
 def test_each_round_starts_with_another_system() -> None:
     calls: list[str] = []
     run = bench.Bench("demo", quick=False)
