@@ -313,8 +313,9 @@ class Engine:
             FloatingPointError: with fp16, the gradients are not finite at a loss scale of 1.
                 Nothing was updated.
             RuntimeError: no gradient has come since the last step; your code changed a parameter;
-                or an op failed, and the next call resumes there.
+                a backward runs; or an op failed, and the next call resumes there.
         """
+        self._guards.check_no_backward()
         self._begin()
         parts = self._parts
         # Before anything changes: the error of a save in the background shows here.

@@ -62,6 +62,14 @@ class Guards:
         finally:
             self._listing = before
 
+    def check_no_backward(self) -> None:
+        """Refuse a step from a hook of a backward that still runs."""
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "step() was called in a hook, while a backward still makes gradients. Call it "
+                "after backward() has returned"
+            )
+
     def step_optimizer(self) -> None:
         """Call the optimizer's step() for its schedulers and hooks: it finds no gradients."""
         self._stepping = True

@@ -87,6 +87,22 @@ def test_a_step_without_a_backward_says_so() -> None:
         made.step()
 
 
+def test_a_step_within_a_backward_is_refused_and_the_batch_can_come_again() -> None:
+    with engine() as made:
+        output = made(torch.ones(4, 20))
+        hidden = made.model[0].weight  # type: ignore[index]
+        hook = hidden.register_post_accumulate_grad_hook(lambda _: made.step())
+        with pytest.raises(RuntimeError, match="after backward\\(\\) has returned"):
+            made.backward(output.pow(2).mean())
+        hook.remove()
+        made.zero_grad()
+        train(made)
+
+        with engine() as other:
+            train(other)
+            assert torch.equal(weights(made), weights(other))
+
+
 def test_two_steps_for_one_backward_are_told() -> None:
     with engine() as made:
         train(made)
