@@ -21,7 +21,8 @@ from infinity_engine.lanes.meter import Cargo, Wait
 from infinity_engine.memory import BorrowedMemory, Lease
 from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import Lane
-from infinity_engine.residence import Mover, Residency, ResidentSet, Source
+from infinity_engine.residence import Mover, Residency, Source
+from infinity_engine.schedule import ResidentSet
 from infinity_engine.storage import Transfer
 from infinity_engine.units import align_up
 

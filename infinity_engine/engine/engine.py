@@ -57,8 +57,7 @@ from infinity_engine.plan.step import StepPlan
 from infinity_engine.ranks.together import ManyRanks
 from infinity_engine.reporting.device_full import no_room_for_modules
 from infinity_engine.reporting.report import StepReport, report_of
-from infinity_engine.residence import FetchingStats
-from infinity_engine.schedule import Executor
+from infinity_engine.schedule import Executor, FetchingStats
 from infinity_engine.signals import HeldEnd
 from infinity_engine.telemetry import Timeline
 from infinity_engine.tiling.weights import TiledValues

@@ -26,8 +26,8 @@ from infinity_engine.parameters.resident import ResidentParameters
 from infinity_engine.parameters.updated_pieces import Fetched, UpdatedPieces
 from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import Lane
-from infinity_engine.residence import Mover, ResidentSet, ShardRecord, Source
-from infinity_engine.schedule import Use
+from infinity_engine.residence import Mover, ShardRecord, Source
+from infinity_engine.schedule import ResidentSet, Use
 from infinity_engine.schedule.prefetch import LOOK_AHEAD
 from infinity_engine.storage import Place, SwapFile, Transfer
 

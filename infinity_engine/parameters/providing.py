@@ -15,8 +15,7 @@ import torch
 from infinity_engine.errors import TraceMismatch
 from infinity_engine.parameters.deferred import DeferredUpdate
 from infinity_engine.parameters.showing import ShownParameters
-from infinity_engine.residence import FetchingStats, ResidentSet
-from infinity_engine.schedule import Use
+from infinity_engine.schedule import FetchingStats, ResidentSet, Use
 from infinity_engine.storage import Place
 from infinity_engine.units import format_bytes
 

@@ -17,8 +17,7 @@ from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.memory import DeviceMemory, Lease, Views, Waitable
 from infinity_engine.parameters.parameters import ModelParameter
 from infinity_engine.parameters.showing import ShownParameters
-from infinity_engine.residence import FetchingStats, ResidentSet
-from infinity_engine.schedule import Use
+from infinity_engine.schedule import FetchingStats, ResidentSet, Use
 
 __all__ = ["ResidentParameters"]
 

@@ -20,8 +20,8 @@ from infinity_engine.memory import Lease, Views
 from infinity_engine.parameters.deferred import DeferredUpdate
 from infinity_engine.parameters.parameters import ModelParameter
 from infinity_engine.plan.ops import Lane
-from infinity_engine.residence import Mover, ResidentSet, ShardRecord
-from infinity_engine.schedule import NEVER
+from infinity_engine.residence import Mover, ShardRecord
+from infinity_engine.schedule import NEVER, ResidentSet
 from infinity_engine.storage import Hop, Hops, Transfer
 
 __all__ = ["Fetched", "UpdatedPieces"]

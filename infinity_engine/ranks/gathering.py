@@ -31,8 +31,7 @@ from infinity_engine.parameters.providing import (
 from infinity_engine.parameters.resident import ResidentParameters
 from infinity_engine.ranks.gathers import CutParameter, Gather, Gathers, LocalShards
 from infinity_engine.ranks.ranks import Ranks
-from infinity_engine.residence import ResidentSet
-from infinity_engine.schedule import Use
+from infinity_engine.schedule import ResidentSet, Use
 from infinity_engine.storage import Place
 
 __all__ = ["ParameterGatherer"]

@@ -22,7 +22,7 @@ from infinity_engine.partition import ShardGroup
 from infinity_engine.ranks.gathers import CutParameter
 from infinity_engine.ranks.ranks import Ranks, wire_of
 from infinity_engine.ranks.reducing import buckets_of
-from infinity_engine.residence import FetchingStats
+from infinity_engine.schedule import FetchingStats
 from infinity_engine.storage import Place
 
 __all__ = ["ParameterReplicas", "room_of_gathers"]

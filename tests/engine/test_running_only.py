@@ -14,9 +14,8 @@ from torch import nn
 import infinity_engine
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.residence import ResidentSet
-from infinity_engine.residence.passes import kept_between_passes
-from infinity_engine.schedule import Use
+from infinity_engine.schedule import ResidentSet, Use
+from infinity_engine.schedule.passes import kept_between_passes
 from support.nvme_training import RATES
 
 pytestmark = pytest.mark.usefixtures("deterministic")

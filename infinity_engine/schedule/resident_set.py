@@ -13,9 +13,10 @@ from itertools import chain
 from typing import Generic, TypeVar
 
 from infinity_engine.errors import TraceMismatch
-from infinity_engine.residence.eviction_order import EvictionOrder
-from infinity_engine.residence.passes import PassCursor, kept_between_passes
-from infinity_engine.schedule import NEVER, Fetches, Use, choose_fetches
+from infinity_engine.schedule.eviction_order import EvictionOrder
+from infinity_engine.schedule.passes import PassCursor, kept_between_passes
+from infinity_engine.schedule.prefetch import Fetches, choose_fetches
+from infinity_engine.schedule.trace import NEVER, Use
 
 __all__ = ["FetchingStats", "ResidentSet"]
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from infinity_engine.errors import TraceMismatch
-from infinity_engine.schedule import TraceCursor, Use
+from infinity_engine.schedule.trace import TraceCursor, Use
 
 __all__ = ["PassCursor", "kept_between_passes"]
 

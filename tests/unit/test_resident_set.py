@@ -8,9 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from infinity_engine.residence import ResidentSet
-from infinity_engine.residence.passes import kept_between_passes
-from infinity_engine.schedule import NEVER, Fetches, Use
+from infinity_engine.schedule import NEVER, Fetches, ResidentSet, Use
+from infinity_engine.schedule.passes import kept_between_passes
 
 NUMBERS = range(8)
 
