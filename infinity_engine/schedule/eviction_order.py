@@ -7,18 +7,18 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 
 __all__ = ["EvictionOrder"]
 
-# Sorts ascending, and the last one leaves first: whether it may leave between passes, its next use,
-# its arrival as 0 or less (the latest is the least), its number.
+# Sorted ascending, and the last one leaves first: whether it may leave between passes, its next use,
+# its last use or arrival as 0 or less (the latest is the least), its number.
 _Key = tuple[bool, int, int, int]
 
 
 class EvictionOrder:
-    """The order in which `members` leave: the farthest next use first, then the earliest arrival.
+    """The order in which `members` leave: the farthest next use first, then the oldest last use.
 
     `pinned` members never leave, `held` ones not while they are held, and those of `let_stay` after
     all others. Most sets have room and never ask, so it sorts when it is first asked, and stays
-    sorted until `restart`. The owner changes `members` and `held`; `members` are in the order in
-    which they came.
+    sorted until `restart`. The owner changes `members` and `held`; `members` are in the order of
+    their last uses, of which an arrival is one.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class EvictionOrder:
         self._staying: Collection[int] = ()
         self._keys: dict[int, _Key] = {}
         self._sorted: list[_Key] = []  # the first to leave at the end
-        self._arrivals = 0
+        self._uses = 0  # and arrivals
         self._is_sorted = False
 
     def idle(self, *, staying: bool) -> Iterator[int]:
@@ -60,8 +60,7 @@ class EvictionOrder:
     def add(self, number: int) -> None:
         """Note a member that has come."""
         if self._is_sorted and number not in self._pinned:
-            self._insert(number, -self._arrivals)
-            self._arrivals += 1
+            self._insert(number)
 
     def remove(self, number: int) -> None:
         """Note a member that has left."""
@@ -73,23 +72,23 @@ class EvictionOrder:
         if self._is_sorted:
             for number in numbers:
                 if number in self._keys:
-                    self._insert(number, self._take_out(number))
+                    self._take_out(number)
+                    self._insert(number)
 
     def _sort(self) -> None:
         movable = [number for number in self._members if number not in self._pinned]
-        self._keys = {number: self._key(number, -at) for at, number in enumerate(movable)}
+        self._keys = {number: self._key(number, at) for at, number in enumerate(movable)}
         self._sorted = sorted(self._keys.values())
-        self._arrivals = len(movable)
+        self._uses = len(movable)
         self._is_sorted = True
 
-    def _key(self, number: int, arrival: int) -> _Key:
-        return number not in self._staying, self._next_use(number), arrival, number
+    def _key(self, number: int, last_use: int) -> _Key:
+        return number not in self._staying, self._next_use(number), -last_use, number
 
-    def _insert(self, number: int, arrival: int) -> None:
-        key = self._keys[number] = self._key(number, arrival)
+    def _insert(self, number: int) -> None:
+        key = self._keys[number] = self._key(number, self._uses)
+        self._uses += 1
         insort(self._sorted, key)
 
-    def _take_out(self, number: int) -> int:
-        key = self._keys.pop(number)
-        del self._sorted[bisect_left(self._sorted, key)]
-        return key[2]
+    def _take_out(self, number: int) -> None:
+        del self._sorted[bisect_left(self._sorted, self._keys.pop(number))]

@@ -86,6 +86,9 @@ class ResidentSet(Generic[_Entry]):
 
     def record_use(self, use: Use) -> None:
         """Record that this use is now."""
+        for number in use.parameters:
+            if number in self._entries:
+                self._entries[number] = self._entries.pop(number)  # now the one used last
         if self._trace.record_use(use):
             self._order.note_use(use.parameters)
         else:

@@ -30,7 +30,7 @@ class ResidentSetMachine(RuleBasedStateMachine):
         self.beside = 0
         self.set = ResidentSet[str](self.nbytes, limit, pinned=pinned, beside=lambda: self.beside)
         self.pinned = pinned
-        self.members: list[int] = []  # in the order in which they came
+        self.members: list[int] = []  # in the order in which they came, or were used last
         self.reserved: list[int] = []
         self.held: list[int] = []
         self.staying: set[int] = set()
@@ -42,6 +42,10 @@ class ResidentSetMachine(RuleBasedStateMachine):
     def record(self, use: Use) -> None:
         self.set.record_use(use)
         self.seen.append(use)
+        for number in use.parameters:
+            if number in self.members:
+                self.members.remove(number)
+                self.members.append(number)
 
     @rule(use=uses)
     def use_as_predicted(self, use: Use) -> None:
@@ -183,10 +187,13 @@ ResidentSetMachine.TestCase.settings = settings(max_examples=100, stateful_step_
 TestWhatLeavesIsWhatAllMembersSay = ResidentSetMachine.TestCase
 
 
-def test_members_that_are_never_needed_again_leave_in_the_order_they_came() -> None:
+def test_members_that_are_never_needed_again_leave_in_the_order_of_their_last_uses() -> None:
     members = ResidentSet[str](dict.fromkeys(range(3), 1), 3)
     for number in (2, 0, 1):
         members.admit(number, "")
-
     assert list(members.idle()) == [2, 0, 1]
+
+    members.record_use(Use("layer 2", (2,)))
+
+    assert list(members.idle()) == [0, 1, 2]
     assert members.next_use(2) == NEVER
