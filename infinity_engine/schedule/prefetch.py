@@ -6,7 +6,7 @@ The order of uses is known, so the parameter needed last is evicted. Called afte
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from infinity_engine.schedule.trace import Use
 
@@ -16,8 +16,7 @@ LOOK_AHEAD = 32
 """Uses among which the engine looks for what to fetch; the planner simulates the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fetches:
+class Fetches(NamedTuple):
     """Parameters by number: those to evict and those to fetch, each in the order in which to do it.
 
     `provided` is how many of the uses have all that they need then.

@@ -193,7 +193,8 @@ class ResidentSet(Generic[_Entry]):
 
     def fetch_again(self, number: int) -> None:
         """Look again, when prefetching, at the next use of a member that could not come yet."""
-        self._ahead = min(self._ahead, self.next_use(number))
+        if self._ahead > self._trace.at:
+            self._ahead = min(self._ahead, self.next_use(number))
 
     # --- decisions --------------------------------------------------------------------------------
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import inf
+from operator import attrgetter
 from typing import NamedTuple
 
 from infinity_engine.placement.models import ModuleShape
@@ -78,13 +80,13 @@ class StepTimeline:
     cuts: tuple[tuple[str, int, int], ...]
     """The phases: what each is called, where it begins and where it ends."""
     spans: tuple[Span, ...]
+    update_spans: int
+    """How many of them are the update's: the first ones."""
     repeated_ns: int
     """What the further micro-batches add, each as long as the last forward and backward that
     `spans` shows.
     """
     update_ns: int
-    update_busy_ns: Mapping[Lane, int]
-    """How long each lane works at the update itself, of those that do."""
     moved: Mapping[Lane, int]
     """Bytes over each link, in the whole step."""
     gathering_ns: int = 0
@@ -94,6 +96,11 @@ class StepTimeline:
     def ns(self) -> int:
         """How long the step takes."""
         return max((end_ns for _, _, end_ns in self.cuts), default=0) + self.repeated_ns
+
+    @property
+    def update_busy_ns(self) -> Mapping[Lane, int]:
+        """How long each lane works at the update itself."""
+        return _busy(self.spans[: self.update_spans], 0, self.update_ns)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -123,24 +130,20 @@ def time_quickest_step(
     step takes `below_ns` or more both ways, only one may have been timed: apart.
     """
     work = _work_of(plan, sizing, training)
+
+    def timed(overlap: bool | None) -> StepTimeline:
+        return _TimedStep(plan, sizing, replace(training, overlap=overlap), means, work).run()
+
     is_open = training.overlap is None and means.compute_rate(training) is not None
-    if is_open and below_ns < inf:
-        after = replace(training, overlap=False)
-        apart = _TimedStep(plan, sizing, after, means, work).run()
-        # Beside one another, update and forward save no more than the shorter of the two takes.
-        saved_ns = min((end_ns - begin_ns for _, begin_ns, end_ns in apart.cuts[:2]), default=0)
-        if apart.ns - saved_ns >= below_ns:
-            return apart, False
-        both = replace(training, overlap=True)
-        timeline = _TimedStep(plan, sizing, both, means, work).run()
-        return (apart, False) if apart.ns < timeline.ns else (timeline, True)
-    beside = _TimedStep(plan, sizing, training, means, work)
-    timeline = beside.run()
-    if is_open and beside.deferred:
-        apart = _TimedStep(plan, sizing, replace(training, overlap=False), means, work).run()
-        if apart.ns < timeline.ns:
-            return apart, False
-    return timeline, training.overlap is not False
+    if not (is_open and _defers(plan, work.modules, means)):
+        return timed(training.overlap), training.overlap is not False
+    apart = timed(overlap=False)
+    # Beside one another, update and forward save no more than the shorter of the two takes.
+    saved_ns = min((end_ns - begin_ns for _, begin_ns, end_ns in apart.cuts[:2]), default=0)
+    if apart.ns - saved_ns >= below_ns:
+        return apart, False
+    beside = timed(overlap=True)
+    return (apart, False) if apart.ns < beside.ns else (beside, True)
 
 
 class _Needs(NamedTuple):
@@ -183,20 +186,52 @@ class _StepWork(NamedTuple):
     amounts: Mapping[Lane, int]
 
 
+class _Lanes:
+    """The lanes of a step by their `clocks`, and what has been written down of them.
+
+    What moves takes as long as at the rates of `alone`, while nothing goes the other way.
+    """
+
+    def __init__(self, clocks: LaneClocks, alone: Rates) -> None:
+        self.clocks = clocks
+        self.spans: list[Span] = []
+        self._alone = LaneClocks(alone)
+
+    def work(self, lane: Lane, duration_ns: int, after_ns: int, nbytes: int = 0) -> int:
+        """Let a lane work, next and not before `after_ns`; return when it has."""
+        time = self.clocks.work(lane, duration_ns, after_ns=after_ns)
+        if duration_ns:
+            self.spans.append(Span(lane, time.start_ns, time.end_ns, nbytes))
+        return time.end_ns
+
+    def move(self, lane: Lane, nbytes: int, after_ns: int) -> int:
+        """Let a lane move so many bytes; return when it has."""
+        return self.work(lane, self._alone.duration_ns(lane, nbytes), after_ns, nbytes)
+
+    def read(self, nbytes: int, after_ns: int) -> int:
+        """Read a parameter and return when it is there.
+
+        Until it can be read, the drives go on with what comes next.
+        """
+        duration_ns = self._alone.duration_ns(Lane.NVME_READ, nbytes)
+        return max(self.work(Lane.NVME_READ, duration_ns, 0, nbytes), after_ns + duration_ns)
+
+
 class _TimedUpdate:
     """The update of a step on the step's clocks: the ops of the plan, in the plan's order."""
 
-    def __init__(
-        self, ops: Sequence[Op], clocks: LaneClocks, spans: list[Span], means: Means
-    ) -> None:
-        self.end_ns = 0
-        self.busy_ns: dict[Lane, int] = {}
+    def __init__(self, ops: Sequence[Op], clocks: LaneClocks, means: Means) -> None:
+        self.spans: list[Span] = []
         self._ops = ops
         self._clocks = clocks
-        self._spans = spans
         self._free = means.free_lanes()
         self._instead = means.lanes_instead()
         self._at = 0  # the number of the next op
+
+    @property
+    def end_ns(self) -> int:
+        """When the last op so far ends."""
+        return max(map(attrgetter("end_ns"), self.spans), default=0)
 
     def run_until(self, number: int) -> None:
         """Run the ops up to this one, unless they have run."""
@@ -213,9 +248,7 @@ class _TimedUpdate:
         lane = self._instead.get(op.lane, op.lane)
         if lane not in self._free:
             nbytes = op.nbytes if isinstance(op, CopyOp) else 0
-            self._spans.append(Span(lane, time.start_ns, time.end_ns, nbytes))
-            self.busy_ns[lane] = self.busy_ns.get(lane, 0) + time.end_ns - time.start_ns
-        self.end_ns = max(self.end_ns, time.end_ns)
+            self.spans.append(Span(lane, time.start_ns, time.end_ns, nbytes))
 
 
 class _TimedStep:
@@ -233,31 +266,31 @@ class _TimedStep:
         self._steps_micro_batches = training.accumulation_steps
         self._duration_ns = ComputeTime(means.compute_rate(training))
         self._compute = Lane.HOST if means.unified else Lane.DEVICE
-        self._link = None if means.unified else Lane.H2D
         self._modules = work.modules
-        self.deferred = training.overlap is not False and _defers(plan, self._modules, means)
-        self._clocks = LaneClocks(
+        self._deferred = training.overlap is not False and _defers(plan, work.modules, means)
+        clocks = LaneClocks(
             self._rates_of_update(means, work.amounts),
             free=means.free_lanes(),
             instead=means.lanes_instead(),
         )
-        # Says what a transfer takes while nothing goes the other way.
-        self._alone = LaneClocks(means.alone or means.rates)
-        self._spans: list[Span] = []
+        self._lanes = _Lanes(clocks, means.alone or means.rates)
         self._room = FetchingRoom(
-            plan.demand.fetched, sum(plan.steps.staging_bytes), sizing.on_their_way
+            {number: needs.fetched for number, needs in enumerate(work.modules) if needs.fetched},
+            plan.demand.fetched,
+            staged=sum(plan.steps.staging_bytes),
+            on_their_way=sizing.on_their_way,
         )
-        self._update = _TimedUpdate(plan.steps.ops, self._clocks, self._spans, means)
+        self._update = _TimedUpdate(plan.steps.ops, clocks, means)
         # The thread that calls the modules.
-        self._thread = TimedCarrier(self._clocks, self._update.note)
+        self._thread = TimedCarrier(clocks, self._update.note)
         self._wire = RankWire(means.ranks, means.wire_bytes_per_s)
 
     def run(self) -> StepTimeline:
-        deferred = self.deferred
+        deferred = self._deferred
         if not deferred:
             self._update.finish()
         begin_ns = 0 if deferred else self._update.end_ns
-        if deferred and self._link is not None:
+        if deferred and self._compute is Lane.DEVICE:
             computed_ns = self._forward_beside()
         else:
             computed_ns = self._forward(begin_ns, deferred=deferred)
@@ -270,7 +303,8 @@ class _TimedStep:
         ]
         if deferred:
             cuts[:2] = [("update and forward", 0, middle_ns)]
-        spans = tuple(self._spans)
+        once = len(self._lanes.spans)
+        spans = (*self._update.spans, *self._lanes.spans)
         moved = _moved(spans)
         repeated_ns, gathering_ns = 0, self._wire.busy_ns
         more = self._steps_micro_batches - 1
@@ -278,14 +312,14 @@ class _TimedStep:
             gathered_ns = self._wire.busy_ns
             repeated_ns = more * (self._backward(self._forward(end_ns, deferred=False)) - end_ns)
             gathering_ns += more * (self._wire.busy_ns - gathered_ns)
-            for lane, nbytes in _moved(self._spans[len(spans) :]).items():
+            for lane, nbytes in _moved(self._lanes.spans[once:]).items():
                 moved[lane] = moved.get(lane, 0) + more * nbytes
         return StepTimeline(
             cuts=tuple(cuts),
             spans=spans,
+            update_spans=len(self._update.spans),
             repeated_ns=repeated_ns,
             update_ns=self._update.end_ns,
-            update_busy_ns=self._update.busy_ns,
             moved=moved,
             gathering_ns=gathering_ns,
         )
@@ -307,7 +341,7 @@ class _TimedStep:
             if lane not in free:
                 amounts[lane] = amounts.get(lane, 0) + amount
         computing_s = 0.0
-        if self.deferred and self._compute is Lane.HOST:
+        if self._deferred and self._compute is Lane.HOST:
             computing_s = (
                 sum(self._duration_ns(needs.flops, 0) for needs in self._modules) / NS_PER_S
             )
@@ -334,21 +368,19 @@ class _TimedStep:
         Beside an update, modules are handed what it has made: they wait for no drive to have
         written it, and read none.
         """
-        updates = _updates(self._plan.steps.ops) if deferred else {}
+        numbered = enumerate(self._plan.steps.ops if deferred else ())
+        updates = {op.subgroup: number for number, op in numbered if isinstance(op, UpdateOp)}
         end_ns = begin_ns
+        self._room.begin_pass()
         for number, needs in enumerate(self._modules):
             fetched, ready_ns = needs, begin_ns
             if deferred and needs.subgroups:
                 ops = [updates[index] for index in needs.subgroups]
                 self._update.run_until(max(ops))
-                ready_ns = max(self._clocks.times[op].end_ns for op in ops)
+                ready_ns = max(self._lanes.clocks.times[op].end_ns for op in ops)
                 fetched = needs._replace(read=0)
-            arrived_ns = self._fetch(number, fetched, ready_ns)
-            ready_ns = self._wire.gather(needs.tiles * needs.gathered, max(arrived_ns, begin_ns))
-            duration_ns = self._duration_ns(needs.flops, 0)
-            end_ns = self._work(self._compute, duration_ns, ready_ns).end_ns
-            self._wire.note_use(end_ns)
-            self._use(number, needs, end_ns)
+            arrived_ns = max(self._fetch(number, fetched, ready_ns), begin_ns)
+            end_ns = self._run(number, needs, self._duration_ns(needs.flops, 0), arrived_ns)
         if deferred:
             self._update.finish()
         return end_ns
@@ -365,80 +397,71 @@ class _TimedStep:
         """
         for lane in dict.fromkeys(op.lane for op in self._plan.steps.ops):
             # A missing rate is refused here: within the walk it would be a failed op.
-            self._clocks.duration_ns(lane, 0)
+            self._lanes.clocks.duration_ns(lane, 0)
         walk = Walk(self._plan.steps, self._thread, NullTelemetry())
+        self._room.begin_pass()
         walk.poll()
-        self._fetch_ahead(0, walk)
+        self._fetch_ahead(walk)
         end_ns = 0
         for number, needs in enumerate(self._modules):
             if needs.fetched:
                 self._provide(number, walk)
-                self._fetch_ahead(number + 1, walk)
             else:
                 while not all(map(walk.has_arrived, needs.subgroups)):
                     if not walk.poll():
                         walk.arrive(needs.subgroups)
-            ready_ns = self._wire.gather(needs.tiles * needs.gathered, self._thread.now_ns)
             duration_ns = self._duration_ns(needs.flops, 0)
-            end_ns = self._work(self._compute, duration_ns, ready_ns).end_ns
-            self._wire.note_use(end_ns)
-            self._use(number, needs, end_ns)
+            end_ns = self._run(number, needs, duration_ns, self._thread.now_ns)
         walk.finish()
         return max(end_ns, self._thread.now_ns)
 
     def _provide(self, number: int, walk: Walk) -> None:
-        """Let the thread wait until what a module needs has been updated, and is there."""
-        needs = self._modules[number]
+        """Let the thread wait until what a module needs has been updated, and is there; then begin
+        to fetch what comes next.
+        """
+        needs, resident = self._modules[number], self._room.resident
         walk.poll()
-        if number not in self._room:
+        resident.hold((number,))
+        if not self._room.need(number):
             walk.reach(needs.subgroups)
             walk.arrive(needs.subgroups)
-            while self._room.free < needs.fetched and self._give_up(number):
-                pass
-            while not self._room.has_room(needs.fetched, self._thread):
-                if not self._give_up(number):
+            self._give_up(resident.evictions(needs.fetched))
+            while not self._room.has_room(number, self._thread):
+                if not self._give_up(islice(resident.idle(), 1)):
                     walk.finish()
                     self._room.end_update()
                     break
             self._fetch_now(number)
-        self._thread.wait_until(self._room.end_of_use_ns(number))
+        self._thread.wait_until(self._room.used_ns[number])
+        self._fetch_ahead(walk)
+        resident.let_go((number,))
 
-    def _fetch_ahead(self, start: int, walk: Walk) -> None:
-        """Begin to fetch what the modules from one on need, as far as there is room for it and it
-        has been updated.
+    def _fetch_ahead(self, walk: Walk) -> None:
+        """Begin to fetch what the next modules need, as far as there is room for it and it has been
+        updated.
         """
-        left = self._room.free
-        for number in range(start, min(start + LOOK_AHEAD, len(self._modules))):
-            needs = self._modules[number]
-            if not needs.fetched or number in self._room:
-                continue
-            while left < needs.fetched:
-                given = self._give_up(start - 1)
-                if not given:
-                    return
-                left += given
-            left -= needs.fetched
-            if all(map(walk.has_arrived, needs.subgroups)):
-                if not self._room.has_room(needs.fetched, self._thread):
-                    return
+        resident = self._room.resident
+        chosen = resident.choose(resident.upcoming(LOOK_AHEAD))
+        self._give_up(chosen.evicted)
+        for number in chosen.fetched:
+            if not all(map(walk.has_arrived, self._modules[number].subgroups)):
+                resident.fetch_again(number)
+            elif self._room.has_room(number, self._thread):
                 self._fetch_now(number)
+            else:
+                resident.fetch_again(number)
+                return
 
     def _fetch_now(self, number: int) -> None:
-        assert self._link is not None, "a device with memory of its own has links"
         needs, after_ns = self._modules[number], self._thread.now_ns
-        nbytes = needs.fetches * needs.fetched
         if needs.read:
-            after_ns = self._move(Lane.NVME_READ, needs.fetches * needs.read, after_ns).end_ns
-        self._use(number, needs, self._move(self._link, nbytes, after_ns).end_ns)
+            after_ns = self._lanes.move(Lane.NVME_READ, needs.fetches * needs.read, after_ns)
+        after_ns = self._lanes.move(Lane.H2D, needs.fetches * needs.fetched, after_ns)
+        self._room.admit(number, after_ns)
 
-    def _give_up(self, running: int) -> int:
-        """Let what the backward needs last make room, once the device has used it; return its
-        bytes.
-
-        0 where there is nothing but what the module that is running needs, and those that come
-        after it.
-        """
-        return self._room.evict_before(running, self._clocks.free_ns(self._compute))
+    def _give_up(self, modules: Iterable[int]) -> bool:
+        """Let these make room, once the device has used them; tell whether there are any."""
+        return self._room.evict(modules, self._lanes.clocks.free_ns(self._compute))
 
     # ----------------------------------------------------------------------------------------------
 
@@ -447,58 +470,41 @@ class _TimedStep:
         is kept.
         """
         end_ns = begin_ns
+        self._room.begin_pass(backward=True)
         for number in reversed(range(len(self._modules))):
             needs = self._modules[number].of_backward()
-            arrived_ns = self._fetch(number, needs, 0)
+            arrived_ns = max(self._fetch(number, needs, 0), begin_ns)
             duration_ns = self._duration_ns(needs.again * needs.flops, needs.backward_flops)
-            ready_ns = self._wire.gather(needs.tiles * needs.gathered, max(arrived_ns, begin_ns))
-            made_ns = self._work(self._compute, duration_ns, ready_ns).end_ns
-            self._wire.note_use(made_ns)
-            self._use(number, needs, made_ns)
+            made_ns = self._run(number, needs, duration_ns, arrived_ns)
             made_ns = self._wire.exchange(needs.reduced, made_ns)
             end_ns = max(end_ns, made_ns)
             if needs.gradient_down:
-                made_ns = self._move(Lane.D2H, needs.gradient_down, made_ns).end_ns
+                made_ns = self._lanes.move(Lane.D2H, needs.gradient_down, made_ns)
             if needs.gradient_written:
-                made_ns = self._move(Lane.NVME_WRITE, needs.gradient_written, made_ns).end_ns
+                made_ns = self._lanes.move(Lane.NVME_WRITE, needs.gradient_written, made_ns)
             end_ns = max(end_ns, made_ns)
         return end_ns
 
     def _fetch(self, number: int, needs: _Needs, after_ns: int) -> int:
-        """Let what a module needs be there; return when it is.
-
-        What was used longest ago makes room.
-        """
-        if not needs.fetched or number in self._room:
+        """Let what a module needs be there; return when it is."""
+        if not needs.fetched or self._room.need(number):
             return after_ns
-        after_ns = max(after_ns, self._room.make(needs.fetched))
+        after_ns = max(after_ns, self._room.make(number))
         if needs.read:
-            after_ns = self._read(needs.fetches * needs.read, after_ns)
-        if self._link is not None:
-            after_ns = self._move(self._link, needs.fetches * needs.fetched, after_ns).end_ns
+            after_ns = self._lanes.read(needs.fetches * needs.read, after_ns)
+        if self._compute is Lane.DEVICE:
+            after_ns = self._lanes.move(Lane.H2D, needs.fetches * needs.fetched, after_ns)
+        self._room.admit(number, after_ns)
         return after_ns
 
-    def _read(self, nbytes: int, after_ns: int) -> int:
-        """Read a parameter and return when it is there.
-
-        Until it can be read, the drives go on with what comes next.
-        """
-        duration_ns = self._alone.duration_ns(Lane.NVME_READ, nbytes)
-        end_ns = self._work(Lane.NVME_READ, duration_ns, 0, nbytes).end_ns
-        return max(end_ns, after_ns + duration_ns)
-
-    def _use(self, number: int, needs: _Needs, end_ns: int) -> None:
+    def _run(self, number: int, needs: _Needs, duration_ns: int, after_ns: int) -> int:
+        """Let a module compute, whole on each rank; return when it has."""
+        ready_ns = self._wire.gather(needs.tiles * needs.gathered, after_ns)
+        end_ns = self._lanes.work(self._compute, duration_ns, ready_ns)
+        self._wire.note_use(end_ns)
         if needs.fetched:
-            self._room.use(number, needs.fetched, end_ns)
-
-    def _move(self, lane: Lane, nbytes: int, after_ns: int) -> OpTime:
-        return self._work(lane, self._alone.duration_ns(lane, nbytes), after_ns, nbytes)
-
-    def _work(self, lane: Lane, duration_ns: int, after_ns: int, nbytes: int = 0) -> OpTime:
-        time = self._clocks.work(lane, duration_ns, after_ns=after_ns)
-        if duration_ns:
-            self._spans.append(Span(lane, time.start_ns, time.end_ns, nbytes))
-        return time
+            self._room.used_ns[number] = end_ns
+        return end_ns
 
 
 def _work_of(plan: Plan, sizing: Sizing, training: Training) -> _StepWork:
@@ -579,9 +585,9 @@ def _gradients(plan: Plan, sizing: Sizing) -> tuple[dict[int, int], dict[int, in
     down: dict[int, int] = {}
     written: dict[int, int] = {}
     for subgroup in sizing.subgroups:
-        layout = plan.layouts.get(subgroup.index)
+        layout, width = plan.layouts.get(subgroup.index), sizing.wire(subgroup)
         for number, segment in enumerate(subgroup.segments):
-            nbytes = sizing.wire(subgroup) * segment.numel
+            nbytes = width * segment.numel
             if homes[subgroup.index] is Home.HOST and not sizing.unified:
                 down[segment.parameter] = down.get(segment.parameter, 0) + nbytes
             if layout is not None and number in layout.gradients:
@@ -599,11 +605,6 @@ def _defers(plan: Plan, modules: Iterable[_Needs], means: Means) -> bool:
     if means.unified:
         return fetches and bool(plan.steps.buffer_bytes)
     return fetches or means.ranks == 1
-
-
-def _updates(ops: Sequence[Op]) -> dict[int, int]:
-    """Return the number of the op that updates each subgroup."""
-    return {op.subgroup: number for number, op in enumerate(ops) if isinstance(op, UpdateOp)}
 
 
 def _rates_between(alone: Rates, beside: Rates, updates: float, moves: float) -> Rates:

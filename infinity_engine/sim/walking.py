@@ -8,13 +8,14 @@ its clock. Pure. Called by timeline.py.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from math import ceil
 
 from infinity_engine.plan import Lane, LaneClocks, OpTime
 from infinity_engine.plan.compute import ComputeRate
 from infinity_engine.plan.ops import Op
+from infinity_engine.schedule import ResidentSet, Use
 from infinity_engine.units import NS_PER_S
 
 __all__ = ["GATHERED", "ComputeTime", "FetchingRoom", "RankWire", "TimedCarrier", "TimedEvent"]
@@ -124,70 +125,66 @@ class RankWire:
 
 
 class FetchingRoom:
-    """The device memory that modules fetch into: `limit` bytes, beside `staged` ones of the update.
+    """The device memory that modules fetch into, and when the device has used what is there.
 
-    What was used longest ago makes room, as in the fetcher while modules run in the same order.
+    Modules are members of `resident` by number, each with the `nbytes` of its parameters, in the
+    order of a forward; `limit` is the set's. An update has `staged` bytes of the same memory, which
+    has `on_their_way` more.
     """
 
-    def __init__(self, limit: int, staged: int, on_their_way: int) -> None:
-        self._limit = limit
+    def __init__(
+        self, nbytes: Mapping[int, int], limit: int, *, staged: int, on_their_way: int
+    ) -> None:
+        self.resident = ResidentSet[None](nbytes, limit)
+        self.used_ns: dict[int, int] = {}  # when a member is there, or was used last
+        self._nbytes = nbytes
+        self._uses = {module: Use("", (module,)) for module in nbytes}
         self._staged = staged
-        self._all = max(staged, limit) + on_their_way
-        # By module, in the order of their uses: bytes, and the end of the last use.
-        self._resident: dict[int, tuple[int, int]] = {}
-        self._used = 0  # bytes of these
+        self._beyond = max(staged - limit, 0) + on_their_way  # bytes that the limit does not count
         # Bytes that are free from a time on: the device may still read them.
         self._leaving: deque[tuple[int, int]] = deque()
 
-    def __contains__(self, module: int) -> bool:
-        return module in self._resident
+    def begin_pass(self, *, backward: bool = False) -> None:
+        """Note that each module is needed next, in order, or in the reverse one."""
+        uses = self._uses.values()
+        self.resident.expect(list(reversed(uses) if backward else uses))
 
-    @property
-    def free(self) -> int:
-        """The bytes of the limit that are left."""
-        return self._limit - self._used
+    def need(self, module: int) -> bool:
+        """Record that a module runs now; tell whether its parameters are there, or on their way."""
+        self.resident.record_use(self._uses[module])
+        return module in self.resident
 
-    def end_of_use_ns(self, module: int) -> int:
-        """Return when a module's parameters arrive, or were used last."""
-        return self._resident[module][1]
+    def admit(self, module: int, end_ns: int) -> None:
+        """Note that a module's parameters are there from then on."""
+        self.resident.admit(module, None)
+        self.used_ns[module] = end_ns
 
-    def use(self, module: int, nbytes: int, end_ns: int) -> None:
-        """Note that a module's parameters are there, and used until then."""
-        before, _ = self._resident.pop(module, (0, 0))
-        self._used += nbytes - before
-        self._resident[module] = nbytes, end_ns
+    def make(self, module: int) -> int:
+        """Let others leave until there is room for a module; return when they have been used."""
+        leaving = self.resident.evictions(self._nbytes[module])
+        return max((self._remove(other) for other in leaving), default=0)
 
-    def make(self, nbytes: int) -> int:
-        """Evict what was used longest ago until so many bytes are free; return when they are."""
-        ready_ns = 0
-        while self.free < nbytes and self._resident:
-            gone, used_ns = self._resident.pop(next(iter(self._resident)))
-            self._used -= gone
-            ready_ns = max(ready_ns, used_ns)
-        return ready_ns
+    def evict(self, modules: Iterable[int], free_ns: int) -> bool:
+        """Let these leave, with memory that is free from then on; tell whether there are any."""
+        before = len(self._leaving)
+        for module in modules:
+            self._remove(module)
+            self._leaving.append((self._nbytes[module], free_ns))
+        return len(self._leaving) > before
 
-    def evict_before(self, running: int, free_ns: int) -> int:
-        """Evict the first module before the running one, from that time on; return its bytes, 0
-        where there is none.
-        """
-        module = min(self._resident, default=running)
-        if module >= running:
-            return 0
-        nbytes, _ = self._resident.pop(module)
-        self._used -= nbytes
-        self._leaving.append((nbytes, free_ns))
-        return nbytes
-
-    def has_room(self, nbytes: int, thread: TimedCarrier) -> bool:
-        """Tell whether staging sets leave room for so much; wait for what is leaving."""
-        while True:
-            while self._leaving and self._leaving[0][1] <= thread.now_ns:
-                self._leaving.popleft()
-            left = self._all - self._staged - self._used - sum(gone for gone, _ in self._leaving)
-            if nbytes <= left or not self._leaving:
-                return nbytes <= left
-            thread.wait_until(self._leaving[0][1])
+    def has_room(self, module: int, thread: TimedCarrier) -> bool:
+        """Tell whether staging sets leave room for a module; wait for what is leaving."""
+        room = self.resident.free + self._beyond - self._staged - self._nbytes[module]
+        while self._leaving and (
+            self._leaving[0][1] <= thread.now_ns or room < sum(gone for gone, _ in self._leaving)
+        ):
+            thread.wait_until(self._leaving.popleft()[1])
+        return room >= sum(gone for gone, _ in self._leaving)
 
     def end_update(self) -> None:
         """Note that the update has ended: it has no staging sets any more."""
         self._staged = 0
+
+    def _remove(self, module: int) -> int:
+        self.resident.remove(module)
+        return self.used_ns.pop(module)

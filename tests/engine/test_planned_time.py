@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import cycle, dropwhile, islice
 from typing import Any
 
 import pytest
@@ -32,8 +33,10 @@ from infinity_engine.plan import (
     Strategy,
     Tier,
 )
+from infinity_engine.schedule import ResidentSet
 from infinity_engine.sim.planner import Decision, decide
 from infinity_engine.sim.report import report_of
+from infinity_engine.sim.timeline import time_step
 
 RATES = Rates(
     h2d_bytes_per_s=55e6,
@@ -66,25 +69,28 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.passes = passes
-        passes(1)
+        passes(len(weight) // WIDTH)
         return x @ weight.T
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight = ctx.saved_tensors
-        ctx.passes(2)
+        ctx.passes(2 * len(weight) // WIDTH)
         return gradients[0] @ weight, gradients[0].T @ x, None
 
 
 class Layer(nn.Module):
-    def __init__(self, passes: Callable[[int], None]) -> None:
+    """The sum of `size` products."""
+
+    def __init__(self, size: int, passes: Callable[[int], None]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.weight = nn.Parameter(torch.randn(size * WIDTH, WIDTH) / WIDTH**0.5)
         self._passes = passes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # torch is
-        return torch.as_tensor(_Product.apply(x, self.weight, self._passes))  # type: ignore[no-untyped-call]
+        products = _Product.apply(x, self.weight, self._passes)  # type: ignore[no-untyped-call]
+        return torch.as_tensor(products).view(len(x), -1, WIDTH).sum(1)
 
 
 @dataclass
@@ -109,8 +115,8 @@ class Computing:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: `forward_s` of all layers, and `room` on the device in parts of all
-    parameters and states.
+    """What is trained: `forward_s` of all layers, which are as large as `sizes` says by turns, and
+    `room` on the device in parts of all parameters and states.
     """
 
     strategy: Strategy
@@ -119,13 +125,26 @@ class Case:
     room: float = 1.0
     overlap: str = "auto"
     layers: int = LAYERS
+    sizes: tuple[int, ...] = (1,)
     subgroup: int = SUBGROUP
     rates: Rates = RATES
+
+    @property
+    def numel(self) -> int:
+        return sum(self.sizes) * self.layers // len(self.sizes) * WIDTH * WIDTH
+
+    def model(self, passes: Callable[[int], None]) -> nn.Module:
+        sizes = islice(cycle(self.sizes), self.layers)
+        return nn.Sequential(*(Layer(size, passes) for size in sizes))
+
+    @property
+    def product_ns(self) -> int:
+        """What the forward of one product takes."""
+        return round(self.forward_s * WIDTH * WIDTH / self.numel * 1e9)
 
 
 def planned(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> Decision:
     """Return the plan at the device's rates."""
-    numel = case.layers * WIDTH * WIDTH
     training = Training(
         model=shape_of(model, collect_parameters(model, optimizer, Precision.BF16), ()),
         batch=ROWS,
@@ -140,11 +159,11 @@ def planned(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> D
     )
     there = Means(
         budget=ResolvedBudget(
-            device=int(case.room * 16 * numel), host=64 * numel + (1 << 20), nvme={}
+            device=int(case.room * 16 * case.numel), host=64 * case.numel + (1 << 20), nvme={}
         ),
         rates=case.rates,
         for_all=False,
-        flops_per_s=2 * ROWS * numel / case.forward_s,
+        flops_per_s=2 * ROWS * case.numel / case.forward_s,
     )
     return decide(
         training,
@@ -157,12 +176,18 @@ def planned(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> D
 
 def compared(case: Case) -> tuple[float, float]:
     """Return the seconds of a step: as planned, and as the engine takes that trains by the plan."""
+    decision, ends = trained(case, lambda: None)
+    return decision.best.step_s, (ends[-1] - ends[-2]) / 1e9
+
+
+def trained(case: Case, before_step: Callable[[], None]) -> tuple[Decision, list[int]]:
+    """Train by the plan; return that, and when each step ended."""
     torch.manual_seed(0)
     with VirtualAccelerator(
         Emulation(rates=case.rates, capacity_bytes=1 << 28, host_takes_time=True)
     ) as device:
-        computing = Computing(device, round(case.forward_s / case.layers * 1e9))
-        model = nn.Sequential(*(Layer(computing.passes) for _ in range(case.layers)))
+        computing = Computing(device, case.product_ns)
+        model = case.model(computing.passes)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         decision = planned(case, model, optimizer)
         budget = decision.means.budget
@@ -181,9 +206,10 @@ def compared(case: Case) -> tuple[float, float]:
             for _ in range(STEPS):
                 engine.backward(engine(torch.ones(ROWS, WIDTH, dtype=torch.bfloat16)).float().sum())
                 computing.end()
+                before_step()
                 engine.step()
                 ends.append(device.now_ns)
-    return decision.best.step_s, (ends[-1] - ends[-2]) / 1e9
+    return decision, ends
 
 
 EVERYWHERE = [
@@ -238,6 +264,65 @@ def test_it_does_so_without_overlap(parameters: Tier) -> None:
     assert measured == pytest.approx(expected, rel=0.01)
 
 
+# --- what is fetched and evicted, in which order --------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3, 1, 1, 2)])
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+@pytest.mark.parametrize(
+    ("strategy", "room"),
+    [
+        (HostOnly(), 0.02),
+        (HostOnly(), 0.03),
+        (HostOnly(), 0.06),
+        (HostOnly(), 0.2),
+        (Interleaved(share=0.4), 0.12),
+        (StaticSplit(ratio=0.3), 0.34),
+    ],
+)
+def test_a_step_fetches_and_evicts_as_planned_in_the_same_order(
+    strategy: Strategy,
+    room: float,
+    overlap: str,
+    sizes: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case(strategy, Tier.HOST, room=room, overlap=overlap, sizes=sizes)
+    moves = moves_of_sets(monkeypatch)
+    ends: list[int] = []
+
+    decision, _ = trained(case, lambda: ends.append(len(moves)))
+    # A step evicts everything, and fetches what the next forward needs first.
+    executed = list(dropwhile(lambda move: move[0] == "evict", moves[ends[-2] : ends[-1]]))
+    moves.clear()
+    best = decision.best
+    training = replace(decision.training, overlap=overlap != "off")
+    time_step(best.plan, best.sizing, training, decision.means)
+
+    assert executed == moves
+    assert {number for kind, number in moves if kind == "fetch"} == set(range(LAYERS))
+
+
+def moves_of_sets(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Return a list that all resident sets write their members into as they come and leave."""
+    moves: list[tuple[str, int]] = []
+    admit, remove = ResidentSet.admit, ResidentSet.remove
+
+    def admitted(members: ResidentSet[Any], number: int, entry: object) -> None:
+        moves.append(("fetch", number))
+        admit(members, number, entry)
+
+    def removed(members: ResidentSet[Any], number: int) -> object:
+        moves.append(("evict", number))
+        return remove(members, number)
+
+    monkeypatch.setattr(ResidentSet, "admit", admitted)
+    monkeypatch.setattr(ResidentSet, "remove", removed)
+    return moves
+
+
+# --- what ops cost --------------------------------------------------------------------------------
+
 # What an op costs, however small it is: as much as a tenth of a subgroup of 60 takes.
 COSTLY = replace(RATES, host_start_s=2e-3, device_start_s=1e-3, copy_start_s=1e-3)
 
@@ -284,6 +369,6 @@ def compared_without_costs(case: Case) -> float:
     """Return the seconds of the same step where starting an op costs nothing, as planned."""
     with VirtualAccelerator(Emulation(rates=RATES, capacity_bytes=1 << 20)) as device:
         computing = Computing(device, 0)
-        model = nn.Sequential(*(Layer(computing.passes) for _ in range(case.layers)))
+        model = case.model(computing.passes)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         return planned(case, model, optimizer).best.step_s
