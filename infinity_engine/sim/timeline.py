@@ -36,6 +36,7 @@ __all__ = [
     "time_step",
 ]
 
+_new = tuple.__new__  # as in plan/timing.py
 _ROUNDS = 8  # to find how much of their time updates and moves disturb one another
 
 
@@ -201,7 +202,7 @@ class _Lanes:
         """Let a lane work, next and not before `after_ns`; return when it has."""
         time = self.clocks.work(lane, duration_ns, after_ns=after_ns)
         if duration_ns:
-            self.spans.append(Span(lane, time.start_ns, time.end_ns, nbytes))
+            self.spans.append(_new(Span, (lane, time.start_ns, time.end_ns, nbytes)))
         return time.end_ns
 
     def move(self, lane: Lane, nbytes: int, after_ns: int) -> int:
@@ -248,7 +249,7 @@ class _TimedUpdate:
         lane = self._instead.get(op.lane, op.lane)
         if lane not in self._free:
             nbytes = op.nbytes if isinstance(op, CopyOp) else 0
-            self.spans.append(Span(lane, time.start_ns, time.end_ns, nbytes))
+            self.spans.append(_new(Span, (lane, time.start_ns, time.end_ns, nbytes)))
 
 
 class _TimedStep:
