@@ -274,6 +274,9 @@ class StepEstimate:
         sizing, at, numel = self._sizing, self._bytes, self._sizing.numel
         on_host = max(1 - parts.resident - parts.visiting, 0) * numel
         gradients = at.kept * (numel if sizing.unified else on_host)
+        if sizing.unified and sizing.sums and not self._drives and self._tier is not Tier.NVME:
+            # They stay where modules compute, as on a device: sums, and one more gradient.
+            gradients = 4 * numel + at.largest_gradient
         fixed: float = self._host_for_modules(gradients)
         if self._uses_drives:
             fixed += self._means.io_bytes

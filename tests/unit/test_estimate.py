@@ -8,7 +8,7 @@ import pytest
 
 from infinity_engine.errors import CapacityError
 from infinity_engine.placement.training import Means
-from infinity_engine.plan import Interleaved, Rates, ResolvedBudget, Tier
+from infinity_engine.plan import HostOnly, Interleaved, Rates, ResolvedBudget, Tier
 from infinity_engine.sim.candidate import Choice
 from infinity_engine.sim.estimate import Pace, StepEstimate
 from infinity_engine.sim.planner import Planner
@@ -27,18 +27,36 @@ PARTS = Parts(resident=1 / 11, visiting=2 / 11)
 STRATEGY = Interleaved(share=0.2, resident=1 / 11 + 1e-6)
 
 
-def least_device(planner: Planner, choice: Choice) -> int:
-    """Return the least bytes of the device with which the choice fits, to a thousandth."""
-    little, enough = 0, planner.means.budget.device
+def least(tier: Tier, planner: Planner, choice: Choice) -> int:
+    """Return the least bytes of the tier with which the choice fits, to a thousandth."""
+    little, enough = 0, int(getattr(planner.means.budget, tier.value))
     while enough - little > enough // 1000:
-        device = (little + enough) // 2
+        middle = (little + enough) // 2
+        budget = replace(planner.means.budget, **{tier.value: middle})
         try:
-            planner.with_budget(replace(planner.means.budget, device=device)).outlined(choice)
+            planner.with_budget(budget).outlined(choice)
         except CapacityError:
-            little = device
+            little = middle
         else:
-            enough = device
+            enough = middle
     return enough
+
+
+def estimate_of(planner: Planner, choice: Choice) -> StepEstimate:
+    sizing, training, means = (
+        planner.sizing(choice.subgroup_numel),
+        planner.training,
+        planner.means,
+    )
+    return StepEstimate(
+        sizing,
+        training,
+        means,
+        planner.left(sizing),
+        Pace.of(training, means),
+        tier=choice.parameters,
+        drives=False,
+    )
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -47,18 +65,23 @@ def test_an_estimate_needs_as_much_of_the_device_as_its_plan(accumulation: int) 
     means = Means(budget=ResolvedBudget(device=4 << 30, host=16 << 30, nvme={}), rates=RATES)
     planner = Planner(training, means)
     choice = Choice(strategy=STRATEGY, parameters=Tier.HOST, subgroup_numel=1 << 20)
-    sizing = planner.sizing(choice.subgroup_numel)
-    estimate = StepEstimate(
-        sizing,
-        training,
-        means,
-        planner.left(sizing),
-        Pace.of(training, means),
-        tier=Tier.HOST,
-        drives=False,
-    )
 
     # A backward makes a gradient of the largest parameter, which the estimate leaves to others.
-    needed = estimate.least(Tier.DEVICE, PARTS) + planner.making(sizing)
+    making = planner.making(planner.sizing(choice.subgroup_numel))
+    needed = estimate_of(planner, choice).least(Tier.DEVICE, PARTS) + making
 
-    assert needed == pytest.approx(least_device(planner, choice), rel=0.01)
+    assert needed == pytest.approx(least(Tier.DEVICE, planner, choice), rel=0.01)
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_an_estimate_needs_as_much_of_one_memory_as_its_plan(bits: int, accumulation: int) -> None:
+    training = training_of(model_of(*LARGEST_FIRST), bits=bits, accumulation=accumulation)
+    budget = ResolvedBudget(device=4 << 30, host=16 << 30, nvme={})
+    planner = Planner(training, Means(budget=budget, rates=RATES, unified=True))
+    choice = Choice(strategy=HostOnly(), parameters=Tier.DEVICE, subgroup_numel=1 << 20)
+
+    making = planner.making(planner.sizing(choice.subgroup_numel))
+    needed = estimate_of(planner, choice).least(Tier.HOST, Parts()) + making
+
+    assert needed == pytest.approx(least(Tier.HOST, planner, choice), rel=0.01)
