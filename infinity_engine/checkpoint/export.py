@@ -35,6 +35,7 @@ __all__ = [
     "SHARD_BYTES",
     "Dtype",
     "check_free",
+    "check_values",
     "dtype_in",
     "export",
     "remove_killed",
@@ -94,9 +95,12 @@ def export(
     Takes `memory_bytes` beside what the reader has.
 
     Raises:
-        ConfigError: `path` has weights already, which are left alone.
+        ConfigError: `path` has weights already, which are left alone; or the checkpoint leaves out
+            frozen weights, and they are not left out here.
         TransferError: the drive is full or failed. No file is left.
     """
+    if not trainable_only:
+        check_values(reader)
     remove_killed(path)
     check_free(path)
     draft = path / _DRAFT
@@ -199,6 +203,23 @@ def check_free(path: Path) -> None:
             value=str(path),
             expected="a directory without weights, not one with "
             f"{(found or [path / _INDEX])[0].name}: choose another",
+        )
+
+
+def check_values(reader: CheckpointReader) -> None:
+    """Check that a checkpoint has the values of all weights.
+
+    Raises:
+        ConfigError: it leaves out frozen ones.
+    """
+    left_out = reader.manifest.left_out
+    if left_out:
+        raise ConfigError(
+            field="trainable_only",
+            value=False,
+            expected=f"True (--trainable-only), as {reader.path} leaves out {len(left_out)} frozen "
+            f"tensors, such as {left_out[0].name}: it has what was trained, and no whole model. To "
+            "write all weights, load it into an engine of the same base and call its export()",
         )
 
 

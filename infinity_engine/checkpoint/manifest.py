@@ -11,7 +11,7 @@ import re
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -36,11 +36,15 @@ MANIFEST = "manifest"
 BLOCK_BYTES = 1 << 20
 """How many bytes of a file one checksum covers; the last one covers fewer."""
 
-_KIND, _VERSION = "infinity-checkpoint", 1
+_KIND = "infinity-checkpoint"
+# Readers of version 1 would look for the values of every tensor, so only a checkpoint that leaves
+# some out has version 2.
+_ALL_THERE, _SOME_LEFT_OUT = 1, 2
 _MOST = (1 << 63) - 1
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _STREAM = re.compile(r"[a-z0-9_]{1,64}")
 _CHECKSUM, _CHECKSUM_DIGITS = "I", 8  # the code of `array` for 4 bytes
+_CRC = re.compile(r"[0-9a-f]{8}")
 _MOST_PARTS = 10_000_000
 
 
@@ -66,11 +70,17 @@ class SavedTensor:
     """How many updates it has had."""
     aliases: tuple[str, ...] = ()
     """Its other names, where it is tied."""
+    left_out: int | None = None
+    """The crc32c of its values, where the checkpoint has none of them: it has no streams then."""
 
     @property
     def numel(self) -> int:
         """How many elements it has."""
         return math.prod(self.shape)
+
+    def without_values(self, checksum: int) -> SavedTensor:
+        """Return it as a checkpoint has it that leaves out its values, which have this crc32c."""
+        return replace(self, streams={}, left_out=checksum)
 
     def stream(self, name: str) -> SavedStream:
         """Return one of its streams.
@@ -122,26 +132,21 @@ class Manifest:
                 return tensor
         raise KeyError(name)
 
+    @property
+    def left_out(self) -> tuple[SavedTensor, ...]:
+        """The tensors whose values it does not have."""
+        return tuple(tensor for tensor in self.tensors if tensor.left_out is not None)
+
 
 def encode(manifest: Manifest) -> bytes:
     """Return the bytes of a manifest."""
+    version = _SOME_LEFT_OUT if manifest.left_out else _ALL_THERE
     content = {
         "tag": manifest.tag,
         "step": manifest.step,
         "created": manifest.created,
         "ranks": manifest.ranks,
-        "tensors": [
-            {
-                "name": tensor.name,
-                "kind": tensor.kind.value,
-                "shape": list(tensor.shape),
-                "dtype": tensor.dtype,
-                "streams": dict(tensor.streams),
-                "steps": tensor.steps,
-                "aliases": list(tensor.aliases),
-            }
-            for tensor in manifest.tensors
-        ],
+        "tensors": [_as_json(tensor, version) for tensor in manifest.tensors],
         "files": [
             {
                 "name": file.name,
@@ -153,7 +158,25 @@ def encode(manifest: Manifest) -> bytes:
         "run": dict(manifest.run),
         "objects": dict(manifest.objects),
     }
-    return framed_json(_KIND, _VERSION, as_json(content))
+    return framed_json(_KIND, version, as_json(content))
+
+
+def _as_json(tensor: SavedTensor, version: int) -> Mapping[str, object]:
+    content = {
+        "name": tensor.name,
+        "kind": tensor.kind.value,
+        "shape": list(tensor.shape),
+        "dtype": tensor.dtype,
+        "streams": dict(tensor.streams),
+        "steps": tensor.steps,
+        "aliases": list(tensor.aliases),
+    }
+    if version == _ALL_THERE:
+        return content
+    return {
+        **content,
+        "left_out": None if tensor.left_out is None else f"{tensor.left_out:08x}",
+    }
 
 
 def parse(data: bytes) -> Manifest:
@@ -164,7 +187,9 @@ def parse(data: bytes) -> Manifest:
         ValueError: they are no manifest, or a damaged or contradictory one; the text says where and
             why.
     """
-    payload, rest = unframed(_KIND, _VERSION, data)
+    is_whole = data.startswith(f"{_KIND} {_ALL_THERE} ".encode())
+    version = _ALL_THERE if is_whole else _SOME_LEFT_OUT
+    payload, rest = unframed(_KIND, version, data)
     if rest:
         raise ValueError(f"{len(rest)} B follow the manifest, expected none")
     # Texts may hold these characters too, so this is at least the number of parts.
@@ -193,7 +218,7 @@ def parse(data: bytes) -> Manifest:
         created=_text(top["created"], "created"),
         ranks=_integer(top["ranks"], "ranks", least=1),
         tensors=tuple(
-            _tensor(entry, f"tensors[{number}]")
+            _tensor(entry, f"tensors[{number}]", version)
             for number, entry in enumerate(_list(top["tensors"], "tensors"))
         ),
         files=tuple(
@@ -210,8 +235,11 @@ def parse(data: bytes) -> Manifest:
     return manifest
 
 
-def _tensor(entry: Any, where: str) -> SavedTensor:
-    found = _fields(entry, where, "name", "kind", "shape", "dtype", "streams", "steps", "aliases")
+def _tensor(entry: Any, where: str, version: int) -> SavedTensor:
+    names = ["name", "kind", "shape", "dtype", "streams", "steps", "aliases"]
+    if version == _SOME_LEFT_OUT:
+        names.append("left_out")
+    found = _fields(entry, where, *names)
     shape = tuple(
         _integer(size, f"{where}.shape") for size in _list(found["shape"], f"{where}.shape")
     )
@@ -227,9 +255,10 @@ def _tensor(entry: Any, where: str) -> SavedTensor:
                 f"{where}.streams has {shown(name)}: expected a name of a-z, 0-9 and _"
             )
         _dtype(dtype, f"{where}.streams.{name}")
+    kind = _kind(found["kind"], f"{where}.kind")
     return SavedTensor(
         name=_text(found["name"], f"{where}.name"),
-        kind=_kind(found["kind"], f"{where}.kind"),
+        kind=kind,
         shape=shape,
         dtype=_dtype(found["dtype"], f"{where}.dtype"),
         streams=streams,
@@ -238,7 +267,21 @@ def _tensor(entry: Any, where: str) -> SavedTensor:
             _text(alias, f"{where}.aliases")
             for alias in _list(found["aliases"], f"{where}.aliases")
         ),
+        left_out=_left_out(found.get("left_out"), where, kind, has_streams=bool(streams)),
     )
+
+
+def _left_out(value: Any, where: str, kind: Kind, *, has_streams: bool) -> int | None:
+    if value is None:
+        if not has_streams:
+            raise ValueError(f"{where} has no streams, and is not left out")
+        return None
+    digits = _text(value, f"{where}.left_out")
+    if not _CRC.fullmatch(digits):
+        raise ValueError(f"{where}.left_out is {shown(digits)}, expected 8 hexadecimal digits")
+    if kind is not Kind.FROZEN or has_streams:
+        raise ValueError(f"{where} is left out: expected a frozen tensor without streams")
+    return int(digits, 16)
 
 
 def _file(entry: Any, where: str) -> SavedFile:

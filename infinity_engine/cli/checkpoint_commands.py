@@ -78,6 +78,12 @@ def _facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
                 kind.value,
                 f"{len(chosen):,} tensors, {sum(tensor.numel for tensor in chosen):,} elements",
             )
+    if manifest.left_out:
+        elements = sum(tensor.numel for tensor in manifest.left_out)
+        yield (
+            "left out",
+            f"the values of {len(manifest.left_out):,} frozen tensors, {elements:,} elements",
+        )
     for key, value in sorted(manifest.run.items()):
         yield key, value if isinstance(value, str) else json.dumps(value)
     if manifest.objects:
@@ -97,7 +103,7 @@ def _tensor_table(tensors: Iterable[SavedTensor]) -> Table:
             tensor.kind.value,
             tensor.dtype,
             shape,
-            ", ".join(tensor.streams),
+            ", ".join(tensor.streams) or "left out",
             f"{tensor.steps:,}",
         )
     return table
@@ -123,6 +129,7 @@ def _as_json(path: Path, manifest: Manifest) -> dict[str, object]:
                 "streams": dict(tensor.streams),
                 "updates": tensor.steps,
                 "aliases": tensor.aliases,
+                "left_out": tensor.left_out is not None,
             }
             for tensor in manifest.tensors
         ],
@@ -167,6 +174,9 @@ def _verified(reader: CheckpointReader) -> int:
         f"{reader.path}: {format_bytes(sum(read))} in {len(reader.manifest.files)} files, all "
         "as written"
     )
+    left_out = len(reader.manifest.left_out)
+    if left_out:
+        print(f"{left_out:,} frozen tensors were left out of it: there is nothing to read of them")
     return 0
 
 
@@ -197,11 +207,15 @@ def _differences(one: CheckpointReader, other: CheckpointReader) -> Iterator[str
             continue
         if first.steps != second.steps:
             yield f"{name}: {first.steps} updates in {one.path}, {second.steps} in {other.path}"
+        if first.left_out != second.left_out:
+            yield f"{name}: other values, by their checksums; both leave them out"
         for stream in first.streams:
             yield from _stream_difference(one, other, first.stream(stream))
 
 
 def _kind_of(tensor: SavedTensor) -> str:
+    if tensor.left_out is not None:
+        return f"shape {tensor.shape}, left out"
     return (
         f"shape {tensor.shape} with "
         f"{', '.join(f'{name} {dtype}' for name, dtype in tensor.streams.items())}"
@@ -240,8 +254,11 @@ def _export(options: argparse.Namespace) -> int:
     write = export_dcp if is_dcp else export
     with CheckpointReader(_resolved(options.path, options.tag)) as reader:
         files = write(reader, options.to, dtype=dtype, trainable_only=options.trainable_only)
+        left_out = len(reader.manifest.left_out)
     nbytes = format_bytes(sum(file.stat().st_size for file in files))
     print(f"{options.to}: {len(files)} files, {nbytes}")
+    if left_out:
+        print(f"only what was trained: the checkpoint leaves out {left_out:,} frozen tensors")
     return 0
 
 

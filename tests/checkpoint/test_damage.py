@@ -219,9 +219,9 @@ def test_json_that_is_nested_too_deeply_is_refused(saved: Path) -> None:
 def test_a_newer_version_is_told_from_damage(saved: Path) -> None:
     data = (saved / "manifest").read_bytes()
     (saved / "manifest").write_bytes(
-        data.replace(b"infinity-checkpoint 1 ", b"infinity-checkpoint 2 ", 1)
+        data.replace(b"infinity-checkpoint 1 ", b"infinity-checkpoint 3 ", 1)
     )
-    with pytest.raises(DamagedCheckpoint, match="version 2 of the format"):
+    with pytest.raises(DamagedCheckpoint, match="version 3 of the format"):
         CheckpointReader(saved)
 
 

@@ -540,7 +540,7 @@ def test_the_manifest_of_something_else_is_no_checkpoint(tmp_path: Path) -> None
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "manifest").write_text("{}")
     _, _, engine = small()
-    with engine, pytest.raises(DamagedCheckpoint, match="infinity-checkpoint 1"):
+    with engine, pytest.raises(DamagedCheckpoint, match="infinity-checkpoint"):
         engine.load(tmp_path, "c")
 
 
