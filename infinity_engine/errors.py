@@ -292,13 +292,13 @@ class ManifestMismatch(CheckpointError):  # noqa: N818 - the name says it withou
     entry: str
     expected: object
     found: object
+    change: str = "Load the checkpoint that belongs to this model and configuration"
 
     def _message(self) -> str:
         return (
             f"checkpoint {self.path} does not match: {self.entry} should be "
             f"{_shown(self.expected)}, "
-            f"its manifest says {_shown(self.found)}. Load the checkpoint that belongs to this "
-            "model and configuration"
+            f"its manifest says {_shown(self.found)}. {self.change}"
         )
 
 

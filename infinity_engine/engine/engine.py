@@ -27,6 +27,7 @@ from infinity_engine.engine.checkpoints.checkpointing import Run, Stateful
 from infinity_engine.engine.checkpoints.exporting import export_dtype, export_weights
 from infinity_engine.engine.checkpoints.loading import Loaded, Loads, Overwritten
 from infinity_engine.engine.checkpoints.saving import (
+    FrozenParameters,
     OnError,
     PendingGradients,
     SaveReport,
@@ -558,6 +559,8 @@ class Engine:
 
     def _keep_changes(self, known: Sequence[ModelParameter]) -> None:
         """Keep what the body of `gathered` has written."""
+        if any(not isinstance(parameter, TrainedParameter) for parameter in known):
+            self._saved_run.checksums.forget()
         self._parts.ranks.check_same(known)
         self._saves.note_change()
         for parameter in known:
@@ -769,6 +772,7 @@ class Engine:
         wait: bool = True,
         on_error: OnError | str = OnError.RAISE,
         pending: PendingGradients | str = PendingGradients.REFUSE,
+        frozen: FrozenParameters | str = FrozenParameters.SAVE,
     ) -> str:
         """Save all that the run needs to go on with the same bits; return the checkpoint's tag.
 
@@ -790,6 +794,10 @@ class Engine:
 
         With `pending="leave_out"`, it saves between the micro-batches of a step as well, without
         their gradients: a run that goes on from there makes that step of the rest.
+
+        With `frozen="leave_out"`, no byte of what nothing trains is written, such as the base of
+        adapters: `load` then needs a model that has the same frozen values. The first such save
+        reads them once for their checksums, before it returns.
 
         Raises:
             RuntimeError: gradients have come since the last step: step() or zero_grad() first. Or
@@ -813,6 +821,7 @@ class Engine:
             keep=keep,
             wait=wait,
             on_error=chosen(OnError, on_error, "on_error"),
+            frozen=chosen(FrozenParameters, frozen, "frozen"),
             steps=self.steps,
         )
         return self._saves.save(request)
@@ -867,6 +876,7 @@ class Engine:
         extra: Mapping[str, Stateful] | None = None,
         wait: bool = False,
         on_error: OnError | str = OnError.WARN,
+        frozen: FrozenParameters | str = FrozenParameters.SAVE,
     ) -> str | None:
         """Save if it is time, and return the tag then; None if it is not.
 
@@ -890,7 +900,13 @@ class Engine:
         # From the first call on, whether or not a save is due.
         self._autosave.watch()
         tag, stops = self._autosave_if_due(
-            path, every, keep=keep, extra=extra, wait=wait, on_error=on_error
+            path,
+            every,
+            keep=keep,
+            extra=extra,
+            wait=wait,
+            on_error=on_error,
+            frozen=chosen(FrozenParameters, frozen, "frozen"),
         )
         if stops:
             # Nothing is read back: the checkpoint has the values, and time may be short.
@@ -915,6 +931,7 @@ class Engine:
         extra: Mapping[str, Stateful] | None,
         wait: bool,
         on_error: OnError | str,
+        frozen: FrozenParameters,
     ) -> tuple[str | None, bool]:
         """Save if it is time or the process has to stop; return the tag, and whether it has to."""
         self._autosave.begin(every, self.steps)
@@ -928,11 +945,12 @@ class Engine:
         # The save in flight may be the one that is needed.
         if stops:
             self._saves.finish_before_last()
-            if self._saves.has_saved(Path(path).absolute(), extra or {}):
+            if self._saves.has_saved(Path(path).absolute(), extra or {}, frozen):
                 return self.last_save().tag, True
             # Waited for, and errors raise: the process ends after it.
-            return self.save(path, extra=extra, keep=keep), True
-        return self.save(path, extra=extra, keep=keep, wait=wait, on_error=on_error), False
+            return self.save(path, extra=extra, keep=keep, frozen=frozen), True
+        tag = self.save(path, extra=extra, keep=keep, wait=wait, on_error=on_error, frozen=frozen)
+        return tag, False
 
     @_held
     def load(
@@ -949,6 +967,9 @@ class Engine:
         With `weights_only`, the optimizer begins anew: moments, step counts, groups and random
         generators are left as they are. Without `strict`, tensors that only one side has are left
         alone and listed. `extra` has the same names as in `save`. All ranks call this.
+
+        Frozen parameters that the save left out stay as they are. They have to be those of the save
+        in name, shape, dtype and values, which their checksums tell: the load reads them once.
 
         Raises:
             IncompleteCheckpoint: there is no such checkpoint, or files of it are missing.

@@ -5,6 +5,7 @@ goes on.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -15,7 +16,7 @@ import torch
 
 from deepnvme.memory.arrays import nbytes_of
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
-from infinity_engine.engine.checkpoints.saving import SaveState
+from infinity_engine.engine.checkpoints.saving import FrozenParameters, SaveState
 from support import rank_checkpoints
 from support.rank_training import RATES, Run
 from support.ranks import launch, launched
@@ -294,3 +295,49 @@ def test_ranks_export_the_weights_that_they_have_together(name: str, tmp_path: P
     for weight, tensor in masters.items():
         assert torch.equal(found[weight].reshape(-1), tensor.reshape(-1)), weight
     assert sorted(file.name for file in tmp_path.rglob("*") if file.name.startswith(".")) == []
+
+
+@pytest.mark.parametrize(
+    ("run", "size"),
+    [
+        pytest.param(RUNS["odd"], 2, id="memory"),
+        pytest.param(replace(RUNS["drives"], model="odd"), 2, id="drives"),
+        pytest.param(replace(MESH, model="odd"), 4, id="mesh", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_leave_out_frozen_values_and_go_on_with_the_same_bits(
+    run: Run, size: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "c"
+    drive = drive_of("drives" if run.settings.get("parameters") == "nvme" else "memory")
+    frozen = FrozenParameters.LEAVE_OUT
+    before = launched(size, rank_checkpoints.saves, run, path, drive, False, frozen)
+    with CheckpointReader(CheckpointDirectory(path).resolve()) as reader:
+        left_out = [tensor.name for tensor in reader.manifest.left_out]
+    assert left_out == ["frozen.weight", "frozen.bias"]
+    after = launched(size, rank_checkpoints.goes_on, run, path, drive)
+    for rank, found in zip(before, after, strict=True):
+        assert found["losses"] == rank["losses"]
+        assert differing(rank["ended"], found["ended"]) == []
+    precision = {"precision": run.settings.get("precision", "model")}
+    [alone] = launched(1, rank_checkpoints.goes_on, replace(RUNS["odd"], settings=precision), path)
+    assert alone["step"] == 2
+
+
+def test_all_ranks_refuse_another_frozen_base(tmp_path: Path) -> None:
+    frozen, path = FrozenParameters.LEAVE_OUT, tmp_path / "c"
+    launched(2, rank_checkpoints.saves, RUNS["odd"], path, None, True, frozen)
+    first, last = launched(2, rank_checkpoints.has_another_base, RUNS["odd"], path)
+    assert first == last
+    assert first[0].startswith("ManifestMismatch: ")
+    assert "frozen.weight should be 'values with the checksum" in first[0]
+    assert [text.partition(":")[0] for text in first[1]] == ["frozen.weight"]
+    assert first[2] == 3
+
+
+def test_a_rank_that_cannot_read_frozen_values_fails_the_save_of_all(tmp_path: Path) -> None:
+    program = rank_checkpoints.fails_to_read_frozen_values_on_rank_0
+    first, last = launched(2, program, RUNS["odd"], tmp_path / "c")
+    assert "Disk quota exceeded" in first[0]
+    assert last[0].startswith("CollectiveError: ")
+    assert first[1:] == last[1:] == ["latest", "part"]

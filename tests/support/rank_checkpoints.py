@@ -22,9 +22,10 @@ from infinity_engine.building.previous import PreviousStates
 from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
 from infinity_engine.checkpoint.sharing import share_runs
 from infinity_engine.checkpoint.streams import SavedStream
+from infinity_engine.engine.checkpoints import frozen as frozen_parameters
 from infinity_engine.engine.checkpoints import saving
 from infinity_engine.engine.checkpoints.checkpointing import CheckpointMemory
-from infinity_engine.engine.checkpoints.saving import SaveState
+from infinity_engine.engine.checkpoints.saving import FrozenParameters, SaveState
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, CollectiveError, InfinityError, TransferError
 from infinity_engine.memory import Ledger
@@ -43,8 +44,10 @@ __all__ = [
     "fails_on_one_rank",
     "fails_to_load_on_one_rank",
     "fails_to_load_states_on_one_rank",
+    "fails_to_read_frozen_values_on_rank_0",
     "fails_to_share_on_one_rank",
     "goes_on",
+    "has_another_base",
     "lacks_memory_on_one_rank",
     "lends_memory_on_one_rank",
     "passes_on",
@@ -75,7 +78,13 @@ def with_drive(run: Run, drive: Path | None) -> Run:
     return replace(run, settings={**run.settings, "budget": budget})
 
 
-def saves(run: Run, path: Path, drive: Path | None = None, wait: bool = True) -> dict[str, Any]:
+def saves(
+    run: Run,
+    path: Path,
+    drive: Path | None = None,
+    wait: bool = True,
+    frozen: FrozenParameters = FrozenParameters.SAVE,
+) -> dict[str, Any]:
     """Train two steps, save, train two more; return the states at both times and the losses of the
     last two.
     """
@@ -84,7 +93,7 @@ def saves(run: Run, path: Path, drive: Path | None = None, wait: bool = True) ->
         engine = engine_of(with_drive(run, drive), task, optimizer, around)
         steps(engine, task, 0, 2)
         saved = states_of(engine, task)
-        tag = engine.save(path, wait=wait)
+        tag = engine.save(path, wait=wait, frozen=frozen)
         draws = torch.rand(3)
         losses = steps(engine, task, 2, 2)
         return {
@@ -264,6 +273,36 @@ def fails_to_share_on_one_rank(run: Run, path: Path) -> list[str]:
         with patch.object(saving, "share_runs", _out_of_memory if is_broken else share):
             told = [_error_of(lambda: engine.save(path, "broken"))]
         engine.save(path, "whole")
+    return [*told, *sorted(entry.name for entry in path.iterdir())]
+
+
+def has_another_base(run: Run, path: Path) -> list[object]:
+    """Load onto another frozen weight; return the error, what differs if not strict, and the steps
+    after a further one.
+    """
+    task, optimizer = made(run)
+    with torch.no_grad():
+        task.get_parameter("frozen.weight")[-1, -1] += 1
+    with ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        told: list[object] = [_error_of(lambda: engine.load(path))]
+        told.append(engine.load(path, strict=False).mismatched)
+        steps(engine, task, 2, 1)
+        return [*told, engine.steps]
+
+
+def fails_to_read_frozen_values_on_rank_0(run: Run, path: Path) -> list[str]:
+    """Let rank 0 fail to sum a frozen weight; return this rank's error, and what is left.
+
+    A second save works.
+    """
+    task, optimizer = made(run)
+    with ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        with patch.object(frozen_parameters, "crc32c", _refused):
+            told = [_error_of(lambda: engine.save(path, "broken", frozen="leave_out"))]
+        steps(engine, task, 0, 1)
+        engine.save(path, "part", frozen="leave_out")
     return [*told, *sorted(entry.name for entry in path.iterdir())]
 
 

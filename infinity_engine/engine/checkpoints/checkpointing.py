@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,6 +81,31 @@ def check_extra(extra: Mapping[str, Stateful]) -> None:
             raise ConfigError(field=f"extra[{name!r}]", value=stateful, expected=expected)
 
 
+class FrozenChecksums:
+    """The crc32c of each frozen tensor, by name, until a frozen parameter changes."""
+
+    def __init__(self) -> None:
+        self.by_name: Mapping[str, int] = {}
+        self._versions: Sequence[int] | None = None
+
+    def keep(self, by_name: Mapping[str, int], frozen: Sequence[ModelParameter]) -> None:
+        """Keep these of the values as they are now."""
+        self.by_name, self._versions = by_name, _versions_of(frozen)
+
+    def are_of(self, frozen: Sequence[ModelParameter]) -> bool:
+        """Tell whether they are those of the values, as far as torch counts changes."""
+        return self._versions == _versions_of(frozen)
+
+    def forget(self) -> None:
+        """Forget them: the engine has changed values, which torch does not count."""
+        self._versions = None
+
+
+def _versions_of(frozen: Sequence[ModelParameter]) -> Sequence[int]:
+    # Other code may change a parameter in place that stays where modules compute.
+    return [known.parameter._version for known in frozen]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The parts of an engine that are saved."""
@@ -100,6 +125,7 @@ class Run:
     schedulers: Sequence[Stateful]
     """Those that the engine steps; more may follow."""
     settings: Mapping[str, Any]
+    checksums: FrozenChecksums = field(default_factory=FrozenChecksums)
 
     def saved_tensors(self, steps_of: Callable[[int], int] = lambda _: 0) -> Iterator[SavedTensor]:
         """Yield what the model has: its parameters in their order, then its buffers.
@@ -170,6 +196,10 @@ class Run:
             return 0
         cut = self.whole.cut
         return cut.specs[number].shards[self.whole.ranks.shards.rank].first_element
+
+    def has_in_memory(self, parameter: ModelParameter) -> bool:
+        """Tell whether this process has a parameter whole in memory, for any thread to read."""
+        return self.whole is None and not parameter.on_drives
 
     @contextmanager
     def shown(self, parameter: ModelParameter) -> Iterator[None]:

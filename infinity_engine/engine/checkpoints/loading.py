@@ -5,9 +5,9 @@ What can be refused is refused before anything changes. Each rank reads the slic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from infinity_engine.engine.checkpoints.checkpointing import (
     set_random_state,
     try_random_state,
 )
+from infinity_engine.engine.checkpoints.frozen import frozen_checksums
 from infinity_engine.errors import CapacityError, DamagedCheckpoint, ManifestMismatch
 from infinity_engine.gradients.scaling import LossScale
 from infinity_engine.machine.capacity import free_for_copies
@@ -38,6 +39,11 @@ from infinity_engine.plan import Tier
 __all__ = ["Loaded", "Loads", "Overwritten"]
 
 _ALIGNED = 16  # bytes of the largest element
+_NOT_IN_IT = (
+    "The save left out this frozen parameter, so the model has to bring the same values. Build it "
+    "on the same base, with the same precision and the same parameters frozen; or load a "
+    "checkpoint that was saved with frozen='save'. With strict=False, the other tensors are loaded"
+)
 # What a state dict of any structure may raise; RuntimeError is of torch's generators.
 _STRANGE = (
     LookupError,
@@ -60,8 +66,9 @@ class Loaded:
     unexpected: tuple[str, ...] = ()
     """Tensors of the checkpoint that the model does not have."""
     mismatched: tuple[str, ...] = ()
-    """Tensors that both have, of other shapes or states, and other state that does not fit the
-    run: the name, what was expected and what was found. They are as they were."""
+    """Tensors that both have, of other shapes or states, frozen ones of other values than those
+    that the save left out, and other state that does not fit the run: the name, what was expected
+    and what was found. They are as they were."""
 
 
 class Overwritten(Enum):
@@ -122,6 +129,9 @@ class Loads:
             # Nothing changes before every rank has found all that it needs.
             ranks.on_all("checking the checkpoint", check)
             [load] = opened
+            if load.left_out:
+                # On all ranks, as they gather what they compare.
+                load.check_left_out(frozen_checksums(run, ranks, room), strict=strict)
             # Fetched copies would go on showing the old values.
             if run.provider is not None:
                 run.provider.give_up()
@@ -150,6 +160,8 @@ class _Load:
         self._room = room
         self._weights_only = weights_only
         self._wanted: dict[str, SavedTensor] = {}  # by the model's own name
+        self.left_out: dict[str, SavedTensor] = {}
+        """What the checkpoint has no values of, by the model's own name."""
         self._places = run.places
         self._objects: Mapping[str, Any] = {}
         self._restores: list[str] = []  # of "optimizer_groups" and "schedulers"
@@ -180,6 +192,8 @@ class _Load:
                 missing.append(name)
             elif flaw is not None:
                 mismatched.append(flaw)
+            elif found.left_out is not None:
+                self.left_out[name] = found
             else:
                 self._wanted[name] = found
         known = {name for tensor in mine.values() for name in (tensor.name, *tensor.aliases)}
@@ -199,11 +213,7 @@ class _Load:
             *(_Difference(name, "a tensor of that name", "none") for name in missing),
             *(_Difference(name, "no tensor of that name", "one") for name in unexpected),
         ]
-        if strict and differences:
-            name, expected, seen = differences[0]
-            raise ManifestMismatch(
-                path=str(self._reader.path), entry=name, expected=expected, found=seen
-            )
+        self._refuse(differences, strict=strict)
         self.loaded = Loaded(
             tag=manifest.tag,
             step=manifest.step,
@@ -212,8 +222,41 @@ class _Load:
             mismatched=tuple(str(difference) for difference in mismatched),
         )
 
+    def check_left_out(self, checksums: Mapping[str, int], *, strict: bool) -> None:
+        """Compare the model's frozen values with those that the checkpoint does without.
+
+        Raises:
+            ManifestMismatch: they differ, and `strict` does not allow that.
+        """
+        differences = [
+            _Difference(
+                name,
+                f"values with the checksum {checksums[name]:08x}, as here",
+                f"the checksum {saved.left_out:08x}",
+                _NOT_IN_IT,
+            )
+            for name, saved in self.left_out.items()
+            if checksums[name] != saved.left_out
+        ]
+        self._refuse(differences, strict=strict)
+        mismatched = (*self.loaded.mismatched, *map(str, differences))
+        self.loaded = replace(self.loaded, mismatched=mismatched)
+
+    def _refuse(self, differences: Sequence[_Difference], *, strict: bool) -> None:
+        if strict and differences:
+            name, expected, found, change = differences[0]
+            raise ManifestMismatch(
+                path=str(self._reader.path),
+                entry=name,
+                expected=expected,
+                found=found,
+                change=change,
+            )
+
     def _flaw(self, mine: SavedTensor, saved: SavedTensor) -> _Difference | None:
         """Return why a saved tensor cannot be loaded into one of the model, None where it can."""
+        if saved.left_out is not None:
+            return _unlike_left_out(mine, saved)
         if saved.shape != mine.shape:
             return _Difference(mine.name, f"shape {mine.shape}", f"shape {saved.shape}")
         trained = not self._weights_only and mine.kind is Kind.TRAINED
@@ -331,6 +374,8 @@ class _Load:
     def read_others(self) -> None:
         """Read frozen parameters and buffers."""
         failures: list[Exception] = []
+        if any(self._saved(parameter)[0] for parameter in self._run.frozen):
+            self._run.checksums.forget()
         for parameter in self._run.frozen:
             saved, start = self._saved(parameter)
             if saved is None or not parameter.parameter.numel():
@@ -443,10 +488,20 @@ class _Difference(NamedTuple):
     name: str
     expected: object
     found: object
+    change: str = ManifestMismatch.change
 
     def __str__(self) -> str:
         """Say what it is."""
         return f"{self.name}: expected {self.expected}, found {self.found}"
+
+
+def _unlike_left_out(mine: SavedTensor, saved: SavedTensor) -> _Difference | None:
+    """Return how a tensor differs from a frozen one that was left out, but for its values."""
+    expected, found = (
+        f"{tensor.kind.value}, of shape {tensor.shape} in {tensor.dtype}"
+        for tensor in (mine, saved)
+    )
+    return None if expected == found else _Difference(mine.name, expected, found, _NOT_IN_IT)
 
 
 def _numbers_of(code: str) -> tuple[bool, bool, bool]:

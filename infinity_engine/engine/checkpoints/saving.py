@@ -48,6 +48,7 @@ from infinity_engine.engine.checkpoints.checkpointing import (
     random_state,
     reserve_together,
 )
+from infinity_engine.engine.checkpoints.frozen import frozen_checksums
 from infinity_engine.engine.checkpoints.sources import (
     SmallBuffers,
     StateStreams,
@@ -69,6 +70,7 @@ from infinity_engine.telemetry import Telemetry
 from infinity_engine.update.captured import CapturedStates
 
 __all__ = [
+    "FrozenParameters",
     "OnError",
     "PendingGradients",
     "SaveInFlight",
@@ -98,6 +100,14 @@ class PendingGradients(Enum):
     LEAVE_OUT = "leave_out"  # It is made, without them.
 
 
+class FrozenParameters(Enum):
+    """What a save does with parameters that nothing trains, such as the base of adapters."""
+
+    SAVE = "save"  # It writes their values.
+    # It writes their names and checksums. A load then needs a model that has the values.
+    LEAVE_OUT = "leave_out"
+
+
 class SaveState(Enum):
     """How far a save has come."""
 
@@ -120,6 +130,7 @@ class SaveReport:
     step: int = -1
     extra: frozenset[str] = frozenset()
     """The names of the further state dicts in it."""
+    frozen: FrozenParameters = FrozenParameters.SAVE
     state: SaveState = SaveState.NONE
     nbytes: int = 0
     shared_nbytes: int = 0
@@ -139,6 +150,7 @@ class SaveRequest:
     keep: int | None
     wait: bool
     on_error: OnError
+    frozen: FrozenParameters
     steps: int
     """How many updates the run has made."""
 
@@ -251,7 +263,12 @@ class Saves:
         self.in_flight.forget_stall()
         with self.in_flight.stalling():
             path = str(request.path.resolve())
-            told = {"path": path, "tag": request.tag, "keep": request.keep}
+            told = {
+                "path": path,
+                "tag": request.tag,
+                "keep": request.keep,
+                "frozen": request.frozen.value,
+            }
             # Ranks that write to different directories would never see each other's parts.
             self._ranks.agree("where the checkpoint is saved", told)
             tag = request.tag or tag_of_step(request.steps)
@@ -275,11 +292,11 @@ class Saves:
         """Note that the run is no longer what the newest save has: an update, a load."""
         self._changed = True
 
-    def has_saved(self, path: Path, extra: Collection[str]) -> bool:
+    def has_saved(self, path: Path, extra: Collection[str], frozen: FrozenParameters) -> bool:
         """Tell whether the newest save is there, at `path`, with all that the run is now."""
         last = self.in_flight.report
-        wanted = (SaveState.COMMITTED, path, frozenset(extra))
-        return not self._changed and (last.state, last.path, last.extra) == wanted
+        wanted = (SaveState.COMMITTED, path, frozenset(extra), frozen)
+        return not self._changed and (last.state, last.path, last.extra, last.frozen) == wanted
 
     def finish_before_last(self) -> None:
         """Do as `finish`, but warn of an error: it must not prevent the run's last save."""
@@ -386,6 +403,7 @@ class Saves:
                     captured,
                     on_error=request.on_error,
                     extra=frozenset(request.extra),
+                    frozen=request.frozen,
                     began=began,
                 )
             except BaseException:
@@ -412,15 +430,23 @@ class Saves:
         run, ranks = self._run, self._ranks
         folder = directory.draft_of(tag)
         tensors = {tensor.name: tensor for tensor in run.saved_tensors()}
+        left_out = self._left_out(request.frozen, memory)
+        frozen = [] if request.frozen is FrozenParameters.LEAVE_OUT else run.frozen
+        in_memory = [known for known in frozen if run.has_in_memory(known) and known.numel]
         objects: list[RankObjects] = []
         small = SmallBuffers(run.model, tensors)
 
         def write() -> dict[str, Any]:
             objects.append(RankObjects(self._objects(request.extra)))
             with as_transfer(request.path):
-                files = self._write_now(
-                    folder, objects[0], tensors, small.names, queue=queue, memory=memory
+                others = UntrainedStreams(
+                    run,
+                    tensors,
+                    [known for known in frozen if not run.has_in_memory(known)],
+                    is_first=ranks.rank == 0,
+                    copied=small.names,
                 )
+                files = self._write_now(folder, objects[0], others, queue=queue, memory=memory)
             return {
                 "files": [[file.name, file.nbytes, list(file.checksums)] for file in files],
                 "objects": objects[0].structure,
@@ -434,7 +460,10 @@ class Saves:
             step=request.steps,
             created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
             ranks=ranks.size,
-            tensors=tuple(run.saved_tensors(self._steps_of())),
+            tensors=tuple(
+                tensor.without_values(left_out[tensor.name]) if tensor.name in left_out else tensor
+                for tensor in run.saved_tensors(self._steps_of())
+            ),
             files=(),
             run=self._facts(),
             objects={
@@ -443,7 +472,7 @@ class Saves:
             },
         )
         files = [_saved_file(entry) for entry in written[ranks.rank]["files"]]
-        source = _BackgroundStreams(run, captured, tensors, self._frozen_in_memory())
+        source = _BackgroundStreams(run, captured, tensors, in_memory)
         source.add(objects[0], small.copies() if ranks.rank == 0 else ())
 
         def share() -> None:
@@ -471,8 +500,7 @@ class Saves:
         self,
         draft: Path,
         objects: RankObjects,
-        tensors: Mapping[str, SavedTensor],
-        copied: Collection[str],
+        others: UntrainedStreams,
         *,
         queue: IOQueue,
         memory: CheckpointMemory,
@@ -485,12 +513,7 @@ class Saves:
                 expected="a directory that all ranks share: rank 0 has begun a checkpoint there, "
                 "this rank sees none",
             )
-        in_memory = {id(known) for known in self._frozen_in_memory()}
-        frozen = [known for known in self._run.frozen if id(known) not in in_memory]
         files: list[SavedFile] = []
-        others = UntrainedStreams(
-            self._run, tensors, frozen, is_first=self._ranks.rank == 0, copied=copied
-        )
         # Memory for nothing would cost the call more than all else that it does.
         if not others.is_empty:
             with _rooms(memory) as rooms:
@@ -504,11 +527,12 @@ class Saves:
             )
         return files
 
-    def _frozen_in_memory(self) -> list[ModelParameter]:
-        """Return the frozen parameters that a thread can read: this process has them whole."""
-        if self._run.whole is not None:
-            return []
-        return [known for known in self._run.frozen if not known.on_drives and known.numel]
+    def _left_out(self, frozen: FrozenParameters, memory: CheckpointMemory) -> Mapping[str, int]:
+        """Return the checksums of the tensors that are left out, by name."""
+        if frozen is FrozenParameters.SAVE:
+            return {}
+        with _rooms(memory) as rooms:
+            return frozen_checksums(self._run, self._ranks, rooms[0])
 
     def _steps_of(self) -> Callable[[int], int]:
         """Return how often each parameter was updated; a rank that owns none of it cannot know."""
@@ -692,6 +716,7 @@ class _Save:
         *,
         on_error: OnError,
         extra: frozenset[str],
+        frozen: FrozenParameters,
         began: float,
     ) -> None:
         self.tag = draft.manifest.tag
@@ -702,6 +727,7 @@ class _Save:
         self._shown = False  # the error was
         self._draft = draft
         self._extra = extra
+        self._frozen = frozen
         self._began = began
         self._ended_s: float | None = None
         self._ends = ExitStack()
@@ -777,6 +803,7 @@ class _Save:
             tag=self.tag,
             step=self._draft.manifest.step,
             extra=self._extra,
+            frozen=self._frozen,
             state=state,
             nbytes=self._draft.nbytes,
             shared_nbytes=self._draft.shared_nbytes,
