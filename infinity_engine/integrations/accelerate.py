@@ -20,8 +20,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import convert_to_fp32
 from torch.utils.hooks import RemovableHandle
 
+from deepnvme.choices import chosen
 from infinity_engine.engine.api import initialize, settings_given
-from infinity_engine.engine.checkpoints.saving import PendingGradients
+from infinity_engine.engine.checkpoints.saving import FrozenParameters, PendingGradients
 from infinity_engine.engine.engine import Engine
 from infinity_engine.engine.stepping import EngineOptimizer
 from infinity_engine.errors import ConfigError
@@ -58,15 +59,24 @@ class SkippingOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelera
 class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     """Trains one model in an engine; `engine` is the `config` of `infinity_engine.initialize`.
 
-    `prepare` takes the model together with its optimizer. What it returns in their place is the
-    engine, which is called like the model, and an optimizer that steps it. `backward`,
-    `accumulate`, `clip_grad_norm_`, `save_state` and `load_state` are used as with any
-    Accelerator.
+    `frozen` is that of `Engine.save`, for `save_state`. `prepare` takes the model together with its
+    optimizer. What it returns in their place is the engine, which is called like the model, and an
+    optimizer that steps it. `backward`, `accumulate`, `clip_grad_norm_`, `save_state` and
+    `load_state` are used as with any Accelerator.
     """
 
     _optimizers: list[Any]  # the base class has it, without a type
 
-    def __init__(self, *args: Any, engine: Config = None, **kwargs: Any) -> None:
+    _frozen = FrozenParameters.SAVE  # of one that takes over a Trainer's, which saves the engine
+
+    def __init__(
+        self,
+        *args: Any,
+        engine: Config = None,
+        frozen: FrozenParameters | str = FrozenParameters.SAVE,
+        **kwargs: Any,
+    ) -> None:
+        self._frozen = chosen(FrozenParameters, frozen, "frozen")
         super().__init__(*args, **kwargs)
         self._begin(engine, {})
 
@@ -241,7 +251,11 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         if self.engine is not None:
             # A plain Accelerator saves between micro-batches, too, and no gradients.
-            self.engine.save(Path(folder) / ENGINE_FOLDER, pending=PendingGradients.LEAVE_OUT)
+            self.engine.save(
+                Path(folder) / ENGINE_FOLDER,
+                pending=PendingGradients.LEAVE_OUT,
+                frozen=self._frozen,
+            )
         return folder
 
     def load_state(

@@ -18,8 +18,9 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from deepnvme.choices import chosen
 from infinity_engine.engine.api import initialize, settings_given
-from infinity_engine.engine.checkpoints.saving import PendingGradients
+from infinity_engine.engine.checkpoints.saving import FrozenParameters, PendingGradients
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
 
@@ -64,21 +65,31 @@ class EnginePrecision(Precision):  # type: ignore[misc]  # Lightning is typed in
 
 
 class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
-    """Trains a module in an engine; `engine` is the `config` of `infinity_engine.initialize`."""
+    """Trains a module in an engine; `engine` is the `config` of `infinity_engine.initialize`.
+
+    `frozen` is that of `Engine.save`, for all checkpoints.
+    """
 
     strategy_name = "infinity"
     optimizers: list[Any]  # the base class has it, without a type
 
-    def __init__(self, engine: Any = None, device: str | torch.device | None = None) -> None:
+    def __init__(
+        self,
+        engine: Any = None,
+        device: str | torch.device | None = None,
+        *,
+        frozen: FrozenParameters | str = FrozenParameters.SAVE,
+    ) -> None:
         """Take settings, and the device of batches: None for a GPU where there is one."""
-        chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         given = settings_given(engine)
         given.warn_of_missing(2)
         given.warn_of_optimizer(2)
         autocast = _AUTOCAST.get(given.settings.get("precision"))
-        precision = EnginePrecision(autocast, torch.device(chosen).type)
-        super().__init__(device=chosen, precision_plugin=precision)
+        precision = EnginePrecision(autocast, where.type)
+        super().__init__(device=where, precision_plugin=precision)
         self._engine_settings = dict(given.settings)
+        self._frozen = chosen(FrozenParameters, frozen, "frozen")
         self.engine: Engine | None = None
         """The engine, while fitting."""
 
@@ -182,7 +193,7 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         making = folder.with_name(f".{folder.name}.making")
         shutil.rmtree(making, ignore_errors=True)
         # Lightning also saves after a validation in the midst of an accumulation.
-        self.engine.save(making / _ENGINE, pending=PendingGradients.LEAVE_OUT)
+        self.engine.save(making / _ENGINE, pending=PendingGradients.LEAVE_OUT, frozen=self._frozen)
         super().save_checkpoint(checkpoint, making / _REST, storage_options)
         _rename(making, folder)
 

@@ -20,9 +20,10 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, is_peft_available
 
+from deepnvme.choices import chosen
 from infinity_engine.checkpoint.directory import CheckpointDirectory
 from infinity_engine.engine.api import settings_given
-from infinity_engine.engine.checkpoints.saving import PendingGradients
+from infinity_engine.engine.checkpoints.saving import FrozenParameters, PendingGradients
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
 from infinity_engine.integrations.accelerate import ENGINE_FOLDER, Config, InfinityAccelerator
@@ -50,14 +51,21 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
 
     The keyword `engine` is the `config` of `infinity_engine.initialize`: settings, or the path of a
     file. The engine is made when training begins, and stays until `end()`, so that evaluating and
-    saving work after `train()`.
+    saving work after `train()`. `frozen` is that of `Engine.save`, for all checkpoints.
     """
 
     accelerator: Any  # the base class has it
 
-    def __init__(self, *args: Any, engine: Config = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        engine: Config = None,
+        frozen: FrozenParameters | str = FrozenParameters.SAVE,
+        **kwargs: Any,
+    ) -> None:
         # First: Trainer's constructor makes the accelerator.
         self._engine_settings = engine
+        self._frozen = chosen(FrozenParameters, frozen, "frozen")
         super().__init__(*args, **kwargs)
         for field, value, expected in _conflicts(self.args, settings_given(engine).settings):
             raise ConfigError(field=field, value=value, expected=expected)
@@ -158,7 +166,10 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
             return
         # An epoch of unknown length may end in the midst of an accumulation.
         self.engine.save(
-            Path(output_dir) / ENGINE_FOLDER, keep=1, pending=PendingGradients.LEAVE_OUT
+            Path(output_dir) / ENGINE_FOLDER,
+            keep=1,
+            pending=PendingGradients.LEAVE_OUT,
+            frozen=self._frozen,
         )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)

@@ -17,6 +17,7 @@ from infinity_engine.errors import ConfigError
 
 __all__ = [
     "EXPORT_DTYPES",
+    "FROZEN",
     "OPTIMIZERS",
     "SGD_MOMENTUM",
     "Decay",
@@ -27,10 +28,13 @@ __all__ = [
 OPTIMIZERS = ("adamw", "adam", "lion", "adagrad", "sgd")
 SGD_MOMENTUM = 0.9
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
+FROZEN = ("save", "leave_out")  # as `Engine.save` has them
 _MOST = 10**12
 # They decide no bit of the weights, so a run that is resumed may have others. Of the data, the
 # content decides, and not where it lies.
-_FREE = frozenset({"model", "data", "run", "save_every", "keep", "resume", "export_dtype"})
+_FREE = frozenset(
+    {"model", "data", "run", "save_every", "keep", "frozen", "resume", "export_dtype"}
+)
 
 
 class Framing(Enum):
@@ -54,7 +58,8 @@ class TrainingSettings:
     """One training: `model` is a directory, `data` are files, `run` the directory of its results.
 
     `steps` goes before `epochs`. `warmup` is a number of steps or, below 1, a part of all steps.
-    `lora` is the rank of adapters; None: all is trained. `save_every` is that of `autosave`.
+    `lora` is the rank of adapters; None: all is trained. `save_every` and `frozen` are those of
+    `autosave`.
     """
 
     model: Path
@@ -77,6 +82,7 @@ class TrainingSettings:
     chunk_loss: bool = False
     save_every: int | str = "30min"
     keep: int = 2
+    frozen: str = "save"
     resume: bool = False
     export_dtype: str | None = None
 
@@ -100,6 +106,7 @@ class TrainingSettings:
         self._check("seed", "a whole number, 0 or more", lambda value: 0 <= value <= _MOST)
         self._check("data", "one file of text or JSON lines at least", bool)
         self._check_name("optimizer", OPTIMIZERS)
+        self._check_name("frozen", FROZEN)
         if self.export_dtype is not None:
             self._check_name("export_dtype", EXPORT_DTYPES)
         for name, kind in (("framing", Framing), ("decay", Decay)):

@@ -205,7 +205,12 @@ class _Run:
                 self._listener.on_note(f"Goes on after step {made:,}")
             self._loop(engine, samples, records, steps=steps, extra=extra)
             if engine.last_save().step != engine.steps:
-                engine.save(self._directory.checkpoints, extra=extra, keep=settings.keep)
+                engine.save(
+                    self._directory.checkpoints,
+                    extra=extra,
+                    keep=settings.keep,
+                    frozen=settings.frozen,
+                )
             self._export(engine, tokenizer)
             # Values need not be read back: nothing is trained any more.
             engine.close(restore=False)
@@ -273,6 +278,7 @@ class _Run:
                 every=settings.save_every,
                 keep=settings.keep,
                 extra=extra,
+                frozen=settings.frozen,
             )
             if tag is not None:
                 _record(records, SAVING, step=number, tag=tag)

@@ -19,6 +19,7 @@ from support.trainers import language_model, rows
 transformers()
 accelerate = pytest.importorskip("accelerate")
 
+from infinity_engine.checkpoint.directory import CheckpointDirectory, read_manifest  # noqa: E402
 from infinity_engine.integrations.accelerate import InfinityAccelerator  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -95,6 +96,26 @@ def test_a_saved_state_is_gone_on_from(tmp_path: Path) -> None:
     assert again.train() == expected
     again.accelerator.end_training()
     assert not list((tmp_path / "state").glob("optimizer*"))
+
+
+def test_a_state_without_the_frozen_embedding_is_gone_on_from(tmp_path: Path) -> None:
+    def model() -> Any:
+        made = language_model()
+        made.get_input_embeddings().requires_grad_(False)
+        return made
+
+    run = Run(with_engine(frozen="leave_out"), model())
+    run.train()
+    run.accelerator.save_state(str(tmp_path / "state"))
+    expected = run.train()
+    run.accelerator.end_training()
+
+    again = Run(with_engine(frozen="leave_out"), model())
+    again.accelerator.load_state(str(tmp_path / "state"))
+    assert again.train() == expected
+    again.accelerator.end_training()
+    manifest = read_manifest(CheckpointDirectory(tmp_path / "state/engine").resolve())
+    assert [tensor.name for tensor in manifest.left_out] == ["model.embed_tokens.weight"]
 
 
 def test_automatically_named_states_are_gone_on_from_the_newest(tmp_path: Path) -> None:

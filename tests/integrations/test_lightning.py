@@ -13,6 +13,7 @@ lightning: Any = pytest.importorskip(
     "lightning", reason="it is Lightning's Trainer that runs", exc_type=ImportError
 )
 
+from infinity_engine.checkpoint.directory import CheckpointDirectory, read_manifest  # noqa: E402
 from infinity_engine.errors import ConfigError  # noqa: E402
 from infinity_engine.integrations.lightning import InfinityStrategy  # noqa: E402
 from support.engine_bits import bits_of, differing  # noqa: E402
@@ -66,7 +67,7 @@ def batches(number: int = 10) -> Any:
     return torch.utils.data.DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
 
 
-def strategy(folder: Path) -> InfinityStrategy:
+def strategy(folder: Path, **options: Any) -> InfinityStrategy:
     folder.mkdir(parents=True, exist_ok=True)
     return InfinityStrategy(
         engine={
@@ -78,6 +79,7 @@ def strategy(folder: Path) -> InfinityStrategy:
             "storage": {"small_bytes": 0},
         },
         device="cpu",
+        **options,
     )
 
 
@@ -98,8 +100,8 @@ def trainer(folder: Path, **options: Any) -> Any:
     return lightning.Trainer(**given)
 
 
-def fitted(folder: Path, **options: Any) -> Module:
-    module = Module()
+def fitted(folder: Path, module: Module | None = None, **options: Any) -> Module:
+    module = Module() if module is None else module
     torch.manual_seed(5)
     path = options.pop("ckpt_path", None)
     trainer(folder, **options).fit(module, batches(), batches(4), ckpt_path=path)
@@ -145,6 +147,32 @@ def test_a_resumed_fit_has_the_bits_of_one_that_went_through(tmp_path: Path) -> 
     )
 
     assert resumed.losses == whole.losses[10:]
+    assert differing(resumed.bits, whole.bits) == []
+
+
+class Adapted(Module):
+    """The first layer is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+
+
+def test_a_fit_goes_on_from_a_checkpoint_without_frozen_layers(tmp_path: Path) -> None:
+    def fit(name: str, **options: Any) -> Module:
+        engine = strategy(tmp_path / "drive", frozen="leave_out")
+        return fitted(tmp_path / name, Adapted(), strategy=engine, max_epochs=2, **options)
+
+    saving = lightning.pytorch.callbacks.ModelCheckpoint(
+        dirpath=tmp_path / "saved", every_n_epochs=1, save_top_k=-1, filename="{epoch}"
+    )
+    whole = fit("whole", enable_checkpointing=True, callbacks=[saving])
+    folder = tmp_path / "saved/epoch=0.ckpt"
+    manifest = read_manifest(CheckpointDirectory(folder / "engine").resolve())
+    assert [tensor.name for tensor in manifest.left_out] == ["layers.0.weight", "layers.0.bias"]
+
+    resumed = fit("again", ckpt_path=str(folder))
+    assert resumed.losses == whole.losses[5:]
     assert differing(resumed.bits, whole.bits) == []
 
 

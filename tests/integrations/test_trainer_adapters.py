@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 import infinity_engine
+from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, Kind
+from support.engine_bits import differing
 from support.families import peft, transformers
 from support.trainers import arguments_of, language_model, losses_of, rows
 
@@ -109,3 +112,28 @@ def test_a_loop_saves_layers_that_are_trained_beside_adapters(tmp_path: Path) ->
     found = safetensors.load_file(tmp_path / "saved/adapter_model.safetensors")
     head = "base_model.model.lm_head"
     assert torch.equal(found[f"{head}.weight"], expected[f"{head}.modules_to_save.default.weight"])
+
+
+def test_a_trainer_goes_on_from_checkpoints_without_the_base(tmp_path: Path) -> None:
+    def trained(resume: bool | None = None) -> dict[str, torch.Tensor]:
+        trainer = InfinityTrainer(
+            model=adapted(tmp_path / "base", "lora"),
+            args=arguments_of(tmp_path / "run", save_strategy="epoch"),
+            train_dataset=rows(),
+            engine=on_drives(tmp_path / ("drive again" if resume else "drive")),
+            frozen="leave_out",
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.engine is not None
+        found: dict[str, torch.Tensor] = trainer.engine.trainable_state_dict()
+        trainer.end()
+        return found
+
+    expected = trained()
+    newest, *older = sorted((tmp_path / "run").glob("checkpoint-*"), reverse=True)
+    shutil.rmtree(newest)
+    with CheckpointReader(CheckpointDirectory(older[0] / "engine").resolve()) as reader:
+        written = {tensor.kind for tensor in reader.manifest.tensors if tensor.streams}
+    assert Kind.FROZEN not in written
+    found = trained(resume=True)
+    assert differing(expected, found) == []

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from infinity_engine.engine.checkpoints.saving import FrozenParameters
 from infinity_engine.errors import ConfigError
 from infinity_engine.training.rate import rate_factor
-from infinity_engine.training.settings import Decay, TrainingSettings
+from infinity_engine.training.settings import FROZEN, Decay, TrainingSettings
 
 GIVEN: dict[str, Any] = {
     "model": Path("m"),
@@ -42,6 +43,7 @@ GIVEN: dict[str, Any] = {
         ("data", ()),
         ("decay", "constant"),
         ("framing", None),
+        ("frozen", "drop"),
     ],
 )
 def test_a_setting_that_cannot_be_right_is_named(name: str, value: Any) -> None:
@@ -52,11 +54,15 @@ def test_a_setting_that_cannot_be_right_is_named(name: str, value: Any) -> None:
 
 
 def test_what_decides_no_bit_may_change_when_a_run_is_resumed() -> None:
-    one = TrainingSettings(**GIVEN, save_every=3, keep=1)
+    one = TrainingSettings(**GIVEN, save_every=3, keep=1, frozen="leave_out")
     other = TrainingSettings(**{**GIVEN, "run": Path("x")}, resume=True, export_dtype="float32")
 
     assert one.deciding() == other.deciding()
     assert TrainingSettings(**GIVEN, seed=1).deciding() != one.deciding()
+
+
+def test_frozen_parameters_are_saved_as_an_engine_knows_it() -> None:
+    assert tuple(choice.value for choice in FrozenParameters) == FROZEN
 
 
 def test_warm_up_is_a_number_of_steps_or_a_part_of_all() -> None:

@@ -25,6 +25,7 @@ from support.warm_programs import WITH_SUPPORT, run_warm
 transformers()
 pytest.importorskip("tokenizers", reason="it makes the model's tokenizer")
 
+from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, Kind  # noqa: E402
 from infinity_engine.training.records import RecordedRun  # noqa: E402
 from infinity_engine.training.samples import Samples, micro_batches  # noqa: E402
 from infinity_engine.training.settings import Decay  # noqa: E402
@@ -291,6 +292,28 @@ def test_adapters_are_trained_alone_and_exported_for_peft(
     assert sorted(path.name for path in (tmp_path / "m/weights").glob("*.safetensors")) == [
         "adapter_model.safetensors"
     ]
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_adapters_are_resumed_from_checkpoints_without_their_base(
+    model: Path, lines: Path, tmp_path: Path
+) -> None:
+    peft()
+    more: dict[str, Any] = {"lora": 4, "steps": 3}
+    part = {**more, "frozen": "leave_out"}
+    train_it(settings_of(model, tmp_path / "whole", lines, **more))
+
+    stopped = settings_of(model, tmp_path / "part", lines, **part)
+    heard = Heard(signal_at=2, number=signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        train_it(stopped, on_drives(tmp_path / "drive"), listener=heard)
+    with CheckpointReader(CheckpointDirectory(tmp_path / "part/checkpoints").resolve()) as reader:
+        kinds = {tensor.kind for tensor in reader.manifest.tensors if tensor.streams}
+    again = train_it(settings_of(model, tmp_path / "part", lines, resume=True, **part))
+
+    assert kinds <= {Kind.TRAINED, Kind.TRANSIENT}
+    assert [step.number for step in again.steps] == [3]
+    assert digest(tmp_path / "part/weights") == digest(tmp_path / "whole/weights")
 
 
 def test_a_device_of_its_own_is_drawn_by_its_lanes(model: Path, text: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from infinity_engine.training.listening import TrainedStep, TrainingListener
 from infinity_engine.training.records import RunDirectory
 from infinity_engine.training.settings import (
     EXPORT_DTYPES,
+    FROZEN,
     OPTIMIZERS,
     Decay,
     Framing,
@@ -191,6 +192,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="checkpoints that are kept (default: %(default)s)",
     )
     what.add_argument(
+        "--frozen",
+        choices=FROZEN,
+        default=_default("frozen"),
+        help="leave_out: checkpoints without the base of --lora, which --resume reads from "
+        "MODEL_DIR (default: %(default)s)",
+    )
+    what.add_argument(
         "--export-dtype",
         choices=EXPORT_DTYPES,
         help="of the weights at the end (default: what modules compute in)",
@@ -299,7 +307,7 @@ def _settings(options: argparse.Namespace) -> TrainingSettings:
         for name in (
             *("model", "batch", "accumulation_steps", "epochs", "steps", "optimizer", "warmup"),
             *("weight_decay", "seed", "lora", "checkpointing", "keep", "resume"),
-            "export_dtype",
+            *("frozen", "export_dtype"),
         )
     }
     every = options.save_every
