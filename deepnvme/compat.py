@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, overload
 
 from deepnvme.errors import BatchError, ForkedError, NVMeError
 from deepnvme.memory.buffers import Memory, memory_of, torch_of
+from deepnvme.memory.device_arrays import device_array_of
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.future import IOFuture
 from deepnvme.queue.queue import Direct, File, IOQueue
@@ -308,9 +309,10 @@ class aio_handle:  # noqa: N801 - the name that programs use
     ) -> _HandleOperation:
         path = os.fsdecode(filename)
         nbytes = _nbytes(buffer)
-        memory_of(buffer, writable=False)  # before there is a file: it may refuse the buffer
+        # Before there is a file: these may refuse the buffer.
+        if device_array_of(buffer, writable=False) is None:
+            memory_of(buffer, writable=False)
         with self._open_for_writing(path) as file:
-            # before the file is cut: it may refuse the buffer
             future = file.pwrite(buffer, file_offset or 0)
             # The write may be under way: it ends where the cut begins.
             if file_offset is None and file.size > nbytes:

@@ -8,12 +8,14 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import deepnvme.compat
 import deepnvme.queue.queue
 from deepnvme import ClosedError, FaultPlan, IOQueue, QueueFull, ShortReadError, WhenFull
 from support.nvme_held import until
@@ -48,12 +50,13 @@ class OnDevice:
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the queue take these arrays for a library's."""
-    monkeypatch.setattr(
-        deepnvme.queue.queue,
-        "device_array_of",
-        lambda thing, writable: thing if isinstance(thing, OnDevice) else None,
-    )
+    """Let the library take these arrays for a GPU's."""
+    for module in (deepnvme.queue.queue, deepnvme.compat):
+        monkeypatch.setattr(
+            module,
+            "device_array_of",
+            lambda thing, writable: thing if isinstance(thing, OnDevice) else None,
+        )
 
 
 @pytest.fixture
@@ -73,6 +76,15 @@ def test_reads_and_writes_of_device_arrays_are_staged(tmp_path: Path, queue: IOQ
             file.pread(short, 6).result(TIMEOUT_S)
     assert_same(back.values, data)
     assert_same((tmp_path / "file").read_bytes()[5:], data)
+
+
+def test_a_handle_of_compat_moves_device_arrays(tmp_path: Path) -> None:
+    data = pattern(5000, seed=1)
+    back = OnDevice(bytes(5000))
+    with closing(deepnvme.compat.aio_handle()) as handle:
+        assert handle.sync_pwrite(OnDevice(data), tmp_path / "file") == 1
+        assert handle.sync_pread(back, tmp_path / "file") == 1
+    assert_same(back.values, data)
 
 
 def test_what_is_neither_host_nor_device_memory_is_refused_as_before(
