@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 
 __all__ = ["EvictionOrder"]
 
-# Sorted ascending, and the last one leaves first: whether it may leave between passes, its next use,
-# its last use or arrival as 0 or less (the latest is the least), its number.
+# Sorted ascending, and the last one leaves first: whether it may leave between passes, its next
+# use, its last use or arrival as 0 or less (the latest is the least), its number.
 _Key = tuple[bool, int, int, int]
 
 
