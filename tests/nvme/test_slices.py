@@ -247,7 +247,7 @@ VALUES = {
 def test_a_number_fills_a_part_as_torch_rounds_it(code: str, tmp_path: Path) -> None:
     dtype, number = VALUES[code]
     expected = torch.zeros(6, 40, dtype=dtype)
-    expected[1:6:2, 3:] = number
+    expected[1:6:2, 3:] = number.item() if isinstance(number, np.generic) else number
     with TensorStore.swap(tmp_path, "8MiB", returns=Returns.TORCH) as store:
         store.put("t", torch.zeros(6, 40, dtype=dtype))
         stored = store.get_slice("t")
