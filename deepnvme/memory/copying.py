@@ -7,7 +7,7 @@ Summed on the way, in the same pass, where that is wanted. Called by stores and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from deepnvme import _native
 from deepnvme.memory.buffers import Memory
@@ -15,7 +15,8 @@ from deepnvme.memory.buffers import Memory
 __all__ = ["Runs", "gather", "gather_runs", "scatter", "scatter_runs"]
 
 
-class Runs(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Runs:
     """`count` runs of `nbytes` bytes, which begin `stride` bytes apart, from `offset` on."""
 
     offset: int

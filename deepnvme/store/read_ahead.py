@@ -36,6 +36,11 @@ class ReadAhead:
         self._nbytes = 0  # of the reads that have begun
         self._most_bytes = 0
 
+    @property
+    def futures(self) -> tuple[StoreFuture[Any], ...]:
+        """The reads that have begun."""
+        return tuple(begun.future for begun in self._begun.values())
+
     def want(self, sizes: Mapping[str, int], most_bytes: int) -> None:
         """Want tensors of these names and sizes, behind those wanted already."""
         # The latest call decides, also for what was wanted before.

@@ -9,7 +9,7 @@ again. Knows no names and no commits. Called by `NamedTensors`, from any thread.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from deepnvme.memory.buffers import Memory
@@ -76,7 +76,7 @@ def _cut(runs: Iterable[Runs]) -> Iterator[tuple[Runs, int]]:
                 fitting = min(fitting, 1)
             if fitting > 0:
                 count = min(fitting, run.count - done)
-                yield run._replace(offset=at, count=count), source
+                yield replace(run, offset=at, count=count), source
             else:
                 count = 1
                 yield from _cut_one(at, run.nbytes, source)
@@ -102,7 +102,7 @@ def _window(group: Sequence[tuple[Runs, int]], nbytes: int, unit: int) -> Iterat
     yield Window(
         begin,
         end - begin,
-        [run._replace(offset=run.offset - begin) for run, _ in group],
+        [replace(run, offset=run.offset - begin) for run, _ in group],
         [source for _, source in group],
     )
 
