@@ -179,7 +179,7 @@ def test_a_capacity_is_a_whole_number(place: Path) -> None:
 
 def test_a_directory_is_given_once(store: TensorStore, place: Path) -> None:
     store.close()
-    with pytest.raises(ValueError, match=r"a directory of its own; got .*store 2 times"):
+    with pytest.raises(ValueError, match=r"in different directories; got .*store 2 times"):
         TensorStore.open([place, place.parent / "." / place.name])
 
 
@@ -463,7 +463,7 @@ def test_manifest_that_is_no_file_is_refused_unread(place: Path, kind: str) -> N
             kind
         ](place / slot)
 
-    with pytest.raises(StoreError, match="no file that deepnvme made") as refused:
+    with pytest.raises(StoreError, match="not a file that deepnvme made") as refused:
         load(place)
 
     assert "hunter2" not in str(refused.value)

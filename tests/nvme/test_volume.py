@@ -373,7 +373,7 @@ def test_a_run_with_a_part_that_no_piece_holds_is_refused_and_takes_nothing(
 
 def test_a_run_of_nothing_is_empty_and_one_with_an_empty_part_is_refused(volume: Volume) -> None:
     assert volume.allocate_run([]) == []
-    with pytest.raises(ValueError, match="at least one byte; got 0"):
+    with pytest.raises(ValueError, match="at least 1 byte each, got 0"):
         volume.allocate_run([5, 0])
 
 
@@ -1215,7 +1215,7 @@ def test_a_volume_grows_by_other_sizes_than_its_rates_say(
 def test_sizes_that_are_not_those_of_the_members_are_refused(
     sizes: list[int], volume: Volume
 ) -> None:
-    with pytest.raises(ValueError, match="a size for each"):
+    with pytest.raises(ValueError, match="one number for each of 2 members"):
         volume.grow_members(sizes)
 
 
