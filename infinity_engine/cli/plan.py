@@ -99,11 +99,14 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanAnswer:
-    """What the command says of one question; `page` makes a page with plots of it."""
+    """What the command says of one question; `page` makes a page with plots of it.
+
+    `mapping` makes what `--json` prints: the whole plan is in it, which takes a while to write.
+    """
 
     status: int
     sections: Iterable[Section]
-    mapping: Mapping[str, object]
+    mapping: Callable[[], Mapping[str, object]]
     page: Callable[[], str]
 
 
@@ -141,7 +144,7 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
         return PlanAnswer(
             status=1,
             sections=refused(refusal),
-            mapping={"schema": SCHEMA, **refusal.to_mapping(), "reason": str(error)},
+            mapping=partial(dict, schema=SCHEMA, **refusal.to_mapping(), reason=str(error)),
             page=partial(refusal_page, refusal),
         )
     report = report_of(decision, rated_bytes=rated_bytes)
@@ -171,7 +174,7 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
     return PlanAnswer(
         status=0,
         sections=answer(report, training, advice, ways, tiles, full=options.full),
-        mapping={
+        mapping=lambda: {
             "schema": SCHEMA,
             "fits": True,
             **report.to_mapping(),
@@ -188,7 +191,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.html is not None:
         _write(options.html, found.page())
     if options.json:
-        print(json.dumps(found.mapping, indent=2))
+        print(json.dumps(found.mapping(), indent=2))
     else:
         show(found.sections)
     return found.status
