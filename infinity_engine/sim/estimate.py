@@ -408,7 +408,11 @@ class StepEstimate:
         )
         updating_ns = updating + forward_ns
         if True in self._overlaps:
-            if not self._at_home:
+            if self._means.unified:
+                # Modules are handed what the update has made: they read none of it from drives.
+                is_handed = bool(values) and self._drives
+                beside_ns = self._beside_ns(lanes, updating, parts) if is_handed else updating_ns
+            elif not self._at_home:
                 beside_ns = self._beside_ns(lanes, updating, parts)
             elif visiting and on_host and not self._is_tight(fetched):
                 # The thread that updates waits for parameters too, so that visitors hold it up.

@@ -32,9 +32,13 @@ def least(tier: Tier, planner: Planner, choice: Choice) -> int:
     little, enough = 0, int(getattr(planner.means.budget, tier.value))
     while enough - little > enough // 1000:
         middle = (little + enough) // 2
-        budget = replace(planner.means.budget, **{tier.value: middle})
+        there = planner.means.budget
+        budgets = {
+            Tier.DEVICE: replace(there, device=middle),
+            Tier.HOST: replace(there, host=middle),
+        }
         try:
-            planner.with_budget(budget).outlined(choice)
+            planner.with_budget(budgets[tier]).outlined(choice)
         except CapacityError:
             little = middle
         else:

@@ -280,6 +280,8 @@ def test_residents_leave_room_for_fewer_staging_sets_rather_than_none() -> None:
         (462, Tier.DEVICE, NvmeStreamed(update=Interleaved(share=0.6, resident=0.3))),
         # The staging sets of large subgroups leave no room for as many residents.
         (334, Tier.DEVICE, NvmeStreamed(update=Interleaved(share=0.75, resident=0.1))),
+        # On one memory, modules are handed what an update beside them makes of parameters on drives.
+        (709, Tier.NVME, NvmeStreamed()),
         # Along the edge of what the device holds, where seven that visit take as much room as one
         # that stays.
         (698, Tier.DEVICE, NvmeStreamed(update=Interleaved(share=0.875, resident=0.05))),
