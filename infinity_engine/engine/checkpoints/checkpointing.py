@@ -37,6 +37,7 @@ from infinity_engine.update.states import StateKeeper
 
 __all__ = [
     "CheckpointMemory",
+    "FrozenChecksums",
     "Run",
     "RunRanks",
     "Stateful",
