@@ -82,8 +82,8 @@ _USES = MappingProxyType({"READ": "reading", "WRITE": "writing"})
 class Access(Enum):
     """Whether a store or volume is opened for reading or for writing."""
 
-    # By any number of processes at once, while none has it open for writing. Also from a drive that
-    # is mounted read-only.
+    # by any number of processes at once, while none has it open for writing; also from a drive that
+    # is mounted read-only
     READ = "read"
     WRITE = "write"  # by one process, while no other has it open
 
