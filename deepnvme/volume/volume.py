@@ -423,9 +423,14 @@ class Volume(Closing):
         it gives back no more than these. Free pieces between others in use stay the volume's.
 
         Raises:
+            ValueError: `most` has not one number for each member.
             VolumeError: the volume has too many members for its headers to be changed; nothing has
                 changed.
         """
+        if most and len(most) != len(self._parts):
+            raise ValueError(
+                f"most must have a number for each of {len(self._parts)} members, got {len(most)}"
+            )
         self._check_writable()
         with self._growing:
             for index, part in enumerate(self._parts):

@@ -1169,6 +1169,15 @@ def test_trimmed_volume_gives_back_what_lies_behind_its_bytes(
             assert volume.capacities == (PAGE,)
 
 
+def test_a_trim_with_a_wrong_number_of_limits_changes_nothing(
+    tmp_path: Path, plain_queue: IOQueue
+) -> None:
+    with Volume.temporary([tmp_path], 4 * MIB, queue=plain_queue) as volume:
+        with pytest.raises(ValueError, match="for each of 1 members, got 2"):
+            volume.trim([MIB, MIB])
+        assert volume.capacities == (4 * MIB,)
+
+
 def test_a_volume_grows_and_keeps_what_it_has(tmp_path: Path, plain_queue: IOQueue) -> None:
     data = pattern(3 * MIB, seed=1)
     with Volume.create(members(tmp_path, 1.0, 3.0), 4 * MIB, queue=plain_queue) as volume:
