@@ -41,7 +41,7 @@ def open(  # named as in gzip and bz2
     `block_bytes` is how much is read ahead or collected at a time, a multiple of 4096; three such
     blocks of memory are taken. "wb", "xb" and "ab" write only, unlike "r+b". "ab" makes the file
     where there is none, and writes behind its end wherever the position is: that end is asked for
-    once, so no other program may append at the same time.
+    when it is opened, so no other program may append while it is open.
     """
     nbytes = byte_count("block_bytes", block_bytes, PAGE)
     if mode not in _MODES:
@@ -146,7 +146,7 @@ class FileObject(io.BufferedIOBase):
         return bytes(self._reader.part_from(self._position)[: max(size, PAGE)])
 
     def write(self, data: Any, /) -> int:
-        """Write `data` at the position, with "ab" at the end. It may change when this returns."""
+        """Write `data` at the position, with "ab" at the end; it may change once this returned."""
         self._refuse_unless_writable()
         if self._end is not None:
             self._position = self._end

@@ -103,7 +103,7 @@ class RefusalKind(str, Enum):
 _REFUSALS = MappingProxyType(
     {
         RefusalKind.OLD_KERNEL: (
-            "Linux {release} is older than {oldest}, from where on its io_uring can be used",
+            "Linux {release} is older than {oldest}, the first whose io_uring can be used",
             "boot Linux 6.1 or newer; in a sandbox that reports an old release (gVisor), use "
             "another runtime",
         ),

@@ -65,7 +65,7 @@ def scatter(
 
 
 def gather_runs(staging: Memory, runs: Sequence[Runs], pieces: Sequence[Memory]) -> None:
-    """Copy to runs in staging memory their pieces. A piece of one run's size goes to all of them.
+    """Copy each piece to its runs in staging memory; one as long as a run fills all of them.
 
     Raises:
         ValueError: a piece has not the size of its runs, or a run is not within the staging memory.

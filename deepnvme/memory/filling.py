@@ -20,9 +20,13 @@ _FORMATS = MappingProxyType(
     | {"U64": "Q", "I64": "q", "F16": "e", "F32": "f", "F64": "d", "C64": "ff", "C128": "dd"}
 )
 
+_BF16_INFINITY = 0x7F80
+
 
 def element_of(code: str, number: Any) -> bytes:
     """Return the bytes of `number` as one element of that dtype, rounded to nearest.
+
+    To BF16 it is rounded by way of F32.
 
     Raises:
         TypeError: numbers of that dtype are not made here.
@@ -50,7 +54,10 @@ def _bf16_of(number: Any) -> bytes:
     if math.isnan(number):
         return b"\xc0\x7f"
     (bits,) = struct.unpack("<I", struct.pack("<f", number))
-    return struct.pack("<H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)  # ties to even
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # ties to even
+    if rounded & 0x7FFF == _BF16_INFINITY and not math.isinf(number):
+        raise OverflowError
+    return struct.pack("<H", rounded)
 
 
 class Repeated:

@@ -36,7 +36,7 @@ __all__ = [
 
 FORMAT_VERSION = 1
 
-# Levels of the JSON of a tree. `tree` writes three for a container, of tree.MAX_DEPTH at most.
+# Levels of the JSON of a tree. `tree` nests at most tree.MAX_DEPTH containers, of three levels.
 _MAX_NESTING = 400
 _KIND = "deepnvme-store"
 _ENCODED_TOGETHER = 128

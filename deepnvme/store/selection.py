@@ -21,7 +21,8 @@ __all__ = ["Selection", "select"]
 class Selection:
     """The shape of what is selected, and where its bytes lie in the tensor: runs of one length.
 
-    `starts` has byte offsets for each dimension: a run begins at the sum of one of each.
+    `starts` has a range of byte offsets for each dimension that is not part of a run, and at least
+    one range: a run begins at the sum of one offset of each.
     """
 
     shape: tuple[int, ...]

@@ -117,7 +117,7 @@ class BuiltParameter:
         self._pinned = True
 
     def count_down_to_retry(self) -> bool:
-        """Wait one call less; tell whether to try to evict it. Each failed attempt doubles this."""
+        """Count a call; tell whether to try to evict it. A failed try doubles the calls between."""
         self._wait -= 1
         return self._wait < 0
 

@@ -6,12 +6,7 @@ no torch.
 """
 
 from infinity_engine.checkpoint.directory import CheckpointDirectory
-from infinity_engine.checkpoint.manifest import (
-    Kind,
-    Manifest,
-    SavedFile,
-    SavedTensor,
-)
+from infinity_engine.checkpoint.manifest import Kind, Manifest, SavedFile, SavedTensor
 from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.checkpoint.streams import SavedStream, Slice, SliceSink
 from infinity_engine.checkpoint.writer import write_shard

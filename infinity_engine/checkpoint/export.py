@@ -35,7 +35,7 @@ __all__ = [
     "SHARD_BYTES",
     "Dtype",
     "check_free",
-    "check_values",
+    "check_has_all_weights",
     "dtype_in",
     "export",
     "remove_killed",
@@ -96,11 +96,11 @@ def export(
 
     Raises:
         ConfigError: `path` has weights already, which are left alone; or the checkpoint leaves out
-            frozen weights, and they are not left out here.
+            frozen weights, and `trainable_only` is not set.
         TransferError: the drive is full or failed. No file is left.
     """
     if not trainable_only:
-        check_values(reader)
+        check_has_all_weights(reader)
     remove_killed(path)
     check_free(path)
     draft = path / _DRAFT
@@ -206,7 +206,7 @@ def check_free(path: Path) -> None:
         )
 
 
-def check_values(reader: CheckpointReader) -> None:
+def check_has_all_weights(reader: CheckpointReader) -> None:
     """Check that a checkpoint has the values of all weights.
 
     Raises:

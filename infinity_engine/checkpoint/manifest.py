@@ -40,6 +40,7 @@ _KIND = "infinity-checkpoint"
 # Readers of version 1 would look for the values of every tensor, so only a checkpoint that leaves
 # some out has version 2.
 _ALL_THERE, _SOME_LEFT_OUT = 1, 2
+_BEGINS = re.compile(rb"%s ([0-9]{1,9}) " % re.escape(_KIND.encode()))
 _MOST = (1 << 63) - 1
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _STREAM = re.compile(r"[a-z0-9_]{1,64}")
@@ -79,7 +80,7 @@ class SavedTensor:
         return math.prod(self.shape)
 
     def without_values(self, checksum: int) -> SavedTensor:
-        """Return it as a checkpoint has it that leaves out its values, which have this crc32c."""
+        """Return the entry of a tensor whose values are left out; `checksum` is their crc32c."""
         return replace(self, streams={}, left_out=checksum)
 
     def stream(self, name: str) -> SavedStream:
@@ -187,8 +188,10 @@ def parse(data: bytes) -> Manifest:
         ValueError: they are no manifest, or a damaged or contradictory one; the text says where and
             why.
     """
-    is_whole = data.startswith(f"{_KIND} {_ALL_THERE} ".encode())
-    version = _ALL_THERE if is_whole else _SOME_LEFT_OUT
+    version = _ALL_THERE
+    # Any other version is told that the newest one is read here.
+    if (begins := _BEGINS.match(data)) is not None and int(begins[1]) != _ALL_THERE:
+        version = _SOME_LEFT_OUT
     payload, rest = unframed(_KIND, version, data)
     if rest:
         raise ValueError(f"{len(rest)} B follow the manifest, expected none")

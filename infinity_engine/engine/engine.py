@@ -795,9 +795,9 @@ class Engine:
         With `pending="leave_out"`, it saves between the micro-batches of a step as well, without
         their gradients: a run that goes on from there makes that step of the rest.
 
-        With `frozen="leave_out"`, no byte of what nothing trains is written, such as the base of
-        adapters: `load` then needs a model that has the same frozen values. The first such save
-        reads them once for their checksums, before it returns.
+        With `frozen="leave_out"`, the values of frozen parameters, such as the base of adapters,
+        are not written; buffers are. `load` then needs a model that has the same frozen values. The
+        first such save reads these values once, before it returns, for their checksums.
 
         Raises:
             RuntimeError: gradients have come since the last step: step() or zero_grad() first. Or

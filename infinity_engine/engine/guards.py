@@ -63,7 +63,7 @@ class Guards:
             self._listing = before
 
     def check_no_backward(self) -> None:
-        """Refuse a step from a hook of a backward that still runs."""
+        """Refuse step() inside a backward, as from a gradient hook."""
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "step() was called in a hook, while a backward still makes gradients. Call it "

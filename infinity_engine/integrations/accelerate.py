@@ -67,7 +67,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
 
     _optimizers: list[Any]  # the base class has it, without a type
 
-    _frozen = FrozenParameters.SAVE  # of one that takes over a Trainer's, which saves the engine
+    _frozen: FrozenParameters
 
     def __init__(
         self,
@@ -82,20 +82,29 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
 
     @classmethod
     def taking_over(
-        cls, accelerator: Accelerator, engine: Config, **settings: object
+        cls,
+        accelerator: Accelerator,
+        engine: Config,
+        frozen: FrozenParameters = FrozenParameters.SAVE,
+        **settings: object,
     ) -> InfinityAccelerator:
         """Return one in place of `accelerator`, which a Trainer has made.
 
         The two share all attributes. `settings` replace those of `engine`.
         """
         taken = cls.__new__(cls)
-        taken._take_over(accelerator, engine, settings)
+        taken._take_over(accelerator, engine, frozen, settings)
         return taken
 
     def _take_over(
-        self, accelerator: Accelerator, engine: Config, settings: Mapping[str, object]
+        self,
+        accelerator: Accelerator,
+        engine: Config,
+        frozen: FrozenParameters,
+        settings: Mapping[str, object],
     ) -> None:
         self.__dict__ = accelerator.__dict__
+        self._frozen = frozen
         self._begin(engine, settings)
 
     def _begin(self, engine: Config, settings: Mapping[str, object]) -> None:

@@ -84,6 +84,7 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
         self.accelerator = InfinityAccelerator.taking_over(
             self.accelerator,
             self._engine_settings,
+            self._frozen,
             # Trainer averages: the engine only plans for so many micro-batches.
             accumulation_steps=self.args.gradient_accumulation_steps,
         )

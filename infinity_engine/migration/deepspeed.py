@@ -391,7 +391,7 @@ class _Translation:
             return Fate.YOURS, "the optimizer that you pass"
         if name in _OPTIONS[rule]:
             return Fate.SETTING, f"optimizer={{{json.dumps(name)}: {json.dumps(value)}}}"
-        if name == "adam_w_mode":
+        if name == "adam_w_mode" and rule in ("adam", "adamw"):
             return Fate.SETTING, f'chooses between Adam and AdamW: optimizer={{"name": "{rule}"}}'
         return _unset_option(name, value)
 
@@ -459,7 +459,10 @@ def _unset_option(name: str, value: Any) -> _Answer:
     if name in ("torch_adam", "fused", "foreach"):
         return Fate.NOT_NEEDED, "chooses an implementation; the engine has its own"
     if name == "fp32_optimizer_states" and value is not True:
-        return Fate.MISSING, "states are fp32 here: Adam's take 8 bytes of a parameter, not 4"
+        return (
+            Fate.MISSING,
+            "states are fp32 here, 4 bytes each for every parameter",
+        )
     if name in ("fp32_optimizer_states", "bias_correction") and value is True:
         return Fate.NOT_NEEDED, "on, as here"
     return Fate.MISSING, "no option of this optimizer"

@@ -45,7 +45,7 @@ class HostKernels:
     """The kernels of one SIMD level on a pool of threads."""
 
     def __init__(self, threads: UpdateThreads, *, home: str | None = None) -> None:
-        """Use this CPU's best kernels, or those of the SIMD level `home`; INFINITY_SIMD lowers it.
+        """Use the kernels of the SIMD level `home`, or the best ones that INFINITY_SIMD allows.
 
         Raises:
             ConfigError: this CPU has no such kernels.

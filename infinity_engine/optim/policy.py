@@ -199,7 +199,7 @@ class OffloadPolicy:
             raise ConfigError(
                 field=field, value=plan, expected="a function that returns a StepPlan"
             )
-        # Mostly the same objects; comparing all they say takes as long as making some of the ops.
+        # Mostly the same objects: comparing their fields takes as long as making some of the ops.
         if set(map(id, plan.subgroups)) != set(map(id, ordered)) and (
             set(plan.subgroups) != set(ordered)
         ):

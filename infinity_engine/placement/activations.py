@@ -422,7 +422,7 @@ class _Search:
     def _in_rows(self) -> Iterator[list[BlockWay]]:
         """Yield what fits of one way for the first blocks and one for the rest."""
         count = len(self._effects)
-        # A way that no block can go would be one more row of those that are kept.
+        # A way that no block can go gives the same rows as KEEP.
         ways = [way for way in BlockWay if any(way in effects for effects in self._effects)]
         ends_of = {way: self._ends(way) for way in ways}
         for first in ways:

@@ -663,7 +663,7 @@ class Sizing:
 
     @cached_property
     def _most_copied(self) -> int:
-        """The same for one parameter: where formats are mixed, the largest counts."""
+        """The most bytes that an update writes for one parameter: of mixed formats, the largest."""
         copied = (self._copied(subgroup) // subgroup.numel for subgroup in self.subgroups)
         return max(copied, default=0)
 

@@ -43,7 +43,7 @@ _ENDED_FIRST: Mapping[Lane, frozenset[Lane]] = MappingProxyType(
         Lane.NVME_WRITE: frozenset(Lane),
     }
 )
-"""For an op of each lane: of which lanes the ops before it must have ended when it is submitted."""
+"""By the lane of an op: the lanes whose ops must have ended before it is submitted."""
 
 
 class Carrier(Protocol):

@@ -255,7 +255,7 @@ class ResidentSet(Generic[_Entry]):
     def note_needs(self, numbers: Collection[int]) -> list[int]:
         """Count members that are needed now; return those that are neither resident nor in flight.
 
-        They come in the order of the need, each once.
+        `numbers` has no duplicates; the result keeps their order.
         """
         late = [number for number in numbers if number not in self._entries]
         self.stats.count_needs(in_time=len(numbers) - len(late), late=len(late))

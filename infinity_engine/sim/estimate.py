@@ -162,10 +162,10 @@ class StepEstimate:
         parts = self._in_whole_subgroups(parts)
         known = parts.resident, parts.visiting
         if known not in self._known_ns:
-            self._known_ns[known] = self._fitting_ns(parts)
+            self._known_ns[known] = self._ns_of_whole_subgroups(parts)
         return self._known_ns[known]
 
-    def _fitting_ns(self, parts: Parts) -> float:
+    def _ns_of_whole_subgroups(self, parts: Parts) -> float:
         held, needed = self._on_device(parts)
         fetched = self._budget.device - held
         spill = self._spill(parts)
@@ -233,8 +233,9 @@ class StepEstimate:
         return held, needed
 
     def _largest_staying(self, whole: float, share: float) -> float:
-        """Return the most of one gradient that stays: all of those of residents, of which there
-        are so many bytes, and this share of the others.
+        """Return the most bytes of one gradient that stay on the device.
+
+        The last `whole` bytes of all gradients stay whole; of the others, `share` stays.
         """
         # Residents are the last ones.
         number = bisect_right(self._gradients_from_end, whole)
@@ -371,7 +372,7 @@ class StepEstimate:
         values = self._parameters if self._tier is Tier.NVME else 0
         on_device = visiting + resident
         io = on_host + visiting if self._drives else 0
-        # In bytes or parameters, and in parameters: each subgroup costs a start.
+        # What a lane moves or updates, and of how many parameters: each subgroup costs a start.
         work = {
             Lane.HOST: (on_host, on_host),
             Lane.DEVICE: (on_device, on_device),

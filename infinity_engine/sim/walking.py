@@ -128,8 +128,8 @@ class FetchingRoom:
     """The device memory that modules fetch into, and when the device has used what is there.
 
     Modules are members of `resident` by number, each with the `nbytes` of its parameters, in the
-    order of a forward; `limit` is the set's. An update has `staged` bytes of the same memory, which
-    has `on_their_way` more.
+    order of a forward. Beside `limit`, which is the set's, the memory has `on_their_way` bytes.
+    Until `end_update`, `staged` bytes of all are the update's.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class FetchingRoom:
         self._leaving: deque[tuple[int, int]] = deque()
 
     def begin_pass(self, *, backward: bool = False) -> None:
-        """Note that each module is needed next, in order, or in the reverse one."""
+        """Expect each module once, in the order of a forward, or of a backward."""
         uses = self._uses.values()
         self.resident.expect(list(reversed(uses) if backward else uses))
 

@@ -204,11 +204,19 @@ def _resources(run: RecordedRun) -> Iterator[str]:
         )
 
 
+def _measured_name(lane: Lane) -> str:
+    # Modules that run on the CPU have no spans of its lane.
+    return "CPU updates" if lane is Lane.HOST else lane.label
+
+
 def _measured_strips(spans: Sequence[tuple[str, str, int, int]], end_ns: int) -> Iterator[StripRow]:
     # Spans of the engine's own thread have no track; their names say what they are.
     groups = [
         *((phase, [span for span in spans if span[1] == phase]) for phase in _PHASES),
-        *((lane.label, [span for span in spans if span[0] == lane.value]) for lane in Lane),
+        *(
+            (_measured_name(lane), [span for span in spans if span[0] == lane.value])
+            for lane in Lane
+        ),
         ("waiting", [span for span in spans if span[1].startswith("wait for")]),
     ]
     for label, found in groups:

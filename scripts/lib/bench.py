@@ -185,8 +185,8 @@ class Bench:
     """The systems that one bench compares and the figures it computes; what it measured, once
     `run`.
 
-    `flags` are those of its own that it was started with. Without `warm_up`, what is measured first
-    is a round: for systems that are new processes each time.
+    `flags` are those of its own that it was started with. Without `warm_up`, the first measurement
+    is a round already: for systems that run in a new process each time.
     """
 
     name: str
@@ -230,11 +230,14 @@ class Bench:
         )
 
     def run(self, rounds: int, between: Callable[[int], object] = lambda _: None) -> list[Figure]:
-        """Warm every system up, measure all of them `rounds` times, and return the figures.
+        """Measure all systems `rounds` times and return the figures; with `warm_up`, once more
+        before.
 
-        Each round starts with another system, so that none profits from its place; `between` hears
-        of every round.
+        Each round starts with another system, so that none profits from its place; `between` is
+        called with the number of each round before it.
         """
+        if not self.warm_up:
+            between(0)
         first_measured = self._first_pass()
         order = [name for name in self._systems if name not in self.unavailable]
         if order and not self.warm_up:

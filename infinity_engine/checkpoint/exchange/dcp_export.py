@@ -21,7 +21,7 @@ import numpy as np
 
 from deepnvme.memory.arrays import ITEMSIZES
 from deepnvme.volume.syncing import sync_directory, sync_file
-from infinity_engine.checkpoint.export import Dtype, check_values, dtype_in
+from infinity_engine.checkpoint.export import Dtype, check_has_all_weights, dtype_in
 from infinity_engine.checkpoint.manifest import Kind, SavedTensor
 from infinity_engine.checkpoint.objects import objects_file, read_objects
 from infinity_engine.checkpoint.reader import CheckpointReader
@@ -67,10 +67,10 @@ def export_dcp(
 
     Raises:
         ConfigError: `path` has something already, or a tensor is of a dtype that torch lacks; or
-            the checkpoint leaves out frozen weights, and they are not left out here.
+            the checkpoint leaves out frozen weights, and `trainable_only` is not set.
     """
     if not trainable_only:
-        check_values(reader)
+        check_has_all_weights(reader)
     if path.exists() and any(path.iterdir()):
         raise ConfigError(
             field="path", value=str(path), expected="a directory that has nothing yet"

@@ -93,8 +93,8 @@ class FrozenChecksums:
         """Keep these of the values as they are now."""
         self.by_name, self._versions = by_name, _versions_of(frozen)
 
-    def are_of(self, frozen: Sequence[ModelParameter]) -> bool:
-        """Tell whether they are those of the values, as far as torch counts changes."""
+    def are_current(self, frozen: Sequence[ModelParameter]) -> bool:
+        """Tell whether no frozen parameter has changed since `keep`, as far as torch counts it."""
         return self._versions == _versions_of(frozen)
 
     def forget(self) -> None:

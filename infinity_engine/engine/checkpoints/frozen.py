@@ -25,7 +25,7 @@ def frozen_checksums(run: Run, ranks: RunRanks, room: memoryview) -> Mapping[str
         TransferError: the drive failed.
         CollectiveError: another rank failed.
     """
-    known = run.checksums.are_of(run.frozen)
+    known = run.checksums.are_current(run.frozen)
     # All ranks gather, or none.
     if not all(ranks.tell("whether checksums of frozen parameters are known", known)):
         read = ranks.on_all("reading frozen parameters", lambda: _read(run, ranks, room))

@@ -39,7 +39,7 @@ from infinity_engine.plan import Tier
 __all__ = ["Loaded", "Loads", "Overwritten"]
 
 _ALIGNED = 16  # bytes of the largest element
-_NOT_IN_IT = (
+_LEFT_OUT_ADVICE = (
     "The save left out this frozen parameter, so the model has to bring the same values. Build it "
     "on the same base, with the same precision and the same parameters frozen; or load a "
     "checkpoint that was saved with frozen='save'. With strict=False, the other tensors are loaded"
@@ -66,9 +66,9 @@ class Loaded:
     unexpected: tuple[str, ...] = ()
     """Tensors of the checkpoint that the model does not have."""
     mismatched: tuple[str, ...] = ()
-    """Tensors that both have, of other shapes or states, frozen ones of other values than those
-    that the save left out, and other state that does not fit the run: the name, what was expected
-    and what was found. They are as they were."""
+    """What differs, as name, expected and found: tensors with other shapes or states, frozen
+    tensors whose values are not those that the save left out, and other state of the run. All of it
+    is as it was."""
 
 
 class Overwritten(Enum):
@@ -223,7 +223,7 @@ class _Load:
         )
 
     def check_left_out(self, checksums: Mapping[str, int], *, strict: bool) -> None:
-        """Compare the model's frozen values with those that the checkpoint does without.
+        """Compare the model's frozen values, by checksum, with those that the save left out.
 
         Raises:
             ManifestMismatch: they differ, and `strict` does not allow that.
@@ -233,7 +233,7 @@ class _Load:
                 name,
                 f"values with the checksum {checksums[name]:08x}, as here",
                 f"the checksum {saved.left_out:08x}",
-                _NOT_IN_IT,
+                _LEFT_OUT_ADVICE,
             )
             for name, saved in self.left_out.items()
             if checksums[name] != saved.left_out
@@ -501,7 +501,7 @@ def _unlike_left_out(mine: SavedTensor, saved: SavedTensor) -> _Difference | Non
         f"{tensor.kind.value}, of shape {tensor.shape} in {tensor.dtype}"
         for tensor in (mine, saved)
     )
-    return None if expected == found else _Difference(mine.name, expected, found, _NOT_IN_IT)
+    return None if expected == found else _Difference(mine.name, expected, found, _LEFT_OUT_ADVICE)
 
 
 def _numbers_of(code: str) -> tuple[bool, bool, bool]:
