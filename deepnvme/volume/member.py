@@ -95,7 +95,7 @@ class Header:
     volume: str  # the name of the volume: 32 hexadecimal digits
     member: int  # its number among the members
     capacity: int  # bytes for use, behind this page
-    rates: tuple[float, ...]  # of every member, in any one unit; as many as there are members
+    rates: tuple[float, ...]  # one for each member, all in the same unit
 
     def encode(self) -> bytes:
         """Return the page.

@@ -189,7 +189,7 @@ def parse(data: bytes) -> Manifest:
             why.
     """
     version = _ALL_THERE
-    # Any other version is told that the newest one is read here.
+    # The error for an unknown version names the newest version that is read here.
     if (begins := _BEGINS.match(data)) is not None and int(begins[1]) != _ALL_THERE:
         version = _SOME_LEFT_OUT
     payload, rest = unframed(_KIND, version, data)

@@ -433,3 +433,11 @@ def test_an_option_of_the_optimizer_is_said_to_have_the_effect_that_it_has(
     assert key.fate is fate
     if option == "adam_w_mode":
         assert f'"name": "{"adamw" if value else "adam"}"' in key.here
+
+
+def test_an_option_of_adam_is_no_setting_of_another_optimizer() -> None:
+    config = {"optimizer": {"type": "Lion", "params": {"lr": 1e-3, "adam_w_mode": True}}}
+
+    assert [key.key for key in migrate_deepspeed(config).missing] == [
+        "optimizer.params.adam_w_mode"
+    ]

@@ -66,8 +66,10 @@ def test_without_a_warm_up_what_is_measured_first_is_a_round() -> None:
         run.system(name, counting(calls, name), unit="s")
     run.system("rival", refuses, unit="s")
 
-    run.run(3)
+    heard: list[int] = []
+    run.run(3, heard.append)
 
+    assert heard == [0, 1, 2]
     assert calls == [*"abc", *"bca", *"cab"]
     assert [sorted(measured) for measured in run.rounds] == [list("abc")] * 3
 

@@ -241,7 +241,7 @@ class Drive {
     // Only the leading thread touches these; where no thread leads, any under mutex_.
     // Operations that are not wholly issued, in order: urgent ones, and the others by their size.
     std::array<std::list<Active>, 4> lanes_;
-    std::size_t lane_ = 1;             // the lane whose turn it is
+    std::size_t lane_ = 1;             // the number of the lane that issues now
     std::int64_t credit_ = 0;          // bytes that it may still issue in this turn
     std::list<Active> parked_;         // syncs behind writes
     std::uint64_t with_deadline_ = 0;  // operations that have one

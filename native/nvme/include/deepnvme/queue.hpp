@@ -53,8 +53,8 @@ class Queue {
     // soon. Throws ClosedError, ForkedError.
     [[nodiscard]] bool submit(Operation operation, std::chrono::nanoseconds patience,
                               const std::shared_ptr<Doorbell>& bell = nullptr);
-    // Submits as many as there is room for, from the first on, together; returns how many. Waits at
-    // most `patience` for room for the first.
+    // Submits the first operations together, as many as there is room for, and returns how many.
+    // Waits at most `patience` for room for one.
     [[nodiscard]] std::size_t submit_many(std::vector<Operation> operations,
                                           std::chrono::nanoseconds patience);
 
