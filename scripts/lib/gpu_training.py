@@ -96,12 +96,12 @@ class _TrainedGPT(TinyGPT):
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def gpt(width: int, depth: int, context: int) -> nn.Module:
+def gpt(width: int, depth: int, context: int, *, recomputes: bool = True) -> nn.Module:
     """Return a GPT that maps inputs and targets to the loss, with heads as wide as those of large
     models.
     """
     return _TrainedGPT(
-        width=width, depth=depth, heads=max(1, width // 128), context=context, recomputes=True
+        width=width, depth=depth, heads=max(1, width // 128), context=context, recomputes=recomputes
     )
 
 
@@ -123,8 +123,11 @@ def steps_of(
     *,
     inputs: tuple[torch.Tensor, ...],
     steps: int,
+    warming_up: int = 2,
 ) -> Taken:
-    """Train some steps after two to warm up, in bf16 with AdamW, each waited for to its end."""
+    """Train some steps after those to warm up, in bf16 with AdamW, each waited for to its end; the
+    report of the last one is printed.
+    """
     forwards, updates, wholes = [], [], []
     if device.torch_device.type == "cuda":
         torch.cuda.empty_cache()  # what the way before left is neither budget nor peak of this one
@@ -141,16 +144,17 @@ def steps_of(
         replanning="off",
         **way.settings,
     ) as engine:
-        for step in range(steps + 2):
+        for step in range(steps + warming_up):
             begun = waited(device)
             engine.backward(engine(*inputs))
             computed = waited(device)
             engine.step()
             ended = waited(device)
-            if step >= 2:
+            if step >= warming_up:
                 forwards.append(computed - begun)
                 updates.append(ended - computed)
                 wholes.append(ended - begun)
+        print(engine.report(), flush=True)
         reserved = device.taken_by_torch() or 0
         if device.torch_device.type == "cuda":
             reserved = torch.cuda.max_memory_reserved(device.torch_device)

@@ -24,7 +24,12 @@ def far(request: pytest.FixtureRequest) -> Iterator[ProcessPoolExecutor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "scale"), [("gpu_update", (64, 12, 4096, 1)), ("gpu_step", (32, 2, 1, 16, 4096, 1))]
+    ("name", "scale"),
+    [
+        ("gpu_update", (64, 12, 4096, 1)),
+        ("gpu_step", (32, 2, 1, 16, 4096, 1)),
+        ("gpu_activations", (32, 3, 1, 16, 1 << 16, 1 << 17, MIB, 1)),
+    ],
 )
 def test_every_way_is_measured_and_every_figure_has_a_value(
     name: str, scale: tuple[Any, ...], far: ProcessPoolExecutor
