@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -244,6 +245,11 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
                     newest.event.synchronize()
                 except RuntimeError as error:
                     self._finish(newest, Failure(newest.error_of(error)))
+        # What modules launched there is none of our operations, and an error of it is not ours.
+        for stream, launched in self._streams.items():
+            if stream.kind is StreamKind.COMPUTE:
+                with suppress(RuntimeError):
+                    launched.synchronize()
 
     def _in_device(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cuda"

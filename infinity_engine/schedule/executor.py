@@ -27,12 +27,17 @@ WAIT_FOR_OPS = "wait for ops"
 WAIT_FOR_READS = "wait for reads"
 WAIT_FOR_WRITES = "wait for writes"
 _AHEAD = 2  # updates that the host's thread is given at most: so many end after an interrupt
+# Ops in one lane of a device that may not have ended, at most: where some 1,000 commands are queued
+# in a stream, and an op is several, a GPU's driver lets the thread wait that submits more.
+_QUEUED = 128
+_QUEUES = frozenset({Lane.H2D, Lane.D2H, Lane.DEVICE})
 _DRIVES = MappingProxyType({Lane.NVME_READ: WAIT_FOR_READS, Lane.NVME_WRITE: WAIT_FOR_WRITES})
 # [Note: which ops wait on the host] Streams of a device wait for one another's events, so their ops
 # are submitted at once. Drives cannot wait: their ops, and those of streams that come after I/O,
 # are submitted when the ops before them have ended. So are those after an update that the host's
-# thread makes; that thread waits for its own updates by itself. The walk checks that between the
-# host's updates, and whenever one of them has to wait.
+# thread makes; that thread waits for its own updates by itself. Ops of a device whose lane is full
+# wait for room. The walk checks that between the host's updates, and whenever one of them has to
+# wait.
 _ENDED_FIRST: Mapping[Lane, frozenset[Lane]] = MappingProxyType(
     {
         Lane.HOST: frozenset(Lane) - {Lane.HOST},
@@ -62,18 +67,27 @@ def _nothing() -> None:
 
 
 class Executor:
-    """Walks plans with one carrier; calls `safe_point` between ops, where raising does no harm."""
+    """Walks plans with one carrier; calls `safe_point` between ops, where raising does no harm.
+
+    At most `queued` ops are under way in each lane of the device.
+    """
 
     def __init__(
-        self, carrier: Carrier, telemetry: Telemetry, safe_point: Callable[[], None] = _nothing
+        self,
+        carrier: Carrier,
+        telemetry: Telemetry,
+        safe_point: Callable[[], None] = _nothing,
+        *,
+        queued: int = _QUEUED,
     ) -> None:
         self._carrier = carrier
         self._telemetry = telemetry
         self._safe_point = safe_point
+        self._most = queued
 
     def begin(self, plan: StepPlan) -> Walk:
         """Return a walk along the plan, which goes on as far as each call says."""
-        return Walk(plan, self._carrier, self._telemetry, self._safe_point)
+        return Walk(plan, self._carrier, self._telemetry, self._safe_point, queued=self._most)
 
 
 class Walk:
@@ -85,6 +99,8 @@ class Walk:
         carrier: Carrier,
         telemetry: Telemetry,
         safe_point: Callable[[], None] = _nothing,
+        *,
+        queued: int = _QUEUED,
     ) -> None:
         self._plan = plan
         self._carrier = carrier
@@ -101,6 +117,8 @@ class Walk:
         }
         self._arrived: set[int] = set()  # subgroups
         self._working: deque[int] = deque()  # the host's updates that may not have ended
+        self._queues: dict[Lane, deque[int]] = {lane: deque() for lane in _QUEUES}
+        self._most = queued
         self._failure = _Failure(plan.ops, self._events, telemetry)
 
     @property
@@ -252,6 +270,13 @@ class Walk:
             self._wait_for(self._working.popleft())  # it has ended: raises its error, if any
         return len(self._working) >= _AHEAD
 
+    def _is_full(self, lane: Lane) -> bool:
+        """Tell whether a lane of the device has as many ops as may be queued there."""
+        queue = self._queues[lane]
+        while len(queue) >= self._most and self._has_ended(queue[0]):
+            queue.popleft()
+        return len(queue) >= self._most
+
     def _has_ended(self, number: int) -> bool:
         event = self._events[number]
         return event is None or event.done()
@@ -259,6 +284,8 @@ class Walk:
     def _can_submit(self, op: Op) -> bool:
         """Tell whether an op need not wait on the host: [Note: which ops wait on the host]."""
         if op.lane is Lane.HOST and self._has_enough_work():
+            return False
+        if op.lane in _QUEUES and self._is_full(op.lane):
             return False
         # Asked several times for each op, of all that are held back.
         events, lanes, ended_first = self._events, self._lanes, _ENDED_FIRST[op.lane]
@@ -285,8 +312,10 @@ class Walk:
     def _wait_for_held_back(self) -> None:
         """Wait until the first held-back op can be submitted, and submit all that can be then."""
         # The first in the plan never waits for one that is held back itself.
-        number = min(waiting[0] for waiting in self._held_back.values() if waiting)
-        for other in self._plan.ops[number].after:
+        op = self._plan.ops[min(waiting[0] for waiting in self._held_back.values() if waiting)]
+        if op.lane in _QUEUES and self._is_full(op.lane):
+            self._wait_for(self._queues[op.lane][0])
+        for other in op.after:
             self._wait_for(other)
         self._advance()
 
@@ -304,8 +333,11 @@ class Walk:
             event = self._events[number] = self._carrier.carry_out(op, after)
         except Exception as error:
             raise _OpError(number, error) from error
-        if op.lane is Lane.HOST and event is not None:
-            self._working.append(number)
+        if event is not None:
+            if op.lane is Lane.HOST:
+                self._working.append(number)
+            elif op.lane in _QUEUES:
+                self._queues[op.lane].append(number)
 
     def _wait_for(self, number: int) -> None:
         event = self._events[number]

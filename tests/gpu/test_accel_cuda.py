@@ -144,6 +144,15 @@ def test_a_recorded_event_covers_what_modules_launched(device: CudaAccelerator) 
     assert event.done()
 
 
+def test_waiting_for_all_waits_for_what_modules_launched(device: CudaAccelerator) -> None:
+    device.stream(StreamKind.COMPUTE)
+    spin()
+    launched = torch.cuda.current_stream().record_event()
+    assert not launched.query()
+    device.synchronize()
+    assert launched.query()
+
+
 def test_what_others_allocated_is_not_given_away_before_its_copy_has_ended(
     device: CudaAccelerator, pool: deepnvme.Pool
 ) -> None:

@@ -39,6 +39,11 @@ class FakeStream:
     def wait_event(self, event: FakeEvent) -> None:
         self.gpu.log.append(f"{self.name} waits for {event.at}")
 
+    def synchronize(self) -> None:
+        self.gpu.log.append(f"the host waits for {self.name}")
+        if self.gpu.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
 
 class FakeEvent:
     def __init__(self, gpu: FakeGpu) -> None:
@@ -133,6 +138,19 @@ def test_a_stream_waits_for_the_events_of_others_and_not_for_its_own(
         "work",
         "event in default",
     ]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_waiting_for_all_waits_for_what_modules_launched(
+    device: CudaAccelerator, gpu: FakeGpu, broken: bool
+) -> None:
+    device.stream(StreamKind.COMPUTE)
+    device.stream(StreamKind.H2D)
+    gpu.broken = broken
+
+    device.synchronize()
+
+    assert gpu.log == ["the host waits for default"]
 
 
 def test_memory_that_is_not_pinned_is_warned_of_once(device: CudaAccelerator) -> None:

@@ -81,6 +81,8 @@ class Checking:
     failing: int | None = None
     beside: bool = False
     """Whether the host's updates are made on a thread of their own."""
+    queued: int = 1000
+    """Ops in one lane of the device that may be under way."""
     events: dict[int, Late | None] = field(default_factory=dict)
     buffers: dict[int, int] = field(default_factory=dict)
 
@@ -95,6 +97,10 @@ class Checking:
                 lanes = {op.lane, self.plan.ops[other].lane}
                 assert lanes <= STREAMS or lanes == {Lane.HOST}
                 assert event in after
+        if op.lane in STREAMS:
+            assert len(
+                [late for late in map(self.events.get, lane) if late and not late.passed]
+            ) < (self.queued)
         self._check_buffer(number, op)
         event = None
         if op.lane is Lane.HOST and self.beside:
@@ -185,14 +191,37 @@ def some_of(walk: Walk, plan: StepPlan, chance: random.Random) -> None:
 def test_every_op_is_carried_out_once_and_after_what_it_needs(
     plan: StepPlan, chance: random.Random
 ) -> None:
-    carrier = Checking(plan, chance, beside=chance.random() < 0.5)
-    walk = Executor(carrier, NullTelemetry()).begin(plan)
+    queued = chance.choice([1, 2, 5, 1000])
+    carrier = Checking(plan, chance, beside=chance.random() < 0.5, queued=queued)
+    walk = Executor(carrier, NullTelemetry(), queued=queued).begin(plan)
 
     some_of(walk, plan, chance)
     walk.finish()
 
     assert sorted(carrier.events) == list(range(len(plan.ops)))
     assert all(event is None or event.passed for event in carrier.events.values())
+
+
+def test_a_poll_leaves_what_a_full_lane_of_the_device_has_no_room_for() -> None:
+    specs = [SubgroupSpec(index=at, numel=10, first_use=at) for at in range(9)]
+    limits = Limits(
+        resident_bytes=0,
+        staging_bytes=5000,
+        staging_sets=2,
+        per_parameter=BytesPerParameter(states=12, parameter=2),
+        parameters=Tier.HOST,
+        host_buffers=2,
+    )
+    plan = interleaved(1)(specs, RATES, limits)
+    carrier = Checking(plan, random.Random(1), queued=3)
+    walk = Executor(carrier, NullTelemetry(), queued=3).begin(plan)
+
+    walk.poll()
+    begun = len(carrier.events)
+    walk.finish()
+
+    assert begun <= 3 * len(STREAMS)
+    assert len(carrier.events) == len(plan.ops) == 36
 
 
 def test_lanes_keep_their_order_while_the_hosts_thread_is_ahead() -> None:
