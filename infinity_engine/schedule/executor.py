@@ -27,9 +27,9 @@ WAIT_FOR_OPS = "wait for ops"
 WAIT_FOR_READS = "wait for reads"
 WAIT_FOR_WRITES = "wait for writes"
 _AHEAD = 2  # updates that the host's thread is given at most: so many end after an interrupt
-# Ops in one lane of a device that may not have ended, at most: where some 1,000 commands are queued
-# in a stream, and an op is several, a GPU's driver lets the thread wait that submits more.
-_QUEUED = 128
+# Ops in one lane of a device that may not have ended, at most. A stream of a GPU takes some 1,000
+# commands, and an op is several; then the driver lets the thread wait that submits more.
+_QUEUED = 32
 _QUEUES = frozenset({Lane.H2D, Lane.D2H, Lane.DEVICE})
 _DRIVES = MappingProxyType({Lane.NVME_READ: WAIT_FOR_READS, Lane.NVME_WRITE: WAIT_FOR_WRITES})
 # [Note: which ops wait on the host] Streams of a device wait for one another's events, so their ops

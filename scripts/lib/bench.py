@@ -36,6 +36,7 @@ __all__ = [
     "ONCE_IN_TURN",
     "ROUNDS",
     "THIS_PYTHON",
+    "UNTIL",
     "Bench",
     "Cost",
     "Document",
@@ -46,6 +47,7 @@ __all__ = [
     "document",
     "holds",
     "main",
+    "need",
     "render",
     "spread",
     "write_page",
@@ -69,6 +71,9 @@ Every way trained once, one after another, in one process: two steps to warm up,
 those after them,
 each waited for to its end."""
 """The method of benches that train larger models than could be made anew in every round."""
+
+UNTIL = "INFINITY_BENCH_UNTIL"
+"""The variable with the time, in seconds since the epoch, at which a run is going to be stopped."""
 
 _TARGET = re.compile(r"(>=|<=|==|>|<) *([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)")
 _COMPARE = {
@@ -142,6 +147,17 @@ def spread(numbers: Iterable[float]) -> Spread:
     return Spread(
         median, listed[0], listed[-1], statistics.median(abs(number - median) for number in listed)
     )
+
+
+def need(seconds: float) -> None:
+    """Raise where fewer seconds are left of those that the run was given by the variable UNTIL.
+
+    Raises:
+        UnavailableError: too few are left.
+    """
+    left = float(os.environ.get(UNTIL, "inf")) - time.time()
+    if left < seconds:
+        raise UnavailableError(f"it takes {seconds:.0f} s, and {max(left, 0.0):.0f} s were left")
 
 
 @dataclass(frozen=True)

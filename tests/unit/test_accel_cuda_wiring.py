@@ -81,7 +81,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: FakeStream(gpu, "default"))
     monkeypatch.setattr(torch.cuda, "Stream", new_stream)
     monkeypatch.setattr(torch.cuda, "stream", use)
-    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: FakeEvent(gpu))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: FakeEvent(gpu))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (10, 100))
     return gpu
 

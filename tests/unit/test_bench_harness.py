@@ -47,6 +47,26 @@ def refuses() -> float:
 # --- rounds ---------------------------------------------------------------------------------------
 
 
+def test_what_a_run_has_no_time_left_for_is_not_begun_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench.need(1e9)  # nobody is going to stop this run
+    monkeypatch.setattr(bench.time, "time", lambda: 100.0)
+    monkeypatch.setenv(bench.UNTIL, "130")
+    run = a_bench(short=2.0)
+
+    def long() -> float:
+        bench.need(31)
+        return 1.0
+
+    run.system("long", long, unit="s")
+    run.figure("ratio", unit="ratio", target="> 0", uses=["long"])
+    (figure,) = run.run(1)
+
+    bench.need(30)
+    assert figure.reason == "long: it takes 31 s, and 30 s were left"
+
+
 def test_every_system_is_warmed_up_and_then_measured_once_per_round() -> None:
     calls: list[str] = []
     run = bench.Bench("demo", quick=False)
