@@ -374,4 +374,6 @@ def _described(accelerator: Accelerator) -> str:
     """Return how to read this accelerator's times: an emulated one says that it is emulated."""
     if isinstance(accelerator, EmulatedAccelerator):
         return f"emulated, on its {accelerator.clock} clock"
+    if accelerator.works_beside_host:
+        return f"{accelerator.name}, whose phases are those of the host that launches its work"
     return accelerator.name

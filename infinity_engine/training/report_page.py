@@ -103,6 +103,8 @@ def _state(run: RecordedRun) -> Iterator[str]:
     for device in dict.fromkeys(str(step.fields.get("device", "")) for step in run.steps):
         if device.startswith("emulated"):
             yield f'<p class="warn">Times are those of a device that is {escape(device)}.</p>'
+        elif "," in device:
+            yield f'<p class="warn">Times are those of {escape(device)}.</p>'
 
 
 # --- sections -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import infinity_engine
-from infinity_engine.accel import Emulation, StreamKind, VirtualAccelerator
+from infinity_engine.accel import CpuAccelerator, Emulation, StreamKind, VirtualAccelerator
 from infinity_engine.engine.engine import Engine
 from infinity_engine.lanes.meter import Cargo, Wait
 from infinity_engine.outcome import Outcome
@@ -383,6 +383,20 @@ def test_a_rate_is_over_the_step_and_updates_have_no_time_where_the_device_does_
         in str(report).splitlines()
     )
     assert "updates on device  7 parameters" in str(report).splitlines()
+
+
+def test_a_report_says_where_phases_are_those_of_launching(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CpuAccelerator, "works_beside_host", True)
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with infinity_engine.initialize(
+        model, optimizer, accelerator="cpu", budget={"host": "1MiB"}
+    ) as made:
+        train(made)
+
+        assert "on cpu, whose phases are those of the host" in str(made.report())
 
 
 def test_as_text_a_report_is_a_small_table() -> None:

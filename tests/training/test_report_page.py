@@ -281,6 +281,13 @@ def test_times_of_an_emulated_device_are_marked(tmp_path: Path) -> None:
     assert "Times are those of a device that is emulated" in words
 
 
+def test_phases_that_are_only_launched_are_marked(tmp_path: Path) -> None:
+    device = "cuda, whose phases are those of the host that launches its work"
+    words = words_of(run_of(tmp_path, made(1, device=device)))
+
+    assert f"Times are those of {device}." in words
+
+
 def test_the_command_writes_the_page_and_says_where(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
