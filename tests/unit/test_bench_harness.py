@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_what_a_run_has_no_time_left_for_is_not_begun_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench.need(1e9)  # nobody is going to stop this run
-    monkeypatch.setattr(bench.time, "time", lambda: 100.0)
+    monkeypatch.setattr(time, "time", lambda: 100.0)
     monkeypatch.setenv(bench.UNTIL, "130")
     run = a_bench(short=2.0)
 
@@ -425,6 +426,7 @@ def test_a_committed_page_shows_the_numbers_beside_it(page: Path) -> None:
 SCRIPT = f"""#!/usr/bin/env python3
 '''A bench for the test of the harness.'''
 import sys
+import time
 sys.path.insert(0, {str(ROOT / "scripts" / "lib")!r})
 import bench
 def define(run):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -212,7 +213,7 @@ def test_a_poll_leaves_what_a_full_lane_of_the_device_has_no_room_for() -> None:
         parameters=Tier.HOST,
         host_buffers=2,
     )
-    plan = interleaved(1)(specs, RATES, limits)
+    plan = interleaved(Fraction(1))(specs, RATES, limits)
     carrier = Checking(plan, random.Random(1), queued=3)
     walk = Executor(carrier, NullTelemetry(), queued=3).begin(plan)
 
