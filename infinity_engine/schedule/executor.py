@@ -30,7 +30,6 @@ _AHEAD = 2  # updates that the host's thread is given at most: so many end after
 # Ops in one lane of a device that may not have ended, at most. A stream of a GPU takes some 1,000
 # commands, and an op is several; then the driver lets the thread wait that submits more.
 _QUEUED = 32
-_QUEUES = frozenset({Lane.H2D, Lane.D2H, Lane.DEVICE})
 _DRIVES = MappingProxyType({Lane.NVME_READ: WAIT_FOR_READS, Lane.NVME_WRITE: WAIT_FOR_WRITES})
 # [Note: which ops wait on the host] Streams of a device wait for one another's events, so their ops
 # are submitted at once. Drives cannot wait: their ops, and those of streams that come after I/O,
@@ -116,9 +115,9 @@ class Walk:
             op.subgroup: number for number, op in enumerate(plan.ops) if op.lane is Lane.HOST
         }
         self._arrived: set[int] = set()  # subgroups
-        self._working: deque[int] = deque()  # the host's updates that may not have ended
-        self._queues: dict[Lane, deque[int]] = {lane: deque() for lane in _QUEUES}
-        self._most = queued
+        self._most = {Lane.HOST: _AHEAD, Lane.DEVICE: queued, Lane.H2D: queued, Lane.D2H: queued}
+        # Ops that may not have ended, in lanes that take so many.
+        self._under_way: dict[Lane, deque[int]] = {lane: deque() for lane in self._most}
         self._failure = _Failure(plan.ops, self._events, telemetry)
 
     @property
@@ -236,8 +235,8 @@ class Walk:
         if op.lane is not Lane.HOST and (self._held_back.get(op.lane) or not self._can_submit(op)):
             self._held_back.setdefault(op.lane, deque()).append(self._order.popleft())
             return
-        while op.lane is Lane.HOST and self._has_enough_work():
-            self._wait_for(self._working[0])
+        while op.lane is Lane.HOST and self._is_full(Lane.HOST):
+            self._wait_for(self._under_way[Lane.HOST][0])
             self._advance()
         # An update of the host comes next, and ops that it needs are held back: these go first.
         while any(other not in self._events for other in op.after):
@@ -261,21 +260,17 @@ class Walk:
 
     def _keep_working(self) -> None:
         """Give the host's thread what it takes, if there is one and it is at work."""
-        while self._working and self._update_on_host():
+        while self._under_way[Lane.HOST] and self._update_on_host():
             pass
 
-    def _has_enough_work(self) -> bool:
-        """Tell whether the host's thread has as many updates ahead as it takes."""
-        while self._working and self._has_ended(self._working[0]):
-            self._wait_for(self._working.popleft())  # it has ended: raises its error, if any
-        return len(self._working) >= _AHEAD
-
     def _is_full(self, lane: Lane) -> bool:
-        """Tell whether a lane of the device has as many ops as may be queued there."""
-        queue = self._queues[lane]
-        while len(queue) >= self._most and self._has_ended(queue[0]):
-            queue.popleft()
-        return len(queue) >= self._most
+        """Tell whether a lane has as many ops as it takes."""
+        if lane not in self._most:
+            return False
+        under_way = self._under_way[lane]
+        while under_way and self._has_ended(under_way[0]):
+            self._wait_for(under_way.popleft())  # it has ended: raises its error, if any
+        return len(under_way) >= self._most[lane]
 
     def _has_ended(self, number: int) -> bool:
         event = self._events[number]
@@ -283,9 +278,7 @@ class Walk:
 
     def _can_submit(self, op: Op) -> bool:
         """Tell whether an op need not wait on the host: [Note: which ops wait on the host]."""
-        if op.lane is Lane.HOST and self._has_enough_work():
-            return False
-        if op.lane in _QUEUES and self._is_full(op.lane):
+        if self._is_full(op.lane):
             return False
         # Asked several times for each op, of all that are held back.
         events, lanes, ended_first = self._events, self._lanes, _ENDED_FIRST[op.lane]
@@ -313,8 +306,8 @@ class Walk:
         """Wait until the first held-back op can be submitted, and submit all that can be then."""
         # The first in the plan never waits for one that is held back itself.
         op = self._plan.ops[min(waiting[0] for waiting in self._held_back.values() if waiting)]
-        if op.lane in _QUEUES and self._is_full(op.lane):
-            self._wait_for(self._queues[op.lane][0])
+        if self._is_full(op.lane):
+            self._wait_for(self._under_way[op.lane][0])
         for other in op.after:
             self._wait_for(other)
         self._advance()
@@ -333,11 +326,8 @@ class Walk:
             event = self._events[number] = self._carrier.carry_out(op, after)
         except Exception as error:
             raise _OpError(number, error) from error
-        if event is not None:
-            if op.lane is Lane.HOST:
-                self._working.append(number)
-            elif op.lane in _QUEUES:
-                self._queues[op.lane].append(number)
+        if event is not None and op.lane in self._under_way:
+            self._under_way[op.lane].append(number)
 
     def _wait_for(self, number: int) -> None:
         event = self._events[number]
