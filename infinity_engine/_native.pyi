@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 SEGMENT_NBYTES: int
 NORM_BLOCK: int
+NF4_BLOCK: int
 
 class ThreadPool:
     def __init__(self, cores: Sequence[int]) -> None: ...
@@ -31,4 +32,10 @@ def block_sums(
 def accumulate(
     into: int, gradient: int, format: int, numel: int, begins: bool, pool: ThreadPool, home: str
 ) -> bytearray: ...
+def expand_nf4(
+    packed: int, scales: int, values: int, blocks: int, into: int, format: int, pool: ThreadPool
+) -> None: ...
+def expand_int8(
+    integers: int, scales: int, rows: int, columns: int, into: int, format: int, pool: ThreadPool
+) -> None: ...
 def tree_sum(sums: Sequence[float]) -> float: ...

@@ -6,16 +6,21 @@ values, two in a byte, the first in its upper half, as bitsandbytes packs them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from enum import Enum
+from functools import cache
 
 import torch
 
+from infinity_engine import _native
 from infinity_engine.errors import ConfigError
+from infinity_engine.optim import Values
+from infinity_engine.optim.threads import UpdateThreads
 
 __all__ = ["NF4_BLOCK", "CompactKind", "compacted", "expanded", "nf4_values", "working_bytes"]
 
-NF4_BLOCK = 64  # elements with one scale
+NF4_BLOCK = _native.NF4_BLOCK  # elements with one scale
 # Quantiles of the normal distribution, scaled to 1 (QLoRA, Dettmers et al., 2023).
 _NF4_VALUES = (
     -1.0,
@@ -90,30 +95,72 @@ def expanded(
 
     `values` are the 16 of four bits. Computed in fp32 and rounded once, whatever the dtype.
     """
-    if weight.dtype is torch.int8:
-        found = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-        count = max(1, _PIECE // max(1, weight.shape[1]))
-        for part, rows, factors in zip(
-            torch.split(found, count),
-            torch.split(weight, count),
-            torch.split(scale, count),
-            strict=True,
-        ):
-            part.copy_(torch.mul(rows, factors))
-        return found
+    in_8_bits = weight.dtype is torch.int8
+    shape = weight.shape if in_8_bits else (scale.numel(), NF4_BLOCK)
+    found = torch.empty(shape, dtype=dtype, device=weight.device)
+    if weight.device.type == "cpu" and dtype.itemsize <= scale.itemsize:
+        _expand_on_host(weight, scale, values, found)
+    elif in_8_bits:
+        _expand_rows(weight, scale, found)
+    else:
+        _expand_blocks(weight, scale, values, found)
+    return found
+
+
+def _expand_rows(weight: torch.Tensor, scale: torch.Tensor, into: torch.Tensor) -> None:
+    count = max(1, _PIECE // max(1, weight.shape[1]))
+    pieces = (torch.split(each, count) for each in (into, weight, scale))
+    for part, rows, factors in zip(*pieces, strict=True):
+        part.copy_(torch.mul(rows, factors))
+
+
+def _expand_blocks(
+    weight: torch.Tensor, scale: torch.Tensor, values: torch.Tensor, into: torch.Tensor
+) -> None:
     # Both values of a byte at once: 256 pairs.
     pairs = torch.stack((values.repeat_interleave(len(values)), values.repeat(len(values))), dim=1)
-    found = torch.empty(scale.numel(), NF4_BLOCK, dtype=dtype, device=weight.device)
     count = _PIECE // NF4_BLOCK
-    for part, packed, factors in zip(
-        torch.split(found, count),
-        torch.split(weight.reshape(-1, NF4_BLOCK // 2), count),
-        torch.split(scale, count),
-        strict=True,
-    ):
+    packed_blocks = weight.reshape(-1, NF4_BLOCK // 2)
+    pieces = (torch.split(each, count) for each in (into, packed_blocks, scale))
+    for part, packed, factors in zip(*pieces, strict=True):
         elements = pairs.index_select(0, packed.reshape(-1).int()).view(-1, NF4_BLOCK)
         part.copy_(elements.mul_(factors[:, None]))
-    return found
+
+
+def _expand_on_host(
+    weight: torch.Tensor, scale: torch.Tensor, values: torch.Tensor, into: torch.Tensor
+) -> None:
+    """Expand with threads of the host: torch's operators for it are slow there."""
+    integers, scales, named = (each.detach().contiguous() for each in (weight, scale, values))
+    format_ = Values.of(into).format.value
+    threads = _threads(os.getpid(), torch.get_num_threads()).native
+    if weight.dtype is torch.int8:
+        rows, columns = weight.shape
+        _native.expand_int8(
+            integers.data_ptr(),
+            scales.data_ptr(),
+            rows,
+            columns,
+            into.data_ptr(),
+            format_,
+            threads,
+        )
+    else:
+        _native.expand_nf4(
+            integers.data_ptr(),
+            scales.data_ptr(),
+            named.data_ptr(),
+            scales.numel(),
+            into.data_ptr(),
+            format_,
+            threads,
+        )
+
+
+@cache
+def _threads(_process: int, count: int) -> UpdateThreads:
+    # For each process: those of the parent do not run in a forked child.
+    return UpdateThreads.anywhere(count)
 
 
 # Both work on some rows at a time, in the same memory: what is freed and taken again and again

@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "infinity_optim/compact.hpp"
 #include "infinity_optim/engine.hpp"
 #include "infinity_optim/sources.hpp"
 
@@ -150,6 +151,24 @@ void bind_optim(py::module_& module) {
         },
         py::arg("into"), py::arg("gradient"), py::arg("format"), py::arg("numel"),
         py::arg("begins"), py::arg("pool"), py::arg("home"));
+    module.def(
+        "expand_nf4",
+        [](u64 packed, u64 scales, u64 values, u64 blocks, u64 into, u32 format, ThreadPool& pool) {
+            const py::gil_scoped_release released;
+            expand(Nf4{packed, scales, values, blocks}, into, static_cast<Format>(format), pool);
+        },
+        py::arg("packed"), py::arg("scales"), py::arg("values"), py::arg("blocks"), py::arg("into"),
+        py::arg("format"), py::arg("pool"));
+    module.def(
+        "expand_int8",
+        [](u64 integers, u64 scales, u64 rows, u64 columns, u64 into, u32 format,
+           ThreadPool& pool) {
+            const py::gil_scoped_release released;
+            expand(Int8{integers, scales, rows, columns}, into, static_cast<Format>(format), pool);
+        },
+        py::arg("integers"), py::arg("scales"), py::arg("rows"), py::arg("columns"),
+        py::arg("into"), py::arg("format"), py::arg("pool"));
+    module.attr("NF4_BLOCK") = nf4_block;
     module.def(
         "tree_sum", [](std::vector<double> sums) { return tree_sum(sums); }, py::arg("sums"));
 }

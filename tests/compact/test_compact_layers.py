@@ -5,6 +5,8 @@ under an engine.
 from __future__ import annotations
 
 import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 import infinity_engine
-from infinity_engine.compact import CompactKind, CompactLinear, compact_linears
+from infinity_engine.compact import CompactKind, CompactLinear, compact_linears, weights
 from infinity_engine.compact.weights import compacted
 from infinity_engine.errors import ConfigError
 from support.nvme_training import RATES, emulated
@@ -103,6 +105,35 @@ def test_pieces_give_the_bits_of_the_whole(
     assert torch.equal(pieces.weight, whole.weight)
     assert torch.equal(pieces.scale, whole.scale)
     assert torch.equal(pieces.expanded(torch.bfloat16), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_host_expands_to_the_bits_of_torchs_operators(
+    kind: CompactKind, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of operators. Not a divisor of the 2048 elements.
+    monkeypatch.setattr(weights, "_PIECE", 3 * 64)
+    compact = CompactLinear.of(layer(), kind)
+    with torch.no_grad():
+        compact.scale.view(-1)[:2] = torch.tensor([1e-42, 1e30])  # too small and too large
+    kept = (compact.weight, compact.scale)
+    by_operators = torch.empty_like(compact.expanded(dtype))
+    if kind is CompactKind.INT8:
+        weights._expand_rows(*kept, by_operators)
+    else:
+        weights._expand_blocks(*kept, compact.values, by_operators.view(-1, 64))
+
+    assert torch.equal(compact.expanded(dtype), by_operators)
+
+
+# Python 3.12 warns of any fork beside threads
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_expands_too() -> None:
+    compact = CompactLinear.of(layer(), CompactKind.NF4)
+    expected = compact.expanded(torch.bfloat16)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as child:
+        assert torch.equal(child.submit(compact.expanded, torch.bfloat16).result(60), expected)
 
 
 def test_autocast_computes_in_its_dtype() -> None:
