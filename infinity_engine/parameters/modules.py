@@ -151,6 +151,16 @@ class _WatchedParameter(NamedTuple):
     saved: Use
     """By a backward."""
 
+    def unseen(self) -> RuntimeError:
+        """Return the error of a use that the engine did not see."""
+        return RuntimeError(
+            f"{self.name} was used where the engine could not see it, and read as NaN. "
+            "The engine fetches a parameter when its module runs, or when code reads it as an "
+            "attribute of a module; this one came from elsewhere, such as a variable, a list or "
+            "model.parameters(). Call engine.register_external(module, parameter) once for the "
+            "module that uses it, or use it under `with engine.gathered(parameter)`"
+        )
+
 
 class _Frames:
     """What the caller, running modules and running functions hold: each frame until it ends."""
@@ -259,6 +269,91 @@ class _CustomFunctions:
         self._frames.end(frame)
 
 
+@dataclass(slots=True, kw_only=True)
+class _SavedParameters:
+    """Saves no parameter for a backward, which fetches it again; `activations` keep the rest."""
+
+    parameters: Mapping[int, _WatchedParameter]
+    frames: _Frames
+    leaves: _Leaves
+    fetcher: ModuleProvider
+    hooks: Hooks
+    activations: SavedTensors
+    closed: bool = False
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Return a context in which autograd saves no parameter."""
+        return self.hooks.saving(self._pack, self._unpack)
+
+    def close(self) -> None:
+        """Refuse every backward from here on."""
+        self.closed = True
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        number = None
+        if (
+            # A conjugated or negated view shows other values than its memory has.
+            tensor.layout == torch.strided
+            and tensor.numel()
+            and not (tensor.is_conj() or tensor.is_neg())
+        ):
+            # By the storage's address: what is saved may be any view of the parameter.
+            number = self.fetcher.shown.number_at(tensor.untyped_storage().data_ptr())
+        if number is None:
+            self._check_seen(tensor)
+            return self.activations.pack(tensor)
+        return _SavedParameter(
+            number=number,
+            version=self.fetcher.version_of(number),
+            dtype=tensor.dtype,
+            size=tuple(tensor.shape),
+            stride=tensor.stride(),
+            offset=int(tensor.storage_offset()),
+        )
+
+    def _check_seen(self, tensor: torch.Tensor) -> None:
+        """Refuse to save the NaN that is shown in place of a parameter."""
+        if tensor.layout != torch.strided:
+            return  # it has no storage, and is no parameter
+        # One element expanded to a shape, which is how an absent parameter looks.
+        storage = tensor.untyped_storage()
+        if any(tensor.stride()) or storage.nbytes() != tensor.element_size() or tensor.numel() < 2:
+            return
+        for number, known in self.parameters.items():
+            if (
+                known.parameter.untyped_storage().data_ptr() == storage.data_ptr()
+                and number not in self.fetcher.shown
+            ):
+                raise known.unseen()
+
+    def _unpack(self, saved: object) -> torch.Tensor:
+        if not isinstance(saved, _SavedParameter):
+            return self.activations.unpack(saved)
+        number, known = saved.number, self.parameters[saved.number]
+        if self.closed:
+            raise RuntimeError(
+                f"The engine was closed before this backward, which needs {known.name}. A "
+                "graph made under an engine cannot be differentiated after close(). Call "
+                "backward() before close(), or run the model again"
+            )
+        if saved.version != self.fetcher.version_of(number):
+            raise RuntimeError(
+                f"The backward needs {known.name} as it was in the forward, and "
+                "engine.step() or a body of engine.gathered(modify=True) has changed it since. "
+                "Call backward() before that, or run the forward again"
+            )
+        # Ranks gather a leaf together when its backward begins. One that is shown must not be asked
+        # for by one rank alone.
+        if number not in self.leaves.parameters or number not in self.fetcher.shown:
+            self.frames.need(known.saved)
+        values = self.fetcher.shown.values(number)
+        # What was saved is a view in another dtype.
+        if values.dtype is not saved.dtype:
+            values = values.view(-1).view(saved.dtype)
+        # As autograd had it: shape, strides and offset of the view that was saved.
+        return values.as_strided(saved.size, saved.stride, saved.offset)
+
+
 class ModuleParameters:
     """Which of `parameters` the modules of one model use, and when.
 
@@ -298,10 +393,16 @@ class ModuleParameters:
         self._functions = _CustomFunctions(self._frames, hooks, self._numbers)
         self._uses: dict[int, Use] = {}  # what each module needs when it runs, by its id
         self._leaves = _Leaves()
+        self._saved = _SavedParameters(
+            parameters=self._parameters,
+            frames=self._frames,
+            leaves=self._leaves,
+            fetcher=fetcher,
+            hooks=hooks,
+            activations=activations,
+        )
         self._called: set[int] = set()  # ids of the modules that have hooks around their calls
         self._graph_parts = GraphParts()
-        self._activations = activations
-        self._closed = False
         # Each module once: named_modules() lists a shared one by its first name.
         for name, module in model.named_modules():
             is_leaf = name in leaves
@@ -357,7 +458,7 @@ class ModuleParameters:
             RuntimeError: it was not.
         """
         if number in self._parameters and number not in self._frames.asked:
-            raise self._unseen(number)
+            raise self._parameters[number].unseen()
 
     def saving(self) -> AbstractContextManager[None]:
         """Save no parameters for the backward in the body: the backward fetches them again.
@@ -374,12 +475,12 @@ class ModuleParameters:
         if model is not None:
             # At each call: a module may have been compiled since.
             check_modules(model)
-            self._activations.begin_forward(_own_of(model))
-        return self._hooks.saving(self._pack, self._unpack)
+            self._saved.activations.begin_forward(_own_of(model))
+        return self._saved.saving()
 
     def saving_again(self) -> AbstractContextManager[None]:
         """Save in the body as `saving` does. The body runs modules again for a backward."""
-        return self._hooks.saving(self._pack, self._unpack)
+        return self._saved.saving()
 
     def versions_in(self, module: torch.nn.Module) -> dict[str, int]:
         """Return how often each parameter and buffer in a module was changed, by its name there."""
@@ -393,7 +494,7 @@ class ModuleParameters:
     def close(self) -> None:
         """Let go of everything. No graph made so far can be differentiated any more."""
         self.let_go()
-        self._closed = True
+        self._saved.close()
 
     def let_go(self) -> None:
         """Let go of all parameters that are held. No module is running, and the caller's reads have
@@ -441,7 +542,7 @@ class ModuleParameters:
             if self._hooks.can_save():
                 # This module was called past the engine. Without the hooks, autograd would save
                 # the parameter itself, and read NaN from it in the backward.
-                frame.save_with(self._hooks.saving(self._pack, self._unpack))
+                frame.save_with(self._saved.saving())
         self._frames.modules.append(frame)
         if use.parameters:
             self._frames.ask(use, frame)
@@ -525,82 +626,6 @@ class ModuleParameters:
         if isinstance(output, list | tuple):
             return [number for part in output for number in self._returned(part)]
         return ()
-
-    # --- what is saved ----------------------------------------------------------------------------
-
-    def _pack(self, tensor: torch.Tensor) -> object:
-        number = None
-        if (
-            # A conjugated or negated view shows other values than its memory has.
-            tensor.layout == torch.strided
-            and tensor.numel()
-            and not (tensor.is_conj() or tensor.is_neg())
-        ):
-            # By the storage's address: what is saved may be any view of the parameter.
-            number = self._fetcher.shown.number_at(tensor.untyped_storage().data_ptr())
-        if number is None:
-            self._check_seen(tensor)
-            return self._activations.pack(tensor)
-        return _SavedParameter(
-            number=number,
-            version=self._fetcher.version_of(number),
-            dtype=tensor.dtype,
-            size=tuple(tensor.shape),
-            stride=tensor.stride(),
-            offset=int(tensor.storage_offset()),
-        )
-
-    def _check_seen(self, tensor: torch.Tensor) -> None:
-        """Refuse to save the NaN that is shown in place of a parameter."""
-        if tensor.layout != torch.strided:
-            return  # it has no storage, and is no parameter
-        # One element expanded to a shape, which is how an absent parameter looks.
-        storage = tensor.untyped_storage()
-        if any(tensor.stride()) or storage.nbytes() != tensor.element_size() or tensor.numel() < 2:
-            return
-        for number, known in self._parameters.items():
-            if (
-                known.parameter.untyped_storage().data_ptr() == storage.data_ptr()
-                and number not in self._fetcher.shown
-            ):
-                raise self._unseen(number)
-
-    def _unseen(self, number: int) -> RuntimeError:
-        name = self._parameters[number].name
-        return RuntimeError(
-            f"{name} was used where the engine could not see it, and read as NaN. "
-            "The engine fetches a parameter when its module runs, or when code reads it as an "
-            "attribute of a module; this one came from elsewhere, such as a variable, a list or "
-            "model.parameters(). Call engine.register_external(module, parameter) once for the "
-            "module that uses it, or use it under `with engine.gathered(parameter)`"
-        )
-
-    def _unpack(self, saved: object) -> torch.Tensor:
-        if not isinstance(saved, _SavedParameter):
-            return self._activations.unpack(saved)
-        number, known = saved.number, self._parameters[saved.number]
-        if self._closed:
-            raise RuntimeError(
-                f"The engine was closed before this backward, which needs {known.name}. A "
-                "graph made under an engine cannot be differentiated after close(). Call "
-                "backward() before close(), or run the model again"
-            )
-        if saved.version != self._fetcher.version_of(number):
-            raise RuntimeError(
-                f"The backward needs {known.name} as it was in the forward, and "
-                "engine.step() or a body of engine.gathered(modify=True) has changed it since. "
-                "Call backward() before that, or run the forward again"
-            )
-        # Ranks gather a leaf together when its backward begins. One that is shown must not be asked
-        # for by one rank alone.
-        if number not in self._leaves.parameters or number not in self._fetcher.shown:
-            self._frames.need(known.saved)
-        values = self._fetcher.shown.values(number)
-        # What was saved is a view in another dtype.
-        if values.dtype is not saved.dtype:
-            values = values.view(-1).view(saved.dtype)
-        # As autograd had it: shape, strides and offset of the view that was saved.
-        return values.as_strided(saved.size, saved.stride, saved.offset)
 
 
 class UnwatchedModules:
