@@ -87,6 +87,10 @@ class KeptPlan:
     def note_step(self, totals: Mapping[str, int]) -> None:
         """Do nothing: there is no other plan."""
 
+    def take(self) -> Replan | None:
+        """Return nothing."""
+        return None
+
     def adopt(self, replan: Replan) -> None:
         """Do nothing."""
 
@@ -99,15 +103,11 @@ class Replanner:
     So noise does not make it change forth and back.
     """
 
-    watches = True
-    """Whether counters are worth reading."""
-
     def __init__(self, question: Question, sizing: Sizing, plan: Plan, *, trained: int) -> None:
         self._question = question
         self._sizing = sizing
         self._plan = plan
         self._trained = trained
-        self._resident = _resident_part(question.wish.strategy)
         # Bytes of the host that were freed between leases, in pieces that may be too small to use.
         self._lost = 0
         # that the plan was made or looked at with
@@ -117,6 +117,12 @@ class Replanner:
         # Negative while it warms up.
         self._steps = -_WARMING_UP
         self._look_after = self._wanted = _FIRST_LOOK
+        self._better: Replan | None = None  # until `take`
+
+    @property
+    def watches(self) -> bool:
+        """Whether counters are worth reading: no better plan is known."""
+        return self._better is None
 
     @staticmethod
     def can_watch(question: Question, sizing: Sizing, plan: Plan) -> bool:
@@ -140,7 +146,7 @@ class Replanner:
     def note_step(self, totals: Mapping[str, int]) -> Replan | None:
         """Take the totals of all counters after a step; return a better plan, if one is found.
 
-        It looks only now and then. The engine adopts the plan when it can, and calls `adopt`.
+        It looks only now and then. The engine takes the plan when it can, and calls `adopt`.
         """
         before, self._before = self._before, dict(totals)
         self._steps += 1
@@ -168,7 +174,13 @@ class Replanner:
         # Steps before this look say nothing of those after it.
         for samples in self._samples.values():
             samples.clear()
-        return self._look(others) if others else None
+        self._better = self._look(others) if others else None
+        return self._better
+
+    def take(self) -> Replan | None:
+        """Return the better plan once: one that does not fit now is not tried at every step."""
+        found, self._better = self._better, None
+        return found
 
     def adopt(self, replan: Replan) -> None:
         """Note that its plan is the engine's from now on."""
@@ -225,10 +237,11 @@ class Replanner:
 
     def _plan_with(self, share: float, rates: Rates) -> Plan | None:
         """Return the plan in which such a share visits, None where it cannot be adopted."""
-        assert self._resident is not None, "the strategy says how much is resident"
+        resident = _resident_part(self._question.wish.strategy)
+        assert resident is not None, "the strategy says how much is resident"
         wish = replace(
             self._question.wish,
-            strategy=Interleaved(share=share, resident=self._resident),
+            strategy=Interleaved(share=share, resident=resident),
             tiers=(self._plan.steps.parameters,),
             rates=rates,
         )

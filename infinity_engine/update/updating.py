@@ -20,7 +20,7 @@ from infinity_engine.parameters.providing import NothingFetched, Provider
 from infinity_engine.plan.step import StepPlan
 from infinity_engine.schedule import Executor, Walk
 from infinity_engine.update.early import EarlyUpdates, NoEarlyUpdates
-from infinity_engine.update.replanning import KeptPlan, Replan, Replanner
+from infinity_engine.update.replanning import KeptPlan, Replanner
 from infinity_engine.update.states import StateKeeper
 from infinity_engine.update.under_way import StepInputs, StepUnderWay
 
@@ -72,7 +72,6 @@ class Updates:
         self._meter = meter
         self._replanner = replanner
         self._plan = plan
-        self._replan: Replan | None = None  # a better plan, for the next update
         self._planned_again: str | None = None
         self._walk: Walk | None = None  # of the update in flight, None between two updates
         self._made = 0
@@ -195,8 +194,8 @@ class Updates:
 
     def look_for_a_plan(self, counters: Callable[[], Mapping[str, int]]) -> None:
         """Ask whether the counters of the last step show that another plan is better."""
-        if self._replanner.watches and self._replan is None:
-            self._replan = self._replanner.note_step(counters())
+        if self._replanner.watches:
+            self._replanner.note_step(counters())
         if self._walk is None:
             self._adopt_plan()
 
@@ -244,11 +243,12 @@ class Updates:
 
     def _adopt_plan(self) -> None:
         """Replace the plan by a better one between two updates, while there are no gradients."""
-        replan, gradients = self._replan, self._gradients
-        if replan is None or gradients.any or self._states.begun:
+        gradients = self._gradients
+        if gradients.any or self._states.begun:
             return
-        # Once: a plan that does not fit now is not tried at every step.
-        self._replan = None
+        replan = self._replanner.take()
+        if replan is None:
+            return
         before = gradients.room
         try:
             gradients.make_room(replan.plan.demand.staying)
