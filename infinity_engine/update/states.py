@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
@@ -85,10 +85,15 @@ class _SubgroupStates:
     lease: Lease | None = None  # None: its states are on the drives, or it has only values
     # New 16-bit values on their way to the memory where modules compute.
     copies: Lease | None = None
+    visit: list[int] = field(default_factory=list)  # its steps as its update in a staging set ends
 
     def stay_in(self, lease: Lease, copies: Lease | None) -> None:
         """Have its states in memory."""
         self.lease, self.copies = lease, copies
+
+    def begin_visit(self, steps: list[int]) -> None:
+        """Be updated in a staging set, which changes these step counts."""
+        self.visit = steps
 
     def move(self, home: Home, copies: Lease | None) -> None:
         """Be updated elsewhere from the next step on."""
@@ -126,10 +131,8 @@ class StateKeeper:
         self._receiver: Receiver | None = None
         self._captured: CapturedBytes = CapturedStates.nothing()
         # Updated on the device, and in flight back to the host.
-        self._on_the_way: list[tuple[_SubgroupStates, list[int], Event]] = []
+        self._on_the_way: list[tuple[_SubgroupStates, Event]] = []
         homes = plan.homes()
-        # Of subgroups in staging sets: the step counts after their update.
-        self._visits: dict[int, list[int]] = {}
         numbers = piece_numbers(subgroups)
         self._held = {
             subgroup.index: self._hold(
@@ -550,10 +553,10 @@ class StateKeeper:
 
     def note_arrivals(self) -> None:
         """Count subgroups that are back from the device as updated, but for failed copies."""
-        for held, steps, event in self._on_the_way:
+        for held, event in self._on_the_way:
             with suppress(Exception):  # the walk has raised it already
                 event.wait()
-                self._note_update(held, steps)
+                self._note_update(held, held.visit)
         self._on_the_way.clear()
         self._swapped.note_arrivals()
 
@@ -653,7 +656,7 @@ class StateKeeper:
             staged = self._on_device(op.staging, held)
             event = self._copy(op, Cargo.STATES, self._states_of(held), staged, after)
             # Done when the copy has ended: until then the host has old bytes.
-            self._on_the_way.append((held, self._visits.pop(op.subgroup), event))
+            self._on_the_way.append((held, event))
             return event
         if isinstance(op, UploadParameters):
             return self._upload_parameters(op, held, after)
@@ -671,7 +674,7 @@ class StateKeeper:
         visits = op.staging is not None and not self._unified
         state = self._state_in(self._on_device(op.staging, held), held)
         if visits:
-            self._visits[op.subgroup] = state.steps
+            held.begin_visit(state.steps)
         targets = self._targets_on_device(op.staging, held)
 
         # The stream calls it, perhaps after this method has returned.
@@ -730,7 +733,7 @@ class StateKeeper:
         """Update a subgroup and its step counts."""
         update = self._records(held, state, targets, inputs)
         self._lanes.meter.run_update(op, self._updating(op, held, update))
-        # In place: for a visitor, `_visits` has this very list.
+        # In place: of a visitor, `visit` is this very list.
         state.steps[:] = update.steps
         if self._swapped.any:
             nbytes = self._nbytes(held)
