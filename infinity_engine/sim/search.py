@@ -143,16 +143,29 @@ class _RoomOfForm(NamedTuple):
 _Entry = TypeVar("_Entry", _Ranked, _RoomOfForm)
 
 
+class _Tried(NamedTuple):
+    """A choice that was placed, and simulated if it fits."""
+
+    choice: Choice
+    form: _Form
+    candidate: Candidate | None
+
+    @property
+    def ns(self) -> int:
+        """What its step takes."""
+        assert self.candidate is not None, "it fits"
+        return self.candidate.timeline.ns
+
+
 class Search:
-    """What has been tried for one planner: candidates by choice, None where they do not fit."""
+    """What has been tried for one planner."""
 
     def __init__(self, planner: Evaluator) -> None:
         self._planner = planner
         self._means = planner.means
         given = planner.strategy
         self._given = None if isinstance(given, Auto) else given
-        self._known: dict[Choice, Candidate | None] = {}
-        self._forms: dict[Choice, tuple[_Form, int]] = {}
+        self._tried: dict[Choice, _Tried] = {}
         # The first choice of those with as many whole subgroups in each place.
         self._alike: dict[tuple[_Family, int, int, int], Choice] = {}
         self._rooms: dict[tuple[_Family, int], MemoryEdges | None] = {}
@@ -191,7 +204,7 @@ class Search:
         self._try_last(entries)
         self._polish(entries)
         self._left_to_rates()
-        return [candidate for candidate in self._known.values() if candidate is not None]
+        return [tried.candidate for tried in self._tried.values() if tried.candidate is not None]
 
     def _check_size(self) -> None:
         """Refuse subgroups of which there would be more than can be planned."""
@@ -384,8 +397,8 @@ class Search:
 
     @property
     def _best(self) -> Candidate | None:
-        found = [candidate for candidate in self._known.values() if candidate is not None]
-        return min(found, key=lambda candidate: candidate.timeline.ns, default=None)
+        ranked = self._ranked()
+        return ranked[0].candidate if ranked else None
 
     def _simulate(self, entry: _Ranked) -> None:
         """Simulate a form if it may beat the best so far; if it does not fit, the one inside."""
@@ -490,22 +503,12 @@ class Search:
         """Walk downhill from the best, and from the best of another kind."""
         if self._given is not None or self._means.unified:
             return
-        best: dict[_Kind, Choice] = {}
-        for choice in self._ranked():
-            form, _ = self._forms[choice]
-            if self._ns_of(choice) <= _NEAR * self._least_ns:
-                best.setdefault(form.kind, choice)
-        for choice in list(best.values())[:starts]:
-            self._downhill(*self._forms[choice], steps, most_work)
+        for tried in self._of_each_kind()[:starts]:
+            self._downhill(tried.form, tried.choice.subgroup_numel, steps, most_work)
 
-    def _ranked(self) -> list[Choice]:
-        found = [choice for choice, candidate in self._known.items() if candidate is not None]
-        return sorted(found, key=self._ns_of)
-
-    def _ns_of(self, choice: Choice) -> int:
-        candidate = self._known[choice]
-        assert candidate is not None, "it fits"
-        return candidate.timeline.ns
+    def _ranked(self) -> list[_Tried]:
+        fitting = (tried for tried in self._tried.values() if tried.candidate is not None)
+        return sorted(fitting, key=attrgetter("ns"))
 
     def _downhill(self, form: _Form, numel: int, steps: Iterable[float], most_work: int) -> None:
         room = self._room(form.family, numel)
@@ -544,11 +547,10 @@ class Search:
         numels = dict.fromkeys([*(entry.numel for entry in entries), *self._numels(more)])
         times = self._times_the_estimate()
         tried: list[_Ranked] = []
-        for choice in self._of_each_kind():
-            form, known = self._forms[choice]
+        for best_of_kind in self._of_each_kind():
             for numel in numels:
-                if numel != known:
-                    inside = self._within(form, numel)
+                if numel != best_of_kind.choice.subgroup_numel:
+                    inside = self._within(best_of_kind.form, numel)
                     tried.append(_Ranked(self._estimate_ns(inside, numel), inside, numel, inside))
         for numel in {entry.numel for entry in entries}:
             alike = [entry for entry in entries if entry.numel == numel]
@@ -589,7 +591,8 @@ class Search:
         from its estimate.
         """
         self._double_or_halve()
-        form, numel = self._forms[self._ranked()[0]]
+        choice, form, _ = self._ranked()[0]
+        numel = choice.subgroup_numel
         estimate_ns = self._estimate_ns(form, numel)
         if self._least_ns > _RUGGED * estimate_ns:
             self._look_elsewhere(entries, form.kind)
@@ -601,7 +604,8 @@ class Search:
         """Try the best parts with twice and half as many subgroups."""
         if self._planner.subgroup_numel is not None:
             return
-        form, numel = self._forms[self._ranked()[0]]
+        choice, form, _ = self._ranked()[0]
+        numel = choice.subgroup_numel
         for other in (numel // 2, 2 * numel):
             whole = max(other - other % NORM_BLOCK, NORM_BLOCK)
             if _COUNTS[0] <= self._planner.trained_numel // whole <= _COUNTS[1]:
@@ -612,7 +616,11 @@ class Search:
         numel = self._numels(_COUNTS[:2])[-1]  # small enough, and simulated soon
         alike = (entry for entry in entries if (entry.form.kind, entry.numel) == (kind, numel))
         ranked = sorted(alike, key=attrgetter("estimate_ns"))
-        tried = [form.parts for form, known in self._forms.values() if known == numel]
+        tried = [
+            known.form.parts
+            for known in self._tried.values()
+            if known.choice.subgroup_numel == numel
+        ]
         most = len(tried) + _ELSEWHERE
         for entry in ranked:
             if len(tried) == most or entry.estimate_ns > _WORTH_A_LOOK * ranked[0].estimate_ns:
@@ -621,22 +629,21 @@ class Search:
                 tried.append(entry.form.parts)
                 self._try(entry.form, numel)
 
-    def _of_each_kind(self) -> list[Choice]:
-        """Return the best choice of each kind that is near the best of all."""
-        best: dict[_Kind, Choice] = {}
-        for choice in self._ranked():
-            if self._ns_of(choice) <= _NEAR * self._least_ns:
-                best.setdefault(self._forms[choice][0].kind, choice)
+    def _of_each_kind(self) -> list[_Tried]:
+        """Return the best of each kind that is near the best of all."""
+        best: dict[_Kind, _Tried] = {}
+        for tried in self._ranked():
+            if tried.ns <= _NEAR * self._least_ns:
+                best.setdefault(tried.form.kind, tried)
         return list(best.values())
 
     def _times_the_estimate(self) -> dict[_Kind, float]:
         """Return how many times its estimate the best of each kind took."""
         found: dict[_Kind, float] = {}
-        for choice in self._ranked():
-            form, numel = self._forms[choice]
-            estimate_ns = self._estimate_ns(form, numel)
+        for tried in self._ranked():
+            estimate_ns = self._estimate_ns(tried.form, tried.choice.subgroup_numel)
             if 0 < estimate_ns < inf:
-                found.setdefault(form.kind, self._ns_of(choice) / estimate_ns)
+                found.setdefault(tried.form.kind, tried.ns / estimate_ns)
         return found
 
     def _within(self, form: _Form, numel: int) -> _Form:
@@ -648,13 +655,14 @@ class Search:
 
     def _left_to_rates(self) -> None:
         """Try the best with the share left to the policy, which knows the update alone."""
-        for choice in self._ranked():
-            if self._given is not None or self._ns_of(choice) > _NEAR * self._least_ns:
+        for tried in self._ranked():
+            if self._given is not None or tried.ns > _NEAR * self._least_ns:
                 return
+            choice = tried.choice
             count = self._planner.trained_numel // choice.subgroup_numel
             if isinstance(choice.strategy, Interleaved) and count <= _FEW:
-                form, _ = self._forms[choice]
-                self._known_of(replace(choice, strategy=replace(choice.strategy, share=None)), form)
+                strategy = replace(choice.strategy, share=None)
+                self._known_of(replace(choice, strategy=strategy), tried.form)
                 return
 
     # --- one of them ------------------------------------------------------------------------------
@@ -672,21 +680,20 @@ class Search:
         return self._known_of(choice, form)
 
     def _known_of(self, choice: Choice, form: _Form) -> Candidate | None:
-        if choice not in self._known:
-            self._known[choice] = None
-            self._forms[choice] = form, choice.subgroup_numel
+        if choice not in self._tried:
+            tried = self._tried[choice] = _Tried(choice, form, None)
             self._work += _PLACED
             with suppress(CapacityError):
                 below_ns = min(self._least_ns, self._known_ns)
                 candidate = self._planner.candidate(choice, below_ns=below_ns)
-                self._known[choice] = candidate
+                self._tried[choice] = tried._replace(candidate=candidate)
                 self._work += self._planner.trained_numel // choice.subgroup_numel
                 self._least_ns = min(self._least_ns, candidate.timeline.ns)
                 estimate_ns = self._estimate_ns(form, choice.subgroup_numel)
                 if 0 < estimate_ns < inf:
                     times = candidate.timeline.ns / estimate_ns
                     self._times[form.kind] = min(times, self._times.get(form.kind, inf))
-        return self._known[choice]
+        return self._tried[choice].candidate
 
     def _choice(self, form: _Form, numel: int) -> Choice:
         strategy = form.strategy if self._given is None else self._given
