@@ -19,10 +19,7 @@ from typing import Any
 import torch
 
 from infinity_engine.engine.checkpoints.saving import Saves
-from infinity_engine.gradients.placeholders import GradientPlaceholders
 from infinity_engine.kept_errors import again, kept
-from infinity_engine.parameters.hooks import Hooks
-from infinity_engine.parameters.modules import ModuleParameters, UnwatchedModules
 from infinity_engine.parameters.providing import Provider
 from infinity_engine.ranks.together import ManyRanks, OneRank
 from infinity_engine.signals import HeldSignals
@@ -79,42 +76,39 @@ class _WhenDropped(weakref.finalize):  # type: ignore[type-arg]  # it has none w
 
 
 class Ending:
-    """The end of one engine."""
+    """The end of one engine, which closes `resources` before those that are attached."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         *,
         updates: Updates,
-        placeholders: GradientPlaceholders,
-        hooks: Hooks,
         fetcher: Provider,
-        modules: ModuleParameters | UnwatchedModules,
         ranks: OneRank | ManyRanks,
         saves: Saves,
         safe_point: SafePoint,
+        resources: ExitStack,
     ) -> None:
         self.closed = False
         self._model = weakref.ref(model)
         self._kind = type(model).__name__
         self._updates = updates
-        self._placeholders = placeholders
-        self._hooks = hooks
         self._fetcher = fetcher
-        self._modules = modules
         self._ranks = ranks
         # Saves have the model, which may go before the engine is closed. A save in flight has not.
         self._saves = weakref.ref(saves)
         self._save_in_flight = saves.in_flight  # which is waited for when the rest is gone
         self._safe_point = safe_point
         self._process = os.getpid()
-        self._resources = ExitStack()
-        self._dropped: _WhenDropped | None = None
+        self._resources = resources
 
     def attach(self, engine: object, resources: ExitStack) -> None:
         """Close `resources` too. The engine is complete: this ends it when the caller drops it."""
-        self._resources.push(resources.pop_all())
-        self._dropped = _WhenDropped(engine, self._drop)
+        # Pushed last, so closed first.
+        resources.push(self._resources.pop_all())
+        self._resources = resources.pop_all()
+        # Once it is closed, nothing is left for the finalizer to do.
+        self._resources.callback(_WhenDropped(engine, self._drop).detach)
 
     def check_open(self) -> None:
         """Refuse to use an engine that is closed.
@@ -162,13 +156,6 @@ class Ending:
         # A save in flight reads states, so it ends before their memory goes.
         failed = self._end_save(alone=(failed or reason) is not None) or failed
         self.closed = True
-        # Nothing is left for the finalizer to do.
-        if self._dropped is not None:
-            self._dropped.detach()
-        self._modules.close()
-        self._hooks.remove()
-        self._placeholders.hide()
-        self._updates.drop()
         # Nothing is read for parameters that no code will see.
         # Without the model, no parameter can be given its values again.
         if not restore or self._model() is None:

@@ -22,8 +22,8 @@ from torch.autograd.graph import increment_version
 from deepnvme.choices import chosen
 from infinity_engine.checkpoint.directory import LATEST, CheckpointDirectory
 from infinity_engine.checkpoint.export import SHARD_BYTES
-from infinity_engine.engine.checkpoints.autosave import PREEMPTED_EXIT_CODE, Autosave
-from infinity_engine.engine.checkpoints.checkpointing import Run, Stateful
+from infinity_engine.engine.checkpoints.autosave import PREEMPTED_EXIT_CODE
+from infinity_engine.engine.checkpoints.checkpointing import Stateful
 from infinity_engine.engine.checkpoints.exporting import export_dtype, export_weights
 from infinity_engine.engine.checkpoints.loading import Loaded, Loads, Overwritten
 from infinity_engine.engine.checkpoints.saving import (
@@ -55,7 +55,6 @@ from infinity_engine.parameters.parameters import ModelParameter, TrainedParamet
 from infinity_engine.parameters.pending import PendingParameters
 from infinity_engine.plan import Tier
 from infinity_engine.plan.step import StepPlan
-from infinity_engine.ranks.together import ManyRanks
 from infinity_engine.reporting.device_full import no_room_for_modules
 from infinity_engine.reporting.report import StepReport, report_of
 from infinity_engine.schedule import Executor, FetchingStats
@@ -116,7 +115,6 @@ class Engine:
     def __init__(self, parts: EngineParts) -> None:
         self.model = parts.model
         self.optimizer = parts.optimizer
-        self._schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
         self._parts = parts
         self._signals = parts.hooks.signals
         # Where Ctrl-C may act within held methods: between ops, and while this rank waits.
@@ -143,25 +141,7 @@ class Engine:
         for trained in parts.trained:
             # Hooks go with the model: they must not keep the engine alive.
             parts.hooks.on_gradient(trained.parameter, partial(accept, trained.number))
-        whole = parts.ranks if isinstance(parts.ranks, ManyRanks) else None
-        run = self._saved_run = Run(
-            model=parts.model,
-            optimizer=parts.optimizer,
-            trained=parts.trained,
-            frozen=parts.frozen,
-            states=parts.states,
-            provider=parts.fetcher,
-            whole=whole,
-            scale=parts.scale,
-            ledger=parts.ledger,
-            queue=parts.queue,
-            io_bytes=parts.io_bytes,
-            telemetry=parts.telemetry,
-            schedulers=self._schedulers,
-            settings=parts.settings,
-        )
-        self._saves, self._loads = Saves(run), Loads(run)
-        self._autosave = Autosave(whole)
+        self._saves, self._loads = Saves(parts), Loads(parts)
         self._guards = Guards(
             parts.model,
             parts.optimizer,
@@ -170,16 +150,23 @@ class Engine:
             whole=not parts.modules.fetches,
             updates=lambda: updates.made,
         )
+        resources = ExitStack()
+        # The last one is closed first.
+        for close in (
+            updates.drop,
+            self._window.placeholders.hide,
+            parts.hooks.remove,
+            parts.modules.close,
+        ):
+            resources.callback(close)
         self._ending = Ending(
             parts.model,
             updates=updates,
-            placeholders=self._window.placeholders,
-            hooks=parts.hooks,
             fetcher=parts.fetcher,
-            modules=parts.modules,
             ranks=parts.ranks,
             saves=self._saves,
             safe_point=self._safe_point,
+            resources=resources,
         )
 
     @property
@@ -190,7 +177,7 @@ class Engine:
     @property
     def schedulers(self) -> tuple[torch.optim.lr_scheduler.LRScheduler, ...]:
         """The learning-rate schedulers that each update steps: see `follow_schedule`."""
-        return tuple(self._schedulers)
+        return tuple(self._parts.schedulers)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the model. `generate` runs as the model does.
@@ -376,7 +363,7 @@ class Engine:
         # A skipped step has updated nothing, and no scheduler sees it.
         if self.steps > before:
             self._guards.step_optimizer()
-            for scheduler in self._schedulers:
+            for scheduler in self._parts.schedulers:
                 scheduler.step()
         parts.drives.warn_of_wear()
         return result
@@ -414,7 +401,7 @@ class Engine:
 
         Checkpoints have its state: `extra` need not name it.
         """
-        self._schedulers.append(scheduler)
+        self._parts.schedulers.append(scheduler)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Change nothing in the body, for loops written for DistributedDataParallel.
@@ -560,7 +547,7 @@ class Engine:
     def _keep_changes(self, known: Sequence[ModelParameter]) -> None:
         """Keep what the body of `gathered` has written."""
         if any(not isinstance(parameter, TrainedParameter) for parameter in known):
-            self._saved_run.checksums.forget()
+            self._parts.checksums.forget()
         self._parts.ranks.check_same(known)
         self._saves.note_change()
         for parameter in known:
@@ -695,9 +682,9 @@ class Engine:
         self._check_whole()
         self._parts.early.finish()
         self._check_room_for_copies(
-            nbytes_of_states(self._saved_run), "write a checkpoint with engine.save(path)"
+            nbytes_of_states(self._parts), "write a checkpoint with engine.save(path)"
         )
-        return optimizer_state_dict(self._saved_run, self.state_of)
+        return optimizer_state_dict(self._parts, self.state_of)
 
     @_held
     def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -716,7 +703,7 @@ class Engine:
         self._check_between_steps("load_optimizer_state_dict", loads=True)
         self._saves.in_flight.wait_for_values()
         self._saves.note_change()
-        self._continue_from(load_optimizer_state_dict(self._saved_run, self._loads, state_dict))
+        self._continue_from(load_optimizer_state_dict(self._parts, self._loads, state_dict))
         for parameter in self._parts.trained:
             parameter.note_values()
 
@@ -856,7 +843,7 @@ class Engine:
         self._check_between_steps("export", pending=PendingGradients.LEAVE_OUT)
         self._saves.finish()
         return export_weights(
-            self._saved_run,
+            self._parts,
             Path(path),
             chosen_dtype,
             trainable_only=trainable_only,
@@ -898,7 +885,7 @@ class Engine:
         self._ending.check_process()
         self._ending.check_open()
         # From the first call on, whether or not a save is due.
-        self._autosave.watch()
+        self._saves.schedule.watch()
         tag, stops = self._autosave_if_due(
             path,
             every,
@@ -919,7 +906,7 @@ class Engine:
 
         Signal handlers and other threads may call it.
         """
-        self._autosave.stop()
+        self._saves.schedule.stop()
 
     @_held
     def _autosave_if_due(
@@ -934,12 +921,12 @@ class Engine:
         frozen: FrozenParameters,
     ) -> tuple[str | None, bool]:
         """Save if it is time or the process has to stop; return the tag, and whether it has to."""
-        self._autosave.begin(every, self.steps)
+        self._saves.schedule.begin(every, self.steps)
         # A deferred update still has the gradients of its step: these are no new ones.
         waiting = self._parts.gradients.any and not self._updates.under_way
         if waiting or self._window.accumulation.count or not self.steps:
             return None, False
-        due, stops = self._autosave.decide(self.steps)
+        due, stops = self._saves.schedule.decide(self.steps)
         if not due and not stops:
             return None, False
         # The save in flight may be the one that is needed.
@@ -1012,7 +999,7 @@ class Engine:
 
     def _continue_from(self, steps: int) -> None:
         self._updates.continue_from(steps)
-        self._autosave.continue_from(steps)
+        self._saves.schedule.continue_from(steps)
 
     def _check_between_steps(
         self,
@@ -1128,7 +1115,7 @@ class Engine:
             self._close(None, restore=restore)
         # SIGTERM does again what it did before, whatever closing raises.
         finally:
-            self._autosave.close()
+            self._saves.schedule.close()
 
     @_held
     def _close(self, reason: BaseException | None, *, restore: bool = True) -> None:
@@ -1152,7 +1139,7 @@ class Engine:
             if error is None:
                 raise
         finally:
-            self._autosave.close()
+            self._saves.schedule.close()
 
     def __del__(self) -> None:
         """Drop the model first, and then end: a model that goes too needs nothing restored."""

@@ -30,7 +30,7 @@ from infinity_engine.memory import Ledger
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
 from infinity_engine.parameters.providing import Provider
 from infinity_engine.plan import Tier
-from infinity_engine.ranks.together import ManyRanks
+from infinity_engine.ranks.together import ManyRanks, OneRank
 from infinity_engine.telemetry import Telemetry
 from infinity_engine.tiling import PlaceInWeight, places_of_tiles
 from infinity_engine.update.states import StateKeeper
@@ -116,17 +116,24 @@ class Run:
     trained: Sequence[TrainedParameter]
     frozen: Sequence[ModelParameter]
     states: StateKeeper
-    provider: Provider | None
-    whole: ManyRanks | None  # None where there is one rank
+    fetcher: Provider
+    ranks: OneRank | ManyRanks
     scale: LossScale
     ledger: Ledger
-    queue: IOQueue | None
-    io_bytes: int  # that the queue has reserved of the host for copies
+    queue: IOQueue | None  # None where there are no drives
+    io_bytes: int
+    """The host memory that the queue has reserved for copies."""
     telemetry: Telemetry
-    schedulers: Sequence[Stateful]
-    """Those that the engine steps; more may follow."""
     settings: Mapping[str, Any]
+    """All settings of the engine, as JSON has them: checkpoints say what the run was."""
+    schedulers: list[torch.optim.lr_scheduler.LRScheduler] = field(default_factory=list)
+    """Those that the engine steps; more may follow."""
     checksums: FrozenChecksums = field(default_factory=FrozenChecksums)
+
+    @property
+    def whole(self) -> ManyRanks | None:
+        """The ranks that train the model together; None where there is one."""
+        return self.ranks if isinstance(self.ranks, ManyRanks) else None
 
     def saved_tensors(self, steps_of: Callable[[int], int] = lambda _: 0) -> Iterator[SavedTensor]:
         """Yield what the model has: its parameters in their order, then its buffers.
@@ -205,10 +212,7 @@ class Run:
     @contextmanager
     def shown(self, parameter: ModelParameter) -> Iterator[None]:
         """Have a parameter's values where modules see them within the body; all ranks do this."""
-        if self.provider is None:
-            yield
-            return
-        with self.provider.gathered([parameter.number]):
+        with self.fetcher.gathered([parameter.number]):
             yield
 
     def group_members(self) -> list[list[str]]:

@@ -133,13 +133,11 @@ class Loads:
                 # On all ranks, as they gather what they compare.
                 load.check_left_out(frozen_checksums(run, ranks, room), strict=strict)
             # Fetched copies would go on showing the old values.
-            if run.provider is not None:
-                run.provider.give_up()
+            run.fetcher.give_up()
             parts = (Overwritten.WEIGHTS,) if weights_only else tuple(Overwritten)
             with self.overwriting(*parts):
                 ranks.on_all("reading the checkpoint", load.read_trained)
-                if run.provider is not None:
-                    run.provider.changed(known.number for known in run.trained)
+                run.fetcher.changed(known.number for known in run.trained)
 
                 def read_rest() -> None:
                     load.read_others()
@@ -410,8 +408,7 @@ class _Load:
         """Read a parameter that is shown."""
         self._read_weight(saved, start, parameter.parameter.data.reshape(-1))
         # At home as well: it is fetched from there again.
-        if self._run.provider is not None:
-            self._run.provider.write_home(parameter.number)
+        self._run.fetcher.write_home(parameter.number)
         parameter.note_values()
 
     def _overwrite(self, name: str, buffer: torch.Tensor, values: torch.Tensor) -> None:

@@ -38,6 +38,7 @@ from infinity_engine.checkpoint.objects import RankObjects, objects_file
 from infinity_engine.checkpoint.sharing import LEAST_BYTES, SharedFile, share_runs
 from infinity_engine.checkpoint.streams import SHARD
 from infinity_engine.checkpoint.writer import FILE_BYTES, shard_names, write_shard
+from infinity_engine.engine.checkpoints.autosave import Autosave
 from infinity_engine.engine.checkpoints.checkpointing import (
     CheckpointMemory,
     Run,
@@ -252,6 +253,7 @@ class Saves:
         self._run = run
         self._ranks = RunRanks(run.whole)
         self.in_flight = SaveInFlight(run.telemetry, self._ranks)
+        self.schedule = Autosave(run.whole)
         self._looked_at = -1  # the step at which the ranks have asked one another
         self._changed = False  # the run has, since the newest save began
         # Asked before an op changes a subgroup.
