@@ -357,7 +357,7 @@ def _place(
     if thread is not None:
         resources.callback(thread.close)  # before the memory that it updates goes
     # Masters are made of the old values, so parameters show the new ones only after this.
-    states.begin(initial.fill, planned.rules, planned.previous, reporter)
+    states.begin(initial, planned.rules, planned.previous, reporter)
     for parameter, values in shown:
         parameter.data = values
     return _Placed(records=records, states=states, swapped=swapped)
@@ -416,20 +416,21 @@ def _serve_modules(
             hooks,
             activations=activations,
         )
-        placed.states.on_new_values(fetcher.receive)
+        placed.states.on_new_values(fetcher)
     deferral = Deferral.none()
-    if planned.sharding is None or fetcher is not None:  # else the update gathers replicas
-        deferral = _deferral(
-            config,
-            planned.sizing,
-            plan,
-            records,
-            None if isinstance(provider, NothingFetched) else provider,
-            resources=resources,
-            pending=lambda: PendingParameters(
-                model, planned.trained, gradients.has, Hooks(signals)
-            ),
-        )
+    if _may_defer(config, planned, records, fetches=fetcher is not None):
+        follower: Follower = provider
+        if fetcher is None:
+            follower = PendingParameters(model, planned.trained, gradients.has, Hooks(signals))
+        # At the end no module waits for an update any more.
+        resources.callback(follower.follow_update, None)
+        # A subgroup with a parameter that modules do not fetch cannot wait: no module would.
+        now = [
+            subgroup.index
+            for subgroup in planned.sizing.subgroups
+            if fetcher and any(segment.parameter not in records for segment in subgroup.segments)
+        ]
+        deferral = Deferral(now=now, parts=parts_of(planned.sizing.subgroups), follower=follower)
     return _Served(ranks=ranks, modules=modules, provider=provider, deferral=deferral)
 
 
@@ -549,35 +550,20 @@ def _warn_of_memory(directories: Iterable[str]) -> None:
             )
 
 
-def _deferral(
-    config: EngineConfig,
-    sizing: Sizing,
-    plan: Plan,
-    records: Collection[int],
-    fetching: Follower | None,
-    *,
-    resources: ExitStack,
-    pending: Callable[[], Follower],
-) -> Deferral:
-    """Return which part of an update can wait until modules need it.
+def _may_defer(
+    config: EngineConfig, planned: Planned, records: Collection[int], *, fetches: bool
+) -> bool:
+    """Tell whether part of an update can wait until modules need it.
 
     With one memory for host and device, deferring gains time only where drives work meanwhile, and
     only parameters that are fetched can wait there.
     """
     if config.overlap is Overlap.OFF:
-        return Deferral.none()
-    if sizing.unified and not (fetching and records and plan.steps.buffer_bytes):
-        return Deferral.none()
-    # A subgroup with a parameter that modules do not fetch cannot wait: no module would.
-    now = [
-        subgroup.index
-        for subgroup in sizing.subgroups
-        if fetching and any(segment.parameter not in records for segment in subgroup.segments)
-    ]
-    follower = fetching or pending()
-    # At the end no module waits for an update any more.
-    resources.callback(follower.follow_update, None)
-    return Deferral(now=now, parts=parts_of(sizing.subgroups), follower=follower)
+        return False
+    if planned.sizing.unified:
+        return bool(fetches and records and planned.plan.steps.buffer_bytes)
+    # Several ranks that fetch nothing gather replicas in the update.
+    return fetches or planned.sharding is None
 
 
 def _swapped(
@@ -594,7 +580,7 @@ def _swapped(
         sizing.subgroups,
         plan.layouts,
         {number: record.place for number, record in records.items() if record.place is not None},
-        names=lambda number: trained[number].name,
+        names=[parameter.name for parameter in trained],
         pieces=piece_numbers(sizing.subgroups),
         lanes=lanes,
         early=_early(plan),

@@ -11,10 +11,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Protocol
 
 import torch
 
 from infinity_engine.accel import Event, Stream
+from infinity_engine.building.initial_placement import InitialValues
 from infinity_engine.building.previous import PreviousStates
 from infinity_engine.errors import CapacityError
 from infinity_engine.gradients.keeper import GradientKeeper, added_up
@@ -64,14 +66,12 @@ __all__ = ["Receiver", "StateKeeper", "piece_numbers"]
 
 _COMPARED = 1 << 18  # elements of a master that are compared with changed values at once
 
-_Originals = Callable[[TrainedParameter, int, torch.Tensor], None]
-"""Fills a flat tensor with a parameter's elements from one on, as before `initialize`."""
 
-Receiver = Callable[[int, int, torch.Tensor], None]
-"""Called with new values before they go to the drives: (parameter, first byte, bytes).
+class Receiver(Protocol):
+    """An object that brings new values to modules before they go to the drives."""
 
-The bytes are a view of a buffer that is reused.
-"""
+    def receive(self, number: int, start: int, values: torch.Tensor) -> None:
+        """Copy bytes of a parameter from `start` on: they are a view of a buffer that is reused."""
 
 
 @dataclass(slots=True)
@@ -265,31 +265,31 @@ class StateKeeper:
         return flat[width * segment.first_element :][: width * segment.numel]
 
     def on_new_values(self, receiver: Receiver) -> None:
-        """Call `receiver` with new values that go to the drives, while they are in a buffer."""
+        """Let `receiver` have new values that go to the drives, while they are in a buffer."""
         self._receiver = receiver
 
     def begin(
         self,
-        originals: _Originals,
+        initial: InitialValues,
         rules: Sequence[Rule],
         previous: PreviousStates,
         reporter: ProgressReporter,
     ) -> None:
-        """Write the first masters, from `originals` in fp32, and previous or initial moments."""
+        """Write the first masters, from `initial` in fp32, and previous or initial moments."""
         total = sum(self._nbytes(held) for held in self._held.values())
         writing: deque[Hops] = deque()
         buffers, count = len(self._plan.buffer_bytes), 0
         with reporter.part("making optimizer states", total) as made:
             for held in self._held.values():
                 if held.lease is not None:
-                    self._fill(held, held.lease.flat(), originals, rules, previous)
+                    self._fill(held, held.lease.flat(), initial, rules, previous)
                 else:
                     # Every buffer has a write in flight: the oldest one frees the next buffer.
                     if len(writing) == buffers:
                         writing.popleft().wait()
                     buffered = self._swapped.empty(held.subgroup.index, count % buffers)
                     count += 1
-                    self._fill(held, buffered.states(), originals, rules, previous)
+                    self._fill(held, buffered.states(), initial, rules, previous)
                     writing.append(self._swapped.give_back(held.subgroup.index, buffered))
                 made(self._nbytes(held))
             while writing:
@@ -299,7 +299,7 @@ class StateKeeper:
         self,
         held: _SubgroupStates,
         flat: torch.Tensor,
-        originals: _Originals,
+        initial: InitialValues,
         rules: Sequence[Rule],
         previous: PreviousStates,
     ) -> None:
@@ -310,7 +310,7 @@ class StateKeeper:
             start = numel
             for segment in held.subgroup.segments:
                 piece = values[segment.offset : segment.offset + segment.numel]
-                originals(self._trained[segment.parameter], segment.first_element, piece)
+                initial.fill(self._trained[segment.parameter], segment.first_element, piece)
         for index, segment in enumerate(held.subgroup.segments):
             rule = rules[self._trained[segment.parameter].group]
             held.steps[index] = previous.steps_of(segment.parameter)
@@ -720,7 +720,7 @@ class StateKeeper:
         for number, segment in enumerate(held.subgroup.segments):
             if number in buffered.layout.values and number in buffered.wanted:
                 values = buffered.values(number, width * segment.numel)
-                self._receiver(segment.parameter, width * segment.first_element, values)
+                self._receiver.receive(segment.parameter, width * segment.first_element, values)
 
     def _apply(
         self,

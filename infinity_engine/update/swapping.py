@@ -127,7 +127,7 @@ class _Places:
 class SwappedStates:
     """The parts of one engine's subgroups on the drives, and where parameters on drives are.
 
-    `values` has the places of these parameters.
+    `values` has the places of these parameters, and `names` the names of all that are trained.
 
     `pieces` gives, by subgroup, which piece of its parameter each segment is. `early` names the
     subgroups that may be updated before their step, which have a second place.
@@ -141,7 +141,7 @@ class SwappedStates:
         values: Mapping[int, Place],
         *,
         early: Collection[int] = (),
-        names: Callable[[int], str],
+        names: Sequence[str],
         pieces: Mapping[int, Sequence[int]],
         lanes: Lanes,
     ) -> None:
@@ -176,7 +176,7 @@ class SwappedStates:
         new_values = {
             parameter: self._swap.allocate(
                 values[parameter].nbytes,
-                holder=f"new values of {names(parameter)}",
+                holder=f"new values of {names[parameter]}",
                 block_bytes=NORM_BLOCK * width,  # as subgroups cut it
             )
             for parameter, width in sorted(widths.items())
@@ -499,7 +499,7 @@ class SwappedStates:
                 nbytes = width * segment.numel
                 whole = (values_at or self._places.values)[segment.parameter]
                 place = whole.part(width * segment.first_element, nbytes)
-                yield place, memory[at : at + nbytes], self._names(segment.parameter)
+                yield place, memory[at : at + nbytes], self._names[segment.parameter]
 
     def _pieces_to_write(
         self,
@@ -532,7 +532,7 @@ class SwappedStates:
 
     def _about(self, index: int) -> str:
         names = dict.fromkeys(
-            self._names(segment.parameter) for segment in self._subgroups[index].segments
+            self._names[segment.parameter] for segment in self._subgroups[index].segments
         )
         # Three names are enough to find it; a subgroup may have thousands.
         listed = ", ".join(list(names)[:3]) + (
