@@ -81,6 +81,11 @@ class Formats:
         return self.parameter or FloatFormat.FP32
 
     @property
+    def has_copies(self) -> bool:
+        """Whether the model computes with copies of the masters, not with the masters."""
+        return self.parameter is not None
+
+    @property
     def width(self) -> int:
         """Bytes of one element as the model computes with it."""
         return self.values.nbytes

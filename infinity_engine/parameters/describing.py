@@ -48,7 +48,7 @@ def sizing_of(
     nbytes = {id(parameter.of_model): parameter.nbytes for parameter in everything}
     is_cut = any(parameter.part_of is not None for parameter in everything)
     is_cast = any(known.dtype != known.parameter.dtype for known in everything)
-    has_copies = any(parameter.formats.parameter is not None for parameter in trained)
+    has_copies = any(parameter.formats.has_copies for parameter in trained)
     on_drives = config.budget is not None and config.budget.nvme
     return Sizing(
         subgroups=cut(

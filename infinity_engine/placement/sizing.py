@@ -244,11 +244,7 @@ class Sizing:
         on_host = home is Home.HOST or self.unified
         in_place = self.in_place(subgroup, home, parameters)
         # The update writes what modules on a device of its own compute with.
-        copies = (
-            subgroup.formats.parameter is not None
-            and parameters is Tier.DEVICE
-            and not self.unified
-        )
+        copies = subgroup.formats.has_copies and parameters is Tier.DEVICE and not self.unified
         return BufferLayout.of(
             subgroup,
             # Gradients of what a device of its own updates do not pass the host.
@@ -263,7 +259,7 @@ class Sizing:
         """Tell whether values are the masters of a subgroup; StateKeeper goes by the same rule."""
         # An fp32 master is what modules compute with only where both are in one place.
         here = Home.RESIDENT if parameters is Tier.DEVICE else Home.HOST
-        return subgroup.formats.parameter is None and (self.unified or home is here)
+        return not subgroup.formats.has_copies and (self.unified or home is here)
 
     def beside_gradients(
         self, limits: Limits, plan: PlanOutline, *, drives: bool, visit: bool
@@ -659,7 +655,7 @@ class Sizing:
 
     def _copied(self, subgroup: Subgroup) -> int:
         """Return what an update writes for modules elsewhere; fp32 parameters are masters."""
-        return 0 if subgroup.formats.parameter is None else subgroup.formats.width * subgroup.numel
+        return subgroup.formats.width * subgroup.numel if subgroup.formats.has_copies else 0
 
     @cached_property
     def _most_copied(self) -> int:
@@ -669,7 +665,7 @@ class Sizing:
 
     def _states(self, subgroup: Subgroup, *, in_place: bool) -> int:
         """Return the bytes of states; where masters may be in place, fp32 parameters are so."""
-        masters = 0 if in_place and subgroup.formats.parameter is None else 1
+        masters = 0 if in_place and not subgroup.formats.has_copies else 1
         return 4 * subgroup.numel * (len(self.state_names) + masters)
 
     @cached_property

@@ -154,9 +154,7 @@ class Training:
         """Return how a parameter is stored: one of another width is taken to be bf16, or fp32."""
         if parameter.element_bytes in {None, self.width}:
             return self.formats
-        return (
-            Formats() if self.formats.parameter is not None else Formats(parameter=FloatFormat.BF16)
-        )
+        return Formats() if self.formats.has_copies else Formats(parameter=FloatFormat.BF16)
 
     def ordered(self) -> tuple[ParameterShape, ...]:
         """Return the parameters as the engine numbers them: those that are frozen come last."""
@@ -274,7 +272,7 @@ class Means:
             # Modules go on with the caller's memory only if no parameter is cast.
             own=training.in_memory
             and self.unified
-            and all(formats.parameter is None for _, formats in trained),
+            and not any(formats.has_copies for _, formats in trained),
             activations=training.activation_bytes() if self.for_all else 0,
         )
 

@@ -141,7 +141,7 @@ class StepEstimate:
         self._parameters = sum(sizing.parameters)
         self._largest_passing = sum(sorted(sizing.parameters)[-PASSING:])
         gradient = sum(sizing.all_gradients.values()) / sizing.numel
-        has_copies = sizing.formats.parameter is not None and not sizing.unified
+        has_copies = sizing.formats.has_copies and not sizing.unified
         width = sizing.width if has_copies else 0
         self._bytes = _OpBytes(
             host=sizing.states_bytes(largest, Home.HOST, tier) / largest.numel,
@@ -268,7 +268,7 @@ class StepEstimate:
     @cached_property
     def _set_bytes(self) -> float:
         sizing = self._sizing
-        copied = sizing.width if self._at_home and sizing.formats.parameter is not None else 0
+        copied = sizing.width if self._at_home and sizing.formats.has_copies else 0
         return self._largest * (4 * (1 + len(sizing.state_names)) + copied)
 
     def _on_host(self, parts: Parts) -> _HostPart:

@@ -310,7 +310,7 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
         if 2 * logits > training.activation_bytes():
             because = f" (of the activations, {format_bytes(logits)} are logits)"
         yield f"a sequence of {sequence} tokens{because} (--sequence {sequence})", shorter
-    if training.formats.parameter is None:
+    if not training.formats.has_copies:
         bf16 = replace(training, formats=Formats(parameter=FloatFormat.BF16))
         yield "parameters of 16 bits (--precision bf16)", bf16
     if len(training.state_names) > 1:

@@ -435,7 +435,7 @@ class _Holdings:
         nbytes = sizing.states_bytes(subgroup, home, parameters)
         if home is Home.RESIDENT and not sizing.unified:
             self._add(Tier.DEVICE, "states", nbytes)
-            if parameters is not Tier.DEVICE and subgroup.formats.parameter is not None:
+            if parameters is not Tier.DEVICE and subgroup.formats.has_copies:
                 self._add(
                     Tier.DEVICE, "parameters of resident states", numel * subgroup.formats.width
                 )
@@ -460,7 +460,7 @@ class _Holdings:
                         self._add(Tier.HOST, "sums of gradients", _SUMMED * segment.numel)
             goes_up = plan.steps.parameters is Tier.DEVICE and not sizing.unified
             kept = subgroup.index not in plan.resting.states
-            if goes_up and kept and subgroup.formats.parameter is not None:
+            if goes_up and kept and subgroup.formats.has_copies:
                 self._add(Tier.HOST, "new parameters", subgroup.formats.width * subgroup.numel)
 
     def _parameters(self) -> None:

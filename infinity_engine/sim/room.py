@@ -248,7 +248,7 @@ def _on_host(
     }
     gradient = sum(sizing.all_gradients.values()) / numel
     gradient += 4 if sizing.sums else 0
-    copied = tier is Tier.DEVICE and sizing.formats.parameter is not None
+    copied = tier is Tier.DEVICE and sizing.formats.has_copies
     host = states[Home.HOST] + gradient + (sizing.width if copied else 0)
     left = budget.host / numel - (sum(sizing.parameters) / numel if tier is Tier.HOST else 0)
     if drives:

@@ -278,7 +278,7 @@ class Replanner:
         return sum(
             align_up(subgroup.formats.width * subgroup.numel, PAGE)
             for subgroup in leaving
-            if subgroup.formats.parameter is not None
+            if subgroup.formats.has_copies
         )
 
     def _ns(self, plan: Plan, rates: Rates) -> int:

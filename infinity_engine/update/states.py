@@ -179,7 +179,7 @@ class StateKeeper:
     def _copies(self, subgroup: Subgroup, home: Home) -> Lease | None:
         """Lease memory for a subgroup's new values, where modules compute in the other memory."""
         elsewhere = Home.RESIDENT if self._at_home else Home.HOST
-        if home is not elsewhere or self._unified or subgroup.formats.parameter is None:
+        if home is not elsewhere or self._unified or not subgroup.formats.has_copies:
             return None
         pool = self._lanes.device if home is Home.RESIDENT else self._lanes.host
         return pool.lease(subgroup.formats.width * subgroup.numel, holder="updated parameters")
@@ -226,7 +226,7 @@ class StateKeeper:
 
     def _in_place(self, held: _SubgroupStates) -> bool:
         here = Home.HOST if self._at_home else Home.RESIDENT
-        return held.subgroup.formats.parameter is None and (self._unified or held.home is here)
+        return not held.subgroup.formats.has_copies and (self._unified or held.home is here)
 
     @property
     def _at_home(self) -> bool:
@@ -681,11 +681,7 @@ class StateKeeper:
         def work() -> None:
             self._update(op, held, state, targets, arrives=visits)
             subgroup = held.subgroup
-            if (
-                subgroup.formats.parameter is None
-                and not self._at_home
-                and not self._in_place(held)
-            ):
+            if not subgroup.formats.has_copies and not self._at_home and not self._in_place(held):
                 self._copy_masters(subgroup, state, inputs.gradients)
 
         return self._lanes.on_device(
@@ -773,7 +769,7 @@ class StateKeeper:
         assert buffered is not None, "it is in a buffer"
         if held.lease is not None:
             return False
-        is_apart = formats.parameter is None and not self._in_place(held)
+        is_apart = not formats.has_copies and not self._in_place(held)
         if is_apart or self._copies_of(held) is not None:
             return True
         return len(buffered.layout.values) == len(held.subgroup.segments)
@@ -832,7 +828,7 @@ class StateKeeper:
         if held.copies is not None:
             return held.copies.flat()
         buffered, formats = self._buffered(held), held.subgroup.formats
-        if buffered is None or formats.parameter is None or self._unified or self._at_home:
+        if buffered is None or not formats.has_copies or self._unified or self._at_home:
             return None
         return buffered.copies(formats.width * held.subgroup.numel)
 
@@ -843,7 +839,7 @@ class StateKeeper:
         if self._unified or not self._at_home:
             return self._computed_with(held)
         # New masters are what is downloaded.
-        if held.subgroup.formats.parameter is None:
+        if not held.subgroup.formats.has_copies:
             return (None,) * len(held.subgroup.segments)
         return self._parts_of(self._updated_on_device(staging, held), held)
 
@@ -856,7 +852,7 @@ class StateKeeper:
     def _updated_on_device(self, staging: int | None, held: _SubgroupStates) -> torch.Tensor:
         """Return the new values as the device's update leaves them: 16-bit values, or masters."""
         subgroup = held.subgroup
-        if subgroup.formats.parameter is None:
+        if not subgroup.formats.has_copies:
             return self._on_device(staging, held)[: 4 * subgroup.numel]
         if held.copies is not None:
             return held.copies.flat()
@@ -866,7 +862,7 @@ class StateKeeper:
         return behind[: subgroup.formats.width * subgroup.numel]
 
     def _computed_with(self, held: _SubgroupStates) -> tuple[Values | None, ...]:
-        if held.subgroup.formats.parameter is None:
+        if not held.subgroup.formats.has_copies:
             return (None,) * len(held.subgroup.segments)
         return self._values_of(held)
 
