@@ -79,46 +79,34 @@ class Executor:
         *,
         queued: int = _QUEUED,
     ) -> None:
-        self._carrier = carrier
-        self._telemetry = telemetry
-        self._safe_point = safe_point
-        self._most = queued
+        self.carrier = carrier
+        self.telemetry = telemetry
+        self.safe_point = safe_point
+        self.most = {Lane.HOST: _AHEAD, Lane.DEVICE: queued, Lane.H2D: queued, Lane.D2H: queued}
 
     def begin(self, plan: StepPlan) -> Walk:
         """Return a walk along the plan, which goes on as far as each call says."""
-        return Walk(plan, self._carrier, self._telemetry, self._safe_point, queued=self._most)
+        return Walk(plan, self)
 
 
 class Walk:
     """One walk along a plan. An op that fails ends it, and every call raises the failure again."""
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        carrier: Carrier,
-        telemetry: Telemetry,
-        safe_point: Callable[[], None] = _nothing,
-        *,
-        queued: int = _QUEUED,
-    ) -> None:
+    def __init__(self, plan: StepPlan, executor: Executor) -> None:
         self._plan = plan
-        self._carrier = carrier
-        self._telemetry = telemetry
-        self._safe_point = safe_point
+        self._executor = executor
         self._order = deque(plan.submission_order())
         self._lanes = [op.lane for op in plan.ops]
         # None: the op had ended when it was submitted.
         self._events: dict[int, Waitable | None] = {}
         self._held_back: dict[Lane, deque[int]] = {}  # [Note: who waits for whom]
-        self._arrivals = plan.arrivals()
+        self._arrivals = plan.arrivals()  # of subgroups that are not known to have arrived
         self._updates = {
             op.subgroup: number for number, op in enumerate(plan.ops) if op.lane is Lane.HOST
         }
-        self._arrived: set[int] = set()  # subgroups
-        self._most = {Lane.HOST: _AHEAD, Lane.DEVICE: queued, Lane.H2D: queued, Lane.D2H: queued}
         # Ops that may not have ended, in lanes that take so many.
-        self._under_way: dict[Lane, deque[int]] = {lane: deque() for lane in self._most}
-        self._failure = _Failure(plan.ops, self._events, telemetry)
+        self._under_way: dict[Lane, deque[int]] = {lane: deque() for lane in executor.most}
+        self._failure = _Failure(plan.ops, self._events, executor.telemetry)
 
     @property
     def failed(self) -> bool:
@@ -145,8 +133,8 @@ class Walk:
         Raises:
             RuntimeError: an op failed, as `finish` says.
         """
-        number = self._arrivals[subgroup]
-        if subgroup not in self._arrived:
+        if subgroup in self._arrivals:
+            number = self._arrivals[subgroup]
             event = self._events.get(number)
             if number not in self._events or (event is not None and not event.done()):
                 return False
@@ -178,7 +166,7 @@ class Walk:
         wanted = [self._updates[index] for index in subgroups if index in self._updates]
         while any(number not in self._events for number in wanted):
             # Outside of the block below: what a safe point raises does not end the walk.
-            self._safe_point()
+            self._executor.safe_point()
             with self._failure:
                 self._submit_next()
         with self._failure:
@@ -193,9 +181,10 @@ class Walk:
         Raises:
             RuntimeError: an op failed, as `finish` says.
         """
-        chosen = [index for index in subgroups if index not in self._arrived]
+        chosen = [index for index in subgroups if index in self._arrivals]
         self._carry_out([self._arrivals[index] for index in chosen])
-        self._arrived.update(chosen)
+        for index in chosen:
+            self._arrivals.pop(index, None)
 
     def finish(self) -> None:
         """Carry out the remaining ops, and wait for the end of all.
@@ -214,14 +203,14 @@ class Walk:
         # grows with the square of the plan.
         for number in wanted:
             while number not in self._events:
-                self._safe_point()
+                self._executor.safe_point()
                 with self._failure:
                     if self._order:
                         self._submit_next()
                     else:
                         self._wait_for_held_back()
         for number in wanted:
-            self._safe_point()
+            self._executor.safe_point()
             with self._failure:
                 self._keep_working()
                 self._wait_for(number)
@@ -265,12 +254,12 @@ class Walk:
 
     def _is_full(self, lane: Lane) -> bool:
         """Tell whether a lane has as many ops as it takes."""
-        if lane not in self._most:
+        if lane not in self._under_way:
             return False
         under_way = self._under_way[lane]
         while under_way and self._has_ended(under_way[0]):
             self._wait_for(under_way.popleft())  # it has ended: raises its error, if any
-        return len(under_way) >= self._most[lane]
+        return len(under_way) >= self._executor.most[lane]
 
     def _has_ended(self, number: int) -> bool:
         event = self._events[number]
@@ -323,7 +312,7 @@ class Walk:
             elif event is not None:
                 after.append(event)
         try:
-            event = self._events[number] = self._carrier.carry_out(op, after)
+            event = self._events[number] = self._executor.carrier.carry_out(op, after)
         except Exception as error:
             raise _OpError(number, error) from error
         if event is not None and op.lane in self._under_way:
@@ -337,7 +326,7 @@ class Walk:
             if event.done():
                 event.wait()  # it has ended: raises its error, if any
             else:
-                with self._telemetry.timed(_DRIVES.get(self._lanes[number], WAIT_FOR_OPS)):
+                with self._executor.telemetry.timed(_DRIVES.get(self._lanes[number], WAIT_FOR_OPS)):
                     event.wait()
         except Exception as error:
             raise _OpError(number, error) from error

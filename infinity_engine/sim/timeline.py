@@ -22,7 +22,7 @@ from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Lane, LaneClocks, OpTime, Rates, Tier
 from infinity_engine.plan.ops import CopyOp, Op, UpdateOp
 from infinity_engine.plan.step import Home
-from infinity_engine.schedule.executor import Walk
+from infinity_engine.schedule.executor import Executor, Walk
 from infinity_engine.schedule.prefetch import LOOK_AHEAD
 from infinity_engine.sim.walking import ComputeTime, FetchingRoom, RankWire, TimedCarrier
 from infinity_engine.telemetry import NullTelemetry
@@ -399,7 +399,7 @@ class _TimedStep:
         for lane in dict.fromkeys(op.lane for op in self._plan.steps.ops):
             # A missing rate is refused here: within the walk it would be a failed op.
             self._lanes.clocks.duration_ns(lane, 0)
-        walk = Walk(self._plan.steps, self._thread, NullTelemetry())
+        walk = Executor(self._thread, NullTelemetry()).begin(self._plan.steps)
         self._room.begin_pass()
         walk.poll()
         self._fetch_ahead(walk)

@@ -312,7 +312,7 @@ def test_a_walk_that_goes_as_far_as_an_update_waits_for_nothing_that_follows_it(
     plan: StepPlan, chance: random.Random, data: st.DataObject
 ) -> None:
     carrier = Checking(plan, chance, beside=chance.random() < 0.5)
-    walk = Walk(plan, carrier, NullTelemetry())
+    walk = Executor(carrier, NullTelemetry()).begin(plan)
     wanted = data.draw(st.sampled_from([each.index for each in plan.subgroups]))
 
     walk.reach([wanted])
