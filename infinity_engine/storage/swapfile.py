@@ -112,7 +112,6 @@ class SwapFile(Closing):
             )
         self._directories = tuple(sizes)
         self._ledger = ledger
-        self._holder = holder
         self._checksum = checksum
         self._grows_in_steps = False
         self._spare = SpareBytes(len(self._directories))

@@ -721,20 +721,29 @@ class _Save:
         frozen: FrozenParameters,
         began: float,
     ) -> None:
-        self.tag = draft.manifest.tag
         self.on_error = on_error
         self.captured = captured
         self.written = threading.Event()  # this rank's part is, or has failed
         self.error: Exception | None = None
         self._shown = False  # the error was
         self._draft = draft
-        self._extra = extra
-        self._frozen = frozen
+        self._report = SaveReport(
+            path=draft.directory.path,
+            tag=draft.manifest.tag,
+            step=draft.manifest.step,
+            extra=extra,
+            frozen=frozen,
+        )
         self._began = began
         self._ended_s: float | None = None
         self._ends = ExitStack()
         self._beside = False  # training
         self._thread = threading.Thread(target=self._run, name=f"checkpoint {self.tag}")
+
+    @property
+    def tag(self) -> str:
+        """The tag of the checkpoint."""
+        return self._report.tag
 
     def owns(self, ends: ExitStack) -> None:
         """Give its memory back at its end."""
@@ -800,12 +809,8 @@ class _Save:
             end, state = self._ended_s, SaveState.COMMITTED
             if self.error is not None:
                 state, error = SaveState.FAILED, str(self.error)
-        return SaveReport(
-            path=self._draft.directory.path,
-            tag=self.tag,
-            step=self._draft.manifest.step,
-            extra=self._extra,
-            frozen=self._frozen,
+        return replace(
+            self._report,
             state=state,
             nbytes=self._draft.nbytes,
             shared_nbytes=self._draft.shared_nbytes,
