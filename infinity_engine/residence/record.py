@@ -78,13 +78,10 @@ class ShardRecord:
         Raises:
             IllegalTransition: it is moving to one.
         """
-        tier = TIER_OF.get(self._residency)
-        if tier is None:
-            allowed = (f"waiting for the end of {self._residency.name}",)
-            raise IllegalTransition(
-                shard=self.name, source=self._residency.name, target="another move", allowed=allowed
-            )
-        return tier
+        try:
+            return TIER_OF[self._residency]
+        except KeyError:
+            raise self._is_moving("another move") from None
 
     def check(self, to: Residency) -> None:
         """Raise IllegalTransition unless `advance(to)` is allowed."""
@@ -128,15 +125,10 @@ class ShardRecord:
         Raises:
             IllegalTransition: it is moving.
         """
-        tier = TIER_OF.get(self._residency)
-        if tier is None:
-            allowed = (f"waiting for the end of {self._residency.name}",)
-            raise IllegalTransition(
-                shard=self.name,
-                source=self._residency.name,
-                target="a changed version",
-                allowed=allowed,
-            )
+        try:
+            tier = TIER_OF[self._residency]
+        except KeyError:
+            raise self._is_moving("a changed version") from None
         self._version += 1
         # Of the copy where it resides alone; all others are older from here on.
         self._copies[tier] = _Copy(self._copies[tier].where, self._version)
@@ -167,6 +159,12 @@ class ShardRecord:
             )
         copies, self._copies = list(self._copies.values()), {}
         return [copy.where for copy in copies]
+
+    def _is_moving(self, target: str) -> IllegalTransition:
+        allowed = (f"waiting for the end of {self._residency.name}",)
+        return IllegalTransition(
+            shard=self.name, source=self._residency.name, target=target, allowed=allowed
+        )
 
     def _check_dispensable(self, tier: Tier) -> None:
         # During a move both of its ends are needed: the source is whole until the target is.
