@@ -390,7 +390,7 @@ def _serve_modules(
             plan.demand.fetched,
             swap=reserved.swap,
             passing=reserved.passing,
-            beside=early.go_on,
+            beside=early,
         )
         resources.callback(fetcher.close)
     ranks: OneRank | ManyRanks = OneRank(gradients)
@@ -421,7 +421,7 @@ def _serve_modules(
     if _may_defer(config, planned, records, fetches=fetcher is not None):
         follower: Follower = provider
         if fetcher is None:
-            follower = PendingParameters(model, planned.trained, gradients.has, Hooks(signals))
+            follower = PendingParameters(model, planned.trained, gradients, Hooks(signals))
         # At the end no module waits for an update any more.
         resources.callback(follower.follow_update, None)
         # A subgroup with a parameter that modules do not fetch cannot wait: no module would.

@@ -148,7 +148,7 @@ class Engine:
             self._known,
             parts.hooks,
             whole=not parts.modules.fetches,
-            updates=lambda: updates.made,
+            updates=updates,
         )
         resources = ExitStack()
         # The last one is closed first.

@@ -6,7 +6,7 @@ Each refusal says what to call instead. torch's hooks call it; it changes nothin
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
+from infinity_engine.update.updating import Updates
 
 __all__ = ["Guards"]
 
@@ -33,9 +34,9 @@ class Guards:
         hooks: Hooks,
         *,
         whole: bool,
-        updates: Callable[[], int],
+        updates: Updates,
     ) -> None:
-        """Set the guards. `whole`: all parameters stay on the device; `updates` counts updates."""
+        """Set the guards. `whole`: all parameters stay on the device; `updates` makes updates."""
         self._optimizer = optimizer
         self._updates = updates
         # Adagrad makes states before its first step. They stay: it needs them after close().
@@ -111,7 +112,7 @@ class Guards:
                 )
 
     def _warn_of_states(self, state_dict: dict[str, Any]) -> None:
-        state_dict[_LEFT_WITH_THE_ENGINE] = self._updates()
+        state_dict[_LEFT_WITH_THE_ENGINE] = self._updates.made
         warnings.warn(
             "The state dict of an engine's optimizer has its groups but no states: the engine has "
             "those. engine.state_of(parameter) returns them, and engine.save() saves them",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -21,7 +21,7 @@ from infinity_engine.machine.capacity import free_for_copies
 from infinity_engine.memory import Lease, PinnedPool, Views
 from infinity_engine.parameters.deferred import DeferredUpdate
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
-from infinity_engine.parameters.providing import stay_absent
+from infinity_engine.parameters.providing import WorkBeside, stay_absent
 from infinity_engine.parameters.resident import ResidentParameters
 from infinity_engine.parameters.updated_pieces import Fetched, UpdatedPieces
 from infinity_engine.plan import Tier
@@ -39,8 +39,8 @@ class ParameterFetcher(ResidentParameters[Fetched]):
 
     Keeps `limit` bytes resident, views of evicted ones included; more only as long as more is in
     use and the device has it. Other users of the device's memory get what is idle. What comes from
-    `swap` to a device with memory of its own goes through the pool `passing`. `beside` is called
-    whenever modules need something: work that waits for nothing.
+    `swap` to a device with memory of its own goes through the pool `passing`. `beside` goes on
+    whenever modules need something.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         *,
         swap: SwapFile | None,
         passing: PinnedPool | None,
-        beside: Callable[[], None],
+        beside: WorkBeside,
     ) -> None:
         fetched = {known.number: known for known in parameters if known.number in records}
         nbytes = {number: record.nbytes for number, record in records.items()}
@@ -95,7 +95,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         # Before anything is brought: making room for one must not evict another of them.
         self.resident.hold(use.parameters)
         try:
-            self._beside()
+            self._beside.go_on()
             self._pieces.make(use.parameters)
             for number in fresh:
                 if self._homes[number] is Tier.NVME:

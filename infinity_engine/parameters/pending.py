@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -22,8 +23,15 @@ from infinity_engine.parameters.parameters import TrainedParameter, absent
 __all__ = ["PendingParameters"]
 
 
+class Gradients(Protocol):
+    """The gradients of a step."""
+
+    def has(self, parameter: int) -> bool:
+        """Tell whether there is one of a parameter."""
+
+
 class PendingParameters:
-    """The trained parameters of a model; `updated(number)` tells whether a step changes one.
+    """The trained parameters of a model; a step changes those of which `gradients` has one.
 
     Hooks are set from a step to the end of its update, and before the first step.
     """
@@ -32,13 +40,13 @@ class PendingParameters:
         self,
         model: torch.nn.Module,
         trained: Sequence[TrainedParameter],
-        updated: Callable[[int], bool],
+        gradients: Gradients,
         hooks: Hooks,
     ) -> None:
         # The engine has the model. This is among what closes an engine that was dropped.
         self._model = weakref.ref(model)
         self._trained = trained
-        self._updated = updated
+        self._gradients = gradients
         self._hooks = hooks
         self._numbers = {id(known.parameter): known.number for known in trained if known.numel}
         self._asked: set[int] = set()  # parameters that a module in Python has asked for
@@ -74,11 +82,9 @@ class PendingParameters:
             return
         # Only what modules in Python ask for can wait: anything else would be read as NaN.
         waits = self._asked - self._unseen
-        update.make(
-            number for number in set(self._numbers.values()) - waits if self._updated(number)
-        )
-        for number in self._numbers.values():
-            if self._updated(number) and number not in self._hidden and not update.has_made(number):
+        update.make(filter(self._gradients.has, set(self._numbers.values()) - waits))
+        for number in filter(self._gradients.has, self._numbers.values()):
+            if number not in self._hidden and not update.has_made(number):
                 self._hide(number)
         self._watch()
 

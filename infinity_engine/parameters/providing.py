@@ -19,7 +19,14 @@ from infinity_engine.schedule import FetchingStats, ResidentSet, Use
 from infinity_engine.storage import Place
 from infinity_engine.units import format_bytes
 
-__all__ = ["ModuleProvider", "NothingFetched", "Provider", "stay_absent"]
+__all__ = ["ModuleProvider", "NothingFetched", "Provider", "WorkBeside", "stay_absent"]
+
+
+class WorkBeside(Protocol):
+    """Work beside the modules, which goes on when they need something."""
+
+    def go_on(self) -> None:
+        """Do what waits for nothing."""
 
 
 class Provider(Protocol):

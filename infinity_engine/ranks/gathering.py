@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from infinity_engine.parameters.providing import (
     ModuleProvider,
     NothingFetched,
     Provider,
+    WorkBeside,
     stay_absent,
 )
 from infinity_engine.parameters.resident import ResidentParameters
@@ -55,7 +56,7 @@ class ParameterGatherer(ResidentParameters[_Whole]):
     Gathers go through buffers of `wire_bytes` each. Parameters of `small` stay whole from one
     update to the next, and are gathered together. `below` brings the shards of `fetched`, which are
     at home elsewhere, to the device; those of gathers in flight are at most `below_bytes`, on the
-    rank that has most. `beside` is called whenever modules need something.
+    rank that has most. `beside` goes on whenever modules need something.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ParameterGatherer(ResidentParameters[_Whole]):
         below: ModuleProvider | None,
         below_bytes: int | None = None,
         fetched: Collection[int] = (),
-        beside: Callable[[], None],
+        beside: WorkBeside,
     ) -> None:
         # Parameters without elements are never gathered; below they get an empty tensor once.
         self._cut = {cut.whole.number: cut for cut in parameters if cut.spec.numel}
@@ -115,7 +116,7 @@ class ParameterGatherer(ResidentParameters[_Whole]):
         try:
             self._provide(use)
             self._gather_ahead()
-            self._beside()
+            self._beside.go_on()
         finally:
             self.resident.let_go(use.parameters)
 

@@ -280,7 +280,7 @@ class Sharding:
             # None where no rank fetches: then gathers have no such limit anywhere.
             below_bytes=self.deepest_shards if self._some_fetch(shards) else None,
             fetched=shards.fetched,
-            beside=reducer.go_on,
+            beside=reducer,
         )
         resources.callback(gatherer.close)
         wholes = [parameter.whole for parameter in self.parameters]
