@@ -117,7 +117,7 @@ def _room(training: Training, means: Means, report: PlanReport, cost: BlockCost)
     planned = training.activation_bytes() if means.for_all else 0
     # Of one tile of the sequence at a time, whatever is done with what blocks save.
     tile = training.tile_bytes()
-    device = max(left[computes] + max(planned - training.logits_bytes(), 0) - tile, 0)
+    device = max(left[computes] + max(planned - training.passing_bytes(), 0) - tile, 0)
     return ActivationRoom(
         device=device,
         host=0 if means.unified else left[Tier.HOST],

@@ -102,6 +102,8 @@ class Activations:
     inner: int = 0
     """Of `elements`, those that the feed-forward block makes and saves; 0 where there is none that
     handles each position alone, or it is not known."""
+    gradients: int = 0
+    """Elements of gradients that the backward of one block has at the same time, at most."""
 
     def nbytes(
         self,
@@ -128,7 +130,9 @@ class Activations:
             else block * self.blocks
         )
         kept += tile + width * self.expanded + _EXPANDING * min(self.expanded, _PIECE)
-        return kept + self.logits_bytes(tokens, width=width, chunked=chunked_loss)
+        return kept + self.passing_bytes(
+            tokens, width=width, chunked=chunked_loss, tile_tokens=tile_tokens
+        )
 
     def block_bytes(self, tokens: int, *, width: int, tile_tokens: int | None = None) -> int:
         """Return what one block saves; of a feed-forward block in tiles, its input alone."""
@@ -148,6 +152,15 @@ class Activations:
     def input_bytes(self, tokens: int, *, width: int) -> int:
         """Return what one block is given."""
         return tokens * width * self.hidden
+
+    def passing_bytes(
+        self, tokens: int, *, width: int, chunked: bool, tile_tokens: int | None
+    ) -> int:
+        """Return what comes on top for a while: the logits and their loss, or after them the
+        gradients of one block; `tile_bytes` has those of a block in tiles.
+        """
+        gradients = tokens * width * self.gradients if tile_tokens is None else 0
+        return max(self.logits_bytes(tokens, width=width, chunked=chunked), gradients)
 
     def logits_bytes(self, tokens: int, *, width: int, chunked: bool = False) -> int:
         """Return what the logits and their loss take of that.

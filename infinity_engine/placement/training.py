@@ -143,6 +143,15 @@ class Training:
             return 0
         return known.tile_bytes(self.tokens, width=self.width, tile_tokens=tokens)
 
+    def passing_bytes(self) -> int:
+        """Return what comes on top of what autograd keeps for a while, 0 where it is not known."""
+        known = self.model.activations
+        if known is None:
+            return 0
+        return known.passing_bytes(
+            self.tokens, width=self.width, chunked=self.chunked_loss, tile_tokens=self.tile_tokens
+        )
+
     def logits_bytes(self) -> int:
         """Return what the logits and their loss take of that."""
         known = self.model.activations

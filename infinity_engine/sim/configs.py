@@ -364,6 +364,7 @@ def _gated(config: _Fields, kind: _Gated, experts: _Experts | None = None) -> _M
         if experts is not None and experts.layers
         else 0
     )
+    of_experts = experts.inner * experts.chosen + experts.shared if experts is not None else 0
     queries, keys = heads.queries, heads.keys
     normed = queries + keys if kind.norm_of != "nothing" else 0
     activations = Activations(
@@ -379,6 +380,8 @@ def _gated(config: _Fields, kind: _Gated, experts: _Experts | None = None) -> _M
         fp32=len(kind.norms) * hidden + normed,
         logits=vocabulary,
         inner=0 if experts is not None else 4 * inner,
+        # Of the product of a gate and what it lets pass, then of these two.
+        gradients=2 * max(inner if one_for_all else 0, of_experts),
     )
     return (
         modules,
@@ -470,7 +473,13 @@ def _gpt2(config: _Fields) -> _Model:
     # its input.
     saved = 4 * hidden + 5 * hidden + 6 * inner
     activations = Activations(
-        blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary, inner=6 * inner
+        blocks=layers,
+        hidden=hidden,
+        elements=saved,
+        fp32=0,
+        logits=vocabulary,
+        inner=6 * inner,
+        gradients=2 * inner,
     )
     return modules, activations, positions
 
@@ -520,7 +529,12 @@ def _opt(config: _Fields) -> _Model:
     # ReLU saves its result, which is what the next product takes
     saved = 4 * hidden + 5 * hidden + inner
     activations = Activations(
-        blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary
+        blocks=layers,
+        hidden=hidden,
+        elements=saved,
+        fp32=0,
+        logits=vocabulary,
+        gradients=2 * inner,
     )
     return modules, activations, positions
 
@@ -551,7 +565,13 @@ def _gpt_neox(config: _Fields) -> _Model:
     )
     saved = 4 * hidden + 5 * hidden + 2 * inner
     activations = Activations(
-        blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary, inner=2 * inner
+        blocks=layers,
+        hidden=hidden,
+        elements=saved,
+        fp32=0,
+        logits=vocabulary,
+        inner=2 * inner,
+        gradients=2 * inner,
     )
     return (
         modules,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from infinity_engine.cli.main import main
@@ -129,3 +132,68 @@ def test_a_plan_says_that_activations_alone_are_an_estimate(
     answer = json.loads(capsys.readouterr().out)
     assert answer["parameters"] == shape.numel
     assert any("activations are an estimate" in note for note in answer["notes"])
+
+
+# --- what a step takes ----------------------------------------------------------------------------
+
+
+class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotations for it
+    """Counts the bytes of tensors that operations make, and the most of them at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self.known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        given = {id(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
+        found = func(*args, **(kwargs or {}))
+        for tensor in _tensors(found):
+            storage = tensor.untyped_storage()
+            if id(storage) not in given and storage not in self.known:
+                self.known.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.gone, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return found
+
+    def gone(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("llama", {}),
+        ("mixtral", {"intermediate_size": 256, "num_local_experts": 4}),
+        ("opt", {"ffn_dim": 512, "word_embed_proj_dim": 64, "dropout": 0.0}),
+        ("gpt_neox", {}),
+    ],
+)
+def test_a_step_takes_no_more_than_planned(
+    kind: str, more: dict[str, Any], checkpointing: bool
+) -> None:
+    sizes = {**SIZES, "vocab_size": 8, "intermediate_size": 512, "use_cache": False, **more}
+    config = AutoConfig.for_model(kind, **sizes)
+    known = model_of_config(config.to_dict(), name="small").activations
+    assert known is not None
+    model = AutoModelForCausalLM.from_config(config).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    tokens = torch.randint(8, (4, 256))
+
+    with Alive() as alive:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    planned = known.nbytes(tokens.numel(), width=4, checkpointing=checkpointing)
+    assert 0.8 * planned <= alive.most <= planned

@@ -105,9 +105,9 @@ def test_a_graph_without_room_on_the_host_goes_another_way(
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("positions", [32, 8])
-def test_tiles_of_the_sequence_take_what_is_planned(
-    far: ProcessPoolExecutor, positions: int, recompute: bool
+@pytest.mark.parametrize("positions", [None, 32, 8])
+def test_blocks_whole_or_in_tiles_of_the_sequence_take_what_is_planned(
+    far: ProcessPoolExecutor, positions: int | None, recompute: bool
 ) -> None:
     training = replace(
         training_of(gated_shape(), bits=32, checkpointing=recompute),

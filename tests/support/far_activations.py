@@ -293,6 +293,7 @@ def gated_shape() -> ModelShape:
             fp32=0,
             logits=0,
             inner=4 * INNER,
+            gradients=2 * INNER,
         ),
     )
 
