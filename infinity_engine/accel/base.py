@@ -209,6 +209,13 @@ class Accelerator(ABC):
     def stream(self, kind: StreamKind) -> Stream:
         """Return a new stream; on cuda, the current one of torch for COMPUTE."""
 
+    def check_current(self) -> None:  # noqa: B027  # only a GPU has other streams for modules
+        """Refuse modules that would launch their kernels where no event of a COMPUTE stream is.
+
+        Raises:
+            RuntimeError: torch's current stream is another one than when `stream` was called.
+        """
+
     @abstractmethod
     def record(self, stream: Stream) -> Event:
         """Return the end of everything that was submitted to `stream` so far."""

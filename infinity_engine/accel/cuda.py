@@ -108,6 +108,18 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         )
         return stream
 
+    def check_current(self) -> None:
+        """Refuse modules in another stream than torch's current one was for COMPUTE."""
+        current = torch.cuda.current_stream(self.torch_device)
+        known = [self._streams[each] for each in self._streams if each.kind is StreamKind.COMPUTE]
+        # Copies would begin before its kernels have ended: a fault that only values would tell.
+        if known and current not in known:
+            raise RuntimeError(
+                f"The model is called in another CUDA stream ({current}) than the one in which "
+                "the engine was made. Copies to and from the host would not wait for its kernels. "
+                "Call both in one stream"
+            )
+
     def wait_for(self, stream: Stream, event: Event) -> None:
         """Let whatever is launched in `stream` from here on wait for `event`."""
         super().wait_for(stream, event)

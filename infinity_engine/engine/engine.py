@@ -204,6 +204,7 @@ class Engine:
         Raises:
             CapacityError: the device's budget has no room for the activations.
             RuntimeError: an update that goes on beside this has failed. The next call resumes it.
+                Or torch's current CUDA stream is another one than the engine was made in.
         """
         return self.run(self.model, *args, **kwargs)
 
@@ -215,6 +216,7 @@ class Engine:
             with self._signals:
                 # Handlers stay replaced during the call, so that each hook's hold costs little.
                 self._signals.watch(around)
+                parts.accelerator.check_current()
                 # An update may go on beside this forward: modules wait for what they need.
                 self._check_whole(deferred_too=False)
                 self._begin()

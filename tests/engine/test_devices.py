@@ -58,3 +58,31 @@ def test_several_ranks_are_refused_where_they_do_not_compute_on_the_cpu(kind: st
 def test_several_ranks_compute_on_the_cpu() -> None:
     with device_of("cpu") as device:
         check_device(device, alone=False)
+
+
+class InAnotherStream(VirtualAccelerator):
+    """A device that modules compute on in a stream that the engine does not know."""
+
+    def check_current(self) -> None:
+        raise RuntimeError("another stream")
+
+
+def test_a_model_in_a_stream_that_the_engine_does_not_know_is_not_called() -> None:
+    called: list[str] = []
+    model = torch.nn.Linear(4, 4)
+    model.register_forward_hook(lambda *_: called.append("forward"))
+    with (
+        InAnotherStream(Emulation(rates=RATES, capacity_bytes=64 << 20)) as device,
+        infinity_engine.initialize(
+            model,
+            "adamw",
+            device=device,
+            strategy="host_only",
+            rates=RATES,
+            budget={"host": "32MiB", "device": "32MiB"},
+        ) as engine,
+        pytest.raises(RuntimeError, match="another stream"),
+    ):
+        engine(torch.ones(1, 4))
+
+    assert called == []

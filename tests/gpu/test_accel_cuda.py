@@ -153,6 +153,13 @@ def test_waiting_for_all_waits_for_what_modules_launched(device: CudaAccelerator
     assert launched.query()
 
 
+def test_another_current_stream_is_refused(device: CudaAccelerator) -> None:
+    device.stream(StreamKind.COMPUTE)
+    device.check_current()
+    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError, match="one stream"):
+        device.check_current()
+
+
 def test_what_others_allocated_is_not_given_away_before_its_copy_has_ended(
     device: CudaAccelerator, pool: deepnvme.Pool
 ) -> None:

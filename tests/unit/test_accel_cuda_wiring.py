@@ -36,6 +36,12 @@ class FakeStream:
     def __init__(self, gpu: FakeGpu, name: str) -> None:
         self.gpu, self.name = gpu, name
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FakeStream) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def wait_event(self, event: FakeEvent) -> None:
         self.gpu.log.append(f"{self.name} waits for {event.at}")
 
@@ -78,7 +84,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: FakeStream(gpu, "default"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: FakeStream(gpu, gpu.current))
     monkeypatch.setattr(torch.cuda, "Stream", new_stream)
     monkeypatch.setattr(torch.cuda, "stream", use)
     monkeypatch.setattr(torch.cuda, "Event", lambda: FakeEvent(gpu))
@@ -151,6 +157,19 @@ def test_waiting_for_all_waits_for_what_modules_launched(
     device.synchronize()
 
     assert gpu.log == ["the host waits for default"]
+
+
+def test_another_current_stream_than_that_of_the_engine_is_refused(
+    device: CudaAccelerator, gpu: FakeGpu
+) -> None:
+    device.check_current()  # there is none that modules have to be in
+    device.stream(StreamKind.COMPUTE)
+    device.check_current()
+
+    gpu.current = "stream 7"
+
+    with pytest.raises(RuntimeError, match="another CUDA stream .* Call both in one stream"):
+        device.check_current()
 
 
 def test_memory_that_is_not_pinned_is_warned_of_once(device: CudaAccelerator) -> None:
