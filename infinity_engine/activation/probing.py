@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from infinity_engine.activation.offloading import ActivationOffload
 from infinity_engine.errors import InfinityError
 from infinity_engine.placement.activations import ActivationRates
@@ -46,6 +48,6 @@ def _rates_of(offload: ActivationOffload) -> tuple[float, float] | None:
         # Twice: the first time, the drive's room grows.
         offload.time_moves(nbytes)
         out_s, back_s = offload.time_moves(nbytes)
-    except InfinityError:
+    except (InfinityError, torch.OutOfMemoryError):
         return None
     return nbytes / max(out_s, 1e-9), nbytes / max(back_s, 1e-9)
