@@ -168,7 +168,7 @@ def test_another_current_stream_than_that_of_the_engine_is_refused(
 
     gpu.current = "stream 7"
 
-    with pytest.raises(RuntimeError, match="another CUDA stream .* Call both in one stream"):
+    with pytest.raises(RuntimeError, match=r"another CUDA stream .* Call both in one stream"):
         device.check_current()
 
 
