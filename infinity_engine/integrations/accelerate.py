@@ -21,6 +21,7 @@ from accelerate.utils import convert_to_fp32
 from torch.utils.hooks import RemovableHandle
 
 from deepnvme.choices import chosen
+from infinity_engine.checkpoint.directory import CheckpointDirectory
 from infinity_engine.engine.api import initialize, settings_given
 from infinity_engine.engine.checkpoints.saving import FrozenParameters, PendingGradients
 from infinity_engine.engine.engine import Engine
@@ -85,7 +86,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         cls,
         accelerator: Accelerator,
         engine: Config,
-        frozen: FrozenParameters = FrozenParameters.SAVE,
+        frozen: FrozenParameters | str = FrozenParameters.SAVE,
         **settings: object,
     ) -> InfinityAccelerator:
         """Return one in place of `accelerator`, which a Trainer has made.
@@ -100,11 +101,11 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         self,
         accelerator: Accelerator,
         engine: Config,
-        frozen: FrozenParameters,
+        frozen: FrozenParameters | str,
         settings: Mapping[str, object],
     ) -> None:
         self.__dict__ = accelerator.__dict__
-        self._frozen = frozen
+        self._frozen = chosen(FrozenParameters, frozen, "frozen")
         self._begin(engine, settings)
 
     def _begin(self, engine: Config, settings: Mapping[str, object]) -> None:
@@ -262,6 +263,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             # A plain Accelerator saves between micro-batches, too, and no gradients.
             self.engine.save(
                 Path(folder) / ENGINE_FOLDER,
+                # The files beside it are replaced, too: they belong to no older step.
+                keep=1,
                 pending=PendingGradients.LEAVE_OUT,
                 frozen=self._frozen,
             )
@@ -270,9 +273,21 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Go on from what `save_state` has saved; without `input_dir`, from the newest."""
+        """Go on from what `save_state` has saved; without `input_dir`, from the newest.
+
+        Raises:
+            ConfigError: no engine has saved there.
+        """
         folder = Path(input_dir).expanduser() if input_dir is not None else self._newest()
         if self.engine is not None:
+            if CheckpointDirectory(folder / ENGINE_FOLDER).latest() is None:
+                raise ConfigError(
+                    field="input_dir",
+                    value=str(folder),
+                    expected=f"a folder that save_state of an InfinityAccelerator has made, with "
+                    f"a checkpoint in its folder {ENGINE_FOLDER!r}. To go on from the weights of "
+                    "a plain Accelerator, load them into the model before prepare",
+                )
             self.engine.load(folder / ENGINE_FOLDER)
         with self._without_optimizers():
             super().load_state(str(folder), load_kwargs, **kwargs)

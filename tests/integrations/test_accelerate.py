@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import infinity_engine
+from infinity_engine.engine.checkpoints.saving import FrozenParameters
 from infinity_engine.errors import ConfigError
 from support.families import transformers
 from support.trainers import language_model, rows
@@ -116,6 +117,45 @@ def test_a_state_without_the_frozen_embedding_is_gone_on_from(tmp_path: Path) ->
     again.accelerator.end_training()
     manifest = read_manifest(CheckpointDirectory(tmp_path / "state/engine").resolve())
     assert [tensor.name for tensor in manifest.left_out] == ["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("frozen", ["leave_out", FrozenParameters.LEAVE_OUT])
+def test_an_accelerator_that_was_taken_over_leaves_out_frozen_parameters(
+    frozen: Any, tmp_path: Path
+) -> None:
+    model = language_model()
+    model.get_input_embeddings().requires_grad_(False)
+    run = Run(InfinityAccelerator.taking_over(plain(), SETTINGS, frozen), model)
+    run.train()
+    run.accelerator.save_state(str(tmp_path))
+    run.accelerator.end_training()
+
+    manifest = read_manifest(CheckpointDirectory(tmp_path / "engine").resolve())
+    assert [tensor.name for tensor in manifest.left_out] == ["model.embed_tokens.weight"]
+
+
+def test_taking_over_refuses_what_is_no_choice_for_frozen_parameters() -> None:
+    with pytest.raises(ValueError, match="frozen: expected one of"):
+        InfinityAccelerator.taking_over(plain(), SETTINGS, "leave")
+
+
+def test_a_state_that_is_saved_again_replaces_the_one_before(tmp_path: Path) -> None:
+    run = Run(with_engine())
+    for _ in range(2):
+        run.train()
+        run.accelerator.save_state(str(tmp_path))
+    run.accelerator.end_training()
+
+    assert {path.name for path in (tmp_path / "engine").iterdir()} == {"latest", "step-00000006"}
+
+
+def test_a_state_without_an_engine_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    Run(plain()).accelerator.save_state(str(tmp_path))
+    run = Run(with_engine())
+
+    with pytest.raises(ConfigError, match="load them into the model before prepare"):
+        run.accelerator.load_state(str(tmp_path))
+    run.accelerator.end_training()
 
 
 def test_automatically_named_states_are_gone_on_from_the_newest(tmp_path: Path) -> None:
