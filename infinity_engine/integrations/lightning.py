@@ -92,6 +92,7 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._frozen = chosen(FrozenParameters, frozen, "frozen")
         self.engine: Engine | None = None
         """The engine, while fitting."""
+        self._checkpoint: Path | None = None  # the engine's, in what is loaded
 
     # --- making and ending the engine -------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Close the engine, which gives the module its values back."""
         if self.engine is not None:
             self.engine.close()
-            self.engine = None
+            self.engine = self._checkpoint = None
             self.optimizers = []
         super().teardown()
 
@@ -161,11 +162,6 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return self.engine.run(super().validation_step, *args, **kwargs)
 
     # --- checkpoints ------------------------------------------------------------------------------
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Load after the engine is made, as it has all values."""
-        return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return nothing while fitting: the engine saves the values."""
@@ -198,10 +194,14 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         _rename(making, folder)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the engine, and return what Lightning saved beside."""
+        """Return what Lightning saved, and note the engine's checkpoint beside it.
+
+        Lightning calls this before the engine is made, so that a plain checkpoint's weights are
+        loaded into the module.
+        """
         folder = Path(checkpoint_path)
         is_engines = (folder / _ENGINE).is_dir()
-        if is_engines and self.engine is None:
+        if is_engines and self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             raise ConfigError(
                 field="ckpt_path",
                 value=str(folder),
@@ -209,22 +209,37 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 f"while fitting. Export it with `infinity checkpoint export {folder / _ENGINE} "
                 "WEIGHTS`, and load the weights into the module",
             )
-        if self.engine is not None and is_engines:
-            self.engine.load(folder / _ENGINE)
+        self._checkpoint = folder / _ENGINE if is_engines else None
         found: dict[str, Any] = super().load_checkpoint(
             folder / _REST if is_engines else folder, *args, **kwargs
         )
         return found
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Do nothing while fitting: the engine has loaded the values."""
-        if self.engine is None:
+        """Load a plain checkpoint's values; those of an engine are loaded with its states."""
+        if self._checkpoint is None:
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Do nothing while fitting, likewise."""
-        if self.engine is None:
-            super().load_optimizer_state_dict(checkpoint)
+        """Load values and states of an engine's checkpoint, or the states of a plain one.
+
+        Raises:
+            ConfigError: the checkpoint has no states.
+        """
+        assert self.engine is not None, "only fitting restores optimizers"
+        if self._checkpoint is not None:
+            self.engine.load(self._checkpoint)
+            return
+        states = checkpoint["optimizer_states"]
+        if len(states) != 1:
+            raise ConfigError(
+                field="ckpt_path",
+                value=f"one with the states of {len(states)} optimizers",
+                expected="a checkpoint with those of one optimizer. After fit, the engine is "
+                "closed, and Trainer.save_checkpoint saves no states: let ModelCheckpoint save "
+                "while fitting. To begin with the weights alone, load them into the module",
+            )
+        self.engine.load_optimizer_state_dict(states[0])
 
 
 def _rename(made: Path, path: Path) -> None:

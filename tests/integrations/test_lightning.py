@@ -150,6 +150,44 @@ def test_a_resumed_fit_has_the_bits_of_one_that_went_through(tmp_path: Path) -> 
     assert differing(resumed.bits, whole.bits) == []
 
 
+def test_a_fit_goes_on_from_a_plain_trainers_checkpoint(tmp_path: Path) -> None:
+    saving = lightning.pytorch.callbacks.ModelCheckpoint(dirpath=tmp_path, filename="{epoch}")
+    fitted(tmp_path, max_epochs=1, enable_checkpointing=True, callbacks=[saving])
+
+    def resumed(**options: Any) -> list[float]:
+        module = Module()
+        for parameter in module.parameters():
+            torch.nn.init.zeros_(parameter)
+        path = str(tmp_path / "epoch=0.ckpt")
+        return fitted(tmp_path, module, max_epochs=2, ckpt_path=path, **options).losses
+
+    expected = resumed()
+    assert resumed(strategy=strategy(tmp_path / "drive")) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_checkpoint_without_states_of_the_optimizer_is_refused(tmp_path: Path) -> None:
+    ended = trainer(tmp_path, strategy=strategy(tmp_path / "drive"))
+    ended.fit(Module(), batches())
+    # The engine is closed, so it has the weights alone.
+    ended.save_checkpoint(tmp_path / "late.ckpt")
+
+    with pytest.raises(ConfigError, match="let ModelCheckpoint save while fitting"):
+        fitted(
+            tmp_path / "again",
+            strategy=strategy(tmp_path / "again-drive"),
+            max_epochs=3,
+            ckpt_path=str(tmp_path / "late.ckpt"),
+        )
+
+
+def test_an_engines_checkpoint_is_refused_where_nothing_is_fitted(tmp_path: Path) -> None:
+    (tmp_path / "saved.ckpt/engine").mkdir(parents=True)
+    mine = trainer(tmp_path, strategy=strategy(tmp_path / "drive"))
+
+    with pytest.raises(ConfigError, match="Export it with `infinity checkpoint export"):
+        mine.validate(Module(), batches(4), ckpt_path=str(tmp_path / "saved.ckpt"))
+
+
 class Adapted(Module):
     """The first layer is frozen."""
 
