@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
@@ -22,18 +22,16 @@ from torch.utils.hooks import RemovableHandle
 
 from deepnvme.choices import chosen
 from infinity_engine.checkpoint.directory import CheckpointDirectory
+from infinity_engine.config import EngineConfig
 from infinity_engine.engine.api import initialize, settings_given
 from infinity_engine.engine.checkpoints.saving import FrozenParameters, PendingGradients
 from infinity_engine.engine.engine import Engine
 from infinity_engine.engine.stepping import EngineOptimizer
 from infinity_engine.errors import ConfigError
 
-if TYPE_CHECKING:
-    from infinity_engine.config import EngineConfig
-
 __all__ = ["ENGINE_FOLDER", "Config", "InfinityAccelerator", "SkippingOptimizer"]
 
-Config: TypeAlias = "EngineConfig | Mapping[str, object] | str | os.PathLike[str] | None"
+Config: TypeAlias = EngineConfig | Mapping[str, object] | str | os.PathLike[str] | None
 """What `infinity_engine.initialize` takes as `config`."""
 
 ENGINE_FOLDER = "engine"
@@ -119,6 +117,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         given.warn_of_missing(4)
         given.warn_of_optimizer(4)
         self._engine_settings = {**given.settings, **settings}
+        EngineConfig.from_mapping(self._engine_settings)  # refused here, not when data is prepared
         # The engine multiplies the loss by a scale of its own.
         self.scaler = None
 

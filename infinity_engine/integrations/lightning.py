@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from deepnvme.choices import chosen
+from infinity_engine.config import EngineConfig
 from infinity_engine.engine.api import initialize, settings_given
 from infinity_engine.engine.checkpoints.saving import FrozenParameters, PendingGradients
 from infinity_engine.engine.engine import Engine
@@ -83,6 +84,7 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Take settings, and the device of batches: None for a GPU where there is one."""
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         given = settings_given(engine)
+        EngineConfig.from_mapping(given.settings)  # refused here, not when fitting begins
         given.warn_of_missing(2)
         given.warn_of_optimizer(2)
         autocast = _AUTOCAST.get(given.settings.get("precision"))

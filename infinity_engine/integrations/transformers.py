@@ -22,11 +22,17 @@ from transformers.utils import CONFIG_NAME, is_peft_available
 
 from deepnvme.choices import chosen
 from infinity_engine.checkpoint.directory import CheckpointDirectory
+from infinity_engine.config import EngineConfig
 from infinity_engine.engine.api import settings_given
 from infinity_engine.engine.checkpoints.saving import FrozenParameters, PendingGradients
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
-from infinity_engine.integrations.accelerate import ENGINE_FOLDER, Config, InfinityAccelerator
+from infinity_engine.integrations.accelerate import (
+    ENGINE_FOLDER,
+    Config,
+    InfinityAccelerator,
+    SkippingOptimizer,
+)
 from infinity_engine.integrations.language_models import state_dtype
 
 __all__ = ["InfinityMixin", "InfinityTrainer"]
@@ -63,11 +69,14 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
         frozen: FrozenParameters | str = FrozenParameters.SAVE,
         **kwargs: Any,
     ) -> None:
+        # Refused here, and not after a trainer has prepared all of its data.
+        settings = settings_given(engine).settings
+        EngineConfig.from_mapping(settings)
         # First: Trainer's constructor makes the accelerator.
         self._engine_settings = engine
         self._frozen = chosen(FrozenParameters, frozen, "frozen")
         super().__init__(*args, **kwargs)
-        for field, value, expected in _conflicts(self.args, settings_given(engine).settings):
+        for field, value, expected in _conflicts(self.args, settings):
             raise ConfigError(field=field, value=value, expected=expected)
 
     @property
@@ -180,7 +189,20 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Train. With `resume_from_checkpoint=True`, go on from the newest finished checkpoint."""
+        """Train. With `resume_from_checkpoint=True`, go on from the newest finished checkpoint.
+
+        Raises:
+            ValueError: there is none, or the one that is named was not written to its end.
+            RuntimeError: `end` has closed the engine.
+        """
+        # Trainer's own optimizer goes with the engine; model_init makes both anew.
+        has_ended = self.engine is None and isinstance(self.optimizer, SkippingOptimizer)
+        if has_ended and self.model_init is None:
+            raise RuntimeError(
+                "end() has closed the engine, and the states of the optimizer went with it. Make "
+                "another trainer for this model, which has its values back; or call end() after "
+                "the last train()"
+            )
         if resume_from_checkpoint is True:
             newest = max(_finished(Path(self.args.output_dir)), default=None)
             if newest is None:
@@ -189,6 +211,12 @@ class InfinityMixin(Trainer):  # type: ignore[misc]  # Transformers is typed in 
                     "Train without resume_from_checkpoint, or name the directory of a checkpoint"
                 )
             resume_from_checkpoint = str(newest[1])
+        elif resume_from_checkpoint and _is_unfinished(Path(resume_from_checkpoint)):
+            raise ValueError(
+                f"The checkpoint {resume_from_checkpoint} was not written to its end. Training "
+                "from it would begin at step 0, or without states of the optimizer. Pass "
+                "resume_from_checkpoint=True, which takes the newest that is finished"
+            )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -305,10 +333,21 @@ def _finished(folder: Path) -> Iterator[tuple[int, Path]]:
     """Yield the steps and folders of a run's checkpoints that were written to their end."""
     for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         step = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-        # Killed while it was written, the file may be cut short.
-        try:
-            json.loads((path / TRAINER_STATE_NAME).read_text())
-        except (OSError, ValueError):
-            continue
-        if step.isdecimal():
+        if step.isdecimal() and _has_state(path):
             yield int(step), path
+
+
+def _has_state(checkpoint: Path) -> bool:
+    """Tell whether a checkpoint has Trainer's state, which is written last."""
+    # Killed while it was written, the file may be cut short.
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _is_unfinished(checkpoint: Path) -> bool:
+    """Tell whether an engine's trainer began to write a checkpoint, and did not come to its end."""
+    begun = (checkpoint / ENGINE_FOLDER).is_dir()
+    return begun and not (_has_engine(str(checkpoint)) and _has_state(checkpoint))

@@ -294,6 +294,11 @@ def test_a_files_optimizer_and_scheduler_are_not_used_with_a_warning() -> None:
     assert [str(warning.message).split()[2] for warning in caught] == ["optimizer", "scheduler"]
 
 
+def test_a_wrong_setting_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="budgets: expected one of budget"):
+        with_engine({"budgets": 1})
+
+
 def test_clipping_by_value_is_refused() -> None:
     run = Run(with_engine())
     with pytest.raises(ConfigError, match="by their norm alone"):

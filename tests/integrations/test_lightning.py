@@ -397,6 +397,11 @@ def test_a_module_is_tested_after_fitting_in_mixed_precision(tmp_path: Path) -> 
     assert len(module.validated) == 2
 
 
+def test_a_wrong_setting_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="budgets: expected one of budget"):
+        InfinityStrategy(engine={"budgets": 1})
+
+
 def test_clipping_by_value_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='"norm" in an engine'):
         fitted(tmp_path, strategy=strategy(tmp_path / "drive"), gradient_clip_algorithm="value")

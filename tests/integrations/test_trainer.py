@@ -462,6 +462,28 @@ def test_resuming_where_there_is_nothing_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("missing", ["trainer_state.json", "engine/*"])
+def test_a_named_checkpoint_that_is_not_finished_is_refused(missing: str, tmp_path: Path) -> None:
+    mine = trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    mine.train()
+    mine.end()
+    checkpoint = tmp_path / "checkpoint-2"
+    for file in checkpoint.glob(missing):
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+
+    with pytest.raises(ValueError, match="was not written to its end"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_training_after_the_end_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    mine = trainer(tmp_path, max_steps=1)
+    mine.train()
+    mine.end()
+
+    with pytest.raises(RuntimeError, match="Make another trainer for this model"):
+        mine.train()
+
+
 def test_a_run_goes_on_from_a_plain_trainers_checkpoint(tmp_path: Path) -> None:
     whole = plain(tmp_path / "whole")
     whole.train()
@@ -580,7 +602,8 @@ def test_a_model_that_the_trainer_makes_is_trained(tmp_path: Path) -> None:
     )
     mine.train()
     first = losses_of(mine)
-    # Anew, as the search for hyperparameters trains.
+    # Anew, as the search for hyperparameters trains, also after the end.
+    mine.end()
     mine.train()
 
     assert losses_of(mine) == first
@@ -640,6 +663,18 @@ def test_a_setting_that_trainer_would_replace_is_refused(
     with pytest.raises(ConfigError, match=f"expected nothing, or {own} as in TrainingArguments"):
         trainer(tmp_path, {**MEMORY, **setting})
     trainer(tmp_path, {**MEMORY, "max_grad_norm": 0.5, "accumulation_steps": 2})
+
+
+def test_a_wrong_setting_is_refused_before_the_data_is_prepared(tmp_path: Path) -> None:
+    class Prepares(transformers().Trainer):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            pytest.fail("it has prepared the data")
+
+    class Mine(InfinityMixin, Prepares):
+        pass
+
+    with pytest.raises(ConfigError, match="budgets: expected one of budget"):
+        Mine(language_model(), arguments_of(tmp_path), engine={"budgets": 1})
 
 
 def test_an_optimizer_that_the_engine_has_not_is_refused(tmp_path: Path) -> None:
