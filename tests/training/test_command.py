@@ -197,6 +197,7 @@ def test_the_plan_has_the_loss_of_the_training(
         (("MODEL", "TEXT", "--strategy", "{"), "--strategy: expected a name, or JSON"),
         (("MODEL", "TEXT", "--config", "none.json"), "none.json"),
         (("MODEL", "TEXT", "--config", "wrong.json"), "strategie"),
+        (("MODEL", "TEXT", "--config", "ds.json"), "`infinity migrate ds.json` prints what"),
         (("MODEL", "TEXT", "--save-every", "soon"), "--save-every: expected"),
         (("MODEL", "TEXT", "--run", "bad.jsonl"), "--run: expected a directory that can be"),
     ],
@@ -212,6 +213,7 @@ def test_a_wrong_question_is_answered_by_its_option(
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nnot json\n')
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "wrong.json").write_text('{"strategie": 1}')
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     named = {"MODEL": str(model), "TEXT": str(text)}
 
     status, _, err = infinity(*(named.get(argument, argument) for argument in arguments))

@@ -306,5 +306,9 @@ def test_the_command_refuses_what_is_no_run(
 ) -> None:
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "expected the directory of a run" in capsys.readouterr().err
-    assert main(["report", str(tmp_path), "--output", str(tmp_path / "no" / "page.html")]) == 2
+    assert main(["report", str(tmp_path)]) == 2
+    assert "expected the directory of a run" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    folder = whole(tmp_path / "run")
+    assert main(["report", str(folder), "--output", str(tmp_path / "no" / "page.html")]) == 2
     assert "cannot write" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """`infinity report`: the page of a run, also of one that was killed or goes on.
 
 Reads the run's directory and writes one HTML file. Needs no torch. Exit status: 0 it is written, 2
-there is no such directory, or nothing can be written.
+the directory is no run's, or nothing can be written.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the page and print where it is."""
-    path = options.output or RunDirectory(options.run_directory).report
+    directory = RunDirectory(options.run_directory)
+    path = options.output or directory.report
     try:
+        if not (directory.records.is_file() or directory.description.is_file()):
+            expected = "the directory of a run, which `infinity train --run` has made"
+            raise ConfigError(field="run", value=str(directory.path), expected=expected)
         page = report_page(RecordedRun.read(options.run_directory))
         path.write_text(page, encoding="utf-8")
     except ConfigError as error:

@@ -20,7 +20,7 @@ from infinity_engine.cli.plan_question import TOKENS, size_of, strategy_of
 from infinity_engine.config import EngineConfig
 from infinity_engine.errors import ConfigError, InfinityError
 from infinity_engine.machine.packages import require_torch
-from infinity_engine.migration import read_json
+from infinity_engine.migration import is_deepspeed, read_json
 from infinity_engine.training.listening import TrainedStep, TrainingListener
 from infinity_engine.training.records import RunDirectory
 from infinity_engine.training.settings import (
@@ -337,6 +337,12 @@ def _sequence(options: argparse.Namespace) -> int:
 def _engine(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the engine: those of the file, and the options in their place."""
     given: dict[str, Any] = {} if options.config is None else dict(read_json(options.config))
+    if is_deepspeed(given):
+        expected = (
+            "a file with settings of the engine. This one has DeepSpeed's: `infinity migrate "
+            f"{options.config}` prints what takes their place"
+        )
+        raise ConfigError(field="--config", value=str(options.config), expected=expected)
     budget = dict(given.get("budget") or {})
     for name in ("device", "host"):
         if getattr(options, name) is not None:
