@@ -96,6 +96,17 @@ def test_a_manifest_of_version_1_leaves_nothing_out(saved: Path) -> None:
         read_manifest(saved)
 
 
+@pytest.mark.parametrize("data", [b"", b"hello", b"\x80\x03", b"infinity-store 1 2 3\n{}"])
+def test_a_file_that_is_no_manifest_is_refused_with_what_to_do(saved: Path, data: bytes) -> None:
+    (saved / "manifest").write_bytes(data)
+    with pytest.raises(DamagedCheckpoint) as refused:
+        read_manifest(saved)
+    assert 'manifest cannot be used: expected it to begin with "infinity-checkpoint' in str(
+        refused.value
+    )
+    assert "Load an earlier committed checkpoint" in str(refused.value)
+
+
 def test_inspect_and_verify_say_what_is_left_out(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
