@@ -54,8 +54,8 @@ class CompactKind(Enum):
     NF4 = "nf4"  # Half a byte for each element, a scale for every 64.
 
     @classmethod
-    def of(cls, name: CompactKind | str) -> CompactKind:
-        """Return a kind by its name.
+    def of(cls, name: CompactKind | str, field: str = "kind") -> CompactKind:
+        """Return a kind by its name, which the caller has given as the argument `field`.
 
         Raises:
             ConfigError: there is none of this name.
@@ -64,7 +64,7 @@ class CompactKind(Enum):
             return cls(name)
         except ValueError:
             known = [known.value for known in cls]
-            raise ConfigError.unknown_name(field="kind", name=str(name), known=known) from None
+            raise ConfigError.unknown_name(field=field, name=str(name), known=known) from None
 
     def fits(self, numel: int) -> bool:
         """Tell whether a weight of this many elements can be kept so."""

@@ -151,7 +151,7 @@ def load_pretrained(
     from infinity_engine.building.pretrained import Pretrained
     from infinity_engine.compact import CompactKind
 
-    kind = None if compact is None else CompactKind.of(compact)
+    kind = None if compact is None else CompactKind.of(compact, "compact")
     found = Pretrained(directory, dtype, model_class, kind)
     with init_context(budget=budget, cache=cache, ranks=ranks, progress=progress) as built:
         return found.fill(built)

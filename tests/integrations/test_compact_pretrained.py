@@ -90,7 +90,7 @@ def test_a_model_without_linear_layers_of_torch_is_refused(tmp_path: Path, drive
 
 def test_an_unknown_kind_is_refused(tmp_path: Path, drive: Path) -> None:
     llama().save_pretrained(tmp_path / "given")
-    refused(tmp_path / "given", drive, "int8, nf4", compact="int9")
+    refused(tmp_path / "given", drive, "compact: expected one of int8, nf4", compact="int9")
 
 
 def test_a_weight_without_whole_blocks_stays_in_full(tmp_path: Path, drive: Path) -> None:
