@@ -63,6 +63,7 @@ class Stream:
     operation_bytes: int = 256 * MIB
     pending: int = 2
     chunk_bytes: int = MIB
+    memory_bytes: int | None = None  # used again and again; None: what pending operations need
 
 
 def kind(workload: Workload) -> str:
@@ -116,19 +117,21 @@ def least_seconds(
 def stream(planned: Stream) -> dict[str, float]:
     """Move bytes for the planned time and return the numbers."""
     import deepnvme
-    from deepnvme.measuring.measure import fill, keep_pending, small_pages, transfers
+    from deepnvme.measuring.measure import cut, fill, keep_pending, small_pages, transfers
 
     wanted = (
         deepnvme.UserMemory.BOUNCE
         if planned.memory is Memory.BOUNCE
         else deepnvme.UserMemory.ZERO_COPY
     )
-    window = planned.pending * planned.operation_bytes
+    window = planned.memory_bytes or planned.pending * planned.operation_bytes
     pool = deepnvme.Pool(window) if planned.memory is Memory.POOL else None
     take = pool.buffer if pool is not None else small_pages
-    buffers = [take(planned.operation_bytes) for _ in range(planned.pending)]
-    for buffer in buffers:
-        fill(buffer)
+    memory = take(window)
+    fill(memory)
+    piece_bytes = min(planned.operation_bytes, window)
+    pieces = cut(memory, piece_bytes, window // piece_bytes)
+    buffers = [pieces[number % len(pieces)] for number in range(planned.pending)]
     try:
         queue = deepnvme.IOQueue(
             planned.backend,
@@ -140,13 +143,18 @@ def stream(planned: Stream) -> dict[str, float]:
     except deepnvme.BackendUnavailableError as reason:
         raise bench.UnavailableError(str(reason)) from None
     with queue, queue.open(planned.path, "r+") as file:
-        verbs = (file.pread, file.pwrite)
         course = transfers(planned.workload, planned.file_bytes, planned.operation_bytes)
         moved = 0
 
+        def start(writes: bool, offset: int, buffer: memoryview) -> deepnvme.IOFuture[int]:
+            places = range(offset, offset + planned.operation_bytes, piece_bytes)
+            if len(places) == 1:
+                return (file.pread, file.pwrite)[writes](buffer, offset)
+            return (file.pread_many, file.pwrite_many)[writes]([buffer] * len(places), places)
+
         def work() -> None:
             nonlocal moved
-            starts = (partial(verbs[writes], offset=offset) for writes, offset in course)
+            starts = (partial(start, writes, offset) for writes, offset in course)
             moved = keep_pending(starts, buffers, planned.seconds)
 
         before_s = _io_threads_s()
