@@ -111,7 +111,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
     def check_current(self) -> None:
         """Refuse modules in another stream than torch's current one was for COMPUTE."""
         current = torch.cuda.current_stream(self.torch_device)
-        known = [self._streams[each] for each in self._streams if each.kind is StreamKind.COMPUTE]
+        known = self._computing
         # Copies would begin before its kernels have ended: a fault that only values would tell.
         if known and current not in known:
             raise RuntimeError(
@@ -260,10 +260,18 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
                 except RuntimeError as error:
                     self._finish(newest, Failure(newest.error_of(error)))
         # What modules launched there is none of our operations, and an error of it is not ours.
-        for stream, launched in self._streams.items():
-            if stream.kind is StreamKind.COMPUTE:
-                with suppress(RuntimeError):
-                    launched.synchronize()
+        for launched in self._computing:
+            with suppress(RuntimeError):
+                launched.synchronize()
+
+    @property
+    def _computing(self) -> list[torch.cuda.Stream]:
+        """Torch's streams in which modules launch their kernels."""
+        return [
+            launched
+            for stream, launched in self._streams.items()
+            if stream.kind is StreamKind.COMPUTE
+        ]
 
     def _in_device(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cuda"

@@ -109,7 +109,7 @@ def expanded(
 
 def _expand_rows(weight: torch.Tensor, scale: torch.Tensor, into: torch.Tensor) -> None:
     count = max(1, _PIECE // max(1, weight.shape[1]))
-    pieces = (torch.split(each, count) for each in (into, weight, scale))
+    pieces = (torch.split(tensor, count) for tensor in (into, weight, scale))
     for part, rows, factors in zip(*pieces, strict=True):
         part.copy_(torch.mul(rows, factors))
 
@@ -121,7 +121,7 @@ def _expand_blocks(
     pairs = torch.stack((values.repeat_interleave(len(values)), values.repeat(len(values))), dim=1)
     count = _PIECE // NF4_BLOCK
     packed_blocks = weight.reshape(-1, NF4_BLOCK // 2)
-    pieces = (torch.split(each, count) for each in (into, packed_blocks, scale))
+    pieces = (torch.split(tensor, count) for tensor in (into, packed_blocks, scale))
     for part, packed, factors in zip(*pieces, strict=True):
         elements = pairs.index_select(0, packed.reshape(-1).int()).view(-1, NF4_BLOCK)
         part.copy_(elements.mul_(factors[:, None]))
@@ -131,7 +131,7 @@ def _expand_on_host(
     weight: torch.Tensor, scale: torch.Tensor, values: torch.Tensor, into: torch.Tensor
 ) -> None:
     """Expand with threads of the host: torch's operators for it are slow there."""
-    integers, scales, named = (each.detach().contiguous() for each in (weight, scale, values))
+    integers, scales, named = (tensor.detach().contiguous() for tensor in (weight, scale, values))
     format_ = Values.of(into).format.value
     threads = _threads(os.getpid(), torch.get_num_threads()).native
     if weight.dtype is torch.int8:

@@ -437,7 +437,7 @@ def test_a_refused_engine_gives_the_model_its_layers_back(tmp_path: Path) -> Non
 
 
 def test_a_model_ties_beside_tiles_between_steps(tmp_path: Path) -> None:
-    model = made(Tying)
+    model: Any = made(Tying)
     with ExitStack() as stack:
         engine = opened(model, "device", tmp_path, stack, tiling="auto")
         for _ in range(2):
