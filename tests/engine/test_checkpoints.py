@@ -627,6 +627,22 @@ def test_a_run_resumes_only_where_there_is_a_checkpoint(tmp_path: Path) -> None:
         assert engine.steps == 1
 
 
+def test_a_parameter_that_only_one_side_has_is_named_before_its_group(tmp_path: Path) -> None:
+    def made(bias: bool) -> Engine:
+        model = torch.nn.Linear(4, 4, bias=bias)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return infinity_engine.initialize(model, optimizer, accelerator="cpu")
+
+    with made(bias=False) as saving:
+        saving.backward(saving(torch.ones(1, 4)).sum())
+        saving.step()
+        saving.save(tmp_path)
+
+    said = "bias should be 'a tensor of that name'"
+    with made(bias=True) as other, pytest.raises(ManifestMismatch, match=said):
+        other.load(tmp_path)
+
+
 def test_a_step_that_is_saved_again_after_going_back_gets_another_tag(tmp_path: Path) -> None:
     _, _, engine = small()
     with engine:

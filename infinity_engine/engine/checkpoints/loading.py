@@ -181,6 +181,7 @@ class _Load:
         mine = {tensor.name: tensor for tensor in self._run.saved_tensors()}
         missing: list[str] = []
         mismatched: list[_Difference] = []
+        unlike_objects: list[_Difference] = []
         for name, tensor in mine.items():
             found = saved.get(name)
             flaw = None if found is None else self._flaw(tensor, found)
@@ -205,11 +206,13 @@ class _Load:
             self._check_room_for_objects(rank)
             self._objects = read_objects(self._reader, rank)
             self._check_objects(objects_file(rank))
-            mismatched += self._unlike_objects(extra)
+            unlike_objects += self._unlike_objects(extra)
+        # First what names a tensor: with another model, groups of parameters differ as well.
         differences = [
             *mismatched,
             *(_Difference(name, "a tensor of that name", "none") for name in missing),
             *(_Difference(name, "no tensor of that name", "one") for name in unexpected),
+            *unlike_objects,
         ]
         self._refuse(differences, strict=strict)
         self.loaded = Loaded(
@@ -217,7 +220,7 @@ class _Load:
             step=manifest.step,
             missing=tuple(missing),
             unexpected=tuple(unexpected),
-            mismatched=tuple(str(difference) for difference in mismatched),
+            mismatched=tuple(map(str, [*mismatched, *unlike_objects])),
         )
 
     def check_left_out(self, checksums: Mapping[str, int], *, strict: bool) -> None:
