@@ -6,6 +6,7 @@ checkpoint is a folder with the engine's and a file with the rest.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -81,7 +82,15 @@ class InfinityStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         *,
         frozen: FrozenParameters | str = FrozenParameters.SAVE,
     ) -> None:
-        """Take settings, and the device of batches: None for a GPU where there is one."""
+        """Take settings, and the device of batches: None for a GPU where there is one.
+
+        Raises:
+            ConfigError: a setting cannot be, or this is one of several processes.
+        """
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            # The engine would train as one of several ranks, and Lightning as the only process.
+            expected = "1: this strategy trains in one process. docs/ranks.md says how to use more"
+            raise ConfigError(field="WORLD_SIZE", value=os.environ["WORLD_SIZE"], expected=expected)
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         given = settings_given(engine)
         EngineConfig.from_mapping(given.settings)  # refused here, not when fitting begins

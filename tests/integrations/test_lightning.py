@@ -402,6 +402,14 @@ def test_a_wrong_setting_is_refused_at_once() -> None:
         InfinityStrategy(engine={"budgets": 1})
 
 
+def test_one_of_several_processes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="this strategy trains in one process"):
+        strategy(tmp_path / "drive")
+
+
 def test_clipping_by_value_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='"norm" in an engine'):
         fitted(tmp_path, strategy=strategy(tmp_path / "drive"), gradient_clip_algorithm="value")
