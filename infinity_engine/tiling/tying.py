@@ -22,16 +22,17 @@ _TIE = "tie_weights"
 def tie_beside_tiles(model: torch.nn.Module) -> None:
     """Let `tie_weights()` of modules with tiles inside tie what is not in tiles."""
     for module in model.modules():
-        has_tiles = any(isinstance(inside, TiledWeight) for inside in module.modules())
-        if has_tiles and callable(getattr(type(module), _TIE, None)):
-            vars(module).setdefault(_TIE, _TyingBesideTiles(module))
+        if callable(getattr(type(module), _TIE, None)) and any(
+            isinstance(inside, TiledWeight) for inside in module.modules()
+        ):
+            module.__dict__.setdefault(_TIE, _TyingBesideTiles(module))
 
 
 def forget_tying(model: torch.nn.Module) -> None:
     """Let modules tie as their class does: the tiles have gone."""
     for module in model.modules():
-        if isinstance(vars(module).get(_TIE), _TyingBesideTiles):
-            del vars(module)[_TIE]
+        if isinstance(module.__dict__.get(_TIE), _TyingBesideTiles):
+            module.__dict__.pop(_TIE)
 
 
 class _TyingBesideTiles:
@@ -47,29 +48,28 @@ class _TyingBesideTiles:
         """Tie what is not in tiles.
 
         Raises:
-            RuntimeError: it would tie a weight in tiles to another one. All is as before.
+            RuntimeError: it would tie a weight in tiles to another one. Nothing has changed.
         """
         module = self._module()
         assert module is not None, "it is an attribute of its module"
         with _stand_ins(module) as weights:
-            before = [(inside, dict(inside._parameters)) for inside in module.modules()]
-            known = dict(module.named_parameters(remove_duplicate=False))
-            try:
-                result: object = getattr(type(module), _TIE)(module, *args, **kwargs)
-                for name, weight in module.named_parameters(remove_duplicate=False):
-                    changed = weight is not known.get(name)
-                    if changed and not weights.isdisjoint((id(weight), id(known.get(name)))):
-                        raise RuntimeError(
-                            f"{_TIE}() would tie {name} to a weight that it was not tied to when "
-                            "layers were cut into tiles, and one of the two is in tiles. Call "
-                            f"{_TIE}() before the layers are cut, by tile() or by "
-                            'tiling="auto". Weights that were tied then are still tied'
-                        )
-            except BaseException:
-                for inside, parameters in before:
-                    inside._parameters.clear()
-                    inside._parameters.update(parameters)
-                raise
+            before = dict(module.named_parameters(remove_duplicate=False))
+            result: object = getattr(type(module), _TIE)(module, *args, **kwargs)
+            after = dict(module.named_parameters(remove_duplicate=False))
+            changed = [name for name in after if after[name] is not before.get(name)]
+            refused = [
+                name for name in changed if {id(after[name]), id(before.get(name))} & weights
+            ]
+            if refused:
+                for name in changed:
+                    owner, _, own = name.rpartition(".")
+                    module.get_submodule(owner).register_parameter(own, before.get(name))
+                raise RuntimeError(
+                    f"{_TIE}() would tie {refused[0]} to a weight that it was not tied to when "
+                    "layers were cut into tiles, and one of the two is in tiles. Call "
+                    f"{_TIE}() before the layers are cut, by tile() or by "
+                    'tiling="auto". Weights that were tied then are still tied'
+                )
         return result
 
 
