@@ -28,8 +28,9 @@ WAIT_FOR_READS = "wait for reads"
 WAIT_FOR_WRITES = "wait for writes"
 _AHEAD = 2  # updates that the host's thread is given at most: so many end after an interrupt
 # Ops in one lane of a device that may not have ended, at most. A stream of a GPU takes some 1,000
-# commands, and an op is several; then the driver lets the thread wait that submits more.
-_QUEUED = 32
+# commands, and an op is several; then the driver lets the thread wait that submits more. And what
+# modules launch in the device's lane comes after all that is queued there.
+_QUEUED = 16
 _DRIVES = MappingProxyType({Lane.NVME_READ: WAIT_FOR_READS, Lane.NVME_WRITE: WAIT_FOR_WRITES})
 # [Note: which ops wait on the host] Streams of a device wait for one another's events, so their ops
 # are submitted at once. Drives cannot wait: their ops, and those of streams that come after I/O,
