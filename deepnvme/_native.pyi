@@ -94,6 +94,9 @@ class BufferView:
     def nbytes(self) -> int: ...
 
 def held(view: memoryview, writable: bool) -> tuple[int, int, memoryview]: ...
+def held_each(
+    views: list[Any] | tuple[Any, ...], writable: bool, numbers: array[int]
+) -> list[memoryview] | None: ...
 
 class Block:
     @property

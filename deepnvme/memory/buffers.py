@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import sys
+from array import array
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from deepnvme import _native
 
-__all__ = ["Memory", "memory_of", "not_contiguous", "refuse_unless_plain", "torch_of"]
+__all__ = ["Memory", "hold_each", "memory_of", "not_contiguous", "refuse_unless_plain", "torch_of"]
 
 
 class Memory(NamedTuple):
@@ -74,6 +76,24 @@ def memory_of(thing: Any, *, writable: bool) -> Memory:
     if _holds_objects(thing):
         raise TypeError(_OBJECTS.format(kind=type(thing).__name__))
     return Memory(exposed.address, exposed.nbytes, exposed)
+
+
+def hold_each(
+    things: list[Any] | tuple[Any, ...], numbers: array[int], *, writable: bool
+) -> Sequence[object]:
+    """Return what holds the memory of all things; put the address and the bytes of each into the
+    first two of its three `numbers`.
+
+    Raises what `memory_of` raises.
+    """
+    # One native call where all are memoryviews, which a pool gives: half the cost of many pieces.
+    views = _native.held_each(things, writable, numbers)
+    if views is not None:
+        return views
+    memories = [memory_of(thing, writable=writable) for thing in things]
+    numbers[0::3] = array("Q", [memory.address for memory in memories])
+    numbers[1::3] = array("Q", [memory.nbytes for memory in memories])
+    return [memory.holder for memory in memories]
 
 
 _PLAIN_KINDS = "biufc"  # of numpy dtypes: what the buffer protocol has a format for

@@ -36,7 +36,7 @@ from deepnvme.machine.backends import (
 )
 from deepnvme.machine.profile import Profile, Settings, UserMemory, effective_settings, load_profile
 from deepnvme.memory.arrays import Returns, empty
-from deepnvme.memory.buffers import Memory, memory_of
+from deepnvme.memory.buffers import Memory, hold_each, memory_of
 from deepnvme.memory.device_arrays import device_array_of
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.faults import FaultPlan
@@ -842,13 +842,12 @@ def _pieces_of(
     """
     places = list(map(operator.index, offsets))
     count = len(places)
+    # Filled by slices: no Python object for each piece, of which there may be thousands.
+    numbers = array("Q", bytes(3 * 8 * count))
     if isinstance(buffers, list | tuple):
         if len(buffers) != count:
             raise ValueError(f"expected one buffer for each of {count} offsets, got {len(buffers)}")
-        memories = [memory_of(buffer, writable=writable) for buffer in buffers]
-        addresses = [memory.address for memory in memories]
-        sizes = [memory.nbytes for memory in memories]
-        holder: object = tuple(memory.holder for memory in memories)
+        holder: object = hold_each(buffers, numbers, writable=writable)
     else:
         address, nbytes, holder = memory_of(buffers, writable=writable)
         if count == 0 or nbytes % count:
@@ -857,14 +856,12 @@ def _pieces_of(
                 "offset"
             )
         part = nbytes // count
-        addresses = [address + number * part for number in range(count)]
-        sizes = [part] * count
+        numbers[0::3] = array("Q", [address + number * part for number in range(count)])
+        numbers[1::3] = array("Q", [part]) * count
+    sizes = numbers[1::3]
     for place, nbytes in zip(places, sizes, strict=True):
         if not 0 <= place <= _LARGEST_FILE - nbytes:
             _check_range("offset", place, nbytes)
-    # Filled by slices: no Python object for each piece, of which there may be thousands.
-    numbers = array("Q", bytes(3 * 8 * count))
-    numbers[0::3], numbers[1::3] = array("Q", addresses), array("Q", sizes)
     numbers[2::3] = array("Q", places)
     return numbers, Memory(0, sum(sizes), holder)
 

@@ -5,9 +5,11 @@
 #include <pybind11/stl.h>
 
 #include <chrono>
+#include <cstring>
 #include <exception>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -42,15 +44,52 @@ class BufferView {
     Py_buffer view_ = {};
 };
 
-// The address and the bytes of a memoryview's memory, and another view of it, which keeps it in
-// place.
-py::tuple held(const py::handle& view, bool writable) {
+// Another view of a memoryview's memory, which keeps it in place.
+py::object own_view(const py::handle& view, bool writable) {
     auto own = py::reinterpret_steal<py::object>(PyMemoryView_FromObject(view.ptr()));
     if (!own) throw py::error_already_set();
     const Py_buffer& memory = *PyMemoryView_GET_BUFFER(own.ptr());
     if (PyBuffer_IsContiguous(&memory, 'C') == 0 || (writable && memory.readonly != 0))
         throw py::buffer_error("not contiguous or read-only");
+    return own;
+}
+
+// The address and the bytes of a memoryview's memory, and what keeps it in place.
+py::tuple held(const py::handle& view, bool writable) {
+    auto own = own_view(view, writable);
+    const Py_buffer& memory = *PyMemoryView_GET_BUFFER(own.ptr());
     return py::make_tuple(reinterpret_cast<std::uintptr_t>(memory.buf), memory.len, own);
+}
+
+// What keeps the memory of several memoryviews in place. Their addresses and bytes become the first
+// two of three numbers for each. None where one of them is something else or cannot be used: the
+// caller then looks at each.
+py::object held_each(const py::sequence& views, bool writable, const py::buffer& numbers) {
+    const py::buffer_info info = numbers.request(true);
+    auto* number = static_cast<std::uint64_t*>(info.ptr);
+    const std::size_t count = views.size();
+    if (static_cast<std::size_t>(info.size) != 3 * count || info.itemsize != sizeof(*number))
+        throw std::invalid_argument("expected three numbers for each view");
+    py::list holders(count);
+    try {
+        for (std::size_t i = 0; i < count; ++i) {
+            const py::object view = views[i];
+            if (PyMemoryView_Check(view.ptr()) == 0) return py::none();
+            py::object own = own_view(view, writable);
+            const Py_buffer& memory = *PyMemoryView_GET_BUFFER(own.ptr());
+            if (memory.format != nullptr && std::strchr(memory.format, 'O') != nullptr)
+                return py::none();
+            number[3 * i] = reinterpret_cast<std::uintptr_t>(memory.buf);
+            number[3 * i + 1] = static_cast<std::uint64_t>(memory.len);
+            PyList_SET_ITEM(holders.ptr(), static_cast<py::ssize_t>(i), own.release().ptr());
+        }
+    } catch (const py::buffer_error&) {
+        return py::none();
+    } catch (const py::error_already_set& refusal) {
+        if (!refusal.matches(PyExc_ValueError)) throw;  // else the view was released
+        return py::none();
+    }
+    return holders;
 }
 
 // In a forked child the threads of a queue are gone, and a lock that one of them held stays locked:
@@ -279,6 +318,7 @@ void bind_memory(py::module_& module) {
         .def_property_readonly("address", &BufferView::address)
         .def_property_readonly("nbytes", &BufferView::nbytes);
     module.def("held", &held, py::arg("view"), py::arg("writable"));
+    module.def("held_each", &held_each, py::arg("views"), py::arg("writable"), py::arg("numbers"));
     py::class_<Block, std::shared_ptr<Block>>(module, "Block", py::buffer_protocol())
         .def_property_readonly(
             "address",

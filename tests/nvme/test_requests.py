@@ -81,6 +81,53 @@ def test_a_piece_that_is_in_no_file_is_refused(
                 file.pread_many(buffers, [0, place])
 
 
+def test_views_among_the_pieces_may_be_released_meanwhile(tmp_path: Path, queue: IOQueue) -> None:
+    data = pattern(3 * PAGE, 1)
+    with queue.open(tmp_path / "file", "w") as file:
+        file.pwrite(data).result(TIMEOUT_S)
+        memory = bytearray(3 * PAGE)
+        views = [memoryview(memory)[start : start + PAGE] for start in range(0, 3 * PAGE, PAGE)]
+        future = file.pread_many(views, [0, PAGE, 2 * PAGE])
+        for view in views:
+            view.release()
+        assert future.result(TIMEOUT_S) == 3 * PAGE
+    assert memory == data
+
+
+def test_views_and_arrays_may_be_pieces_of_one_operation(tmp_path: Path, queue: IOQueue) -> None:
+    data = pattern(2 * PAGE, 1)
+    with queue.open(tmp_path / "file", "w") as file:
+        file.pwrite(data).result(TIMEOUT_S)
+        memory, row = bytearray(PAGE), np.empty(PAGE, np.uint8)
+        pieces = (memoryview(memory), row)
+        assert file.pread_many(pieces, [PAGE, 0]).result(TIMEOUT_S) == 2 * PAGE
+    assert memory + row.tobytes() == data[PAGE:] + data[:PAGE]
+
+
+@pytest.mark.parametrize(
+    ("unusable", "error", "why"),
+    [
+        (memoryview(bytes(4)), BufferError, "read-only"),
+        (memoryview(bytearray(8))[::2], ValueError, "not contiguous"),
+        (np.empty(1, object).data, TypeError, "Python objects"),
+        (np.empty((4, 4))[:, 0], ValueError, "not contiguous"),
+    ],
+)
+def test_an_unusable_piece_among_views_is_refused_with_the_reason(
+    tmp_path: Path, queue: IOQueue, unusable: object, error: type[Exception], why: str
+) -> None:
+    usable = memoryview(bytearray(4))
+    with queue.open(tmp_path / "file", "w") as file, pytest.raises(error, match=why):
+        file.pread_many([usable, unusable], [0, 8])
+
+
+def test_a_released_view_among_the_pieces_is_refused(tmp_path: Path, queue: IOQueue) -> None:
+    usable, released = memoryview(bytearray(4)), memoryview(bytearray(4))
+    released.release()
+    with queue.open(tmp_path / "file", "w") as file, pytest.raises(ValueError, match="released"):
+        file.pread_many([usable, released], [0, 8])
+
+
 # --- unaligned reads ------------------------------------------------------------------------------
 
 
