@@ -66,33 +66,32 @@ def many(requests: Requests) -> dict[str, float]:
     """Measure deepnvme with many pieces as one operation, `depth` of them in the drive.
 
     One operation is submitted before the last is waited for, so that the drive never rests. The
-    pieces of each use memory for `depth` of them in turn, as the rivals do: what is read into
-    memory that the CPU's cache does not hold takes longer for every system.
+    pieces of all use the same memory for `depth` of them in turn, as the rivals do: what is read
+    into memory that was not used just before takes longer for every system.
     """
     import deepnvme
 
     offsets = requests.offsets()
     pieces = max(4 * requests.depth, min(_PER_CALL, _CALL_BYTES // requests.nbytes))
     in_write = round(pieces * requests.writes)
-    pool = deepnvme.Pool(max(2 << 20, 2 * requests.depth * requests.nbytes))
-    memory = [[pool.buffer(requests.nbytes) for _ in range(requests.depth)] for _ in range(2)]
-    buffers = [list(islice(cycle(half), pieces)) for half in memory]
+    pool = deepnvme.Pool(max(2 << 20, requests.depth * requests.nbytes))
+    memory = [pool.buffer(requests.nbytes) for _ in range(requests.depth)]
+    buffers = list(islice(cycle(memory), pieces))
     with _queue(requests, pool) as queue, queue.open(requests.path, "r+") as file:
 
-        def submit(buffer: list[memoryview]) -> list[Any]:
+        def submit() -> list[Any]:
             places = list(islice(offsets, pieces))
             futures = []
             if in_write:
-                futures.append(file.pwrite_many(buffer[:in_write], places[:in_write]))
+                futures.append(file.pwrite_many(buffers[:in_write], places[:in_write]))
             if in_write < pieces:
-                futures.append(file.pread_many(buffer[in_write:], places[in_write:]))
+                futures.append(file.pread_many(buffers[in_write:], places[in_write:]))
             return futures
 
-        under_way = deque([submit(buffers[0])])
-        following = cycle([buffers[1], buffers[0]])
+        under_way = deque([submit()])
 
         def turn() -> int:
-            under_way.append(submit(next(following)))
+            under_way.append(submit())
             moved: int = sum(future.result() for future in under_way.popleft())
             return moved // requests.nbytes
 
