@@ -98,7 +98,10 @@ def settings_given(config: object) -> Migration:
         ConfigError: it is no configuration, or a file that cannot be read.
     """
     if isinstance(config, EngineConfig):
-        return Migration(settings=config.to_mapping())
+        defaults = EngineConfig().to_mapping()
+        # Only what was chosen: in another library's loop, its arguments say the rest.
+        chosen = {name: it for name, it in config.to_mapping().items() if it != defaults[name]}
+        return Migration(settings=chosen)
     if isinstance(config, str | os.PathLike):
         config = read_json(config)
     if config is not None and not isinstance(config, Mapping):

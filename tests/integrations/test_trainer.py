@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import infinity_engine
+from infinity_engine.config import EngineConfig
 from infinity_engine.errors import ConfigError
 from support.engine_bits import bits_of, differing
 from support.families import FAMILIES, peft, saved, transformers
@@ -157,6 +158,15 @@ def test_a_bf16_model_has_the_same_bits_on_every_tier(
 
     assert any(name.endswith(": master") for name in bits[0])
     assert differing(bits[0], bits[1]) == differing(bits[0], bits[2]) == []
+
+
+def test_what_an_engine_config_leaves_open_is_trainers(tmp_path: Path) -> None:
+    settings: Any = EngineConfig.from_mapping(MEMORY)
+    mine = trainer(tmp_path, settings, bf16=True, max_steps=1)
+    mine.train()
+
+    assert {value.dtype for value in mine.model.parameters()} == {torch.bfloat16}
+    mine.end()
 
 
 def test_mixed_precision_trains_16_bits_with_fp32_masters(tmp_path: Path) -> None:
