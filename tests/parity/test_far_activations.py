@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from infinity_engine.placement.activations import BlockWay
+from support.engine_bits import differing
+from support.families import FAMILIES, saved
 from support.far_activations import (
     DEPTH,
     GPUS,
@@ -24,6 +26,7 @@ from support.far_activations import (
     most_held,
     peak_of_gated,
     seconds_of_ways,
+    train_family,
 )
 from support.far_programs import far_process
 from support.plannings import training_of
@@ -121,3 +124,28 @@ def test_blocks_whole_or_in_tiles_of_the_sequence_take_what_is_planned(
 
     # At the peak, not every sum of gradients is there yet.
     assert 0.8 * planned <= took <= planned
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-moe", "t5", "vit", "mamba"])
+def test_models_of_transformers_have_the_same_bits_wherever_activations_wait(
+    far: ProcessPoolExecutor, name: str, tmp_path: Path
+) -> None:
+    directory, drive = saved(FAMILIES[name], tmp_path / "model", length=32), tmp_path / "drive"
+    drive.mkdir()
+    few = {"resident_bytes": 8192, "host_bytes": "16MiB", "small_bytes": 0}
+    ways: dict[str, dict[str, Any]] = {
+        "on the host": {**few, "at": "host"},
+        "recomputed, inputs on the host": {**few, "at": "host", "recompute": "blocks"},
+        "all in turn": {**few, "at": "auto", "resident_bytes": "4MiB"},
+    }
+
+    expected, losses, _ = far.submit(
+        train_family, name, directory, drive, {"at": "device"}
+    ).result()
+
+    for way, activations in ways.items():
+        bits, same, went = far.submit(train_family, name, directory, drive, activations).result()
+        assert same == losses, way
+        assert differing(expected, bits) == [], way
+        if way == "all in turn":
+            assert went == {every.value for every in BlockWay}

@@ -24,11 +24,21 @@ from infinity_engine.placement.activations import BlockWay
 from infinity_engine.placement.models import Activations, ModelShape, ModuleShape, ParameterShape
 from infinity_engine.plan import Rates
 from infinity_engine.tiling import tile_sequence
-from support.block_ways import activations_by_block
+from support.block_ways import activations_by_block, take_turns
 from support.determinism import deterministic_compute
+from support.engine_bits import Bits, bits_of
+from support.families import FAMILIES
 from support.far import FAR, FarAccelerator, most_allocated
 
-__all__ = ["GPUS", "Gpu", "gated_shape", "most_held", "peak_of_gated", "seconds_of_ways"]
+__all__ = [
+    "GPUS",
+    "Gpu",
+    "gated_shape",
+    "most_held",
+    "peak_of_gated",
+    "seconds_of_ways",
+    "train_family",
+]
 
 MIB = 1 << 20
 WIDTH, TOKENS, DEPTH = 32, 256, 8
@@ -339,3 +349,53 @@ def peak_of_gated(positions: int | None, *, recompute: bool) -> int:
         most = most_allocated(step)
         engine.step()
     return most
+
+
+def train_family(
+    name: str, directory: Path, drive: Path, activations: dict[str, Any]
+) -> tuple[Bits, list[float], set[str]]:
+    """Train a saved model of Transformers; return the bits, the losses and the ways of its blocks.
+
+    With "auto", the blocks go all ways in turn.
+    """
+    family = FAMILIES[name]
+    rates = Rates(
+        h2d_bytes_per_s=1e9,
+        d2h_bytes_per_s=1e9,
+        host_update_params_per_s=1e9,
+        device_update_params_per_s=1e10,
+    )
+    model = family.load(directory, torch.float32)
+    if hasattr(model, "set_experts_implementation"):
+        # Histograms of integers, for which the CPU has no operation.
+        model.set_experts_implementation("eager")
+        model.config.output_router_logits = False
+    with (
+        deterministic_compute(),
+        FarAccelerator(Emulation(rates=rates, capacity_bytes=64 * MIB)) as device,
+        infinity_engine.initialize(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False),
+            device=device,
+            strategy="host_only",
+            parameters="host",
+            rates=rates,
+            calibration="off",
+            subgroup_numel=4096,
+            update_threads=2,
+            budget={"host": "64MiB", "device": "32MiB", "nvme": {str(drive): "64MiB"}},
+            activations=activations,
+        ) as engine,
+    ):
+        if activations["at"] == "auto":
+            take_turns(engine, on_host=True)
+        losses, ways = [], set()
+        for step in range(3):
+            torch.manual_seed(step)
+            batch = {key: value.to(FAR) for key, value in family.batch(step, 32).items()}
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            ways |= {use.way for use in engine.report().blocks}
+        return bits_of(engine), losses, ways
