@@ -75,8 +75,13 @@ _MOVES = (
     "it would move or cast parameters that the engine manages. Choose device and dtype with the "
     "settings `accelerator` and `precision` of initialize"
 )
+_MERGES = (
+    "it would change frozen parameters through parameter.data, which the engine cannot see: where "
+    "they are streamed, the change is lost. Close the engine, then merge the model's adapters"
+)
 _REFUSED = MappingProxyType(
     {
+        **dict.fromkeys(("merge_adapter", "merge_and_unload", "unmerge_adapter"), _MERGES),
         **dict.fromkeys(
             ("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "to_empty", "type", "xpu"),
             _MOVES,

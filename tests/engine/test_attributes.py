@@ -87,7 +87,9 @@ def test_an_engine_passes_on_what_its_model_has(tmp_path: Path) -> None:
         assert not hasattr(engine, "no_such_thing")
 
 
-@pytest.mark.parametrize("name", ["to", "half", "load_state_dict", "requires_grad_"])
+@pytest.mark.parametrize(
+    "name", ["to", "half", "load_state_dict", "merge_adapter", "requires_grad_"]
+)
 def test_methods_that_would_bypass_the_engine_are_refused(name: str, tmp_path: Path) -> None:
     refused = pytest.raises(AttributeError, match=rf"Engine has no {name}\(\): ")
     with engine_of(nn.Linear(2, 2), "memory", tmp_path) as engine, refused:
