@@ -35,6 +35,7 @@ from support.session import SHARED
 GPU = GPUS["RTX 4090"]
 HIDDEN = 8192  # where products take longer than moving what they save
 HALF = SAVED * DEPTH // 2
+OTHERS = ("qwen2-moe", "t5", "vit", "mamba")
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,10 @@ def test_blocks_whole_or_in_tiles_of_the_sequence_take_what_is_planned(
     assert 0.8 * planned <= took <= planned
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-moe", "t5", "vit", "mamba"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)],
+)
 def test_models_of_transformers_have_the_same_bits_wherever_activations_wait(
     far: ProcessPoolExecutor, name: str, tmp_path: Path
 ) -> None:
