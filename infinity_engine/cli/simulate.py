@@ -101,7 +101,8 @@ def run(options: argparse.Namespace) -> int:
         with without_collecting():
             found = _simulated(options)
     except CapacityError as error:
-        print(f"infinity simulate: there is no plan: {error}", file=sys.stderr)
+        more = "`infinity plan`, asked the same, says what would do"
+        print(f"infinity simulate: there is no plan: {error}. {more}", file=sys.stderr)
         return 1
     except ConfigError as error:
         print(f"infinity simulate: error: {in_words(error)}", file=sys.stderr)

@@ -118,3 +118,4 @@ def test_what_never_fits_has_no_plan_to_change(simulate: Any) -> None:
 
     assert status == 1
     assert "there is no plan" in err
+    assert "`infinity plan`, asked the same, says what would do" in err
