@@ -128,7 +128,8 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
     model = model_of(options)
     precision = precision_of(options.precision, model)
     training = training_of(options, model, precision)
-    means, sources, rates_are, rated_bytes, watts = machine_of(options, precision, training)
+    machine = machine_of(options, precision, training)
+    means, sources, watts = machine.means, machine.notes, machine.watts
     run = run_of(options, watts)
     settings = settings_of(options)
     whole, tiled = training, None
@@ -139,7 +140,7 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
     try:
         decision = decide(training, means, **settings)
     except CapacityError as error:
-        refusal = with_options(explain_refusal(training, means, **settings))
+        refusal = with_options(explain_refusal(training, means, **settings), machine)
         refusal = replace(refusal, notes=(*sources, *refusal.notes))
         return PlanAnswer(
             status=1,
@@ -147,13 +148,15 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
             mapping=partial(dict, schema=SCHEMA, **refusal.to_mapping(), reason=str(error)),
             page=partial(refusal_page, refusal),
         )
-    report = report_of(decision, rated_bytes=rated_bytes)
-    advice = advise(decision, rates_are, run)
+    report = report_of(decision, rated_bytes=machine.rated_bytes)
+    advice = advise(decision, machine.source, run)
     ways = activation_advice(decision, report)
 
     def step_s_of(asked: Training) -> float | None:
         try:
-            return report_of(decide(asked, means, **settings), rated_bytes=rated_bytes).step_s
+            return report_of(
+                decide(asked, means, **settings), rated_bytes=machine.rated_bytes
+            ).step_s
         except CapacityError:
             return None
 

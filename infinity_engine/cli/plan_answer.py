@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from infinity_engine.advice.advising import Advice
     from infinity_engine.advice.course import RunForecast
     from infinity_engine.advice.tiles import TileAdvice
+    from infinity_engine.cli.plan_machine import AskedMachine
     from infinity_engine.placement.training import Training
     from infinity_engine.plan import Capacity
     from infinity_engine.sim.remedies import Refusal, Remedy
@@ -415,8 +416,8 @@ def refused(refusal: Refusal) -> Iterator[Section]:
         yield "Notes", [("", note) for note in refusal.notes]
 
 
-def with_options(refusal: Refusal) -> Refusal:
-    """Return the refusal with options that add what each remedy needs.
+def with_options(refusal: Refusal, machine: AskedMachine) -> Refusal:
+    """Return the refusal with options that add to this machine what each remedy needs.
 
     A part of what is given is left for others, so an option is larger than the need.
     """
@@ -424,17 +425,19 @@ def with_options(refusal: Refusal) -> Refusal:
     def words(remedy: Remedy) -> str:
         more, there = remedy.more, refusal.there
         added = {
-            "--gpu-mem": (
+            "--gpu-mem {}": (
                 more.device,
                 _to_give(there.device + more.device, lambda free: free.device),
             ),
-            "--ram": (more.host, _to_give(there.host + more.host, lambda free: free.host)),
-            "--nvme": (
+            "--ram {}": (more.host, _to_give(there.host + more.host, lambda free: free.host)),
+            machine.nvme_option: (
                 more.nvme,
                 _to_give(there.nvme + more.nvme, lambda free: sum(free.nvme.values())),
             ),
         }
-        options = " ".join(f"{name} {size}" for name, (much, size) in added.items() if much)
+        options = " ".join(option.format(size) for option, (much, size) in added.items() if much)
+        if options and machine.is_implied and "--here" not in options:
+            options = f"--here {options}"
         # Nothing to add: the remedy is a setting, not a size.
         return f"{remedy.change} ({options})" if options else remedy.change
 

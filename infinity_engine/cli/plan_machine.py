@@ -95,6 +95,10 @@ class AskedMachine(NamedTuple):
     """What its drives may be written, where that is known."""
     watts: float | None = None
     """What its GPUs draw at most, where that is known."""
+    is_implied: bool = False
+    """Whether it is the machine at hand, as none was described: a size alone describes another."""
+    nvme_option: str = "--nvme {}"
+    """What gives it drives that hold so much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +166,26 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
     )
     watts = None if known.watts is None else float(known.watts * gpus)
     means = beside_inputs(training, means)
-    return AskedMachine(means, (*known.notes, found.note), found.source, rated_bytes, watts)
+    return AskedMachine(
+        means,
+        (*known.notes, found.note),
+        found.source,
+        rated_bytes,
+        watts,
+        is_implied=known.capacity is not None and options.here is None,
+        nvme_option=_nvme_option(options, known, found.rates),
+    )
+
+
+def _nvme_option(options: argparse.Namespace, known: _Known, rates: Rates) -> str:
+    """Return what gives the machine drives that hold so much, with their rates."""
+    if known.capacity is not None:
+        return "--here DIR, a directory on a drive with {} free"
+    if rates.nvme:
+        return "--nvme {}"
+    if options.rates is not None:
+        return "--nvme {}, and a drive's rates in the file of --rates"
+    return "--nvme {} --drive NAME"
 
 
 def _check_gpus(options: argparse.Namespace, known: _Known, gpus: int) -> None:
@@ -392,7 +415,7 @@ def _published(
         dram_bytes_per_s=model.host.dram_bytes_per_s / ranks,
         nvme={} if model.drives is None else {"NVMe": model.drives.divided(ranks)},
     )
-    if known.capacity is not None and alone.nvme:
+    if known.capacity is not None and options.nvme is None and alone.nvme:
         [drive] = alone.nvme.values()
         alone = replace(alone, nvme=dict.fromkeys(known.capacity.nvme, drive))
     rates = sharing_memory(alone, links=not unified, drives=drives)

@@ -40,11 +40,17 @@ def infinity(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 def this_machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that makes this machine one with an A100, calibrated or not."""
 
-    def make(*, calibrated: bool, gpu: str = "NVIDIA A100-SXM4-80GB") -> None:
+    def make(
+        *,
+        calibrated: bool,
+        gpu: str = "NVIDIA A100-SXM4-80GB",
+        free: int = 70 * GiB,
+        host: int = 50 * GiB,
+    ) -> None:
         one = Gpu(
             name=gpu,
             total_bytes=80 * GiB,
-            free_bytes=70 * GiB,
+            free_bytes=free,
             bus_id=None,
             numa_node=None,
             link=None,
@@ -63,7 +69,7 @@ def this_machine(monkeypatch: pytest.MonkeyPatch) -> Any:
             "probe_capacity",
             lambda directories, *, device_free_bytes: Capacity(
                 device=device_free_bytes - GiB,
-                host=50 * GiB,
+                host=host,
                 nvme=dict.fromkeys(directories, 100 * GiB),
             ),
         )
@@ -197,6 +203,41 @@ def test_drives_of_directories_hold_what_memory_does_not(infinity: Any, this_mac
     assert status == 0
     assert answer["memory"]["nvme"]["limit_bytes"] == 200 * GiB
     assert answer["memory"]["nvme"]["held_bytes"] > 0
+
+
+def test_a_remedy_for_this_machine_fits_when_it_is_given(infinity: Any, this_machine: Any) -> None:
+    """A size without --here would describe another machine, which has no other size."""
+    this_machine(calibrated=False, free=6 * GiB, host=8 * GiB)
+    drive, *sizes = offered(infinity, *SMALL)
+
+    assert drive.startswith("--here DIR, a directory on a drive with ")
+    assert infinity("plan", *SMALL, "--here", "/mnt/a")[0] == 0
+    assert sizes
+    for given in sizes:
+        assert infinity("plan", *SMALL, *given.split())[0] == 0, given
+
+
+def test_a_size_of_drives_is_planned_for_beside_here(infinity: Any, this_machine: Any) -> None:
+    this_machine(calibrated=False, free=6 * GiB, host=8 * GiB)
+
+    assert infinity("plan", *SMALL, "--here", "--nvme", "100GiB")[0] == 0
+
+
+def test_more_drives_for_a_machine_without_any_are_offered_by_name(infinity: Any) -> None:
+    """Nothing is known of the rates of drives that a GH200 has not got."""
+    asked = (*SMALL, "--machine", "gh200", "--gpu-mem", "6GiB", "--ram", "8GiB")
+    drive = offered(infinity, *asked)[0]
+
+    assert re.fullmatch(r"--nvme \d+GiB --drive NAME", drive)
+    nvme = drive.split()[:2]
+    assert infinity("plan", *asked, *nvme, "--drive", "990 pro")[0] == 0
+
+
+def offered(infinity: Any, *asked: str) -> list[str]:
+    """Return the options of each remedy that has memory."""
+    _, out, _ = infinity("plan", *asked, "--json")
+    changes = [remedy["change"] for remedy in json.loads(out)["remedies"]]
+    return [change.split("(")[1].rstrip(")") for change in changes if "more of" in change]
 
 
 # --- compare --------------------------------------------------------------------------------------
