@@ -27,16 +27,16 @@ WAIT_FOR_OPS = "wait for ops"
 WAIT_FOR_READS = "wait for reads"
 WAIT_FOR_WRITES = "wait for writes"
 _AHEAD = 2  # updates that the host's thread is given at most: so many end after an interrupt
-# Ops in one lane of a device that may not have ended, at most. A stream of a GPU takes some 1,000
-# commands, and an op is several; then the driver lets the thread wait that submits more. And what
-# modules launch in the device's lane comes after all that is queued there.
+# Ops on a link, in one direction, that may not have ended, at most. A stream of a GPU takes some
+# 1,000 commands, and an op is several; then the driver lets the thread wait that submits more. And
+# what modules launch comes after updates of the device that wait for what is queued on the links.
 _QUEUED = 16
 _DRIVES = MappingProxyType({Lane.NVME_READ: WAIT_FOR_READS, Lane.NVME_WRITE: WAIT_FOR_WRITES})
 # [Note: which ops wait on the host] Streams of a device wait for one another's events, so their ops
 # are submitted at once. Drives cannot wait: their ops, and those of streams that come after I/O,
 # are submitted when the ops before them have ended. So are those after an update that the host's
-# thread makes; that thread waits for its own updates by itself. Ops of a device whose lane is full
-# wait for room. The walk checks that between the host's updates, and whenever one of them has to
+# thread makes; that thread waits for its own updates by itself. Ops of a link that is full wait
+# for room. The walk checks that between the host's updates, and whenever one of them has to
 # wait.
 _ENDED_FIRST: Mapping[Lane, frozenset[Lane]] = MappingProxyType(
     {
@@ -69,7 +69,7 @@ def _nothing() -> None:
 class Executor:
     """Walks plans with one carrier; calls `safe_point` between ops, where raising does no harm.
 
-    At most `queued` ops are under way in each lane of the device.
+    At most `queued` ops are under way on the device's link, in each direction.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Executor:
         self.carrier = carrier
         self.telemetry = telemetry
         self.safe_point = safe_point
-        self.most = {Lane.HOST: _AHEAD, Lane.DEVICE: queued, Lane.H2D: queued, Lane.D2H: queued}
+        self.most = {Lane.HOST: _AHEAD, Lane.H2D: queued, Lane.D2H: queued}
 
     def begin(self, plan: StepPlan) -> Walk:
         """Return a walk along the plan, which goes on as far as each call says."""

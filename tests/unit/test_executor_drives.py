@@ -39,7 +39,8 @@ RATES = Rates(
     d2h_bytes_per_s=1e10,
     nvme={"/": DriveRates(read_bytes_per_s=2e9, write_bytes_per_s=1e9)},
 )
-STREAMS = {Lane.DEVICE, Lane.H2D, Lane.D2H}
+LINKS = {Lane.H2D, Lane.D2H}
+STREAMS = {Lane.DEVICE, *LINKS}
 
 
 class DriveError(Exception):
@@ -83,7 +84,7 @@ class Checking:
     beside: bool = False
     """Whether the host's updates are made on a thread of their own."""
     queued: int = 1000
-    """Ops in one lane of the device that may be under way."""
+    """Ops in one direction of the device's link that may be under way."""
     events: dict[int, Late | None] = field(default_factory=dict)
     buffers: dict[int, int] = field(default_factory=dict)
 
@@ -98,7 +99,7 @@ class Checking:
                 lanes = {op.lane, self.plan.ops[other].lane}
                 assert lanes <= STREAMS or lanes == {Lane.HOST}
                 assert event in after
-        if op.lane in STREAMS:
+        if op.lane in LINKS:
             assert len(
                 [late for late in map(self.events.get, lane) if late and not late.passed]
             ) < (self.queued)
@@ -203,7 +204,7 @@ def test_every_op_is_carried_out_once_and_after_what_it_needs(
     assert all(event is None or event.passed for event in carrier.events.values())
 
 
-def test_a_poll_leaves_what_a_full_lane_of_the_device_has_no_room_for() -> None:
+def test_a_poll_leaves_what_a_full_link_has_no_room_for() -> None:
     specs = [SubgroupSpec(index=at, numel=10, first_use=at) for at in range(9)]
     limits = Limits(
         resident_bytes=0,
