@@ -104,7 +104,8 @@ class Ending:
 
     def attach(self, engine: object, resources: ExitStack) -> None:
         """Close `resources` too. The engine is complete: this ends it when the caller drops it."""
-        # Pushed last, so closed first.
+        # Pushed last, so closed first: hooks keep the model until they are removed.
+        resources.callback(self._leave_absent_without_model)
         resources.push(self._resources.pop_all())
         self._resources = resources.pop_all()
         # Once it is closed, nothing is left for the finalizer to do.
@@ -156,9 +157,7 @@ class Ending:
         # A save in flight reads states, so it ends before their memory goes.
         failed = self._end_save(alone=(failed or reason) is not None) or failed
         self.closed = True
-        # Nothing is read for parameters that no code will see.
-        # Without the model, no parameter can be given its values again.
-        if not restore or self._model() is None:
+        if not restore:
             self._fetcher.leave_absent()
         try:
             self._resources.close()
@@ -167,6 +166,11 @@ class Ending:
             self._ranks.close(failed)
         if failed is not None:
             raise again(failed)
+
+    def _leave_absent_without_model(self) -> None:
+        """Read nothing for parameters that no code will see, and that cannot be given values."""
+        if self._model() is None:
+            self._fetcher.leave_absent()
 
     def _end_save(self, *, alone: bool) -> Exception | None:
         """Finish the save that is in flight; return its error. `alone`: other ranks may not."""

@@ -20,7 +20,7 @@ from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.parameters.modules import is_compiled
 from infinity_engine.parameters.parameters import TrainedParameter, absent
 
-__all__ = ["PendingParameters"]
+__all__ = ["Gradients", "PendingParameters"]
 
 
 class Gradients(Protocol):
