@@ -19,7 +19,7 @@ from infinity_engine.parameters.precision import asked_dtype
 from infinity_engine.placement.tiles import largest_tile, needs_tiles
 from infinity_engine.planning.planning import room_for_layers
 from infinity_engine.ranks.ranks import Ranks
-from infinity_engine.tiling import Tiled, forget_tying, replaceable, tile_those
+from infinity_engine.tiling import Tiled, replaceable, tile_those
 
 __all__ = ["tiled_by_budget"]
 
@@ -72,7 +72,6 @@ def tiled_by_budget(
         for parent, children in modules:
             for name, child in children.items():
                 parent.add_module(name, child)
-        forget_tying(model)
         for group, before in groups:
             group.update(before)
         raise

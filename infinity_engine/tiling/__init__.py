@@ -15,7 +15,6 @@ from infinity_engine.tiling.replacing import (
     tile_those,
 )
 from infinity_engine.tiling.sequence import SequenceTiles
-from infinity_engine.tiling.tying import forget_tying
 from infinity_engine.tiling.weights import (
     PlaceInWeight,
     TiledValues,
@@ -34,7 +33,6 @@ __all__ = [
     "WeightTile",
     "cut_evenly",
     "cut_into",
-    "forget_tying",
     "places_of_tiles",
     "plan_tiles",
     "replaceable",

@@ -13,7 +13,6 @@ from infinity_engine.tiling.cuts import TileCut, cut_evenly
 from infinity_engine.tiling.embedding import TiledEmbedding
 from infinity_engine.tiling.linear import TiledLinear
 from infinity_engine.tiling.sequence import SequenceTiles
-from infinity_engine.tiling.tying import tie_beside_tiles
 from infinity_engine.units import parse_bytes
 
 __all__ = ["Tiled", "plan_tiles", "replaceable", "tile", "tile_sequence", "tile_those"]
@@ -105,7 +104,6 @@ def tile_those(
         tiles[parameter] = parts = _cut_parameter(parameter, *cuts)
         made = {id(module): _tiled(module, *cuts, list(parts)) for module, _ in of_this}
         names.extend(_replace(model, made))
-    tie_beside_tiles(model)
     return Tiled(tuple(names), left, tiles)
 
 

@@ -145,8 +145,6 @@ READS_CTX = "infinity_engine/parameters/graphs.py"
 # Gives a model of Transformers the name that it takes when it is loaded, before it is known; decision
 # 0055.
 NAMES_ITS_DIRECTORY = "infinity_engine/building/pretrained.py"
-# Gives a model with tiles a tie_weights() that leaves these alone; decision 0041.
-TIES_BESIDE_TILES = "infinity_engine/tiling/tying.py"
 SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__", "vars"}
 
 PURE = {
@@ -411,7 +409,6 @@ def nothing_is_pasted_onto_parameters(root: Path) -> Iterator[str]:
                     WATCHES_READS,
                     SHARES_ATTRIBUTES,
                     NAMES_ITS_DIRECTORY,
-                    TIES_BESIDE_TILES,
                 )
                 owners = [node.value] if stores or (node.attr == "__dict__" and not watches) else []
             elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in SETTERS:

@@ -45,13 +45,6 @@ class Block(nn.Module):
         return found
 
 
-class Tying(Block):
-    """A block that ties its weights when it is asked, as models of Transformers do."""
-
-    def tie_weights(self) -> None:
-        self.first.bias = self.first.bias
-
-
 class Language(nn.Module):
     """An embedding that is the head too, both larger than the device, and a block between."""
 
@@ -413,7 +406,7 @@ def test_auto_leaves_a_model_that_fits_alone(tmp_path: Path) -> None:
 
 
 def test_a_refused_engine_gives_the_model_its_layers_back(tmp_path: Path) -> None:
-    model = made(Tying)
+    model = made(Block)
     optimizer = torch.optim.AdamW(model.parameters())
     modules, parameters = list(model.modules()), list(model.parameters())
     before = {name: values.clone() for name, values in model.state_dict().items()}
@@ -429,23 +422,10 @@ def test_a_refused_engine_gives_the_model_its_layers_back(tmp_path: Path) -> Non
         )
 
     assert list(model.modules()) == modules
-    assert "tie_weights" not in vars(model)
     assert [id(parameter) for parameter in optimizer.param_groups[0]["params"]] == [
         id(parameter) for parameter in parameters
     ]
     assert differing(before, dict(model.state_dict())) == []
-
-
-def test_a_model_ties_beside_tiles_between_steps(tmp_path: Path) -> None:
-    model: Any = made(Tying)
-    with ExitStack() as stack:
-        engine = opened(model, "device", tmp_path, stack, tiling="auto")
-        for _ in range(2):
-            model.tie_weights()
-            engine.backward(engine(torch.ones(2, WIDTH)).sum())
-            engine.step()
-
-    assert isinstance(model.large, TiledLinear)
 
 
 def test_an_optimizer_with_states_of_a_weight_to_cut_is_refused(tmp_path: Path) -> None:
