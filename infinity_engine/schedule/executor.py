@@ -255,12 +255,15 @@ class Walk:
 
     def _is_full(self, lane: Lane) -> bool:
         """Tell whether a lane has as many ops as it takes."""
-        if lane not in self._under_way:
+        under_way = self._under_way.get(lane)
+        if not under_way:
             return False
-        under_way = self._under_way[lane]
-        while under_way and self._has_ended(under_way[0]):
+        most = self._executor.most[lane]
+        # Asked of every op. Only of the host's thread it matters whether it is at work at all.
+        least = 1 if lane is Lane.HOST else most
+        while len(under_way) >= least and self._has_ended(under_way[0]):
             self._wait_for(under_way.popleft())  # it has ended: raises its error, if any
-        return len(under_way) >= self._executor.most[lane]
+        return len(under_way) >= most
 
     def _has_ended(self, number: int) -> bool:
         event = self._events[number]
@@ -268,8 +271,6 @@ class Walk:
 
     def _can_submit(self, op: Op) -> bool:
         """Tell whether an op need not wait on the host: [Note: which ops wait on the host]."""
-        if self._is_full(op.lane):
-            return False
         # Asked several times for each op, of all that are held back.
         events, lanes, ended_first = self._events, self._lanes, _ENDED_FIRST[op.lane]
         for other in op.after:
@@ -279,7 +280,7 @@ class Walk:
                 event = events[other]
                 if event is not None and not event.done():
                     return False
-        return True
+        return not (self._under_way.get(op.lane) and self._is_full(op.lane))
 
     def _advance(self) -> None:
         """Submit the held-back ops that can be submitted, each lane in its order."""
