@@ -130,7 +130,7 @@ def _expand_blocks(
 def _expand_on_host(
     weight: torch.Tensor, scale: torch.Tensor, values: torch.Tensor, into: torch.Tensor
 ) -> None:
-    """Expand with threads of the host: torch's operators for it are slow there."""
+    """Expand with threads of the host, which is faster there than torch's operators."""
     integers, scales, named = (tensor.detach().contiguous() for tensor in (weight, scale, values))
     format_ = Values.of(into).format.value
     threads = _threads(os.getpid(), torch.get_num_threads()).native

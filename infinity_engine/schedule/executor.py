@@ -280,7 +280,7 @@ class Walk:
                 event = events[other]
                 if event is not None and not event.done():
                     return False
-        return not (self._under_way.get(op.lane) and self._is_full(op.lane))
+        return not self._is_full(op.lane)
 
     def _advance(self) -> None:
         """Submit the held-back ops that can be submitted, each lane in its order."""

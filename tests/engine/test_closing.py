@@ -22,6 +22,7 @@ from infinity_engine.machine.capacity import free_for_copies
 from infinity_engine.parameters import fetching
 from infinity_engine.storage import SwapFile
 from infinity_engine.units import GiB
+from infinity_engine.update.updating import Updates
 from support.kernel_files import fake_roots, mount_line, write_tree
 from support.nvme_training import STREAMED, Case, emulated, opened
 from support.small_models import Task
@@ -45,6 +46,27 @@ def opened_at(place: str, drive: Path, precision: str = "bf16") -> Iterator[tupl
 
 def weight_of(task: Task) -> nn.Parameter:
     return max(task.parameters(), key=nn.Parameter.numel)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_where_one_part_fails_to_close_all_others_are_closed(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Updates) -> None:
+        raise OSError("no end to updates")
+
+    monkeypatch.setattr(Updates, "drop", fail)
+    with opened_at(place, tmp_path) as (engine, task):
+        values = []
+        for parameter in task.parameters():
+            with engine.gathered(parameter):
+                values.append(parameter.detach().clone())
+
+        with pytest.raises(OSError, match="no end to updates"):
+            engine.close()
+
+        assert all(map(torch.equal, task.parameters(), values))
+        assert all(not usage.held for usage in engine.usage())
 
 
 VIEWS: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {

@@ -51,7 +51,7 @@ def refuses() -> float:
 def test_what_a_run_has_no_time_left_for_is_not_begun_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench.need(1e9)  # nobody is going to stop this run
+    bench.need(1e9)  # this run has no limit, so it does not raise
     monkeypatch.setattr(time, "time", lambda: 100.0)
     monkeypatch.setenv(bench.UNTIL, "130")
     run = a_bench(short=2.0)

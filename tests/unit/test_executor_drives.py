@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import pytest
@@ -38,6 +38,14 @@ RATES = Rates(
     h2d_bytes_per_s=1e10,
     d2h_bytes_per_s=1e10,
     nvme={"/": DriveRates(read_bytes_per_s=2e9, write_bytes_per_s=1e9)},
+)
+AT_HOME = Limits(
+    resident_bytes=0,
+    staging_bytes=0,
+    staging_sets=1,
+    per_parameter=BytesPerParameter(states=12, parameter=2),
+    parameters=Tier.HOST,
+    host_buffers=3,
 )
 LINKS = {Lane.H2D, Lane.D2H}
 STREAMS = {Lane.DEVICE, *LINKS}
@@ -206,14 +214,7 @@ def test_every_op_is_carried_out_once_and_after_what_it_needs(
 
 def test_a_poll_leaves_what_a_full_link_has_no_room_for() -> None:
     specs = [SubgroupSpec(index=at, numel=10, first_use=at) for at in range(9)]
-    limits = Limits(
-        resident_bytes=0,
-        staging_bytes=5000,
-        staging_sets=2,
-        per_parameter=BytesPerParameter(states=12, parameter=2),
-        parameters=Tier.HOST,
-        host_buffers=2,
-    )
+    limits = replace(AT_HOME, staging_bytes=5000, staging_sets=2)
     plan = interleaved(Fraction(1))(specs, RATES, limits)
     carrier = Checking(plan, random.Random(1), queued=3)
     walk = Executor(carrier, NullTelemetry(), queued=3).begin(plan)
@@ -233,15 +234,7 @@ def test_lanes_keep_their_order_while_the_hosts_thread_is_ahead() -> None:
         )
         for at in range(5)
     ]
-    limits = Limits(
-        resident_bytes=0,
-        staging_bytes=0,
-        staging_sets=1,
-        per_parameter=BytesPerParameter(states=12, parameter=2),
-        parameters=Tier.HOST,
-        host_buffers=3,
-    )
-    plan = HOST_ONLY(specs, RATES, limits)
+    plan = HOST_ONLY(specs, RATES, AT_HOME)
     for seed in range(200):
         chance = random.Random(seed)
         walk = Executor(Checking(plan, chance, beside=True), NullTelemetry()).begin(plan)

@@ -53,8 +53,8 @@ class Queue {
     // soon. Throws ClosedError, ForkedError.
     [[nodiscard]] bool submit(Operation operation, std::chrono::nanoseconds patience,
                               const std::shared_ptr<Doorbell>& bell = nullptr);
-    // Submits the first operations together, as many as there is room for, and returns how many.
-    // Waits at most `patience` for room for one.
+    // Submits operations from the front of the list, in one go, until the queue is full. Returns how
+    // many it took. Waits at most `patience` until it can take one.
     [[nodiscard]] std::size_t submit_many(std::vector<Operation> operations,
                                           std::chrono::nanoseconds patience);
 
