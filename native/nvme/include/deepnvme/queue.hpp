@@ -53,8 +53,8 @@ class Queue {
     // soon. Throws ClosedError, ForkedError.
     [[nodiscard]] bool submit(Operation operation, std::chrono::nanoseconds patience,
                               const std::shared_ptr<Doorbell>& bell = nullptr);
-    // Submits operations from the front of the list, in one go, until the queue is full. Returns how
-    // many it took. Waits at most `patience` until it can take one.
+    // Submits operations from the front of the list, in one go, until the queue is full. Returns
+    // how many it took. Waits at most `patience` until it can take one.
     [[nodiscard]] std::size_t submit_many(std::vector<Operation> operations,
                                           std::chrono::nanoseconds patience);
 
