@@ -17,8 +17,8 @@ from infinity_engine.accel import Accelerator, open_accelerator
 from infinity_engine.errors import CapacityError
 from infinity_engine.plan import HostOnly, Interleaved, NvmeStreamed, Strategy
 from support.device_training import STRATEGIES, wide_engine
-from support.engine_bits import differing
-from support.nvme_training import Case, Trained, trained
+from support.engine_bits import bits_of, differing
+from support.nvme_training import RATES, Case, Trained, made, train, trained
 from support.small_models import MODELS
 
 pytest.importorskip("cupy")
@@ -105,6 +105,37 @@ def test_drives_give_the_same_bits(parameters: str, device: Accelerator, tmp_pat
 
     same(found, case)
     assert found.loads > 0
+
+
+@pytest.mark.parametrize("parameters", ["device", "host", "nvme"])
+def test_a_model_that_was_built_on_drives_gives_the_same_bits(
+    parameters: str, device: Accelerator, tmp_path: Path
+) -> None:
+    case = Case(precision="bf16", accumulation=2, clip=0.05, strategy=NvmeStreamed(), device=DEVICE)
+    budget = {"host": "64MiB", "nvme": {str(tmp_path): "1GiB"}}
+    with infinity_engine.init_context(budget=budget, cache="64KiB"):
+        task, optimizer = made(case.model)
+    with infinity_engine.initialize(
+        task,
+        optimizer,
+        device=device,
+        strategy=case.strategy,
+        rates=RATES,
+        parameters=parameters,
+        precision=case.precision,
+        accumulation_steps=case.accumulation,
+        max_grad_norm=case.clip,
+        subgroup_numel=case.subgroup_numel,
+        update_threads=2,
+        storage={"small_bytes": case.small_bytes},
+        budget={**budget, "device": case.device},
+    ) as engine:
+        losses = train(engine, task, case)
+        bits = bits_of(engine)
+
+    expected = reference(replace(case, strategy=HostOnly(), parameters="device"))
+    assert losses == expected.losses
+    assert [name for name, each in expected.bits.items() if not torch.equal(bits[name], each)] == []
 
 
 def test_the_devices_budget_holds_for_what_modules_make_too(device: Accelerator) -> None:
