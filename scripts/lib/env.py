@@ -4,13 +4,16 @@ the native code.
 Needs nothing but a supported Python with venv, a C++20 compiler and a package index. Every script
 of the project calls `ensure()` or `enter()`; both do nothing when the environment still has what
 the script `Needs`. An environment that works is replaced only by one that is complete: after a
-failure, Ctrl-C or a kill the earlier one is there again. Outside the checkout only the caches of
-its tools are written.
+failure, Ctrl-C or a kill the earlier one is there again. A part that is added in place is marked as
+unfinished until it is there. The next start that finds this mark checks that every package is
+whole, and makes the environment anew if one is not. Outside the checkout only the caches of its
+tools are written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import fcntl
 import hashlib
 import json
@@ -48,6 +51,7 @@ LOGS = BUILD / "logs"
 REQUIREMENTS = ROOT / "scripts" / "requirements.txt"
 CHECK_REQUIREMENTS = ROOT / "scripts" / "requirements-check.txt"
 STAMP = "infinity-engine.json"
+UNFINISHED = "unfinished"  # the key of a stamp that names what is being added
 # Installed first and alone: where a CPU build of this version is at hand it satisfies the pin, and
 # nothing later pulls the CUDA packages of a newer one. What the package itself asks for is older.
 TORCH = "torch==2.13.0"
@@ -178,6 +182,9 @@ def run_logged(what: str, command: Sequence[str | Path], **overrides: str) -> No
             stdout=out,
             stderr=subprocess.STDOUT,
             check=False,
+            # The lock of the environments goes along: where this script is killed and pip is not,
+            # the next start waits for pip.
+            close_fds=False,
         )
     print(f" {time.monotonic() - started:.0f} s", flush=True)
     if done.returncode != 0:
@@ -197,7 +204,7 @@ def _ensure_packages(needs: Needs) -> Path:
     """
     python = VENV / "bin" / "python"
     _put_back(VENV)
-    if _read_stamp(VENV).get("packages") != _packages_recipe(python):
+    if _read_stamp(VENV).get("packages") != _packages_recipe(python) or not _is_finished():
         base = _find_python()
         print(
             f"making .venv with Python {version_in(base)} (once; kept for later runs)", flush=True
@@ -207,16 +214,57 @@ def _ensure_packages(needs: Needs) -> Path:
             run_logged(f"installing {TORCH}", _pip(python, "install", TORCH))
             run_logged("installing the libraries", _pip(python, "install", "-r", REQUIREMENTS))
             _write_stamp(VENV, {"packages": _packages_recipe(python)})
-    stamp = _read_stamp(VENV)
     tools = _digest([CHECK_REQUIREMENTS.read_text()])
-    if needs is Needs.CHECK and stamp.pop("tools", None) != tools:
-        _write_stamp(VENV, stamp)  # an installation that ends half-way is not believed later
-        run_logged(
-            "installing the tools",
-            _pip(python, "install", "-r", REQUIREMENTS, "-r", CHECK_REQUIREMENTS),
-        )
-        _write_stamp(VENV, {**stamp, "tools": tools})
+    if needs is Needs.CHECK and _read_stamp(VENV).get("tools") != tools:
+        with _adding("tools", tools):
+            run_logged(
+                "installing the tools",
+                _pip(python, "install", "-r", REQUIREMENTS, "-r", CHECK_REQUIREMENTS),
+            )
     return python
+
+
+@contextlib.contextmanager
+def _adding(part: str, recipe: str) -> Iterator[None]:
+    """Stamp `part` of `.venv` once the body has added it; mark it as unfinished until then."""
+    stamp = {key: value for key, value in _read_stamp(VENV).items() if key != part}
+    _write_stamp(VENV, {**stamp, UNFINISHED: part})
+    yield
+    _write_stamp(VENV, {**stamp, part: recipe})
+
+
+def _is_finished() -> bool:
+    """Tell whether every package of `.venv` is whole; look only where a part is unfinished."""
+    stamp = _read_stamp(VENV)
+    part = stamp.pop(UNFINISHED, None)
+    if part is None:
+        return True
+    broken = _broken_package(VENV)
+    if broken is None:
+        _write_stamp(VENV, stamp)
+        return True
+    print(f"an earlier start was cut off as it added the {part}: {broken} is broken", flush=True)
+    return False
+
+
+def _broken_package(venv: Path) -> str | None:
+    """Return the name of a package that pip has installed or removed only in part, None if all are
+    whole.
+
+    pip itself takes such a package for installed. Its last act is to list INSTALLER in the
+    package's RECORD, and it moves what it will remove to a folder whose name begins with ~.
+    """
+    for site in venv.glob("lib/python3*/site-packages"):
+        for leftover in site.glob("~*"):
+            return leftover.name
+        for package in site.glob("*.dist-info"):
+            record = package / "RECORD"
+            listed = record.read_text(errors="replace") if record.exists() else ""
+            files = {row[0] for row in csv.reader(listed.splitlines()) if row}
+            missing = (f for f in files if not f.endswith(".pyc") and not (site / f).exists())
+            if f"{package.name}/INSTALLER" not in files or any(missing):
+                return package.name.removesuffix(".dist-info")
+    return None
 
 
 def _packages_recipe(python: Path) -> str:
@@ -230,8 +278,7 @@ def _ensure_build(python: Path, needs: Needs) -> None:
     """Build and install the package unless what is installed was built from these sources for as
     much or more.
     """
-    stamp = _read_stamp(VENV)
-    built = stamp.pop("build", None)
+    built = _read_stamp(VENV).get("build")
     recipes = _build_recipes()
     if needs is Needs.RUN:
         is_enough = built in recipes.values()
@@ -241,20 +288,19 @@ def _ensure_build(python: Path, needs: Needs) -> None:
         )
     if is_enough:
         return
-    _write_stamp(VENV, stamp)  # a build that fails half-way is not believed later
     checks = "ON" if needs is Needs.CHECK else "OFF"
     folder = f"build/{needs.value}"
-    run_logged(
-        "building the native modules and their "
-        "tests" if needs is Needs.CHECK else "building the native modules",
-        _pip(
-            python, "install", "--no-deps", "--no-build-isolation", "--editable", ".",
-            f"-Cbuild-dir={folder}", f"-Ccmake.define.INFINITY_DEV={checks}",
-            f"-Ccmake.define.INFINITY_TESTS={checks}",
-        ),
-        CMAKE_GENERATOR="Ninja",
-    )  # fmt: skip
-    _write_stamp(VENV, {**stamp, "build": recipes[needs]})
+    with _adding("build", recipes[needs]):
+        run_logged(
+            "building the native modules and their "
+            "tests" if needs is Needs.CHECK else "building the native modules",
+            _pip(
+                python, "install", "--no-deps", "--no-build-isolation", "--editable", ".",
+                f"-Cbuild-dir={folder}", f"-Ccmake.define.INFINITY_DEV={checks}",
+                f"-Ccmake.define.INFINITY_TESTS={checks}",
+            ),
+            CMAKE_GENERATOR="Ninja",
+        )  # fmt: skip
 
 
 def _build_recipes() -> dict[Needs, str]:
@@ -402,7 +448,9 @@ def _read_stamp(folder: Path) -> dict[str, str]:
 
 
 def _write_stamp(folder: Path, stamp: Mapping[str, str]) -> None:
-    (folder / STAMP).write_text(json.dumps(stamp))
+    written = folder / f"{STAMP}.new"
+    written.write_text(json.dumps(stamp))
+    written.replace(folder / STAMP)
 
 
 @contextlib.contextmanager
@@ -413,6 +461,7 @@ def _changing_environments() -> Iterator[None]:
     try:
         BUILD.mkdir(exist_ok=True)
         with (BUILD / "environment.lock").open("w") as lock:
+            os.set_inheritable(lock.fileno(), True)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -20,8 +20,8 @@ import env
 ROOT = Path(__file__).resolve().parents[2]
 
 # Stands for a script of the project: `script NEEDS [STEP DO]`. Each step of an installation is
-# printed instead of taken; at the one whose description begins with STEP it fails, is killed, or
-# waits for a long time.
+# printed instead of taken; at the one whose description begins with STEP it fails, is killed, is
+# killed with a package installed in part, or waits for a long time.
 SCRIPT = """
 import os, subprocess, sys
 from pathlib import Path
@@ -36,7 +36,11 @@ def installer(what, command, **overrides):
     if at and what.startswith(at):
         if do == "fail":
             raise env.EnvironmentMissingError(what + " failed")
-        if do == "kill":
+        if do == "kill in a package":
+            (Path(sys.argv[0]).parent / ".venv/lib/python3.11/site-packages/a-1.dist-info").mkdir(
+                parents=True
+            )
+        if do.startswith("kill"):
             os.kill(os.getpid(), 9)
         subprocess.run(["sleep", "120"])
     if what.endswith("tests"):
@@ -246,6 +250,69 @@ def test_a_failure_of_the_first_installation_leaves_no_environment(
     assert checkout.steps("CHECK") == [*INSTALL, TOOLS, BUILD_TESTS]
 
 
+@pytest.mark.parametrize("do", ["kill", "kill in a package"])
+@pytest.mark.parametrize("step", INSTALL)
+def test_a_first_installation_that_was_killed_is_made_anew(
+    step: str, do: str, checkout: Checkout
+) -> None:
+    assert checkout.run("CHECK", step, do).returncode == -signal.SIGKILL
+
+    assert checkout.steps("CHECK") == [*INSTALL, TOOLS, BUILD_TESTS]
+    assert not (checkout.root / ".venv" / "lib").exists()
+
+
+@pytest.mark.parametrize("step", [TOOLS, BUILD_TESTS])
+def test_a_package_that_was_added_only_half_makes_the_environment_anew(
+    step: str, checkout: Checkout
+) -> None:
+    checkout.run("CHECK", step, "kill in a package")
+
+    done = checkout.run("RUN")
+
+    assert steps_in(done.stdout) == [*INSTALL, BUILD]
+    part = "tools" if step == TOOLS else "build"
+    told = f"an earlier start was cut off as it added the {part}: a-1 is broken\n"
+    assert done.stdout.startswith(told)
+    assert checkout.steps("CHECK") == [TOOLS, BUILD_TESTS]
+
+
+def test_an_unfinished_part_is_looked_for_only_once(checkout: Checkout) -> None:
+    checkout.run("CHECK", TOOLS, "kill")
+
+    assert checkout.steps("RUN") == [BUILD]
+    assert '"unfinished"' not in (checkout.root / ".venv" / env.STAMP).read_text()
+
+
+@pytest.mark.parametrize(
+    ("record", "leftover", "broken"),
+    [
+        ("a.py,,\na/b.pyc,,\na-1.dist-info/INSTALLER,,\n", "", None),
+        ("a.py,,\nmissing.py,,\na-1.dist-info/INSTALLER,,\n", "", "a-1"),
+        ("a.py,,\na-1.dist-info/RECORD,,\n", "", "a-1"),  # the wheel's own, not pip's
+        ("", "", "a-1"),
+        (None, "", "a-1"),
+        ("a.py,,\na-1.dist-info/INSTALLER,,\n", "~b-1.dist-info", "~b-1.dist-info"),
+    ],
+)
+def test_what_pip_leaves_between_its_steps_is_a_broken_package(
+    record: str | None, leftover: str, broken: str | None, tmp_path: Path
+) -> None:
+    site = tmp_path / "lib" / "python3.11" / "site-packages"
+    package = site / "a-1.dist-info"
+    package.mkdir(parents=True)
+    (site / leftover).mkdir(exist_ok=True)
+    for file in (site / "a.py", package / "INSTALLER"):
+        file.touch()
+    if record is not None:
+        (package / "RECORD").write_text(record)
+
+    assert env._broken_package(tmp_path) == broken
+
+
+def test_every_package_of_this_environment_is_whole() -> None:
+    assert env._broken_package(env.VENV) is None
+
+
 @pytest.mark.parametrize("step", INSTALL)
 def test_after_a_kill_while_replacing_the_earlier_environment_comes_back(
     step: str, complete: Checkout
@@ -399,6 +466,30 @@ def test_a_second_script_says_that_it_waits_and_then_finds_the_rest_to_do(
 
     assert told == "waiting for another script that is making an environment in this checkout ...\n"
     assert "waiting" not in rest
+    assert steps_in(rest) == [*INSTALL, BUILD]
+
+
+def test_a_second_script_waits_for_the_program_that_a_killed_one_has_left(
+    checkout: Checkout,
+) -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {str(checkout.root / 'scripts' / 'lib')!r}); import env\n"
+        "with env._changing_environments():\n"
+        "    env.run_logged('pip', ['sh', '-c', 'touch begun; sleep 120'])"
+    )
+    line = [sys.executable, "-S", "-c", program]
+    with subprocess.Popen(line, start_new_session=True) as first:
+        while not (checkout.root / "begun").exists():
+            assert first.poll() is None
+        first.kill()
+        first.wait()
+        with subprocess.Popen(checkout.line("RUN"), stdout=subprocess.PIPE, text=True) as second:
+            assert second.stdout is not None
+            told = second.stdout.readline()
+            os.killpg(first.pid, signal.SIGKILL)
+            rest = second.stdout.read()
+
+    assert told.startswith("waiting for another script")
     assert steps_in(rest) == [*INSTALL, BUILD]
 
 

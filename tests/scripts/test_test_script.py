@@ -49,6 +49,18 @@ def test_tests_are_counted_by_how_they_ended(script: Any, tmp_path: Path) -> Non
     assert outcome.tests == {"passed": 2, "failed": 2, "skipped": 3}
 
 
+def test_a_missing_tool_fails_its_step_and_the_summary_says_what_to_do(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = script.command("step", [tmp_path / "mypy"], None, tmp_path)
+
+    assert script.summarise([outcome]) == 1
+    told = (
+        f"{tmp_path}/mypy cannot be started: No such file or directory. Delete .venv and run again."
+    )
+    assert told in capsys.readouterr().out
+
+
 def test_a_step_in_which_no_test_ran_fails(script: Any, tmp_path: Path) -> None:
     outcome = step(script, tmp_path, "open('report.xml', 'w').write('<testsuites/>')", report=True)
 
