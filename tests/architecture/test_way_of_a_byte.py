@@ -80,3 +80,22 @@ def test_the_page_names_every_room_of_the_storage_library_and_no_other() -> None
     drawn = set(re.findall(r"^\| `deepnvme/(\w+)` \|", PAGE, re.M))
 
     assert drawn == {path.parent.name for path in (ROOT / "deepnvme").glob("*/__init__.py")}
+
+
+def test_every_file_and_class_that_the_page_names_exists() -> None:
+    packages = [ROOT / "infinity_engine", ROOT / "deepnvme"]
+    files = set(re.findall(r"`(\w+(?:/\w+)+/?(?:\.py)?)`", PAGE))
+    first = {
+        f"{room}/{file}"
+        for room, files_of_it in re.findall(r"^\| `([\w/]+)` \|.*\| (`\w+\.py`.*) \|$", PAGE, re.M)
+        for file in re.findall(r"\w+\.py", files_of_it)
+    }
+    text = "".join(path.read_text() for package in packages for path in package.rglob("*.py"))
+    classes = set(re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]*)+)`", PAGE))
+
+    assert {
+        path
+        for path in files | first
+        if not any((top / path).exists() for top in (ROOT, *packages))
+    } == set()
+    assert {name for name in classes if not re.search(rf"^class {name}\b", text, re.M)} == set()
