@@ -12,12 +12,13 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 import torch
 
-from infinity_engine.accel.base import Buffer, DeviceBytes, Stream, StreamKind, TimeCost
+from infinity_engine.accel.base import Buffer, DeviceBytes, Event, Stream, StreamKind, TimeCost
 from infinity_engine.accel.operation import Action, Copy, Operation, Work
 from infinity_engine.accel.ordered import OrderedAccelerator
 from infinity_engine.errors import CapacityError, ConfigError
@@ -169,6 +170,8 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
         self._fault = emulation.fault
         self._delay_ns = emulation.delay_ns
         self._memory = EmulatedMemory(emulation.capacity_bytes)
+        self._computed: dict[int, Buffer] = {}  # by address, until `outlives` is called
+        self._outliving: deque[tuple[Event, Buffer]] = deque()  # oldest first
         self._timeline: deque[OperationRecord] = deque(maxlen=emulation.timeline_kept)
 
     def allocate(self, nbytes: int, *, idle_bytes: int = 0) -> Buffer:
@@ -183,8 +186,34 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
         """Leave a buffer's memory to its views for good: the device has room for other blocks."""
         self._memory.disown(buffer.release())
 
+    def computed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy in device memory: modules compute on the host itself.
+
+        It is the memory of autograd on a GPU: where the device is full, this waits for what
+        outlives its code, as torch's allocator does there.
+        """
+        self._free_outliving()
+        while self._outliving and tensor.numel() > self._memory.bytes.free:
+            with suppress(Exception):  # the code that started it raises its failure
+                self._outliving[0][0].wait()
+            self._free_outliving()
+        buffer = self.allocate(tensor.numel())
+        copy = buffer.tensor(torch.uint8, tensor.numel())
+        self._computed[copy.data_ptr()] = buffer
+        return copy.copy_(tensor)
+
+    def outlives(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Free a copy that `computed` made once `stream` has done all it was given so far."""
+        event = self.record(stream)
+        self._outliving.append((event, self._computed.pop(tensor.data_ptr())))
+
+    def _free_outliving(self) -> None:
+        while self._outliving and self._outliving[0][0].done():
+            self.free(self._outliving.popleft()[1])
+
     def memory(self) -> DeviceBytes:
         """Return how much device memory there is now."""
+        self._free_outliving()
         return self._memory.bytes
 
     def timeline(self) -> tuple[OperationRecord, ...]:

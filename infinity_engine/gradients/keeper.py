@@ -849,22 +849,13 @@ def _download(lanes: Lanes, piece: torch.Tensor, lease: Lease) -> Event | None:
         return None
     # Autograd's kernels are in the compute stream: the copy waits for this event.
     made = lanes.accelerator.record(lanes.compute)
-    if lanes.accelerator.torch_device.type != "cpu":
-        event = _copy_down(lanes, piece, lease, made)
-        assert lanes.download is not None, "copies are between two memories"
-        # Autograd frees the gradient now, and its stream does not know that the download stream
-        # still reads it.
-        lanes.accelerator.outlives(piece, lanes.download)
-        return event
-    # The emulated device keeps its memory apart, and autograd ran on the host: copy it there first.
-    with lanes.meter.timed_wait(Wait.GRADIENTS):  # for device memory
-        source = lanes.device.lease(piece.numel(), holder="gradients on their way")
-    with source:
-        source.flat().copy_(piece)
-        event = _copy_down(lanes, source.flat(), lease, made)
-        # `with` closes the lease now, and its memory goes back after the copy.
-        source.until(event)
-        return event
+    source = lanes.accelerator.computed(piece)
+    event = _copy_down(lanes, source, lease, made)
+    assert lanes.download is not None, "copies are between two memories"
+    # Autograd frees the gradient now, and its stream does not know that the download stream still
+    # reads it.
+    lanes.accelerator.outlives(source, lanes.download)
+    return event
 
 
 def _copy_down(lanes: Lanes, piece: torch.Tensor, lease: Lease, made: Event) -> Event:
