@@ -279,7 +279,7 @@ class _TimedStep:
             {number: needs.fetched for number, needs in enumerate(work.modules) if needs.fetched},
             plan.demand.fetched,
             staged=sum(plan.steps.staging_bytes),
-            on_their_way=sizing.on_their_way,
+            on_their_way=0 if means.unified else sizing.on_their_way,
         )
         self._update = _TimedUpdate(plan.steps.ops, clocks, means)
         # The thread that calls the modules.

@@ -160,9 +160,23 @@ class FetchingRoom:
         self.used_ns[module] = end_ns
 
     def make(self, module: int) -> int:
-        """Let others leave until there is room for a module; return when they have been used."""
-        leaving = self.resident.evictions(self._nbytes[module])
-        return max((self._remove(other) for other in leaving), default=0)
+        """Let others leave until there is room for a module; return when its memory is free.
+
+        No update is under way: staging sets take nothing.
+        """
+        used_ns = nbytes = 0
+        for other in self.resident.evictions(self._nbytes[module]):
+            nbytes += self._nbytes[other]
+            used_ns = max(used_ns, self._remove(other))
+        # The memory of all is free when the device has used the last: the engine notes one event.
+        if nbytes:
+            self._leaving.append((nbytes, used_ns))
+        elif not self._leaving:  # most plans have room for all
+            return 0
+        room, free_ns = self.resident.free + self._beyond - self._nbytes[module], 0
+        while self._leaving and room < sum(gone for gone, _ in self._leaving):
+            free_ns = max(free_ns, self._leaving.popleft()[1])
+        return free_ns
 
     def evict(self, modules: Iterable[int], free_ns: int) -> bool:
         """Let these leave, with memory that is free from then on; tell whether there are any."""
