@@ -7,7 +7,7 @@ that calls them goes on ahead of it. So what is compared is the order of things 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, dropwhile, islice
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import infinity_engine
-from infinity_engine.accel import Emulation, Stream, TimeCost, VirtualAccelerator
+from infinity_engine.accel import Emulation, Stream, StreamKind, TimeCost, VirtualAccelerator
 from infinity_engine.config import Precision
 from infinity_engine.engine.engine import Engine
 from infinity_engine.optim import FloatFormat, Formats
@@ -27,6 +27,7 @@ from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import (
     HostOnly,
     Interleaved,
+    Lane,
     Rates,
     ResolvedBudget,
     StaticSplit,
@@ -48,6 +49,7 @@ WIDTH = 64
 SUBGROUP = WIDTH * WIDTH
 ROWS = 2
 LAYERS = 24
+ROUNDED = 1e-5  # part of a step: what moves and computes is rounded up to nanoseconds
 STEPS = 3  # of which the last is as all that follow
 
 
@@ -163,7 +165,7 @@ def planned(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> D
         ),
         rates=case.rates,
         for_all=False,
-        flops_per_s=2 * ROWS * case.numel / case.forward_s,
+        flops_per_s=2 * ROWS * SUBGROUP * 1e9 / case.product_ns,
     )
     return decide(
         training,
@@ -176,12 +178,14 @@ def planned(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> D
 
 def compared(case: Case) -> tuple[float, float]:
     """Return the seconds of a step: as planned, and as the engine takes that trains by the plan."""
-    decision, ends = trained(case, lambda: None)
+    decision, ends, _ = trained(case, lambda _: None)
     return decision.best.step_s, (ends[-1] - ends[-2]) / 1e9
 
 
-def trained(case: Case, before_step: Callable[[], None]) -> tuple[Decision, list[int]]:
-    """Train by the plan; return that, and when each step ended."""
+def trained(
+    case: Case, before_step: Callable[[VirtualAccelerator], None]
+) -> tuple[Decision, list[int], VirtualAccelerator]:
+    """Train by the plan; return that, when each step ended, and the device."""
     torch.manual_seed(0)
     with VirtualAccelerator(
         Emulation(rates=case.rates, capacity_bytes=1 << 28, host_takes_time=True)
@@ -206,10 +210,10 @@ def trained(case: Case, before_step: Callable[[], None]) -> tuple[Decision, list
             for _ in range(STEPS):
                 engine.backward(engine(torch.ones(ROWS, WIDTH, dtype=torch.bfloat16)).float().sum())
                 computing.end()
-                before_step()
+                before_step(device)
                 engine.step()
                 ends.append(device.now_ns)
-    return decision, ends
+    return decision, ends, device
 
 
 EVERYWHERE = [
@@ -227,7 +231,7 @@ EVERYWHERE = [
 def test_a_step_takes_as_long_as_planned(strategy: Strategy, parameters: Tier) -> None:
     expected, measured = compared(Case(strategy, parameters))
 
-    assert measured == pytest.approx(expected, rel=0.01)
+    assert measured == pytest.approx(expected, rel=ROUNDED)
 
 
 @pytest.mark.parametrize("forward_s", [0.002, 0.1])
@@ -237,34 +241,22 @@ def test_it_does_so_whichever_of_update_and_forward_is_longer(
 ) -> None:
     expected, measured = compared(Case(Interleaved(share=0.4), parameters, forward_s=forward_s))
 
-    assert measured == pytest.approx(expected, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "room"),
-    [
-        (HostOnly(), 0.02),
-        (HostOnly(), 0.06),
-        (Interleaved(share=0.4), 0.12),
-        (StaticSplit(ratio=0.3), 0.34),
-    ],
-)
-def test_it_does_so_where_the_device_has_little_room_to_fetch_to(
-    strategy: Strategy, room: float
-) -> None:
-    expected, measured = compared(Case(strategy, Tier.HOST, room=room))
-
-    assert measured == pytest.approx(expected, rel=0.05)
+    assert measured == pytest.approx(expected, rel=ROUNDED)
 
 
 @pytest.mark.parametrize("parameters", [Tier.DEVICE, Tier.HOST])
 def test_it_does_so_without_overlap(parameters: Tier) -> None:
     expected, measured = compared(Case(Interleaved(share=0.4), parameters, overlap="off"))
 
-    assert measured == pytest.approx(expected, rel=0.01)
+    assert measured == pytest.approx(expected, rel=ROUNDED)
 
 
-# --- what is fetched and evicted, in which order --------------------------------------------------
+# --- what moves and computes, in which order and when ---------------------------------------------
+
+# At these rates whatever a step moves, computes or updates takes whole nanoseconds.
+EVEN = replace(RATES, h2d_bytes_per_s=51.2e6, d2h_bytes_per_s=51.2e6)
+EVEN_S = 1e-3
+"""What the forward of one product takes."""
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3, 1, 1, 2)])
@@ -280,27 +272,61 @@ def test_it_does_so_without_overlap(parameters: Tier) -> None:
         (StaticSplit(ratio=0.3), 0.34),
     ],
 )
-def test_a_step_fetches_and_evicts_as_planned_in_the_same_order(
+def test_a_step_runs_to_the_nanosecond_as_planned_in_the_same_order(
     strategy: Strategy,
     room: float,
     overlap: str,
     sizes: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = Case(strategy, Tier.HOST, room=room, overlap=overlap, sizes=sizes)
+    case = Case(strategy, Tier.HOST, room=room, overlap=overlap, sizes=sizes, rates=EVEN)
+    case = replace(case, forward_s=EVEN_S * case.numel / SUBGROUP)
     moves = moves_of_sets(monkeypatch)
     ends: list[int] = []
+    begun: list[int] = []
 
-    decision, _ = trained(case, lambda: ends.append(len(moves)))
+    def before_step(device: VirtualAccelerator) -> None:
+        ends.append(len(moves))
+        # The update begins when the last gradient has come down.
+        begun.append(max(record.end_ns for record in device.timeline()))
+
+    decision, stepped, device = trained(case, before_step)
     # A step evicts everything, and fetches what the next forward needs first.
     executed = list(dropwhile(lambda move: move[0] == "evict", moves[ends[-2] : ends[-1]]))
     moves.clear()
     best = decision.best
     training = replace(decision.training, overlap=overlap != "off")
-    time_step(best.plan, best.sizing, training, decision.means)
+    timeline = time_step(best.plan, best.sizing, training, decision.means)
 
     assert executed == moves
     assert {number for kind, number in moves if kind == "fetch"} == set(range(LAYERS))
+    assert stepped[-1] - stepped[-2] == begun[-1] - begun[-2] == timeline.ns
+    for lane, kind in (
+        (Lane.H2D, StreamKind.H2D),
+        (Lane.D2H, StreamKind.D2H),
+        (Lane.DEVICE, StreamKind.COMPUTE),
+    ):
+        took = sorted(
+            (record.start_ns - begun[-2], record.end_ns - begun[-2])
+            for record in device.timeline()
+            if record.stream.startswith(kind.value)
+            and begun[-2] <= record.start_ns < record.end_ns <= begun[-1]
+        )
+        expected = sorted(
+            (span.start_ns, span.end_ns) for span in timeline.spans if span.lane is lane
+        )
+        assert joined(took) == joined(expected)
+
+
+def joined(times: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return times in order, each with those that follow without a pause: a gradient goes down in
+    pieces.
+    """
+    found: list[tuple[int, int]] = []
+    for start, end in times:
+        follows = found and found[-1][1] == start
+        found.append((found.pop()[0] if follows else start, end))
+    return found
 
 
 def moves_of_sets(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
