@@ -485,8 +485,11 @@ class _Forward:
         self._shared: set[int] = set()  # of those that several blocks got, by id
 
     def new_inputs(self, tensors: Iterable[torch.Tensor]) -> Iterator[int]:
-        """Yield the bytes of each tensor that no block has got before, but the model's own."""
-        for tensor in tensors:
+        """Yield the bytes of each tensor that no block has got before, but the model's own.
+
+        `tensors` are those of one call, which may be given one of them twice.
+        """
+        for tensor in {id(tensor): tensor for tensor in tensors}.values():
             known = self._inputs.get(id(tensor))
             if known is not None and known() is tensor:
                 self._shared.add(id(tensor))

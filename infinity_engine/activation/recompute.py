@@ -279,10 +279,14 @@ class _Arguments:
         save: Callable[[torch.Tensor], tuple[SavedTensors, object]],
     ) -> _Arguments:
         devices: list[torch.device] = []
+        by_id: dict[int, _Saved] = {}
 
+        # One tensor stays one: attention computes otherwise where its keys are its queries.
         def saved(tensor: torch.Tensor) -> _Saved:
-            devices.append(tensor.device)
-            return _Saved(*save(tensor), tensor.requires_grad)
+            if id(tensor) not in by_id:
+                devices.append(tensor.device)
+                by_id[id(tensor)] = _Saved(*save(tensor), tensor.requires_grad)
+            return by_id[id(tensor)]
 
         args, kwargs = given
         stored = _mapped((args, dict(kwargs)), torch.Tensor, saved)
@@ -291,7 +295,14 @@ class _Arguments:
         return cls(stored, next(on_device, torch.device("cpu")))
 
     def restored(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = _mapped(self.given, _Saved, _Saved.tensor)
+        by_id: dict[int, torch.Tensor] = {}
+
+        def tensor(saved: _Saved) -> torch.Tensor:
+            if id(saved) not in by_id:
+                by_id[id(saved)] = saved.tensor()
+            return by_id[id(saved)]
+
+        args, kwargs = _mapped(self.given, _Saved, tensor)
         return args, kwargs
 
 

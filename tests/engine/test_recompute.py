@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity_engine
 from infinity_engine.activation import KeptActivations
-from infinity_engine.activation.by_block import BlockActivations
+from infinity_engine.activation.by_block import BlockActivations, _Forward
 from infinity_engine.activation.recompute import BlockCall
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
@@ -328,6 +328,34 @@ def test_containers_of_tensors_come_and_go(tmp_path: Path) -> None:
             return bits_of(engine)
 
     assert differing(bits(), bits(activations=AGAIN)) == []
+
+
+class Attending(Stack):
+    """Self-attention of torch, which looks whether keys and values are the queries."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, depth: int = 3) -> None:
+        super().__init__(lambda: nn.MultiheadAttention(32, 4, batch_first=True), depth)
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        x = self.first(x)[None]
+        for block in self.blocks:
+            x = x + block(x, x, x, need_weights=False)[0]
+        return torch.as_tensor(self.last(x).square().mean())
+
+
+def test_a_tensor_that_is_given_thrice_is_one_in_the_second_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "Stack", Attending)
+    same_bits(tmp_path)
+
+
+def test_an_input_that_one_block_gets_twice_is_not_shared() -> None:
+    forward, x = _Forward(()), torch.ones(4)
+    assert list(forward.new_inputs([x, x])) == [16]
+    assert not forward.is_shared(x)
+    assert list(forward.new_inputs([x])) == []
+    assert forward.is_shared(x)
 
 
 class InPlace(Block):
