@@ -23,6 +23,12 @@ class RepeatedBlock:
     name: str
     module: torch.nn.Module
     kind: int
+    parameters: tuple[torch.nn.Parameter, ...]
+
+    def has_its_parameters(self) -> bool:
+        """Tell whether the module has its own parameters: `functional_call` runs it with others."""
+        now = tuple(self.module.parameters())
+        return list(map(id, now)) == list(map(id, self.parameters))
 
 
 def find_blocks(model: torch.nn.Module) -> tuple[RepeatedBlock, ...]:
@@ -38,7 +44,7 @@ def find_blocks(model: torch.nn.Module) -> tuple[RepeatedBlock, ...]:
     for name, module in _candidates("", model):
         if id(module) not in found:
             kind = kinds.setdefault(_shape_of(module), len(kinds))
-            found[id(module)] = RepeatedBlock(name, module, kind)
+            found[id(module)] = RepeatedBlock(name, module, kind, tuple(module.parameters()))
     return tuple(found.values())
 
 

@@ -339,6 +339,9 @@ class BlockActivations:
         if call.runs_again and _has_changed(running.module, running.buffers):
             self._decider.refuse_recompute(block, "it changes its buffers")
             call.keep()
+        if call.runs_again and not block.has_its_parameters():
+            self._decider.refuse_recompute(block, "it ran with other parameters than its own")
+            call.keep()
         # Of frozen blocks, or where the model's own hooks keep it.
         if call.saves_nothing:
             call.keep()

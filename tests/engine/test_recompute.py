@@ -358,6 +358,28 @@ def test_an_input_that_one_block_gets_twice_is_not_shared() -> None:
     assert forward.is_shared(x)
 
 
+class Adapting(Stack):
+    """Runs its blocks with parameters that it has computed, as meta-learning does."""
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            faster = {name: 0.9 * value for name, value in block.named_parameters()}
+            x = torch.func.functional_call(block, faster, (x,))
+        return torch.as_tensor(self.last(x).square().mean())
+
+
+def test_blocks_that_run_with_other_parameters_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "Stack", Adapting)
+    same_bits(tmp_path, parameters="device")
+    with stack_of(tmp_path, parameters="device", activations=AGAIN) as (engine, _):
+        engine.backward(engine(batch(0)))
+        engine.step()
+        assert "other parameters than its own" in str(engine.report())
+
+
 class InPlace(Block):
     """Changes its input."""
 
