@@ -16,6 +16,8 @@ import torch
 
 __all__ = ["Surroundings"]
 
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+
 
 class _Autocast(NamedTuple):
     enabled: bool
@@ -25,7 +27,7 @@ class _Autocast(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What a block's run depends on beside its arguments: random state, autocast, torch's default
-    device, and which modules train.
+    device, the implementations of attention that torch may use, and which modules train.
     """
 
     random: _Random
@@ -33,6 +35,7 @@ class Surroundings:
     autocast: Mapping[str, _Autocast]
     caches_casts: bool
     default_device: torch.device
+    attention: Mapping[str, bool]
     modes: Sequence[tuple[torch.nn.Module, bool]]
 
     @classmethod
@@ -49,6 +52,7 @@ class Surroundings:
             },
             caches_casts=torch.is_autocast_cache_enabled(),
             default_device=torch.get_default_device(),
+            attention=_allowed_attention(),
             modes=[(module, module.training) for module in block.modules()],
         )
 
@@ -66,9 +70,21 @@ class Surroundings:
                 )
             if self.default_device != torch.get_default_device():
                 stack.enter_context(self.default_device)
+            stack.callback(_allow_attention, _allowed_attention())
+            _allow_attention(self.attention)
             stack.callback(_set_modes, [(module, module.training) for module, _ in self.modes])
             _set_modes(self.modes)
             yield
+
+
+def _allowed_attention() -> Mapping[str, bool]:
+    """Return which implementations torch may use, as `sdpa_kernel` sets them for any device."""
+    return {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION}
+
+
+def _allow_attention(allowed: Mapping[str, bool]) -> None:
+    for name, enabled in allowed.items():
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
 
 
 def _set_modes(modes: Sequence[tuple[torch.nn.Module, bool]]) -> None:

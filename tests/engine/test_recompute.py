@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import infinity_engine
 from infinity_engine.activation import KeptActivations
@@ -356,6 +357,31 @@ def test_an_input_that_one_block_gets_twice_is_not_shared() -> None:
     assert not forward.is_shared(x)
     assert list(forward.new_inputs([x])) == []
     assert forward.is_shared(x)
+
+
+def allowed_attention() -> list[bool]:
+    cuda: Any = torch.backends.cuda
+    return [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
+
+
+class Looking(Block):
+    """Attention, which torch computes in one of several ways."""
+
+    def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+        heads = x.view(1, 24, 4, 8).transpose(1, 2)
+        seen = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return super().forward(x + seen.transpose(1, 2).reshape(24, 32))
+
+
+def test_a_second_run_computes_attention_as_the_first_did(tmp_path: Path) -> None:
+    def use(engine: Engine, seed: int) -> None:
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = engine(batch(seed))
+        before = allowed_attention()
+        engine.backward(loss)
+        assert allowed_attention() == before
+
+    same_bits(tmp_path, Looking, use=use)
 
 
 class Adapting(Stack):
