@@ -6,9 +6,10 @@ nothing: `ActivationOffload` and `ActivationMoves` do.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,7 +19,9 @@ from infinity_engine.residence import ShardRecord
 from infinity_engine.schedule import Use
 from infinity_engine.storage import Transfer
 
-__all__ = ["SavedMemories", "SavedMemory", "SavedView"]
+__all__ = ["SavedMemories", "SavedMemory", "SavedPiece", "SavedView"]
+
+_SMALLEST_PART = 4  # less than a fourth of a memory stays: the rest is not autograd's
 
 
 @dataclass(eq=False, slots=True)
@@ -104,6 +107,32 @@ class SavedView:
         )
 
 
+class SavedPiece:
+    """What autograd holds in place of a view of little of its memory.
+
+    That is the tensor, as it was `kept`, until so much is saved of the memory that it may leave.
+    """
+
+    __slots__ = ("__weakref__", "held", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, kept: object) -> None:
+        self.held = kept
+        self.tensor: torch.Tensor | None = tensor.detach()
+
+    def become(self, view: SavedView) -> None:
+        """Be a view of saved memory from here on."""
+        self.held, self.tensor = view, None
+
+
+@dataclass(slots=True)
+class _Pieces:
+    """The pieces that were saved of one memory at one version, and the bytes of each part of it."""
+
+    version: int
+    parts: dict[tuple[int, int], int] = field(default_factory=dict)  # by offset and extent
+    pieces: list[weakref.ref[SavedPiece]] = field(default_factory=list)
+
+
 class SavedMemories:
     """Every memory that has saved tensors; `by_number` is for others to read."""
 
@@ -112,6 +141,7 @@ class SavedMemories:
         self._borrowed = borrowed
         # Of those that are still the original, so that a tensor saved again is recognized.
         self._by_address: dict[int, SavedMemory] = {}
+        self._pieces: dict[int, _Pieces] = {}  # of the memories that stay for now, by address
         self._next = 0
         self._gone: deque[SavedMemory] = deque()  # once for each saved view that has gone
 
@@ -122,8 +152,32 @@ class SavedMemories:
             return None
         return memory
 
+    def may_leave(self, tensor: torch.Tensor) -> bool:
+        """Tell whether enough of a tensor's memory is saved for it to leave, with this tensor."""
+        storage, extent = tensor.untyped_storage(), _extent_of(tensor)
+        if extent * _SMALLEST_PART >= storage.nbytes():
+            return True
+        known = self._pieces.get(storage.data_ptr())
+        if known is None or known.version != tensor._version:
+            known = self._pieces[storage.data_ptr()] = _Pieces(tensor._version)
+        begin = int(tensor.storage_offset()) * tensor.element_size()
+        known.parts[begin, extent] = extent
+        return sum(known.parts.values()) * _SMALLEST_PART >= storage.nbytes()
+
+    def keep_piece(self, tensor: torch.Tensor, kept: object) -> SavedPiece:
+        """Return what autograd saves in place of a tensor whose memory may not leave yet, and that
+        was `kept`.
+        """
+        piece = SavedPiece(tensor, kept)
+        self._pieces[tensor.untyped_storage().data_ptr()].pieces.append(weakref.ref(piece))
+        return piece
+
+    def forget_pieces(self) -> None:
+        """Let pieces that were saved so far stay what they are."""
+        self._pieces.clear()
+
     def add(self, tensor: torch.Tensor) -> SavedMemory:
-        """Number the memory of a tensor that was not saved yet."""
+        """Number the memory of a tensor that was not saved yet, for the pieces of it as well."""
         number, self._next = self._next, self._next + 1
         name = f"activation {number}"
         storage = tensor.untyped_storage()
@@ -138,7 +192,18 @@ class SavedMemories:
             (tensor.detach(), tensor._version),
         )
         self.by_number[number] = self._by_address[memory.address] = memory
+        self._move_pieces_to(memory)
         return memory
+
+    def _move_pieces_to(self, memory: SavedMemory) -> None:
+        known = self._pieces.pop(memory.address, None)
+        if known is None or known.version != memory.watched[1]:
+            return
+        for reference in known.pieces:
+            piece = reference()
+            # One that is there has its memory, so no other tensor has got the address.
+            if piece is not None and piece.tensor is not None:
+                piece.become(self.view(memory, piece.tensor))
 
     def view(self, memory: SavedMemory, tensor: torch.Tensor) -> SavedView:
         """Return what autograd saves in place of a tensor that lies in `memory`."""
@@ -176,3 +241,12 @@ class SavedMemories:
         """Forget them all."""
         self.by_number.clear()
         self._by_address.clear()
+        self._pieces.clear()
+
+
+def _extent_of(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first element to its last."""
+    if not tensor.numel():
+        return 0
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * (1 + sum((size - 1) * stride for size, stride in strides))

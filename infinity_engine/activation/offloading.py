@@ -15,7 +15,12 @@ import torch
 
 from infinity_engine.accel.virtual import clock_of
 from infinity_engine.activation.drive_room import DriveRoom
-from infinity_engine.activation.memories import SavedMemories, SavedMemory, SavedView
+from infinity_engine.activation.memories import (
+    SavedMemories,
+    SavedMemory,
+    SavedPiece,
+    SavedView,
+)
 from infinity_engine.activation.moving import ActivationLimits, ActivationMoves
 from infinity_engine.activation.saved import BlockUse, KeptActivations
 from infinity_engine.lanes.lanes import Lanes
@@ -28,7 +33,6 @@ from infinity_engine.schedule.prefetch import LOOK_AHEAD
 
 __all__ = ["ActivationOffload"]
 
-_SMALLEST_PART = 4  # a view of less than a fourth of its memory stays: the rest is not autograd's
 _SLACK = 8  # part of the room that is made at once, as each time looks at all that is here
 
 
@@ -78,6 +82,7 @@ class ActivationOffload:
         """Take the model's parameters and buffers as what stays anyway."""
         with self._lock:
             self._settle()
+            self._memories.forget_pieces()
         self._movable.keep(own)
 
     def pack(self, tensor: torch.Tensor) -> object:
@@ -91,10 +96,12 @@ class ActivationOffload:
             return self._kept.pack(tensor)
         with self._lock:
             self._settle()
+            memory = self._memories.find(tensor)
+            if memory is None and not self._memories.may_leave(tensor):
+                return self._memories.keep_piece(tensor, self._kept.pack(tensor))
             self._moves.raise_failure()
             self._moves.note_saving(True)
             begins = not self._moves.is_used
-            memory = self._memories.find(tensor)
             if memory is None:
                 memory = self._memories.add(tensor)
                 self._moves.admit(memory)
@@ -137,6 +144,8 @@ class ActivationOffload:
             RuntimeError: it was changed in place since it was saved, or the engine was closed.
             TransferError: it could not be read back; it can be asked for again.
         """
+        if isinstance(saved, SavedPiece):
+            saved = saved.held
         if not isinstance(saved, SavedView):
             return self._kept.unpack(saved)
         if self._closed:
@@ -276,7 +285,9 @@ class ActivationOffload:
 
 
 class _Movable:
-    """Which saved tensors may leave `device`: those in memory of autograd's own, not too small."""
+    """Which saved tensors may leave `device`: those in memory that is not the model's, not too
+    small.
+    """
 
     def __init__(self, device: torch.device, small: int) -> None:
         self.device = device
@@ -304,17 +315,4 @@ class _Movable:
         ):
             return False
         storage = tensor.untyped_storage()
-        extent = tensor.element_size() * (
-            1
-            + sum(
-                (size - 1) * stride
-                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            )
-            if tensor.numel()
-            else 0
-        )
-        return (
-            storage.nbytes() >= self._small
-            and extent * _SMALLEST_PART >= storage.nbytes()
-            and storage.data_ptr() not in self._own
-        )
+        return storage.nbytes() >= self._small and storage.data_ptr() not in self._own

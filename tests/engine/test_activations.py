@@ -270,6 +270,53 @@ def test_one_memory_is_kept_once_whatever_views_of_it_are_saved(tmp_path: Path) 
         engine.backward(loss)
 
 
+class Parts(torch.nn.Module):
+    """Saves a tensor in parts, each of which is a small view of it."""
+
+    def __init__(self, sizes: list[int], order: list[int]) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 128)
+        self.sizes, self.order = sizes, order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.linear(x).split(self.sizes)
+        return torch.stack([parts[number].square().sum() for number in self.order]).sum()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order"),
+    [([50, 7, 7], [0, 1, 2]), ([50, 7, 7], [1, 2, 0]), ([8] * 8, list(range(8)))],
+    ids=["the largest first", "the largest last", "all small"],
+)
+def test_memory_that_is_saved_in_small_views_leaves_with_all_of_them(
+    sizes: list[int], order: list[int], tmp_path: Path
+) -> None:
+    def trained(**settings: Any) -> Bits:
+        torch.manual_seed(0)
+        with engine_of(Parts(sizes, order), tmp_path, **settings) as engine:
+            for seed in range(2):
+                loss = engine(batch(seed))
+                if settings:
+                    memories = offload_of(engine)._memories.by_number.values()
+                    whole = [one.views for one in memories if one.record.nbytes == 64 * 128 * 4]
+                    assert whole == [len(sizes)]
+                engine.backward(loss)
+                engine.step()
+            return bits_of(engine)
+
+    much = {"at": "nvme", "resident_bytes": "8MiB", "small_bytes": 0}
+    assert differing(trained(), trained(activations=much)) == []
+
+
+def test_a_small_view_of_a_data_set_stays(tmp_path: Path) -> None:
+    rows = torch.randn(64 * 64, 64)
+    with blocks(tmp_path, activations=ON_DRIVES) as (engine, _):
+        loss = engine(rows[:64])
+        saved = offload_of(engine)._memories.by_number.values()
+        assert max(memory.record.nbytes for memory in saved) < rows.numel() * 4
+        engine.backward(loss)
+
+
 def test_many_tiny_tensors_take_about_the_memory_that_they_are_counted_with(
     tmp_path: Path,
 ) -> None:
