@@ -216,7 +216,10 @@ class MeasuredWays:
             self.choice is not None and self._has_grown(),
         )
         if not called:
-            self._said = "no block of the model was called yet, so all that is saved is kept"
+            self._said = (
+                "no block of the model has saved anything yet: none was called in training, or the "
+                "model's code checkpoints them. All that is saved is kept"
+            )
             return
         self._steps += 1
         if self.choice is None and self._steps >= _MEASURED_STEPS:

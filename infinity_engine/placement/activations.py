@@ -554,8 +554,8 @@ def _nothing_fits(
         asked=least.device,
         free=room.device,
         limit=room.device,
-        change="use smaller batches or shorter sequences, or give a larger budget: with as little "
-        f"in memory as possible, activations take {format_bytes(least.device)} where modules "
-        f"compute, {format_bytes(least.host)} of the host and {format_bytes(least.drives)} of "
-        "drives",
+        change="use smaller batches or shorter sequences, or give a larger budget, and a larger "
+        "activations.resident_bytes if you have set it: with as little in memory as possible, "
+        f"activations take {format_bytes(least.device)} where modules compute, "
+        f"{format_bytes(least.host)} of the host and {format_bytes(least.drives)} of drives",
     )

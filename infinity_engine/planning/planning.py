@@ -169,7 +169,7 @@ def check_and_plan(
     rated_config = (
         rated() if ranks is None else with_rates_of_machine(config, ranks, budget.nvme, rated)
     )
-    with refusing_beside(built), _refusing_beside_saved(min(saved, budget.host)):
+    with refusing_beside(built), _refusing_beside_saved(saved, budget.host, accelerator):
         if sharding is None:
             wish, question = choose(
                 model,
@@ -313,14 +313,22 @@ def _check_early_updates(
 
 
 @contextmanager
-def _refusing_beside_saved(nbytes: int) -> Iterator[None]:
-    """Let a refusal in the body count what saved tensors take of the host's budget."""
+def _refusing_beside_saved(nbytes: int, host: int, accelerator: Accelerator) -> Iterator[None]:
+    """Let a refusal in the body count what saved tensors take of `host`, the host's budget."""
     try:
         yield
     except CapacityError as error:
         if error.tier != Tier.HOST.name or not nbytes:
             raise
-        raise error.beside("saved activations (activations.resident_bytes)", nbytes) from None
+        on_cpu = accelerator.torch_device.type == "cpu"
+        setting = f"activations.{'resident' if on_cpu else 'host'}_bytes"
+        beside = error.beside(f"saved activations ({setting})", nbytes)
+        raise replace(
+            beside,
+            limit=beside.limit - max(nbytes - host, 0),
+            asked=beside.asked + max(nbytes - host, 0),
+            change=f"lower {setting}, or {error.change}",
+        ) from None
 
 
 def saved_on_host(config: ActivationsConfig, accelerator: Accelerator, host: int) -> int:
