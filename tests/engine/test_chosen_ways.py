@@ -508,7 +508,7 @@ def test_steps_without_blocks_are_not_measured() -> None:
     for _ in range(5):
         ways.end_step()
     assert ways.choice is None
-    assert "no block of the model was called" in ways.described()
+    assert "no block of the model has saved anything" in ways.described()
 
 
 def test_a_rank_that_holds_more_moves_but_runs_no_other_block_again() -> None:
