@@ -17,6 +17,7 @@ from infinity_engine.machine.capacity import capacity_of
 from infinity_engine.placement.training import Means
 from infinity_engine.plan import Auto, Lane
 from infinity_engine.sim.planner import Decision
+from infinity_engine.sim.timeline import StepTimeline
 from infinity_engine.units import DAY_S, GB, GiB
 
 __all__ = ["Purchase", "Worth", "purchases", "worths"]
@@ -69,7 +70,7 @@ def purchases(decision: Decision) -> tuple[Purchase, ...]:
         ns, written = best.timeline.ns, best.timeline.moved.get(Lane.NVME_WRITE, 0)
         if is_given or there.least_estimate_ns(numel) < (1 - _HOPELESS) * before_ns:
             # Today's plan can still be carried out, so no purchase is a loss.
-            plans = [retimed(best, decision.training, offer.means)]
+            plans = [_of_today(decision, offer.means)]
             if (shorter := there.look(below_ns=plans[0].ns)) is not None:
                 plans.append(shorter.timeline)
             shortest = min(plans, key=lambda timeline: timeline.ns)
@@ -78,6 +79,14 @@ def purchases(decision: Decision) -> tuple[Purchase, ...]:
         per_day = written * means.ranks * DAY_S / (ns / 1e9) if ns else 0.0
         found.append(Purchase(offer.what, ns / 1e9, per_day, saved))
     return tuple(sorted(found, key=lambda purchase: -purchase.saved))
+
+
+def _of_today(decision: Decision, means: Means) -> StepTimeline:
+    """Return the step of today's plan with other means: more memory alone changes nothing in it."""
+    best = decision.best
+    if replace(means, budget=decision.means.budget) == decision.means:
+        return best.timeline
+    return retimed(best, decision.training, means)
 
 
 # --- what can be bought ---------------------------------------------------------------------------

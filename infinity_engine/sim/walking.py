@@ -98,6 +98,7 @@ class RankWire:
         self.busy_ns = 0
         self._others = ranks - 1
         self._bytes_per_s = bytes_per_s if ranks > 1 else None
+        self._known: dict[int, int] = {}  # nanoseconds by bytes: modules are mostly alike
         self._free_ns = 0
         self._used_ns: deque[int] = deque(maxlen=GATHERED)  # the ends of the last modules
 
@@ -118,7 +119,10 @@ class RankWire:
         """Let each rank send all others so many bytes; return when they have arrived."""
         if self._bytes_per_s is None or not nbytes:
             return after_ns
-        duration_ns = ceil(nbytes * self._others / Fraction(self._bytes_per_s) * NS_PER_S)
+        duration_ns = self._known.get(nbytes)
+        if duration_ns is None:
+            duration_ns = ceil(nbytes * self._others / Fraction(self._bytes_per_s) * NS_PER_S)
+            self._known[nbytes] = duration_ns
         self._free_ns = max(self._free_ns, after_ns) + duration_ns
         self.busy_ns += duration_ns
         return self._free_ns
