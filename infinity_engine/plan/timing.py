@@ -73,6 +73,7 @@ class LaneClocks:
             for lane, name in _STARTS.items()
         }
         self._free_ns = dict.fromkeys(Lane, 0)
+        self._idle_ns = dict.fromkeys(Lane, 0)
         self.times: list[OpTime] = []
 
     @property
@@ -84,6 +85,10 @@ class LaneClocks:
         """Return when the lane has done all of its ops so far."""
         return self._free_ns[lane]
 
+    def idle_ns(self, lane: Lane) -> int:
+        """Return how long the lane has waited before its ops so far."""
+        return self._idle_ns[lane]
+
     def duration_ns(self, lane: Lane, amount: int) -> int:
         """Return how long so many bytes or parameters take in a lane."""
         numerator, denominator = self._ratios.get(lane) or self._ratio(lane)
@@ -93,11 +98,13 @@ class LaneClocks:
     def run(self, op: Op) -> OpTime:
         """Take the plan's next op and return when it runs."""
         lane, times = self._instead[op.lane], self.times
-        start_ns = self._free_ns[lane]
+        free_ns = start_ns = self._free_ns[lane]
         # A search takes this way for each op of each plan: no call that can be spared.
         for number in op.after:
             other_ns = times[number][1]
             start_ns = other_ns if other_ns > start_ns else start_ns
+        if start_ns > free_ns:
+            self._idle_ns[lane] += start_ns - free_ns
         end_ns = start_ns + self.duration_ns(lane, op.amount)
         time = _new(OpTime, (start_ns, end_ns))
         self._free_ns[lane] = end_ns
@@ -106,9 +113,11 @@ class LaneClocks:
 
     def work(self, lane: Lane, duration_ns: int, *, after_ns: int = 0) -> OpTime:
         """Let a lane do other work next, not before `after_ns`; return when it does."""
-        start_ns = max(self._free_ns[lane], after_ns)
-        end_ns = start_ns + duration_ns
-        self._free_ns[lane] = end_ns
+        start_ns = self._free_ns[lane]
+        if after_ns > start_ns:
+            self._idle_ns[lane] += after_ns - start_ns
+            start_ns = after_ns
+        end_ns = self._free_ns[lane] = start_ns + duration_ns
         return _new(OpTime, (start_ns, end_ns))
 
     def _ratio(self, lane: Lane) -> tuple[int, int]:

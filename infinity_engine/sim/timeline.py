@@ -132,8 +132,9 @@ def time_quickest_step(
     """
     work = _work_of(plan, sizing, training)
 
-    def timed(overlap: bool | None) -> StepTimeline:
-        return _TimedStep(plan, sizing, replace(training, overlap=overlap), means, work).run()
+    def timed(overlap: bool | None, most_ns: float = inf) -> StepTimeline:
+        asked = replace(training, overlap=overlap)
+        return _TimedStep(plan, sizing, asked, means, work).run(most_ns)
 
     is_open = training.overlap is None and means.compute_rate(training) is not None
     if not (is_open and _defers(plan, work.modules, means)):
@@ -143,8 +144,15 @@ def time_quickest_step(
     saved_ns = min((end_ns - begin_ns for _, begin_ns, end_ns in apart.cuts[:2]), default=0)
     if apart.ns - saved_ns >= below_ns:
         return apart, False
-    beside = timed(overlap=True)
+    try:
+        beside = timed(overlap=True, most_ns=apart.ns)
+    except _LongerStepError:
+        return apart, False
     return (apart, False) if apart.ns < beside.ns else (beside, True)
+
+
+class _LongerStepError(Exception):
+    """A step takes longer than was asked: it was not timed to its end."""
 
 
 class _Needs(NamedTuple):
@@ -209,6 +217,10 @@ class _Lanes:
         """Let a lane move so many bytes; return when it has."""
         return self.work(lane, self._alone.duration_ns(lane, nbytes), after_ns, nbytes)
 
+    def moving_ns(self, lane: Lane, nbytes: int) -> int:
+        """Return how long a lane moves so many bytes; 0 where there are none."""
+        return self._alone.duration_ns(lane, nbytes) if nbytes > 0 else 0
+
     def read(self, nbytes: int, after_ns: int) -> int:
         """Read a parameter and return when it is there.
 
@@ -216,6 +228,29 @@ class _Lanes:
         """
         duration_ns = self._alone.duration_ns(Lane.NVME_READ, nbytes)
         return max(self.work(Lane.NVME_READ, duration_ns, 0, nbytes), after_ns + duration_ns)
+
+
+class _LeastStep:
+    """What a step takes at least, as its lanes have waited so far on these clocks.
+
+    In `ready` is what each lane does until update and forward have ended, at least; a backward
+    takes `after_ns` more. It fetches parameters `again`, which may begin before.
+    """
+
+    def __init__(
+        self,
+        clocks: LaneClocks,
+        ready: Mapping[Lane, int],
+        *,
+        after_ns: int,
+        again: Mapping[Lane, int],
+    ) -> None:
+        self._clocks = clocks
+        self._busy = [(lane, ns + max(after_ns, again.get(lane, 0))) for lane, ns in ready.items()]
+
+    def ns(self) -> int:
+        """Return it."""
+        return max(self._clocks.idle_ns(lane) + ns for lane, ns in self._busy)
 
 
 class _TimedUpdate:
@@ -268,9 +303,10 @@ class _TimedStep:
         self._duration_ns = ComputeTime(means.compute_rate(training))
         self._compute = Lane.HOST if means.unified else Lane.DEVICE
         self._modules = work.modules
+        self._amounts = work.amounts
         self._deferred = training.overlap is not False and _defers(plan, work.modules, means)
         clocks = LaneClocks(
-            self._rates_of_update(means, work.amounts),
+            self._rates_of_update(means),
             free=means.free_lanes(),
             instead=means.lanes_instead(),
         )
@@ -286,13 +322,18 @@ class _TimedStep:
         self._thread = TimedCarrier(clocks, self._update.note)
         self._wire = RankWire(means.ranks, means.wire_bytes_per_s)
 
-    def run(self) -> StepTimeline:
+    def run(self, most_ns: float = inf) -> StepTimeline:
+        """Return when everything happens.
+
+        Raises:
+            _LongerStepError: the step is known to take longer than `most_ns` before its end.
+        """
         deferred = self._deferred
         if not deferred:
             self._update.finish()
         begin_ns = 0 if deferred else self._update.end_ns
         if deferred and self._compute is Lane.DEVICE:
-            computed_ns = self._forward_beside()
+            computed_ns = self._forward_beside(most_ns)
         else:
             computed_ns = self._forward(begin_ns, deferred=deferred)
         middle_ns = max(computed_ns, self._update.end_ns)
@@ -325,7 +366,7 @@ class _TimedStep:
             gathering_ns=gathering_ns,
         )
 
-    def _rates_of_update(self, means: Means, moved: Mapping[Lane, int]) -> Rates:
+    def _rates_of_update(self, means: Means) -> Rates:
         """Return the rates of an update, whose parts disturb one another as far as they work at the
         same time.
 
@@ -337,7 +378,7 @@ class _TimedStep:
             return beside
         alone, free, instead = means.alone.both_at_once(), means.free_lanes(), means.lanes_instead()
         amounts: dict[Lane, int] = {}
-        for own, amount in moved.items():
+        for own, amount in self._amounts.items():
             lane = instead.get(own, own)
             if lane not in free:
                 amounts[lane] = amounts.get(lane, 0) + amount
@@ -388,7 +429,7 @@ class _TimedStep:
 
     # --- beside an update, on a device with memory of its own -------------------------------------
 
-    def _forward_beside(self) -> int:
+    def _forward_beside(self, most_ns: float) -> int:
         """Run all modules while the thread that calls them walks along the update; return when both
         have ended.
 
@@ -400,11 +441,14 @@ class _TimedStep:
             # A missing rate is refused here: within the walk it would be a failed op.
             self._lanes.clocks.duration_ns(lane, 0)
         walk = Executor(self._thread, NullTelemetry()).begin(self._plan.steps)
+        least = self._least()
         self._room.begin_pass()
         walk.poll()
         self._fetch_ahead(walk)
         end_ns = 0
         for number, needs in enumerate(self._modules):
+            if least.ns() > most_ns:
+                raise _LongerStepError
             if needs.fetched:
                 self._provide(number, walk)
             else:
@@ -415,6 +459,40 @@ class _TimedStep:
             end_ns = self._run(number, needs, duration_ns, self._thread.now_ns)
         walk.finish()
         return max(end_ns, self._thread.now_ns)
+
+    def _least(self) -> _LeastStep:
+        """Return what the step takes at least while its lanes wait for nothing."""
+        duration_ns, moving_ns = self._duration_ns, self._lanes.moving_ns
+        forward_ns = backward_ns = fetched = read = down = written = 0
+        for needs in self._modules:
+            forward_ns += duration_ns(needs.flops, 0)
+            backward_ns += duration_ns(needs.again * needs.flops, needs.backward_flops)
+            fetched += needs.fetched
+            read += needs.read
+            down += needs.gradient_down
+            written += needs.gradient_written
+        ready = {
+            lane: self._lanes.clocks.duration_ns(lane, amount)
+            for lane, amount in self._amounts.items()
+        }
+        for lane, ns in (
+            (Lane.H2D, moving_ns(Lane.H2D, fetched)),
+            (Lane.NVME_READ, moving_ns(Lane.NVME_READ, read)),
+            (self._compute, forward_ns),
+        ):
+            ready[lane] = ready.get(lane, 0) + ns
+        stays = self._room.resident.limit  # from the forward at most, for the backward
+        sent = moving_ns(Lane.D2H, down), moving_ns(Lane.NVME_WRITE, written)
+        more = self._steps_micro_batches - 1
+        return _LeastStep(
+            self._lanes.clocks,
+            ready,
+            after_ns=max(backward_ns, *sent) + more * (forward_ns + backward_ns),
+            again={
+                Lane.H2D: moving_ns(Lane.H2D, fetched - stays),
+                Lane.NVME_READ: moving_ns(Lane.NVME_READ, read - stays),
+            },
+        )
 
     def _provide(self, number: int, walk: Walk) -> None:
         """Let the thread wait until what a module needs has been updated, and is there; then begin

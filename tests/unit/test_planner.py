@@ -42,7 +42,7 @@ from infinity_engine.sim.planner import Planner, decide
 from infinity_engine.sim.presets import preset
 from infinity_engine.sim.remedies import explain_refusal
 from infinity_engine.sim.report import report_of
-from infinity_engine.sim.timeline import time_step
+from infinity_engine.sim.timeline import time_quickest_step, time_step
 from infinity_engine.units import GB, TB, GiB
 from support.best_of_all import Bounds, best_of_all, everything
 from support.plannings import model_of, random_case, training_of
@@ -483,6 +483,22 @@ def test_computing_takes_the_operations_over_their_rate() -> None:
     assert phases["forward"] / 1e9 == pytest.approx(forward_s, rel=1e-4)
     assert phases["backward"] / 1e9 == pytest.approx(2 * forward_s, rel=1e-4)
     assert moved == {}
+
+
+@pytest.mark.parametrize("seed", [3, 11, 37, 40, 48])
+def test_a_step_that_is_timed_as_far_as_needed_is_the_quicker_of_both_ways(seed: int) -> None:
+    training, there = random_case(seed)
+    training = replace(training, overlap=None)
+    found = Planner(training, there).look()
+    assert found is not None, "this machine has room"
+
+    def whole(overlap: bool) -> int:
+        asked = replace(training, overlap=overlap)
+        return time_step(found.plan, found.sizing, asked, there).ns
+
+    quickest, _ = time_quickest_step(found.plan, found.sizing, training, there)
+
+    assert quickest.ns == min(whole(overlap=True), whole(overlap=False))
 
 
 def test_parameters_at_home_cross_the_link_for_forward_and_backward_and_gradients_come_back() -> (
