@@ -162,6 +162,9 @@ class ActivationChoice:
         return ", ".join(f"{count} {way.value}" for way, count in self.counts().items())
 
 
+_new = tuple.__new__  # as in plan/timing.py
+
+
 class _Effect(NamedTuple):
     """What one way of a block, or of neighbours, adds to a step."""
 
@@ -173,12 +176,17 @@ class _Effect(NamedTuple):
 
     def then(self, other: _Effect) -> _Effect:
         """Return the effect of both, one after the other."""
-        return _Effect(
-            self.resident + other.resident,
-            max(self.live, self.resident + other.live),
-            self.host + other.host,
-            self.drives + other.drives,
-            self.recompute_s + other.recompute_s,
+        resident, live, host, drives, recompute_s = self
+        more, most, more_host, more_drives, more_s = other
+        return _new(
+            _Effect,
+            (
+                resident + more,
+                live if live > resident + most else resident + most,
+                host + more_host,
+                drives + more_drives,
+                recompute_s + more_s,
+            ),
         )
 
 

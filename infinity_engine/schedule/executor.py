@@ -101,6 +101,10 @@ class Walk:
         # None: the op had ended when it was submitted.
         self._events: dict[int, Waitable | None] = {}
         self._held_back: dict[Lane, deque[int]] = {}  # [Note: who waits for whom]
+        # By lane, what its first op that is held back was last seen to wait for: the end of an op,
+        # or one that is not submitted yet.
+        self._awaited: dict[Lane, Waitable] = {}
+        self._missing: dict[Lane, int] = {}
         self._arrivals = plan.arrivals()  # of subgroups that are not known to have arrived
         self._updates = {
             op.subgroup: number for number, op in enumerate(plan.ops) if op.lane is Lane.HOST
@@ -210,11 +214,13 @@ class Walk:
                         self._submit_next()
                     else:
                         self._wait_for_held_back()
-        for number in wanted:
+        ends = iter(wanted)
+        waited = True
+        while waited:
             self._executor.safe_point()
             with self._failure:
                 self._keep_working()
-                self._wait_for(number)
+                waited = any(map(self._wait_for, ends))
 
     def _submit_next(self) -> None:
         """Submit the next op of the order, or hold it back; then held-back ops that can go."""
@@ -259,36 +265,45 @@ class Walk:
         if not under_way:
             return False
         most = self._executor.most[lane]
-        # Asked of every op. Only of the host's thread it matters whether it is at work at all.
+        # Only of the host's thread it matters whether it is at work at all.
         least = 1 if lane is Lane.HOST else most
-        while len(under_way) >= least and self._has_ended(under_way[0]):
-            self._wait_for(under_way.popleft())  # it has ended: raises its error, if any
+        if len(under_way) < least:
+            return False
+        # All that have ended, so that most of the next ops find room by number alone.
+        while under_way and self._has_ended(under_way[0]):
+            under_way.popleft()
         return len(under_way) >= most
-
-    def _has_ended(self, number: int) -> bool:
-        event = self._events[number]
-        return event is None or event.done()
 
     def _can_submit(self, op: Op) -> bool:
         """Tell whether an op need not wait on the host: [Note: which ops wait on the host]."""
         # Asked several times for each op, of all that are held back.
-        events, lanes, ended_first = self._events, self._lanes, _ENDED_FIRST[op.lane]
+        events, lanes, lane = self._events, self._lanes, op.lane
+        ended_first = _ENDED_FIRST[lane]
         for other in op.after:
             if other not in events:
+                self._missing[lane] = other
                 return False
             if lanes[other] in ended_first:
                 event = events[other]
                 if event is not None and not event.done():
+                    self._awaited[lane] = event
                     return False
-        return not self._is_full(op.lane)
+        return not (self._under_way.get(lane) and self._is_full(lane))
 
     def _advance(self) -> None:
         """Submit the held-back ops that can be submitted, each lane in its order."""
         ops, can_submit = self._plan.ops, self._can_submit
+        awaited, missing, events = self._awaited, self._missing, self._events
         moved = True
         while moved:
             moved = False
-            for waiting in self._held_back.values():
+            for lane, waiting in self._held_back.items():
+                if (
+                    not waiting
+                    or (lane in missing and missing[lane] not in events)
+                    or (lane in awaited and not awaited[lane].done())
+                ):
+                    continue
                 while waiting and can_submit(ops[waiting[0]]):
                     moved = True
                     self._submit(waiting.popleft())
@@ -309,9 +324,11 @@ class Walk:
         ended_first = _ENDED_FIRST[op.lane]
         for other in op.after:
             event = self._events[other]
+            if event is None:
+                continue
             if self._lanes[other] in ended_first:
                 self._wait_for(other)
-            elif event is not None:
+            else:
                 after.append(event)
         try:
             event = self._events[number] = self._executor.carrier.carry_out(op, after)
@@ -320,16 +337,28 @@ class Walk:
         if event is not None and op.lane in self._under_way:
             self._under_way[op.lane].append(number)
 
-    def _wait_for(self, number: int) -> None:
+    def _wait_for(self, number: int) -> bool:
+        """Wait for the end of an op; tell whether it had not ended."""
+        if self._has_ended(number):
+            return False
+        with self._executor.telemetry.timed(_DRIVES.get(self._lanes[number], WAIT_FOR_OPS)):
+            self._end(number)
+        return True
+
+    def _has_ended(self, number: int) -> bool:
+        """Tell whether an op has ended."""
         event = self._events[number]
-        if event is None:
-            return
+        if event is not None:
+            if not event.done():
+                return False
+            self._end(number)  # raises its error, if any
+        return True
+
+    def _end(self, number: int) -> None:
+        event = self._events[number]
+        assert event is not None, "the carrier returned one"
         try:
-            if event.done():
-                event.wait()  # it has ended: raises its error, if any
-            else:
-                with self._executor.telemetry.timed(_DRIVES.get(self._lanes[number], WAIT_FOR_OPS)):
-                    event.wait()
+            event.wait()
         except Exception as error:
             raise _OpError(number, error) from error
 

@@ -11,6 +11,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from infinity_engine.errors import TraceMismatch
@@ -38,10 +39,14 @@ class ModuleTrace:
 
     def __init__(self, uses: Sequence[Use] = ()) -> None:
         self.uses = tuple(uses)
-        self._of_use = _positions((use, at) for at, use in enumerate(self.uses))
         self._of_parameter = _positions(
             (number, at) for at, use in enumerate(self.uses) for number in use.parameters
         )
+
+    @cached_property
+    def _of_use(self) -> Mapping[Use, list[int]]:
+        """The positions of each use: asked for only where one comes out of order."""
+        return _positions((use, at) for at, use in enumerate(self.uses))
 
     def find(self, use: Use, start: int) -> int | None:
         """Return the first position of a use from `start` on, or of all; None where it is new."""

@@ -157,10 +157,15 @@ class MemoryEdges:
         """Tell whether there is room for these."""
         resident, visiting = parts.resident, parts.visiting
         # A search asks hundreds of thousands of times.
-        for edge in self._hard:
-            if edge.resident * resident + edge.visiting * visiting > edge.most + _ROUNDING:
+        for of_resident, of_visiting, most in self._limits:
+            if of_resident * resident + of_visiting * visiting > most:
                 return False
         return True
+
+    @cached_property
+    def _limits(self) -> list[tuple[float, float, float]]:
+        """The hard edges as numbers, each a little farther out."""
+        return [(edge.resident, edge.visiting, edge.most + _ROUNDING) for edge in self._hard]
 
     @cached_property
     def _hard(self) -> tuple[_Edge, ...]:

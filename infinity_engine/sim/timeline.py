@@ -260,8 +260,12 @@ class _TimedUpdate:
         self.spans: list[Span] = []
         self._ops = ops
         self._clocks = clocks
-        self._free = means.free_lanes()
-        self._instead = means.lanes_instead()
+        instead, free = means.lanes_instead(), means.free_lanes()
+        # What is written down of the ops of each lane: None where they take no time.
+        self._lanes = {
+            lane: None if instead.get(lane, lane) in free else instead.get(lane, lane)
+            for lane in Lane
+        }
         self._at = 0  # the number of the next op
 
     @property
@@ -271,8 +275,9 @@ class _TimedUpdate:
 
     def run_until(self, number: int) -> None:
         """Run the ops up to this one, unless they have run."""
+        note, run = self.note, self._clocks.run
         for op in self._ops[self._at : number + 1]:
-            self.note(op, self._clocks.run(op))
+            note(op, run(op))
         self._at = max(self._at, number + 1)
 
     def finish(self) -> None:
@@ -281,10 +286,11 @@ class _TimedUpdate:
 
     def note(self, op: Op, time: OpTime) -> None:
         """Write down when an op runs."""
-        lane = self._instead.get(op.lane, op.lane)
-        if lane not in self._free:
+        lane = self._lanes[op.lane]
+        if lane is not None:
+            start_ns, end_ns = time
             nbytes = op.nbytes if isinstance(op, CopyOp) else 0
-            self.spans.append(_new(Span, (lane, time.start_ns, time.end_ns, nbytes)))
+            self.spans.append(_new(Span, (lane, start_ns, end_ns, nbytes)))
 
 
 class _TimedStep:

@@ -39,7 +39,8 @@ class TimedEvent:
 
     def wait(self) -> None:
         """Let the walking thread do nothing until then."""
-        self._carrier.wait_until(self.end_ns)
+        if not self.done():
+            self._carrier.wait_until(self.end_ns)
 
 
 class TimedCarrier:
@@ -61,7 +62,7 @@ class TimedCarrier:
         """Put an op into its lane; the walking thread makes updates on the host itself."""
         begin_ns = self.now_ns
         for event in after:
-            begin_ns = max(begin_ns, event.end_ns)
+            begin_ns = event.end_ns if event.end_ns > begin_ns else begin_ns
         duration_ns = self._clocks.duration_ns(op.lane, op.amount)
         time = self._clocks.work(op.lane, duration_ns, after_ns=begin_ns)
         self._note(op, time)
@@ -168,16 +169,17 @@ class FetchingRoom:
 
         No update is under way: staging sets take nothing.
         """
+        needed, free_ns = self._nbytes[module], 0
+        if not self._leaving and needed <= self.resident.free:  # most plans have room for all
+            return 0
         used_ns = nbytes = 0
-        for other in self.resident.evictions(self._nbytes[module]):
+        for other in self.resident.evictions(needed):
             nbytes += self._nbytes[other]
             used_ns = max(used_ns, self._remove(other))
         # The memory of all is free when the device has used the last: the engine notes one event.
         if nbytes:
             self._leaving.append((nbytes, used_ns))
-        elif not self._leaving:  # most plans have room for all
-            return 0
-        room, free_ns = self.resident.free + self._beyond - self._nbytes[module], 0
+        room = self.resident.free + self._beyond - needed
         while self._leaving and room < sum(gone for gone, _ in self._leaving):
             free_ns = max(free_ns, self._leaving.popleft()[1])
         return free_ns
