@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from deepnvme.machine.probing import HOST_ROOTS, SystemRoots, read_kernel_file
 from infinity_engine.machine.cgroup import cgroup_directories, read_number
 
@@ -60,6 +58,8 @@ class Memory:
 
 def probe_memory(roots: SystemRoots = HOST_ROOTS) -> Memory:
     """Read the machine's memory and the limits on this process."""
+    import psutil  # here, as a plan for another machine does not ask this one
+
     machine = psutil.virtual_memory()
     cgroup = probe_cgroup_memory(roots)
     return Memory(

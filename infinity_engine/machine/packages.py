@@ -10,10 +10,13 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infinity_engine.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 __all__ = [
     "OLDEST_TORCH",
@@ -69,10 +72,13 @@ def is_torch_new_enough(version: str) -> bool:
     return numbers is not None and (int(numbers[1]), int(numbers[2])) >= OLDEST_TORCH
 
 
-def _distribution(name: str, path: Sequence[str] | None) -> metadata.Distribution | None:
+def _distribution(name: str, path: Sequence[str] | None) -> Distribution | None:
+    # Here, as importing it takes as long as some answers of the command line.
+    from importlib.metadata import distributions
+
     where = list(sys.path if path is None else path)
     # The first on the path is the one that an import finds.
-    return next(iter(metadata.distributions(name=name, path=where)), None)
+    return next(iter(distributions(name=name, path=where)), None)
 
 
 def _version(name: str, path: Sequence[str] | None) -> str | None:
@@ -80,7 +86,7 @@ def _version(name: str, path: Sequence[str] | None) -> str | None:
     return found.version if found else None
 
 
-def _torch_build(torch: metadata.Distribution) -> TorchBuild | None:
+def _torch_build(torch: Distribution) -> TorchBuild | None:
     # Parsed and not imported: importing torch takes seconds, and may fail for lack of a library.
     try:
         tree = ast.parse(Path(str(torch.locate_file("torch/version.py"))).read_text())
@@ -101,9 +107,11 @@ def _torch_build(torch: metadata.Distribution) -> TorchBuild | None:
 
 def require_torch(needed_by: str) -> None:
     """Raise MissingDependencyError, naming the extra, unless a new enough torch is installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
-        found = metadata.version("torch")
-    except metadata.PackageNotFoundError:
+        found = version("torch")
+    except PackageNotFoundError:
         found = None
     if found is None or not is_torch_new_enough(found):
         raise MissingDependencyError(

@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 _OF_PARAMETERS = (UploadParameters, DownloadParameters)
+_ON_DRIVES = frozenset({LoadStates, StoreStates})
 # With so many host buffers drives never wait for one: two fill ahead, one is updated, one is
 # emptied.
 HOST_BUFFERS = 4
@@ -147,7 +148,7 @@ class Limits:
         subgroups = {subgroup.index: subgroup for subgroup in plan.subgroups}
         for number, op in enumerate(plan.ops):
             # A StepPlan checks by itself what drives move.
-            if isinstance(op, CopyOp) and not isinstance(op, LoadStates | StoreStates):
+            if isinstance(op, CopyOp) and type(op) not in _ON_DRIVES:
                 subgroup = subgroups[op.subgroup]
                 states = subgroup.numel * self.per_parameter.states
                 nbytes = (

@@ -316,21 +316,22 @@ class _Check:
         if (kind is LoadStates or kind is StoreStates) and not self._specs[op.subgroup].on_drives:
             raise _wrong(number, op, "none: nothing of the subgroup rests on the drives")
         after = op.after
-        if after and (
-            min(after) < 0
-            or max(after) >= number
-            or (len(after) > 1 and len(set(after)) != len(after))
-        ):
+        is_wrong = len(after) > 1 and len(set(after)) != len(after)
+        for other in after:
+            is_wrong = is_wrong or not 0 <= other < number
+        if is_wrong:
             raise _wrong(number, op, "each of `after` once, and all of them numbers of earlier ops")
 
     def _amount(self, number: int, op: Op) -> None:
         spec = self._specs[op.subgroup]
+        # By exact type, which `_order` has checked: isinstance() of a union takes long.
+        kind = type(op)
         if isinstance(op, UpdateOp):
             if op.params != spec.numel:
                 raise _wrong(number, op, f"all of the subgroup's {spec.numel} parameters")
-        elif isinstance(op, LoadStates | StoreStates):
-            nbytes = spec.load_bytes if isinstance(op, LoadStates) else spec.store_bytes
-            if op.nbytes != nbytes:
+        elif kind is LoadStates or kind is StoreStates:
+            nbytes = spec.load_bytes if kind is LoadStates else spec.store_bytes
+            if op.amount != nbytes:
                 raise _wrong(number, op, f"the {nbytes} bytes that the subgroup says")
 
     def _inputs(self, number: int, op: Op) -> None:

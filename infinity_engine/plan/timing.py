@@ -105,7 +105,8 @@ class LaneClocks:
             start_ns = other_ns if other_ns > start_ns else start_ns
         if start_ns > free_ns:
             self._idle_ns[lane] += start_ns - free_ns
-        end_ns = start_ns + self.duration_ns(lane, op.amount)
+        numerator, denominator = self._ratios.get(lane) or self._ratio(lane)
+        end_ns = start_ns - (-op.amount * denominator // numerator) + self._start_ns[lane]
         time = _new(OpTime, (start_ns, end_ns))
         self._free_ns[lane] = end_ns
         times.append(time)
