@@ -139,20 +139,26 @@ def worths(decision: Decision) -> tuple[Worth, ...]:
 
 
 def _more(means: Means, part: float) -> Iterator[tuple[str, tuple[float, Means]]]:
-    """Yield a unit, how many of it are added where all grow by this part, and the means then."""
+    """Yield a unit, how many of it are added where all grow by this part, at least one, and the
+    means then.
+    """
     budget, rates = means.budget, means.rates
 
-    host = int(part * budget.host)
+    def grown(there: float) -> float:
+        """Return by which part so many units grow: by one or more, as that is what is told."""
+        return max(part, 1 / there)
+
+    host = int(grown(budget.host / GiB) * budget.host)
     roomier = replace(means, budget=replace(budget, host=budget.host + host))
     yield "GiB of RAM", (host / GiB, roomier)
     if not means.unified and budget.device:
-        device = int(part * budget.device)
+        device = int(grown(budget.device / GiB) * budget.device)
         larger = replace(budget, device=budget.device + device)
         yield "GiB of GPU memory", (device / GiB, replace(means, budget=larger))
-    writes = sum(drive.write_bytes_per_s or 0 for drive in rates.nvme.values())
+    writes = means.ranks * sum(drive.write_bytes_per_s or 0 for drive in rates.nvme.values()) / GB
     if budget.nvme and writes:
-        faster = means.ranks * part * writes / GB
-        yield "GB/s of drive writes", (faster, with_drives(means, 1 + part))
+        faster = grown(writes)
+        yield "GB/s of drive writes", (faster * writes, with_drives(means, 1 + faster))
     if not means.unified and rates.h2d_bytes_per_s:
-        faster = part * rates.h2d_bytes_per_s / GB
-        yield "GB/s of the link", (faster, with_links(means, 1 + part))
+        link = rates.h2d_bytes_per_s / GB
+        yield "GB/s of the link", (grown(link) * link, with_links(means, 1 + grown(link)))

@@ -128,13 +128,11 @@ def test_without_drives_and_without_a_gpu_neither_is_offered() -> None:
 
 
 def test_what_a_gb_per_s_is_worth_is_what_it_saves(on_drives: Decision) -> None:
+    """Drives that write 2 GB/s: what a twentieth more saves, ten times, would be half too much."""
     [writes] = [it for it in worths(on_drives) if "writes" in it.unit]
-    # A fifth more: plans that are sought apart may differ by 1.5% for nothing, which would drown
-    # what a twentieth saves.
-    faster = decide(on_drives.training, with_drives(on_drives.means, 1.2)).best
+    faster = decide(on_drives.training, with_drives(on_drives.means, 1.5)).best
 
-    saved = on_drives.best.step_s - faster.step_s
-    assert writes.seconds == pytest.approx(saved / (0.2 * 2), rel=0.3)
+    assert writes.seconds == pytest.approx(on_drives.best.step_s - faster.step_s, rel=0.1)
 
 
 def test_what_saves_nothing_is_worth_nothing() -> None:
