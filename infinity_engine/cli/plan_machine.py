@@ -241,7 +241,12 @@ def _of_catalogue(options: argparse.Namespace) -> _Known:
             model=named, is_named=True, gpus=named.gpus, most_gpus=named.gpus, sizes=sizes
         )
     if options.gpu is not None:
-        gpus = find_gpu(options.gpu, field="--gpu")
+        try:
+            gpus = find_gpu(options.gpu, field="--gpu")
+        except ConfigError as error:
+            expected = f"{error.expected}; of any other one, its memory in --gpu-mem and its rate "
+            expected += "in --tflops instead"
+            raise replace(error, expected=expected) from error
         known = _with_gpu(known, gpus[0])
         known = replace(known, notes=(*known.notes, *_also("--gpu", options.gpu, gpus)))
     if options.pcie is not None:

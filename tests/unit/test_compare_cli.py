@@ -118,6 +118,7 @@ def test_energy_of_a_run_is_that_of_the_gpus_where_no_other_is_given(infinity: A
     ("arguments", "said"),
     [
         (("--gpu", "voodoo", "--ram", "64GiB"), "--gpu: expected one of RTX"),
+        (("--gpu", "voodoo", "--ram", "64GiB"), "its memory in --gpu-mem and its rate in --tflops"),
         (("--gpu", "4090", "--ram", "64GiB", "--drive", "floppy"), "--drive: expected one of"),
         (("--here", "--gpu", "4090"), "--here: expected without --machine, --gpu and --drive"),
         (("--pcie", "4"), "--pcie: expected --gpu beside it"),
@@ -215,6 +216,16 @@ def test_a_remedy_for_this_machine_fits_when_it_is_given(infinity: Any, this_mac
     assert sizes
     for given in sizes:
         assert infinity("plan", *SMALL, *given.split())[0] == 0, given
+
+
+def test_a_remedy_keeps_the_drives_that_are_given_beside_here(
+    infinity: Any, this_machine: Any
+) -> None:
+    this_machine(calibrated=False, free=2 * GiB, host=GiB // 8)
+    found = offered(infinity, *SMALL, "--here", "/mnt/a")
+
+    assert any("--gpu-mem" in options for options in found)
+    assert not any("--here --" in options for options in found)
 
 
 def test_a_size_of_drives_is_planned_for_beside_here(infinity: Any, this_machine: Any) -> None:
