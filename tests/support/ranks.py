@@ -7,6 +7,7 @@ each of them.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -103,6 +104,8 @@ def _run(
     program: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> None:
+    # The engine collects garbage often, and has not to go through all that was imported for it.
+    gc.freeze()
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),
