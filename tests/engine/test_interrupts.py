@@ -58,7 +58,7 @@ PASSES: dict[str, tuple[tuple[str, ...], int]] = {
     ),
 }
 EVERY = {False: 8000, True: 2000}  # lines, on average
-WIDER = 3  # times as far apart, by default
+WIDER = 5  # times as far apart, by default
 HALF = Interleaved(share=0.5, resident=0.25)
 MEMORY = Case(precision="bf16", accumulation=2, steps=1)
 DRIVES = replace(MEMORY, strategy=NvmeStreamed(), parameters="nvme", host=1 << 20)
