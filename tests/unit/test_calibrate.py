@@ -77,6 +77,26 @@ def cpu() -> Iterator[CpuAccelerator]:
         yield accelerator
 
 
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A calibration of this machine and of one directory, which tests only look at."""
+
+    calibration: Calibration
+    directory: str
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    directory = str(tmp_path_factory.mktemp("measured"))
+    with pytest.MonkeyPatch.context() as patch, CpuAccelerator() as accelerator:
+        patch.setenv("DEEPNVME_PROFILE", "")
+        patch.delenv("DEEPNVME_BACKEND", raising=False)
+        found = calibrated(
+            [directory], accelerator=accelerator, effort=TINY, cache=CalibrationCache(None)
+        )
+    return Measured(found, directory)
+
+
 def figures(part: Any) -> Iterator[Figure]:
     """Yield every figure in a calibration, wherever it is."""
     if isinstance(part, Figure):
@@ -92,12 +112,9 @@ def figures(part: Any) -> Iterator[Figure]:
 # --- what is measured ---
 
 
-def test_every_figure_is_positive_or_says_why_there_is_none(
-    cpu: CpuAccelerator, drive: Path
-) -> None:
-    measured = calibrated([str(drive)], accelerator=cpu, effort=TINY)
+def test_every_figure_is_positive_or_says_why_there_is_none(measured: Measured) -> None:
+    found = list(figures(measured.calibration))
 
-    found = list(figures(measured))
     reasons = {figure.reason for figure in found if figure.median is None}
     assert len(found) > 30
     assert all(figure.median is None or figure.median > 0 for figure in found)
@@ -129,43 +146,41 @@ def test_a_directory_that_cannot_be_used_is_told_before_anything_is_measured(
 
 
 def test_what_is_measured_are_all_optimizers_with_each_number_of_threads(
-    cpu: CpuAccelerator, drive: Path
+    measured: Measured,
 ) -> None:
-    measured = calibrated([str(drive)], accelerator=cpu, effort=TINY)
+    found = measured.calibration
 
-    counts = list(measured.dram)
+    counts = list(found.dram)
     assert counts[0] == 1
     assert (
-        list(measured.host_updates)
-        == list(measured.device_updates)
+        list(found.host_updates)
+        == list(found.device_updates)
         == ["adamw", "adam", "lion", "adagrad", "sgd"]
     )
     for row in (
-        *measured.host_updates.values(),
-        *measured.drives[str(drive)].host_updates.values(),
+        *found.host_updates.values(),
+        *found.drives[measured.directory].host_updates.values(),
     ):
         assert list(row) == counts
-    assert list(measured.matmul) == list(measured.blocks) == ["fp32", "bf16"]
-    for blocks in measured.blocks.values():  # in no time, the smallest one at least
+    assert list(found.matmul) == list(found.blocks) == ["fp32", "bf16"]
+    for blocks in found.blocks.values():  # in no time, the smallest one at least
         assert BlockShape(512, 256) in blocks
 
 
-def test_rates_follow_for_every_optimizer(cpu: CpuAccelerator, drive: Path) -> None:
-    measured = calibrated([str(drive)], accelerator=cpu, effort=TINY)
-
+def test_rates_follow_for_every_optimizer(measured: Measured) -> None:
     for optimizer in RULES:
-        rates = measured.rates(optimizer=optimizer, beside_io=True)
+        rates = measured.calibration.rates(optimizer=optimizer, beside_io=True)
         assert rates.host_update_params_per_s is not None
         assert rates.dram_bytes_per_s is not None
-        assert None not in dataclasses.asdict(rates.nvme[str(drive)]).values()
+        assert None not in dataclasses.asdict(rates.nvme[measured.directory]).values()
 
 
 def test_a_calibration_that_was_measured_survives_the_way_through_json(
-    cpu: CpuAccelerator, drive: Path
+    measured: Measured,
 ) -> None:
-    measured = calibrated([str(drive)], accelerator=cpu, effort=TINY)
+    written = json.dumps(measured.calibration.to_mapping())
 
-    assert Calibration.from_mapping(json.loads(json.dumps(measured.to_mapping()))) == measured
+    assert Calibration.from_mapping(json.loads(written)) == measured.calibration
 
 
 def test_links_are_measured_on_the_clock_of_an_emulated_device() -> None:
@@ -194,16 +209,16 @@ def test_what_an_operation_costs_is_measured_on_the_clock_of_an_emulated_device(
 
 
 def test_what_an_operation_costs_is_measured_of_the_host_and_of_drives(
-    cpu: CpuAccelerator, drive: Path
+    measured: Measured,
 ) -> None:
-    measured = calibrated([str(drive)], accelerator=cpu, effort=TINY)
+    calibration = measured.calibration
 
-    found = measured.rates()
+    found = calibration.rates()
     assert found.host_start_s is not None
-    assert found.io_start_s == measured.drives[str(drive)].start.median
-    assert measured.host_start.unit is Unit.SECONDS
+    assert found.io_start_s == calibration.drives[measured.directory].start.median
+    assert calibration.host_start.unit is Unit.SECONDS
     assert (found.copy_start_s, found.device_start_s) == (None, None)
-    assert measured.links.start.reason == "device and host are one memory, so nothing is copied"
+    assert calibration.links.start.reason == "device and host are one memory, so nothing is copied"
 
 
 @pytest.mark.parametrize("d2h", [0.4e9, 1e9, 2.9e9])
@@ -300,7 +315,7 @@ def test_for_another_directory_only_that_is_measured(drive: Path, tmp_path: Path
 
 
 def test_a_machine_that_has_changed_is_measured_again(
-    drive: Path, monkeypatch: pytest.MonkeyPatch
+    drive: Path, monkeypatch: pytest.MonkeyPatch, cpu: CpuAccelerator
 ) -> None:
     reported(drive)
     before = identity.machine_identity
@@ -310,10 +325,12 @@ def test_a_machine_that_has_changed_is_measured_again(
             module, "machine_identity", lambda device, changed=changed: before(device) | changed
         )
 
-        _, lines = reported(drive)
+        assert kept_calibration([str(drive)], accelerator=cpu) is None, name
 
-        assert any(line.startswith("updates of the host") for line in lines), name
-        assert any(line.startswith(str(drive)) for line in lines), name
+    _, lines = reported(drive)
+
+    assert any(line.startswith("updates of the host") for line in lines)
+    assert any(line.startswith(str(drive)) for line in lines)
 
 
 def test_a_drive_that_has_changed_is_measured_again_and_the_machine_is_not(
@@ -721,11 +738,9 @@ def test_a_calibration_without_a_cache_leaves_nothing_there(
     assert not folder.exists()
 
 
-def test_units_are_told_with_every_figure(cpu: CpuAccelerator) -> None:
-    measured = calibrated(accelerator=cpu, effort=TINY)
-
-    assert {figure.unit for figure in figures(measured.host_updates)} == {
+def test_units_are_told_with_every_figure(measured: Measured) -> None:
+    assert {figure.unit for figure in figures(measured.calibration.host_updates)} == {
         Unit.PARAMETERS,
         Unit.PART,
     }
-    assert {figure.unit for figure in figures(measured.dram)} == {Unit.BYTES}
+    assert {figure.unit for figure in figures(measured.calibration.dram)} == {Unit.BYTES}
