@@ -255,6 +255,51 @@ class _ReduceMemory:
         self._held.release(self._held.held)
 
 
+class _BucketReduces:
+    """Reduces of buckets: over the shards, then over replicas where there are some."""
+
+    def __init__(self, members: Sequence[GroupMember], ranks: Ranks, adder: KernelAdder) -> None:
+        self._members = members
+        self._ranks = ranks
+        self._adder = adder
+        self._replicas = None if ranks.replicas is None else ReplicaSums(ranks.replicas)
+        self._groups: dict[tuple[int, ...], ShardGroup] = {}
+        self._not_summed: deque[HybridReduce] = deque()
+
+    def group(self, numbers: tuple[int, ...]) -> ShardGroup:
+        """Return the group of a bucket."""
+        if numbers not in self._groups:
+            names = [self._members[number].name for number in (numbers[0], numbers[-1])]
+            name = (
+                f"gradient of {names[0]}"
+                if len(numbers) == 1
+                else f"gradients of {names[0]} to {names[1]}"
+            )
+            members = [self._members[number] for number in numbers]
+            self._groups[numbers] = self._ranks.group(name, members, self._ranks.gradients)
+        return self._groups[numbers]
+
+    def start(
+        self,
+        group: ShardGroup,
+        gradients: Sequence[torch.Tensor | None],
+        sums: Sequence[torch.Tensor],
+        wire: torch.Tensor,
+    ) -> CollectiveEvent | HybridReduce:
+        """Begin to sum the gradients of a bucket, through `wire`."""
+        reduce = partial(group.reduce, gradients, sums, adder=self._adder, wire=wire)
+        replicas = self._replicas
+        if replicas is None:
+            return reduce()
+        return HybridReduce(
+            lambda ended: reduce(ended=ended),
+            lambda had: replicas.start(
+                group.name, sums, announces=had, adder=self._adder, wire=wire
+            ),
+            self._not_summed,
+        )
+
+
 class GradientReducer:
     """Reduces the gradients of `members`, the trained parameters; `deliver` gets this rank's sums.
 
@@ -283,13 +328,11 @@ class GradientReducer:
         self._ranks = ranks
         self._lanes = lanes
         self._adder = KernelAdder(lanes.kernels)
-        self._replicas = None if ranks.replicas is None else ReplicaSums(ranks.replicas)
+        self._reduces = _BucketReduces(self._members, ranks, self._adder)
         self._memory = _ReduceMemory(room, held, wires)
         self._deliver = deliver
-        self._groups: dict[tuple[int, ...], ShardGroup] = {}
         self._all_buckets = buckets_of(members, ranks.config.bucket_bytes)
         self._under_way: deque[_Reduce] = deque()
-        self._not_summed: deque[HybridReduce] = deque()
         # Nothing was seen yet: all are expected.
         self._begin(range(len(members)))
         # Another rank may wait for a bucket that this one has not come to.
@@ -443,7 +486,7 @@ class GradientReducer:
         wire = self._memory.wires.pop()
         # None where this rank has no gradient of it: zeros are sent.
         gradients = [self._next_of(number) for number in numbers]
-        group = self._group(tuple(numbers))
+        group = self._reduces.group(tuple(numbers))
         sums = [
             torch.empty(
                 group.shard(place).numel,
@@ -455,27 +498,8 @@ class GradientReducer:
         # Before the reduce starts: it writes to them.
         self._memory.hold_sums(sum(total.nbytes for total in sums))
         nbytes = sum(gradient.nbytes for gradient in gradients if gradient is not None)
-        event = self._reduce(group, gradients, sums, wire.flat())
+        event = self._reduces.start(group, gradients, sums, wire.flat())
         self._under_way.append(_Reduce(numbers, sums, event, wire, nbytes))
-
-    def _reduce(
-        self,
-        group: ShardGroup,
-        gradients: Sequence[torch.Tensor | None],
-        sums: Sequence[torch.Tensor],
-        wire: torch.Tensor,
-    ) -> CollectiveEvent | HybridReduce:
-        reduce = partial(group.reduce, gradients, sums, adder=self._adder, wire=wire)
-        replicas = self._replicas
-        if replicas is None:
-            return reduce()
-        return HybridReduce(
-            lambda ended: reduce(ended=ended),
-            lambda had: replicas.start(
-                group.name, sums, announces=had, adder=self._adder, wire=wire
-            ),
-            self._not_summed,
-        )
 
     def _next_of(self, number: int) -> torch.Tensor | None:
         waiting = self._backward.waiting.get(number)
@@ -508,15 +532,3 @@ class GradientReducer:
                 self._backward.reduced.add(number)
                 self._deliver(number, total)
         return ended.gradient_bytes + sums_bytes
-
-    def _group(self, numbers: tuple[int, ...]) -> ShardGroup:
-        if numbers not in self._groups:
-            names = [self._members[number].name for number in (numbers[0], numbers[-1])]
-            name = (
-                f"gradient of {names[0]}"
-                if len(numbers) == 1
-                else f"gradients of {names[0]} to {names[1]}"
-            )
-            members = [self._members[number] for number in numbers]
-            self._groups[numbers] = self._ranks.group(name, members, self._ranks.gradients)
-        return self._groups[numbers]
