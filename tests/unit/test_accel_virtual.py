@@ -300,6 +300,32 @@ def test_freed_bytes_can_be_taken_again() -> None:
     assert device.memory() == (0, 100)
 
 
+def test_what_modules_computed_is_in_device_memory_until_its_copy_has_ended() -> None:
+    device = opened()
+    down = device.stream(StreamKind.D2H)
+    target, free = on_host(300), device.memory().free
+    computed = device.computed(on_host(300) + 7)
+
+    event = device.copy(target, computed, stream=down)
+    device.outlives(computed, down)
+
+    assert free - device.memory().free == 300
+    event.wait()
+    assert device.memory().free == free
+    assert target.tolist() == [7] * 300
+
+
+def test_a_full_device_waits_for_the_oldest_of_what_modules_computed() -> None:
+    device = opened(capacity_bytes=300)
+    down = device.stream(StreamKind.D2H)
+    for _ in range(3):
+        computed = device.computed(on_host(150))
+        device.copy(on_host(150), computed, stream=down)
+        device.outlives(computed, down)
+
+    assert device.now_ns == 500
+
+
 def test_a_buffer_of_another_device_cannot_be_freed() -> None:
     with pytest.raises(ValueError, match="of this accelerator"):
         opened().free(opened().allocate(8))
