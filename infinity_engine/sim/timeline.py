@@ -343,7 +343,7 @@ class _TimedStep:
         else:
             computed_ns = self._forward(begin_ns, deferred=deferred)
         middle_ns = max(computed_ns, self._update.end_ns)
-        end_ns = self._backward(middle_ns)
+        made_ns, end_ns = self._backward(middle_ns)
         cuts = [
             ("update", 0, begin_ns),
             ("forward", begin_ns, middle_ns),
@@ -358,7 +358,9 @@ class _TimedStep:
         more = self._steps_micro_batches - 1
         if more:
             gathered_ns = self._wire.busy_ns
-            repeated_ns = more * (self._backward(self._forward(end_ns, deferred=False)) - end_ns)
+            # The next forward does not wait for gradients to come down.
+            again_ns, _ = self._backward(self._forward(made_ns, deferred=False))
+            repeated_ns = more * (again_ns - made_ns)
             gathering_ns += more * (self._wire.busy_ns - gathered_ns)
             for lane, nbytes in _moved(self._lanes.spans[once:]).items():
                 moved[lane] = moved.get(lane, 0) + more * nbytes
@@ -550,11 +552,11 @@ class _TimedStep:
 
     # ----------------------------------------------------------------------------------------------
 
-    def _backward(self, begin_ns: int) -> int:
-        """Run all modules backwards; return when the last has ended, and every gradient is where it
-        is kept.
+    def _backward(self, begin_ns: int) -> tuple[int, int]:
+        """Run all modules backwards; return when every gradient is made, and when every one is
+        where it is kept.
         """
-        end_ns = begin_ns
+        all_made_ns = end_ns = begin_ns
         self._room.begin_pass(backward=True)
         for number in reversed(range(len(self._modules))):
             needs = self._modules[number].of_backward()
@@ -562,13 +564,13 @@ class _TimedStep:
             duration_ns = self._duration_ns(needs.again * needs.flops, needs.backward_flops)
             made_ns = self._run(number, needs, duration_ns, arrived_ns)
             made_ns = self._wire.exchange(needs.reduced, made_ns)
-            end_ns = max(end_ns, made_ns)
+            all_made_ns = max(all_made_ns, made_ns)
             if needs.gradient_down:
                 made_ns = self._lanes.move(Lane.D2H, needs.gradient_down, made_ns)
             if needs.gradient_written:
                 made_ns = self._lanes.move(Lane.NVME_WRITE, needs.gradient_written, made_ns)
             end_ns = max(end_ns, made_ns)
-        return end_ns
+        return all_made_ns, end_ns
 
     def _fetch(self, number: int, needs: _Needs, after_ns: int) -> int:
         """Let what a module needs be there; return when it is."""

@@ -130,6 +130,7 @@ class Case:
     sizes: tuple[int, ...] = (1,)
     subgroup: int = SUBGROUP
     rates: Rates = RATES
+    micro_batches: int = 1
 
     @property
     def numel(self) -> int:
@@ -151,7 +152,7 @@ def planned(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> D
         model=shape_of(model, collect_parameters(model, optimizer, Precision.BF16), ()),
         batch=ROWS,
         sequence=1,
-        accumulation_steps=1,
+        accumulation_steps=case.micro_batches,
         checkpointing=False,
         formats=Formats(parameter=FloatFormat.BF16),
         state_names=("exp_avg", "exp_avg_sq"),
@@ -208,7 +209,9 @@ def trained(
             computing.engine = engine
             ends = []
             for _ in range(STEPS):
-                engine.backward(engine(torch.ones(ROWS, WIDTH, dtype=torch.bfloat16)).float().sum())
+                for _ in range(case.micro_batches):
+                    rows = torch.ones(ROWS, WIDTH, dtype=torch.bfloat16)
+                    engine.backward(engine(rows).float().sum())
                 computing.end()
                 before_step(device)
                 engine.step()
@@ -247,6 +250,16 @@ def test_it_does_so_whichever_of_update_and_forward_is_longer(
 @pytest.mark.parametrize("parameters", [Tier.DEVICE, Tier.HOST])
 def test_it_does_so_without_overlap(parameters: Tier) -> None:
     expected, measured = compared(Case(Interleaved(share=0.4), parameters, overlap="off"))
+
+    assert measured == pytest.approx(expected, rel=ROUNDED)
+
+
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+@pytest.mark.parametrize(("parameters", "room"), [(Tier.DEVICE, 1.0), (Tier.HOST, 0.03)])
+def test_it_does_so_with_several_micro_batches(parameters: Tier, room: float, overlap: str) -> None:
+    case = Case(HostOnly(), parameters, room=room, overlap=overlap, micro_batches=3)
+
+    expected, measured = compared(case)
 
     assert measured == pytest.approx(expected, rel=ROUNDED)
 
