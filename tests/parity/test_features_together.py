@@ -22,7 +22,16 @@ from infinity_engine.errors import CapacityError, ConfigError
 from support.nvme_training import RATES
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("deterministic")
+pytestmark = [
+    pytest.mark.usefixtures("deterministic"),
+    # peft still uses the old names.
+    pytest.mark.filterwarnings(
+        "ignore:`(is_)?gradient_checkpointing.*` is deprecated:FutureWarning"
+    ),
+    pytest.mark.filterwarnings(
+        "ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning"
+    ),
+]
 
 SEGMENTS = (1, 2, 1)  # steps between two resumes
 STRATEGIES: tuple[object, ...] = (
