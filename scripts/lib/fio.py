@@ -10,7 +10,10 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import bench
@@ -23,6 +26,8 @@ __all__ = ["CPU", "GIB", "P99", "RATE", "THREAD_CPU", "best", "run", "version", 
 GIB = 1 << 30
 _NOISE = 0.02
 _LOOKS = 2
+_LOOK_EVERY_S = 0.005
+_BEGUN_BYTES = 256 << 10  # more than what a thread loads of the program itself
 _Settings = TypeVar("_Settings")
 RATE, CPU, P99 = "GiB/s", "CPU s/GiB", "p99 ms"
 THREAD_CPU = "CPU s/GiB of the thread that does I/O"
@@ -52,20 +57,31 @@ def run(job: Job) -> dict[str, float]:
 
 
 def watched(job: Job) -> dict[str, float]:
-    """Run one measurement as `run` does, and add what its whole process cost from half of its time
-    to the end of it.
+    """Run one measurement as `run` does, and add what its whole process cost from its first blocks
+    on, for half of its time.
 
     So what fio does before its first block and after its last does not count.
 
     Raises:
         bench.UnavailableError: as in `run`.
     """
-    looks: list[tuple[float, float]] = []
-    numbers = _run(job, partial(_look, job.seconds, looks))
+    looks: list[_Look] = []
+    numbers = _run(job, partial(_watch, job, looks))
     if len(looks) < _LOOKS:
-        raise bench.UnavailableError(f"fio ended before its {job.seconds:g} s were over")
-    (start_s, start_cpu_s), (end_s, end_cpu_s) = looks
-    return {**numbers, CPU: (end_cpu_s - start_cpu_s) / (numbers[RATE] * (end_s - start_s))}
+        raise bench.UnavailableError(
+            f"fio ended before its {job.seconds:g} s were over, or /proc does not count its bytes"
+        )
+    first, last = looks
+    gib = (last.moved_bytes - first.moved_bytes) / GIB
+    return {**numbers, CPU: (last.cpu_s - first.cpu_s) / gib}
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What a process has used and moved so far."""
+
+    cpu_s: float
+    moved_bytes: int  # to and from drives; what the page cache has does not count
 
 
 def _run(job: Job, meanwhile: Callable[[subprocess.Popen[str]], object] | None) -> dict[str, float]:
@@ -82,18 +98,32 @@ def _run(job: Job, meanwhile: Callable[[subprocess.Popen[str]], object] | None) 
     }
 
 
-def _look(seconds: float, looks: list[tuple[float, float]], process: subprocess.Popen[str]) -> None:
-    """Note the time and the CPU time of a process, in half of so many seconds and at their end, if
-    it lives so long.
-    """
-    # the CPU clock of that process, as clock_getcpuclockid(3) makes it
-    clock = (~process.pid << 3) | 2
-    for _ in range(_LOOKS):
+def _watch(job: Job, looks: list[_Look], process: subprocess.Popen[str]) -> None:
+    """Look at fio when it moves blocks, and half of its time later, if it lives so long."""
+    least = job.inflight_bytes + _BEGUN_BYTES
+    patience = _LOOK_EVERY_S
+    while len(looks) < _LOOKS:
         try:
-            process.wait(seconds / _LOOKS)
+            process.wait(patience)
             return
         except subprocess.TimeoutExpired:
-            looks.append((time.perf_counter(), time.clock_gettime(clock)))
+            look = _look(process.pid)
+        if look.moved_bytes > (looks[-1].moved_bytes if looks else least):
+            looks.append(look)
+            patience = job.seconds / 2
+
+
+def _look(pid: int) -> _Look:
+    # the CPU clock of that process, as clock_getcpuclockid(3) makes it
+    cpu_s = time.clock_gettime((~pid << 3) | 2)
+    moved_bytes = 0
+    # Not the first thread, which loads the program from a drive and does not move blocks.
+    for task in set(Path(f"/proc/{pid}/task").iterdir()) - {Path(f"/proc/{pid}/task/{pid}")}:
+        with suppress(OSError):  # that thread has ended
+            lines = (task / "io").read_text().splitlines()
+            counts = dict(line.split(": ") for line in lines)
+            moved_bytes += int(counts["read_bytes"]) + int(counts["write_bytes"])
+    return _Look(cpu_s, moved_bytes)
 
 
 def best(sweep: Mapping[_Settings, Sequence[Mapping[str, float]]]) -> _Settings:

@@ -176,10 +176,12 @@ def threads(requests: Requests) -> dict[str, float]:
     offsets = [requests.offsets(start) for start in starts]
     draw = random.Random(7).random
     turn = [os.pwritev if draw() < requests.writes else os.preadv for _ in range(1000)]
-    until = time.perf_counter() + requests.seconds
+    begin = threading.Barrier(requests.depth + 1)
+    until = 0.0
 
     def work(number: int) -> None:
         view, done = [views[number]], 0
+        begin.wait()
         for offset, call in zip(offsets[number], cycle(turn), strict=False):
             if time.perf_counter() >= until:
                 break
@@ -187,10 +189,14 @@ def threads(requests: Requests) -> dict[str, float]:
             done += 1
         counts[number] = done
 
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(requests.depth)]
+    for worker in workers:
+        worker.start()
+
     def run() -> None:
-        workers = [threading.Thread(target=work, args=(n,)) for n in range(requests.depth)]
-        for worker in workers:
-            worker.start()
+        nonlocal until
+        until = time.perf_counter() + requests.seconds
+        begin.wait()
         for worker in workers:
             worker.join()
 
@@ -255,7 +261,11 @@ def _views(requests: Requests) -> list[memoryview]:
 
 
 def _timed(requests: Requests, turn: Callable[[], int]) -> dict[str, float]:
-    """Repeat `turn`, which returns how many operations it did, until the time is over."""
+    """Repeat `turn`, which returns how many operations it did, until the time is over.
+
+    The first turn does not count, as the start of fio does not.
+    """
+    turn()
     done = 0
 
     def run() -> None:

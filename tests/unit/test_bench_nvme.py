@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import nvme_streams
@@ -151,18 +150,33 @@ def test_a_failing_fio_is_unavailable_in_its_own_words(
         fio.run(JOB)
 
 
-def test_the_whole_of_fio_is_watched_in_the_second_half_of_its_time(
+def test_the_whole_of_fio_is_watched_once_it_moves_blocks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    sleeps = "__import__('time').sleep(0.5) is None"
+    watched = tmp_path / "watched"
+    waits = f"[None for _ in iter(lambda: os.path.exists({str(watched)!r}), True)] is not None"
     monkeypatch.setenv(
-        "PATH", answering(tmp_path, direction(8 * fio.GIB, 1), direction(), condition=sleeps)
+        "PATH", answering(tmp_path, direction(8 * fio.GIB, 1), direction(), condition=waits)
     )
-    walls, clocks = iter([10.0, 12.0]), iter([5.0, 5.5])
-    told = SimpleNamespace(perf_counter=lambda: next(walls), clock_gettime=lambda _: next(clocks))
-    monkeypatch.setattr(fio, "time", told)
+    begun = JOB.inflight_bytes + 2 * MIB
+    looks = [(1.0, 0), (2.0, JOB.inflight_bytes), (5.0, begun), (5.5, begun + 8 * fio.GIB)]
 
-    assert fio.watched(replace(JOB, seconds=0.02))[CPU] == pytest.approx(0.5 / (4.0 * 2.0))
+    def look(_: int) -> fio._Look:
+        seen = fio._Look(*looks.pop(0))
+        if not looks:
+            watched.touch()
+        return seen
+
+    monkeypatch.setattr(fio, "_look", look)
+
+    assert fio.watched(replace(JOB, seconds=0.02))[CPU] == pytest.approx(0.5 / 8)
+
+
+def test_a_look_at_a_process_sees_what_it_has_used() -> None:
+    first = fio._look(os.getpid())
+    sum(range(10**5))
+
+    assert fio._look(os.getpid()).cpu_s > first.cpu_s > 0
 
 
 def test_a_fio_that_ends_early_cannot_be_watched(
