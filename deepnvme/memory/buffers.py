@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from deepnvme import _native
@@ -80,16 +79,12 @@ def memory_of(thing: Any, *, writable: bool) -> Memory:
 
 def hold_each(
     things: list[Any] | tuple[Any, ...], numbers: array[int], *, writable: bool
-) -> Sequence[object]:
+) -> list[object]:
     """Return what holds the memory of all things; put the address and the bytes of each into the
     first two of its three `numbers`.
 
     Raises what `memory_of` raises.
     """
-    # One native call where all are memoryviews, which a pool gives: half the cost of many pieces.
-    views = _native.held_each(things, writable, numbers)
-    if views is not None:
-        return views
     memories = [memory_of(thing, writable=writable) for thing in things]
     numbers[0::3] = array("Q", [memory.address for memory in memories])
     numbers[1::3] = array("Q", [memory.nbytes for memory in memories])

@@ -847,6 +847,11 @@ def _pieces_of(
     if isinstance(buffers, list | tuple):
         if len(buffers) != count:
             raise ValueError(f"expected one buffer for each of {count} offsets, got {len(buffers)}")
+        # One native call where all are memoryviews, which a pool gives: no Python object for each.
+        held = _native.held_each(buffers, places, numbers, writable)
+        if held is not None:
+            views, total = held
+            return numbers, Memory(0, total, views)
         holder: object = hold_each(buffers, numbers, writable=writable)
     else:
         address, nbytes, holder = memory_of(buffers, writable=writable)

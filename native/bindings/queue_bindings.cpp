@@ -61,16 +61,49 @@ py::tuple held(const py::handle& view, bool writable) {
     return py::make_tuple(reinterpret_cast<std::uintptr_t>(memory.buf), memory.len, own);
 }
 
-// What keeps the memory of several memoryviews in place. Their addresses and bytes become the first
-// two of three numbers for each. None where one of them is something else or cannot be used: the
-// caller then looks at each.
-py::object held_each(const py::sequence& views, bool writable, const py::buffer& numbers) {
+// Views that keep memory in place. Python's garbage collector does not see them: it would go
+// through thousands of them again and again while drives are at work, and they refer to nothing in
+// a cycle.
+class HeldViews {
+  public:
+    HeldViews() = default;
+    HeldViews(const HeldViews&) = delete;
+    HeldViews& operator=(const HeldViews&) = delete;
+    HeldViews(HeldViews&&) = default;
+    HeldViews& operator=(HeldViews&&) = delete;
+    ~HeldViews() {
+        for (py::object& view : views_) {
+            PyObject_GC_Track(view.ptr());  // what a view expects at its end
+        }
+    }
+
+    void reserve(std::size_t count) { views_.reserve(count); }
+    void add(py::object view) {
+        PyObject_GC_UnTrack(view.ptr());
+        views_.push_back(std::move(view));
+    }
+
+  private:
+    std::vector<py::object> views_;
+};
+
+// Python's largest offset in a file.
+constexpr std::uint64_t largest_file = (std::uint64_t{1} << 63) - 1;
+
+// What keeps the memory of several memoryviews in place, and the bytes of all. Their addresses,
+// bytes and offsets become the three numbers of each. None where one of them is something else or
+// cannot be used: the caller then looks at each.
+py::object held_each(const py::sequence& views, const py::list& offsets, const py::buffer& numbers,
+                     bool writable) {
     const py::buffer_info info = numbers.request(true);
     auto* number = static_cast<std::uint64_t*>(info.ptr);
     const std::size_t count = views.size();
-    if (static_cast<std::size_t>(info.size) != 3 * count || info.itemsize != sizeof(*number))
-        throw std::invalid_argument("expected three numbers for each view");
-    py::list holders(count);
+    if (static_cast<std::size_t>(info.size) != 3 * count || info.itemsize != sizeof(*number) ||
+        offsets.size() != count)
+        throw std::invalid_argument("expected an offset and three numbers for each view");
+    HeldViews holder;
+    holder.reserve(count);
+    std::uint64_t total = 0;
     try {
         for (std::size_t i = 0; i < count; ++i) {
             const py::object view = views[i];
@@ -79,17 +112,26 @@ py::object held_each(const py::sequence& views, bool writable, const py::buffer&
             const Py_buffer& memory = *PyMemoryView_GET_BUFFER(own.ptr());
             if (memory.format != nullptr && std::strchr(memory.format, 'O') != nullptr)
                 return py::none();
+            const auto nbytes = static_cast<std::uint64_t>(memory.len);
+            const long long offset =
+                PyLong_AsLongLong(PyList_GET_ITEM(offsets.ptr(), static_cast<py::ssize_t>(i)));
+            if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+            if (offset < 0 || nbytes > largest_file - static_cast<std::uint64_t>(offset))
+                return py::none();
             number[3 * i] = reinterpret_cast<std::uintptr_t>(memory.buf);
-            number[3 * i + 1] = static_cast<std::uint64_t>(memory.len);
-            PyList_SET_ITEM(holders.ptr(), static_cast<py::ssize_t>(i), own.release().ptr());
+            number[3 * i + 1] = nbytes;
+            number[3 * i + 2] = static_cast<std::uint64_t>(offset);
+            total += nbytes;
+            holder.add(std::move(own));
         }
     } catch (const py::buffer_error&) {
         return py::none();
     } catch (const py::error_already_set& refusal) {
-        if (!refusal.matches(PyExc_ValueError)) throw;  // else the view was released
+        // a view that was released, and an offset of more than 63 bits
+        if (!refusal.matches(PyExc_ValueError) && !refusal.matches(PyExc_OverflowError)) throw;
         return py::none();
     }
-    return holders;
+    return py::make_tuple(std::move(holder), total);
 }
 
 // In a forked child the threads of a queue are gone, and a lock that one of them held stays locked:
@@ -318,7 +360,9 @@ void bind_memory(py::module_& module) {
         .def_property_readonly("address", &BufferView::address)
         .def_property_readonly("nbytes", &BufferView::nbytes);
     module.def("held", &held, py::arg("view"), py::arg("writable"));
-    module.def("held_each", &held_each, py::arg("views"), py::arg("writable"), py::arg("numbers"));
+    py::class_<HeldViews>(module, "HeldViews");
+    module.def("held_each", &held_each, py::arg("views"), py::arg("offsets"), py::arg("numbers"),
+               py::arg("writable"));
     py::class_<Block, std::shared_ptr<Block>>(module, "Block", py::buffer_protocol())
         .def_property_readonly(
             "address",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import threading
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from deepnvme import (
     Priority,
     ShortReadError,
 )
+from deepnvme.queue.queue import _pieces_of
 from support.nvme_held import held, until
 from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, assert_same, contents, pattern
 
@@ -92,6 +94,20 @@ def test_views_among_the_pieces_may_be_released_meanwhile(tmp_path: Path, queue:
             view.release()
         assert future.result(TIMEOUT_S) == 3 * PAGE
     assert memory == data
+
+
+def test_memory_of_pieces_is_held_unseen_by_the_garbage_collector() -> None:
+    memory = bytearray(500 * PAGE)
+    views = [memoryview(memory)[at * PAGE : (at + 1) * PAGE] for at in range(500)]
+    before = len(gc.get_objects())
+    held = _pieces_of(views, range(0, len(memory), PAGE), writable=True)
+    assert len(gc.get_objects()) < before + 100
+    for view in views:
+        view.release()
+    with pytest.raises(BufferError):
+        memory.append(0)
+    del held
+    memory.append(0)
 
 
 def test_views_and_arrays_may_be_pieces_of_one_operation(tmp_path: Path, queue: IOQueue) -> None:
