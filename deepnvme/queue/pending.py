@@ -60,7 +60,7 @@ class _Listener:
 
     def __init__(self) -> None:
         self.bell = _native.Doorbell()
-        self.answers_soon = False  # the loop will call `Pending._answer` in its next turn
+        self.answers_soon = False  # the loop will call `Pending._answer` in this turn or the next
 
 
 _NO_LOOP: tuple[weakref.ref[asyncio.AbstractEventLoop] | None, _Listener | None] = (None, None)
@@ -145,10 +145,9 @@ class Pending:
             if not ticket.taken:
                 self._futures.pop(number, None)
             raise
-        # Small operations that one turn of the loop submits reach the kernel together, in the next.
+        # Small operations that one turn of the loop submits reach the kernel together.
         if listener is not None and not listener.answers_soon:
-            listener.answers_soon = True
-            loop.call_soon(self._answer, listener)  # type: ignore[union-attr]
+            self._answer_soon(loop, listener)  # type: ignore[arg-type]  # it is the listener's
         return future
 
     def gather(
@@ -284,7 +283,7 @@ class Pending:
             self._latest = weakref.ref(loop), listener
             # A loop without add_reader is woken by the queue's own thread.
             with suppress(NotImplementedError):
-                loop.add_reader(listener.bell.descriptor, self._answer, listener)
+                loop.add_reader(listener.bell.descriptor, self._answer, loop, listener)
         self._native.hear(ticket, listener.bell)
 
     def leave_loops(self) -> None:
@@ -310,11 +309,20 @@ class Pending:
             self._latest = weakref.ref(loop), listener
         return loop if listener else None, listener
 
-    def _answer(self, listener: _Listener) -> None:
+    def _answer_soon(self, loop: asyncio.AbstractEventLoop, listener: _Listener) -> None:
+        """Answer behind what the loop is to call already."""
+        if not listener.answers_soon:
+            listener.answers_soon = True
+            loop.call_soon(self._answer, loop, listener)
+
+    def _answer(self, loop: asyncio.AbstractEventLoop, listener: _Listener) -> None:
         """Issue what was submitted on an event loop, and complete what has ended. On that loop."""
-        # First: what is submitted from here on needs another turn of the loop.
+        # First: what is submitted from here on needs another answer.
         listener.answers_soon = False
-        self._native.serve_loop(listener.bell, self._complete_unheard)
+        if self._native.serve_loop(listener.bell, self._complete_unheard):
+            # The coroutines that were woken run in the loop's next turn. What they submit reaches
+            # the kernel in that turn, and not in the one after it.
+            self._answer_soon(loop, listener)
 
     def run(self) -> None:
         """Complete futures until the queue is closed and drained. On the queue's own thread."""

@@ -553,7 +553,10 @@ void bind_queue(py::module_& module) {
                     const py::gil_scoped_release unlocked;
                     queue.serve_loop(bell);
                 }
-                complete_each(queue, queue.take_ended(), complete);
+                std::vector<Outcome> ended = queue.take_ended();
+                const bool has_some = !ended.empty();
+                complete_each(queue, std::move(ended), complete);
+                return has_some;
             },
             py::arg("bell"), py::arg("complete"))
         .def("stop", &Queue::stop, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())

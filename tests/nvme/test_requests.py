@@ -14,6 +14,7 @@ import pytest
 from deepnvme import (
     DeadlineError,
     FaultPlan,
+    File,
     IOFuture,
     IOQueue,
     NVMeError,
@@ -342,6 +343,31 @@ def test_operations_of_one_turn_of_a_loop_reach_the_kernel_together(
     with IOQueue(disk_backend, max_requests=64) as queue:
         assert asyncio.run(main(queue)) <= 16
     assert b"".join(buffers) == data
+
+
+def test_a_woken_coroutine_submits_in_the_same_turn_of_its_loop(
+    tmp_path: Path, disk_backend: str
+) -> None:
+    if disk_backend == "aio":
+        pytest.skip("aio serves no event loop: the drive's own thread leads")
+    (tmp_path / "file").write_bytes(bytes(PAGE))
+
+    async def is_issued_at_once(queue: IOQueue, file: File) -> bool:
+        await file.pread(bytearray(PAGE))
+        before = submissions(queue)
+        next_turn = asyncio.get_running_loop().create_future()
+        next_turn.get_loop().call_soon(lambda: next_turn.set_result(submissions(queue)))
+        read = file.pread(bytearray(PAGE))
+        issued = await next_turn - before
+        await read
+        return bool(issued)
+
+    async def main() -> bool:
+        with IOQueue(disk_backend) as queue, queue.open(tmp_path / "file") as file:
+            # Not each time: another thread may be faster than the loop in completing a read.
+            return any([await is_issued_at_once(queue, file) for _ in range(50)])
+
+    assert asyncio.run(main())
 
 
 def submissions(queue: IOQueue) -> int:
