@@ -91,6 +91,7 @@ def hold_each(
     return [memory.holder for memory in memories]
 
 
+_new_tuple = tuple.__new__  # without the call in Python that a NamedTuple's own costs
 _PLAIN_KINDS = "biufc"  # of numpy dtypes: what the buffer protocol has a format for
 _DEVICE = (
     "{kind} is not in host memory, which is needed here: copy it to the host first (.cpu(), "
@@ -143,7 +144,7 @@ def _of_view(view: memoryview, thing: Any, *, writable: bool) -> Memory:
     # A third of what a BufferView costs, which small operations feel. What `held` returns keeps the
     # memory in place, also when the caller releases `view` meanwhile.
     try:
-        memory = Memory(*_native.held(view, writable))
+        memory = _new_tuple(Memory, _native.held(view, writable))
     except (BufferError, ValueError) as refusal:
         raise _refusal(thing, refusal, writable=writable) from None
     if "O" in view.format:

@@ -72,6 +72,7 @@ _READ, _WRITE = _native.Verb.READ, _native.Verb.WRITE
 _FAILS, _STOPS = _native.AtEndOfFile.FAILS, _native.AtEndOfFile.STOPS
 _MOST_REQUESTS = 4096
 _LARGEST_FILE = (1 << 63) - 1  # bytes, as the kernel counts them
+_SURELY_FITS = 1 << 62  # behind it is room for any memory
 
 
 class WhenFull(Enum):
@@ -417,7 +418,9 @@ class IOQueue(Closing):
     ) -> IOFuture[int]:
         """Submit a read or write of the memory of `buffer`, wherever that is."""
         writable = verb is _READ
-        urgency, seconds = terms = _terms(priority, deadline_s)
+        # Calls and objects in Python are most of what a small operation costs here.
+        usual = priority is Priority.NORMAL and deadline_s is None
+        urgency, seconds = terms = _USUAL_TERMS if usual else _terms(priority, deadline_s)
         try:
             # Host memory first, as it is the usual case. A device array has no buffer protocol: a
             # TypeError.
@@ -428,11 +431,13 @@ class IOQueue(Closing):
                 raise
         else:
             # Not in the `try`: a TypeError of this call says nothing about where the memory is.
+            if not (type(offset) is int and 0 <= offset < _SURELY_FITS) or self._closed:
+                offset = self._checked(offset, memory.nbytes)
             return self._pending.submit(
                 verb,
                 file,
                 memory,
-                self._checked(offset, memory.nbytes),
+                offset,
                 at_end,
                 patience_s=self._patience_s,
                 priority=urgency,
