@@ -155,6 +155,7 @@ class StepEstimate:
         )
         # A search comes by the same parts again and again.
         self._known_ns: dict[tuple[float, float], float] = {}
+        self._forward_ns: dict[bool, float] = {}  # by whether it waits for what it fetches
         self._overlaps = {None: (True, False), True: (True,), False: (False,)}[training.overlap]
 
     def ns(self, parts: Parts) -> float:
@@ -388,10 +389,10 @@ class StepEstimate:
             Lane.NVME_WRITE: (spill.states + values, io),
         }
         pace, largest = self._pace.update, self._largest
-        lanes = {
-            lane: pace[lane].of(amount) + pace[lane].start_ns * moved / largest
-            for lane, (amount, moved) in work.items()
-        }
+        lanes = {}
+        for lane, (amount, moved) in work.items():
+            each_ns, start_ns = pace[lane]
+            lanes[lane] = each_ns * amount + start_ns + start_ns * moved / largest
         crossing_ns = self._crossing_ns(lanes, fetched) if visiting else 0.0
         updating = self._pipelined(lanes, spill, crossing_ns, parts)
         computing = self._pace.computing
@@ -399,10 +400,11 @@ class StepEstimate:
         again = max(come - fetched, 0)
         read_again = again if values else 0
         two_modules = sizing.deepest + self._parameters / computing.modules
-        passing = partial(self._passing_ns, waits=bool(again) and fetched < two_modules)
-        forward_ns = passing(computing.forward_ns, come, values)
-        # What the device has room for stays from one micro-batch to the next.
-        next_forward_ns = passing(computing.forward_ns, again, read_again)
+        waits = bool(again) and fetched < two_modules
+        passing = partial(self._passing_ns, waits=waits)
+        if waits not in self._forward_ns:
+            self._forward_ns[waits] = passing(computing.forward_ns, come, values)
+        forward_ns = self._forward_ns[waits]
         backward_ns = max(
             passing(computing.backward_ns, again, read_again),
             self._sending_ns(self._bytes.gradient * on_host, spill, parts),
@@ -421,9 +423,12 @@ class StepEstimate:
             else:
                 beside_ns = updating_ns
             updating_ns = min(updating_ns, beside_ns) if False in self._overlaps else beside_ns
-        return (
-            updating_ns + backward_ns + (self._micro_batches - 1) * (next_forward_ns + backward_ns)
-        )
+        more = self._micro_batches - 1
+        if not more:
+            return updating_ns + backward_ns
+        # What the device has room for stays from one micro-batch to the next.
+        next_forward_ns = passing(computing.forward_ns, again, read_again)
+        return updating_ns + backward_ns + more * (next_forward_ns + backward_ns)
 
     def _passing_ns(
         self, computing_ns: float, fetched: float, read: float, *, waits: bool
@@ -507,7 +512,7 @@ class _LaneTime(NamedTuple):
 def _overlapped(times: Collection[float], count: float) -> float:
     """Return how long so many pieces of work take that pass from one lane to the next."""
     longest = max(times)
-    return longest + (sum(times) - longest) / max(count, 1)
+    return longest + (sum(times) - longest) / (count if count > 1 else 1)
 
 
 def _lane_times(clocks: LaneClocks) -> dict[Lane, _LaneTime]:

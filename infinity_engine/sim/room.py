@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim.policy import HOST_BUFFERS
@@ -27,8 +28,7 @@ _ROUNDING = 1e-9  # of all: parts so little beyond an edge are at it
 _AHEAD = 2  # of the largest modules at once: one computes, and the next one comes
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(NamedTuple):
     """What part of all states stays on the device, and what part visits it for its update; the host
     has the rest.
     """
@@ -202,13 +202,13 @@ class MemoryEdges:
                 for edge in hard
                 if edge.resident > 0
             )
-            return replace(parts, resident=max(min(parts.resident, most), 0.0))
+            return parts._replace(resident=max(min(parts.resident, most), 0.0))
         most = min(
             (edge.most - edge.resident * parts.resident) / edge.visiting
             for edge in hard
             if edge.visiting > 0
         )
-        return replace(parts, visiting=max(min(parts.visiting, most), 0.0))
+        return parts._replace(visiting=max(min(parts.visiting, most), 0.0))
 
     def corners(self) -> dict[str, Parts]:
         """Return where edges meet and all hard ones hold, under names by which those of other sizes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby, product
 from math import inf, isinf
@@ -84,8 +84,7 @@ class _Family(NamedTuple):
     drives: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
+class _Form(NamedTuple):
     """What makes candidates of different sizes alike."""
 
     family: _Family
@@ -442,7 +441,7 @@ class Search:
                     break
                 form, estimate_ns = there, there_ns
         parts = form.parts.towards(inside.parts, _OFF * room.whole)
-        return _Ranked(estimate_ns, form, numel, replace(form, parts=parts))
+        return _Ranked(estimate_ns, form, numel, form._replace(parts=parts))
 
     def _explore(self, entries: list[_Ranked]) -> None:
         """Simulate more of what is estimated to be better than the best that was simulated.
@@ -521,7 +520,7 @@ class Search:
             onwards = list(_WAYS)
             while onwards and self._work <= most_work:
                 way = onwards.pop(0)
-                there = replace(form, parts=room.nearby(form.parts, step * way[0], step * way[1]))
+                there = form._replace(parts=room.nearby(form.parts, step * way[0], step * way[1]))
                 # Estimates say little where a step takes much longer than its own.
                 most_ns = max(
                     _AS_GOOD * self._estimate_ns(form, numel), here.timeline.ns / _TRUSTED
@@ -651,7 +650,7 @@ class Search:
         room = self._room(form.family, numel)
         if room is None or room.holds(form.parts) or not room.may_visit:
             return form
-        return replace(form, parts=room.nearby(Parts(), form.parts.resident, form.parts.visiting))
+        return form._replace(parts=room.nearby(Parts(), form.parts.resident, form.parts.visiting))
 
     def _left_to_rates(self) -> None:
         """Try the best with the share left to the policy, which knows the update alone."""
@@ -674,7 +673,7 @@ class Search:
         key = (form.family, numel, resident, round(visiting))
         choice = self._alike.setdefault(key, self._choice(form, numel))
         if form.family.drives and self._given is None:
-            in_memory = replace(form, family=form.family._replace(drives=False))
+            in_memory = form._replace(family=form.family._replace(drives=False))
             if not isinf(self._estimate_ns(in_memory, numel)) and self._is_placed(in_memory, numel):
                 return None  # what fits there would not rest on drives
         return self._known_of(choice, form)

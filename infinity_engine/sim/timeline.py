@@ -275,7 +275,7 @@ class _TimedUpdate:
 
     def run_until(self, number: int) -> None:
         """Run the ops up to this one, unless they have run."""
-        note, run = self.note, self._clocks.run
+        note, run = self.note, self._clocks.run  # of each op: thousands in a plan
         for op in self._ops[self._at : number + 1]:
             note(op, run(op))
         self._at = max(self._at, number + 1)
@@ -342,7 +342,8 @@ class _TimedStep:
             computed_ns = self._forward_beside(most_ns)
         else:
             computed_ns = self._forward(begin_ns, deferred=deferred)
-        middle_ns = max(computed_ns, self._update.end_ns)
+        updated_ns = self._update.end_ns
+        middle_ns = max(computed_ns, updated_ns)
         made_ns, end_ns = self._backward(middle_ns)
         cuts = [
             ("update", 0, begin_ns),
@@ -369,7 +370,7 @@ class _TimedStep:
             spans=spans,
             update_spans=len(self._update.spans),
             repeated_ns=repeated_ns,
-            update_ns=self._update.end_ns,
+            update_ns=updated_ns,
             moved=moved,
             gathering_ns=gathering_ns,
         )
@@ -395,8 +396,11 @@ class _TimedStep:
             computing_s = (
                 sum(self._duration_ns(needs.flops, 0) for needs in self._modules) / NS_PER_S
             )
-        rates, disturbed = alone, (0.0, 0.0)
+        rates, disturbed, before = alone, (0.0, 0.0), (-1.0, -1.0)
         for _ in range(_ROUNDS):
+            if disturbed == before:
+                break
+            before = disturbed
             rates = _rates_between(alone, beside, *disturbed)
             clocks = LaneClocks(rates, free=free)
             seconds = {
@@ -609,38 +613,38 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
     down, written = _gradients(plan, sizing)
     at_home = plan.steps.parameters is not Tier.DEVICE
     resting = plan.resting.values
-    several = plan.demand.fetched < sum(sizing.parameters)
+    sizes = sizing.parameters
+    several = plan.demand.fetched < sum(sizes)
     modules, tokens = training.model.modules, training.tokens
     found = []
     subgroups = sizing.subgroups_of
 
-    def fetched_of(module: ModuleShape) -> list[int]:
-        return [
-            numbers[parameter.name]
-            for parameter in module.parameters
-            if at_home and (not sizing.unified or numbers[parameter.name] in resting)
-        ]
+    def fetched_of(module: ModuleShape) -> int:
+        own = (numbers[parameter.name] for parameter in module.parameters if at_home)
+        return sum(sizes[number] for number in own if not sizing.unified or number in resting)
 
     together: dict[str, int] = {}
     for module in modules if training.tiles > 1 else ():
-        together[module.feed_forward] = together.get(module.feed_forward, 0) + sum(
-            sizing.parameters[number] for number in fetched_of(module)
-        )
+        block = module.feed_forward
+        together[block] = together.get(block, 0) + fetched_of(module)
     for place, module in enumerate(modules):
-        own = [numbers[parameter.name] for parameter in module.parameters]
-        gathered = reduced = gradient_down = gradient_written = 0
+        gathered = reduced = gradient_down = gradient_written = nbytes = read = 0
         changes: dict[int, None] = {}
         # Most modules have a parameter or two, and a search asks for all modules of each plan.
-        for number in own:
-            gathered += sizing.parameters[number]
+        for parameter in module.parameters:
+            number = numbers[parameter.name]
+            size = sizes[number]
+            gathered += size
             gradient_down += down.get(number, 0)
             gradient_written += written.get(number, 0)
             if number in subgroups:
-                reduced += sizing.parameters[number]
+                reduced += size
                 changes.update(dict.fromkeys(subgroups[number]))
-        fetched = fetched_of(module)
-        nbytes = sum(sizing.parameters[number] for number in fetched)
-        read = sum(sizing.parameters[number] for number in fetched if number in resting)
+            if at_home and number in resting:
+                nbytes += size
+                read += size
+            elif at_home and not sizing.unified:
+                nbytes += size
         if at_home and several and module.shared_numel:  # another one's, which has gone meanwhile
             shared = training.width * module.shared_numel
             nbytes += shared

@@ -10,7 +10,7 @@ from infinity_engine.errors import CapacityError
 from infinity_engine.placement.tiles import tiled_by_room
 from infinity_engine.placement.training import Means, Training, beside_inputs
 from infinity_engine.plan import DriveRates, Rates, ResolvedBudget
-from infinity_engine.sim.planner import Planner, decide
+from infinity_engine.sim.planner import Planner
 from infinity_engine.sim.presets import preset
 from infinity_engine.sim.remedies import Needs, Remedy, explain_refusal
 from infinity_engine.units import GB, GiB
@@ -73,8 +73,11 @@ def is_memory(remedy: Remedy) -> bool:
 
 
 def is_planned(training: Training, means: Means) -> bool:
+    planner = Planner(training, means)
+    if planner.fits():  # a plan was placed: no need to find the best one
+        return True
     try:
-        decide(training, means)
+        planner.decide()
     except CapacityError:
         return False
     return True
