@@ -16,7 +16,8 @@ import torch
 
 from deepnvme import write_safetensors
 from support.families import peft, transformers
-from support.nvme_programs import output_of, run_program
+from support.nvme_programs import output_of
+from support.warm_programs import run_warm
 
 peft()
 
@@ -167,8 +168,12 @@ def test_losses_are_those_of_the_plain_model_within_the_host_budget(
         drive = tmp_path / f"{way}-drive"
         drive.mkdir()
         output = output_of(
-            run_program(
-                TRAINS, way, small, large, drive, sizes.host, 32, folder=tmp_path, timeout_s=1800
+            run_warm(
+                TRAINS,
+                *(way, small, large, drive, sizes.host, 32),
+                folder=tmp_path,
+                imported=("peft", "transformers.models.llama.modeling_llama"),
+                timeout_s=1800,
             )
         )
         found[way] = json.loads(output.splitlines()[-1])

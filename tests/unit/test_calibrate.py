@@ -8,8 +8,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import count, pairwise
@@ -560,16 +558,7 @@ def test_samples_are_no_shorter_than_what_can_be_measured() -> None:
 
 # --- the command ---
 
-
-def command(*arguments: object) -> subprocess.Popen[str]:
-    """Start `infinity calibrate` in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "infinity_engine.cli", "calibrate", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "COLUMNS": "100"},
-    )
+COMMAND = "from infinity_engine.cli.main import main\nraise SystemExit(main())"
 
 
 def test_the_command_measures_prints_and_writes_all_figures(
@@ -640,14 +629,17 @@ def test_what_cannot_be_kept_is_not_said_to_be(
 def test_a_calibration_that_waits_for_another_says_so(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with CalibrationCache(folder).alone():
-        waits = command("--seconds", "0.1", "--accelerator", "cpu")
-        assert waits.stderr is not None
-        line = waits.stderr.readline()
-    _, errors = waits.communicate(timeout=250)
+    read, written = os.pipe()
+    with os.fdopen(read) as told:
+        with CalibrationCache(folder).alone():
+            with os.fdopen(written, "w") as errors:
+                options = ("calibrate", "--seconds", "0.1", "--accelerator", "cpu")
+                waits = WarmProgram(COMMAND, *options, errors=errors)
+            line = told.readline()
+        waits.communicate(timeout=250)
 
-    assert line == "infinity: another process measures this machine: waiting for it\n"
-    assert errors.startswith("infinity: measuring matrix products\n")
+        assert line == "infinity: another process measures this machine: waiting for it\n"
+        assert told.readline() == "infinity: measuring matrix products\n"
 
 
 def test_json_on_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -692,9 +684,6 @@ def test_wrong_usage_gives_exit_status_2(
 
     assert ended.value.code == 2
     assert "usage: infinity" in capsys.readouterr().err
-
-
-COMMAND = "from infinity_engine.cli.main import main\nraise SystemExit(main())"
 
 
 @pytest.mark.parametrize(

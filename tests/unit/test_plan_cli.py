@@ -302,7 +302,7 @@ def test_a_refusal_has_a_page_with_what_would_do(plan: Any, tmp_path: Path) -> N
 
 def test_the_page_shows_settings_as_people_write_them(plan: Any, tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
-    plan("--model", "llama-3.2-3b", *DESKTOP, "--strategy", "interleaved", "--html", str(file))
+    plan("--model", "gpt2", *DESKTOP, "--strategy", "interleaved", "--html", str(file))
 
     assert "{&#x27;" not in file.read_text()
     assert "<td>interleaved(" in file.read_text()
@@ -406,7 +406,7 @@ def test_a_known_machine_brings_its_memory_and_its_rates(plan: Any) -> None:
 
 
 def test_an_update_can_be_asked_to_end_before_the_forward_begins(plan: Any) -> None:
-    arguments = ("--model", "llama-3.2-3b", *DESKTOP, "--json", "--overlap")
+    arguments = ("--model", "llama-3.2-1b", *DESKTOP, "--json", "--overlap")
     beside, after = (json.loads(plan(*arguments, overlap)[1]) for overlap in ("on", "off"))
 
     assert [each["name"] for each in beside["phases"]] == ["update and forward", "backward"]
