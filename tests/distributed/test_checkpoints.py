@@ -155,7 +155,9 @@ def test_streams_stay_the_same_through_all_ranks_strategies_and_tiers(
         assert differing(mine["ended"], other["ended"]) == []
 
 
-@pytest.mark.parametrize("name", ["parameters", "optimizer", "drives"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("parameters", marks=pytest.mark.slow), "optimizer", "drives"]
+)
 def test_ranks_save_one_step_beside_training(name: str, tmp_path: Path) -> None:
     program = rank_checkpoints.saves
     before = launched(2, program, RUNS[name], tmp_path / "c", drive_of(name), False)

@@ -18,7 +18,8 @@ LITTLE = 200 << 10  # of the device, on which little more is whole than what a m
 
 
 @pytest.mark.parametrize(
-    "counts", [[3, 1], pytest.param([2, 2], marks=pytest.mark.slow), [1, 4, 2], [0, 0]]
+    "counts",
+    [*(pytest.param(few, marks=pytest.mark.slow) for few in ([3, 1], [2, 2])), [1, 4, 2], [0, 0]],
 )
 def test_ranks_with_fewer_batches_use_their_last_again_and_do_not_count_it(
     counts: list[int],

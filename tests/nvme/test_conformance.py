@@ -136,7 +136,7 @@ def test_neighbours_in_one_page_written_at_the_same_time_all_survive(
 def test_an_extending_write_whose_ends_and_middle_travel_apart_arrives_whole(
     tmp_path: Path, queue: IOQueue
 ) -> None:
-    for attempt in range(20):
+    for attempt in range(8):
         path = tmp_path / f"file{attempt}"
         data = pattern(3 * CHUNK + 4097, seed=attempt)
         with queue.open(path, "w") as file:

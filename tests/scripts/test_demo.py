@@ -100,8 +100,8 @@ def test_a_demo_that_was_killed_goes_on_and_ends_as_a_whole_one() -> None:
     environ = {**os.environ, env.THIS_PYTHON: "1", "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
     before = leftovers()
 
-    # Two layers: more take longer to build, train and save, and nothing here is about size.
-    small = ["--layers", "2", "--steps", "4", "--save-every", "1"]
+    # One layer: more take longer to build, train and save, and nothing here is about size.
+    small = ["--layers", "1", "--steps", "3", "--save-every", "1"]
 
     def demo(*options: str) -> subprocess.Popen[str]:
         command = [sys.executable, str(SCRIPT), *small, *options]
