@@ -22,6 +22,7 @@ import torch
 import infinity_engine
 from infinity_engine.errors import CapacityError
 from infinity_engine.plan import Interleaved
+from infinity_engine.tiling import tile
 from support.block_ways import take_turns
 from support.engine_bits import Bits, differing
 from support.families import FAMILIES, Batch, Family, peft, saved
@@ -49,18 +50,21 @@ AGAIN_SAVED = "blocks recomputed, inputs on drives"
 MIXED = "each block another way in each step"
 BLOCKS = (AGAIN, AGAIN_SAVED, MIXED)
 VARIANTS = ("full", "lora", "reentrant checkpoints", "checkpoints")
+TILE_BYTES = 1024
 DTYPE = torch.bfloat16
 Trained = tuple[Bits, list[float]]
 
 
 def loaded(family: Family, directory: Path, variant: str) -> Any:
-    """Return the saved model as users load it, with its adapters or checkpointing."""
+    """Return the saved model as users load it, with its adapters, checkpointing or tiles."""
     model = family.load(directory, DTYPE)
     if variant == "lora":
         torch.manual_seed(1)
         model = peft().get_peft_model(
             model, peft().LoraConfig(r=4, lora_alpha=8, target_modules=family.adapted)
         )
+    if variant == "tiled":
+        assert tile(model, TILE_BYTES).names
     if variant.endswith("checkpoints"):
         reentrant = variant.startswith("reentrant")
         model.gradient_checkpointing_enable(
@@ -296,6 +300,14 @@ def test_adapters_and_checkpointing_train_with_torchs_bits(
     name: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare(name, variant, TIERS, LENGTH, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_in_tiles_train_with_torchs_bits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(name, "tiled", (*TIERS, MIXED), LENGTH, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
