@@ -139,6 +139,8 @@ def test_models_of_transformers_have_the_same_bits_wherever_activations_wait(
     few = {"resident_bytes": 8192, "host_bytes": "16MiB", "small_bytes": 0}
     ways: dict[str, dict[str, Any]] = {
         "on the host": {**few, "at": "host"},
+        "on drives": {**few, "at": "nvme"},
+        "recomputed": {"recompute": "blocks", "at": "device"},
         "recomputed, inputs on the host": {**few, "at": "host", "recompute": "blocks"},
         "all in turn": {**few, "at": "auto", "resident_bytes": "4MiB"},
     }
