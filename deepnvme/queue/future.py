@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from deepnvme import _native
@@ -243,10 +244,11 @@ class IOFuture(concurrent.futures.Future[_T]):
 
     def __await__(self) -> Generator[Any, None, _T]:
         """Wait on the running event loop. Cancelling the wait leaves the operation running."""
-        import asyncio  # costs a third of importing this package, and a program that awaits has it
-
         if self._state in _UNDER_WAY:
-            loop = asyncio.get_running_loop()
+            # A program that awaits has imported asyncio, and an `import` here would cost more than
+            # making the future that is waited for.
+            events = sys.modules.get("asyncio") or import_module("asyncio")
+            loop = events.get_running_loop()
             waiting = loop.create_future()
             # Listed before any other thread is asked to wake this loop: that thread then finds it.
             self._awaiting.append(waiting)
@@ -260,7 +262,7 @@ class IOFuture(concurrent.futures.Future[_T]):
             return self._result  # type: ignore[return-value]
         # Future's own raises that of concurrent.futures, which asyncio takes for an ordinary error.
         if self.cancelled():
-            raise asyncio.CancelledError
+            raise import_module("asyncio").CancelledError
         return self.result()
 
     def _wait(self, timeout: float | None) -> float | None:
@@ -376,7 +378,8 @@ def wake_loops(ended: Iterable[IOFuture[Any]]) -> None:
         for waiting in tuple(future._awaiting):  # another loop's thread may add to it
             loop = waiting.get_loop()
             if loop is here:
-                wake(waiting)
+                if not waiting.done():  # as in wake(), without the call
+                    waiting.set_result(None)
             else:
                 elsewhere.setdefault(loop, []).append(waiting)
     for loop, waits in elsewhere.items():

@@ -104,6 +104,9 @@ class Priority(Enum):
     URGENT = 1  # before all normal ones
 
 
+_NORMAL = Priority.NORMAL  # looking up a member costs more than all other checks of an operation
+
+
 @dataclass(frozen=True)
 class DriveStats:
     """What one drive did since the queue was made: docs/nvme.md has what each field counts."""
@@ -419,7 +422,7 @@ class IOQueue(Closing):
         """Submit a read or write of the memory of `buffer`, wherever that is."""
         writable = verb is _READ
         # Calls and objects in Python are most of what a small operation costs here.
-        usual = priority is Priority.NORMAL and deadline_s is None
+        usual = priority is _NORMAL and deadline_s is None
         urgency, seconds = terms = _USUAL_TERMS if usual else _terms(priority, deadline_s)
         try:
             # Host memory first, as it is the usual case. A device array has no buffer protocol: a
@@ -480,7 +483,7 @@ class IOQueue(Closing):
     ) -> IOFuture[int]:
         """Submit a read or write together with others of a batch, where that is possible."""
         # Gathered, it could not raise: it would be sent when this call has returned.
-        if self.when_full is WhenFull.RAISE:
+        if self._patience_s is not None:  # WhenFull.RAISE
             return self._move(verb, file, buffer, offset)
         try:
             memory = memory_of(buffer, writable=verb is _READ)
@@ -570,7 +573,7 @@ class File(Closing):
         """
         return self._queue._move(
             _READ,
-            self._open(),
+            self._native or self._open(),
             buffer,
             offset,
             _FAILS,
@@ -592,7 +595,7 @@ class File(Closing):
         """
         return self._queue._move(
             _READ,
-            self._open(),
+            self._native or self._open(),
             buffer,
             offset,
             _STOPS,
@@ -623,7 +626,7 @@ class File(Closing):
         """Write all of `buffer` at `offset`. Ends in its size in bytes."""
         return self._queue._move(
             _WRITE,
-            self._open(),
+            self._native or self._open(),
             buffer,
             offset,
             _FAILS,
@@ -830,7 +833,7 @@ _USUAL_TERMS = (0, NO_DEADLINE_S)
 
 def _terms(priority: Priority, deadline_s: float | None) -> tuple[int, float]:
     """Return the priority and the deadline as native code takes them."""
-    if priority is Priority.NORMAL and deadline_s is None:
+    if priority is _NORMAL and deadline_s is None:
         return _USUAL_TERMS
     if deadline_s is not None and not deadline_s >= 0:
         raise ValueError(f"deadline_s must not be negative, got {deadline_s}")
