@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from settings_table import settings_table
-from support.nvme_programs import output_of, run_program
+from support.nvme_programs import output_of
 from support.warm_programs import run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +98,7 @@ def test_the_program_of_the_page_on_drives_runs_within_its_budget(tmp_path: Path
     page = (ROOT / "docs/larger-than-ram.md").read_text()
     programs = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
 
-    printed = output_of(run_program(programs[0], folder=tmp_path, python=["-W", "error"]))
+    printed = output_of(run_warm(programs[0], folder=tmp_path, warned=("error",)))
 
     assert re.search(r"^nvme read .*gradients .*states ", printed, re.MULTILINE)
     assert re.search(r"^nvme write .*gradients ", printed, re.MULTILINE)
