@@ -128,11 +128,14 @@ def test_plain_torch_trains_on_the_same_batches(trained: dict[str, Ran]) -> None
 
 
 def test_settings_that_the_engine_refuses_are_a_failure_in_its_words(
-    job: Job, train: Callable[..., Ran]
+    job: Job, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch", reason="trains")
+    refused = replace(job, settings={"strategy": "nowhere"})
 
-    ran = train(replace(job, settings={"strategy": "nowhere"}))
+    ran = train_warm(
+        Path(sys.executable), os.environ, refused, log=tmp_path / "its.log", within_s=120.0
+    )
 
     assert ran.ending is Ending.FAILED
     assert "ConfigError" in ran.words
