@@ -87,7 +87,7 @@ class HeldViews {
     std::vector<py::object> views_;
 };
 
-// Python's largest offset in a file.
+// Bytes of the largest file that the kernel knows.
 constexpr std::uint64_t largest_file = (std::uint64_t{1} << 63) - 1;
 
 // What keeps the memory of several memoryviews in place, and the bytes of all. Their addresses,
