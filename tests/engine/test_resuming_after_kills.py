@@ -143,7 +143,12 @@ def assert_goes_on_to_the_bits_of_a_whole_run(kind: Killed, path: Path) -> None:
     assert not [entry for entry in path.iterdir() if entry.name.startswith(".")]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+# Of the four kinds, two have both homes and both ways to save.
+@pytest.mark.parametrize(
+    "kind",
+    [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:3]), KINDS[3]],
+    ids=name_of,
+)
 def test_a_run_killed_once_at_each_place_ends_with_the_bits_of_a_whole_one(
     tmp_path: Path, kind: Killed
 ) -> None:

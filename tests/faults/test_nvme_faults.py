@@ -25,7 +25,7 @@ from support.nvme_workload import FILES, Run, Workload, make_workload, run_workl
 # Of a few hundred requests each n-th is struck in turn. Calls, sizes and places are drawn at
 # random, so that these meet what the others would; the rest is struck in long runs.
 STEPS = [
-    *(("memory", 4), ("uring", 20), ("liburing", 60), ("aio", 60), ("threads", 60)),
+    *(("memory", 6), ("uring", 40), ("liburing", 90), ("aio", 90), ("threads", 90)),
     *(
         pytest.param(backend, step, marks=pytest.mark.slow)
         for backend, step in (("memory", 1), ("uring", 3))

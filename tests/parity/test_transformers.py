@@ -267,11 +267,20 @@ def test_blocks_may_be_recomputed_or_moved_each_in_its_own_way(
     compare(name, "full", BLOCKS, LENGTH, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# By default, every family trains from drives, and every other one on the host and on a device too.
+@pytest.mark.parametrize(
+    ("name", "tiers"),
+    [
+        *((name, TIERS) for name in list(FAMILIES)[::2]),
+        *((name, ("drives",)) for name in list(FAMILIES)[1::2]),
+        *(pytest.param(name, TIERS, marks=pytest.mark.slow) for name in list(FAMILIES)[1::2]),
+    ],
+    ids=str,
+)
 def test_a_family_trains_with_torchs_bits_on_every_tier(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tiers: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare(name, "full", TIERS, LENGTH, tmp_path, monkeypatch)
+    compare(name, "full", tiers, LENGTH, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
