@@ -318,7 +318,15 @@ queue = IOQueue(max_requests=1, faults=FaultPlan().delay(delay_us=5000, every=1)
 file = queue.open(sys.argv[1], "w")
 first, *_ = [file.pwrite(bytes(65536), 65536 * place) for place in range(40)]
 ends, closed = threading.Event(), threading.Event()
-first.add_done_callback(lambda _: (ends.wait(), queue.close(), closed.set()))
+
+def close(_):
+    # Not where that write ended before this was added: then this is the thread that sets `ends`.
+    if threading.current_thread() is not threading.main_thread():
+        ends.wait()
+        queue.close()
+    closed.set()
+
+first.add_done_callback(close)
 # Before the queue's own end, and after the interpreter has waited for threads.
 atexit.register(lambda: (ends.set(), closed.wait()))
 """
