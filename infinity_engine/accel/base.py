@@ -278,13 +278,13 @@ class Accelerator(ABC):
         buffer.release()
 
     def computed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of a tensor that modules computed, flat, where copies can read them.
+        """Return flat bytes that modules computed, where copies can read them.
 
         The caller passes what this returns to `outlives` once its copies are submitted.
         """
         return tensor
 
-    # Called only where torch's own allocator made the tensor; elsewhere nothing is to be kept.
+    # Called with what `computed` returned; where no allocator reuses it, nothing is to be kept.
     def outlives(self, tensor: torch.Tensor, stream: Stream) -> None:  # noqa: B027
         """Keep the memory of a tensor of other code until `stream` has done all it was given.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -76,6 +75,7 @@ class EmulatedMemory:
         self._taken_bytes = 0
         self._starts: list[int] = []
         self._blocks: list[torch.Tensor] = []  # in the order of _starts
+        self._beside: set[int] = set()  # the starts of those that take nothing of the capacity
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return a block of NaN."""
@@ -90,12 +90,22 @@ class EmulatedMemory:
                 limit=self._capacity_bytes,
                 change="give the emulated device more bytes, or free buffers first",
             )
+        block = self._add(nbytes)
+        self._taken_bytes += nbytes
+        return block
+
+    def allocate_beside(self, nbytes: int) -> torch.Tensor:
+        """Return a block of NaN that takes nothing of the capacity."""
+        block = self._add(nbytes)
+        self._beside.add(block.data_ptr())
+        return block
+
+    def _add(self, nbytes: int) -> torch.Tensor:
         block = self._new_block(nbytes).fill_(NAN_BYTE)
         # Both lists stay sorted by address: a tensor's block is found from its address alone.
         at = bisect.bisect(self._starts, block.data_ptr())
         self._starts.insert(at, block.data_ptr())
         self._blocks.insert(at, block)
-        self._taken_bytes += nbytes
         return block
 
     def free(self, block: torch.Tensor) -> None:
@@ -114,7 +124,10 @@ class EmulatedMemory:
                 "another one"
             )
         del self._starts[at], self._blocks[at]
-        self._taken_bytes -= block.numel()
+        if block.data_ptr() in self._beside:
+            self._beside.remove(block.data_ptr())
+        else:
+            self._taken_bytes -= block.numel()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Tell whether the tensor's bytes are in a block that is not freed."""
@@ -170,8 +183,7 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
         self._fault = emulation.fault
         self._delay_ns = emulation.delay_ns
         self._memory = EmulatedMemory(emulation.capacity_bytes)
-        self._computed: dict[int, Buffer] = {}  # by address, until `outlives` is called
-        self._outliving: deque[tuple[Event, Buffer]] = deque()  # oldest first
+        self._outliving: deque[tuple[Event, torch.Tensor]] = deque()  # oldest first
         self._timeline: deque[OperationRecord] = deque(maxlen=emulation.timeline_kept)
 
     def allocate(self, nbytes: int, *, idle_bytes: int = 0) -> Buffer:
@@ -187,33 +199,17 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
         self._memory.disown(buffer.release())
 
     def computed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy in device memory: modules compute on the host itself.
-
-        It is the memory of autograd on a GPU: where the device is full, this waits for what
-        outlives its code, as torch's allocator does there.
-        """
-        self._free_outliving()
-        while self._outliving and tensor.numel() > self._memory.bytes.free:
-            with suppress(Exception):  # the code that started it raises its failure
-                self._outliving[0][0].wait()
-            self._free_outliving()
-        buffer = self.allocate(tensor.numel())
-        copy = buffer.tensor(torch.uint8, tensor.numel())
-        self._computed[copy.data_ptr()] = buffer
-        return copy.copy_(tensor)
+        """Return a copy, which takes nothing of the capacity: modules compute on the host."""
+        while self._outliving and self._outliving[0][0].done():
+            self._memory.free(self._outliving.popleft()[1])
+        return self._memory.allocate_beside(tensor.numel()).copy_(tensor)
 
     def outlives(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Free a copy that `computed` made once `stream` has done all it was given so far."""
-        event = self.record(stream)
-        self._outliving.append((event, self._computed.pop(tensor.data_ptr())))
-
-    def _free_outliving(self) -> None:
-        while self._outliving and self._outliving[0][0].done():
-            self.free(self._outliving.popleft()[1])
+        """Keep a copy that `computed` made until `stream` has done all it was given so far."""
+        self._outliving.append((self.record(stream), tensor))
 
     def memory(self) -> DeviceBytes:
         """Return how much device memory there is now."""
-        self._free_outliving()
         return self._memory.bytes
 
     def timeline(self) -> tuple[OperationRecord, ...]:

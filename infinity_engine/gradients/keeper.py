@@ -850,12 +850,13 @@ def _download(lanes: Lanes, piece: torch.Tensor, lease: Lease) -> Event | None:
     # Autograd's kernels are in the compute stream: the copy waits for this event.
     made = lanes.accelerator.record(lanes.compute)
     source = lanes.accelerator.computed(piece)
-    event = _copy_down(lanes, source, lease, made)
-    assert lanes.download is not None, "copies are between two memories"
-    # Autograd frees the gradient now, and its stream does not know that the download stream still
-    # reads it.
-    lanes.accelerator.outlives(source, lanes.download)
-    return event
+    try:
+        return _copy_down(lanes, source, lease, made)
+    finally:
+        assert lanes.download is not None, "copies are between two memories"
+        # Autograd frees the gradient now, and its stream does not know that the download stream
+        # still reads it.
+        lanes.accelerator.outlives(source, lanes.download)
 
 
 def _copy_down(lanes: Lanes, piece: torch.Tensor, lease: Lease, made: Event) -> Event:

@@ -23,6 +23,7 @@ from infinity_engine.accel import (
     UpdateCost,
     VirtualAccelerator,
 )
+from infinity_engine.accel.emulated import NAN_BYTE
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan import Rates
 
@@ -300,30 +301,23 @@ def test_freed_bytes_can_be_taken_again() -> None:
     assert device.memory() == (0, 100)
 
 
-def test_what_modules_computed_is_in_device_memory_until_its_copy_has_ended() -> None:
-    device = opened()
-    down = device.stream(StreamKind.D2H)
-    target, free = on_host(300), device.memory().free
-    computed = device.computed(on_host(300) + 7)
-
-    event = device.copy(target, computed, stream=down)
-    device.outlives(computed, down)
-
-    assert free - device.memory().free == 300
-    event.wait()
-    assert device.memory().free == free
-    assert target.tolist() == [7] * 300
-
-
-def test_a_full_device_waits_for_the_oldest_of_what_modules_computed() -> None:
+def test_what_modules_computed_is_there_until_its_copy_has_ended_beside_a_full_device() -> None:
     device = opened(capacity_bytes=300)
+    device.allocate(300)
     down = device.stream(StreamKind.D2H)
-    for _ in range(3):
-        computed = device.computed(on_host(150))
-        device.copy(on_host(150), computed, stream=down)
-        device.outlives(computed, down)
+    targets = [on_host(300) for _ in range(3)]
 
-    assert device.now_ns == 500
+    for target in targets:
+        computed = device.computed(on_host(300) + 7)
+        last = device.copy(target, computed, stream=down)
+        device.outlives(computed, down)
+    now_ns = device.now_ns
+
+    assert now_ns == 0  # nothing waited for room
+    last.wait()
+    assert [target.tolist() for target in targets] == [[7] * 300] * 3
+    device.computed(on_host(1))
+    assert computed.tolist() == [NAN_BYTE] * 300
 
 
 def test_a_buffer_of_another_device_cannot_be_freed() -> None:
