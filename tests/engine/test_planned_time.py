@@ -328,13 +328,13 @@ def test_a_step_runs_to_the_nanosecond_as_planned_in_the_same_order(
         expected = sorted(
             (span.start_ns, span.end_ns) for span in timeline.spans if span.lane is lane
         )
-        assert joined(took) == joined(expected)
+        if lane is Lane.D2H:  # a gradient goes down in pieces
+            took, expected = joined(took), joined(expected)
+        assert took == expected != [], lane
 
 
 def joined(times: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return times in order, each with those that follow without a pause: a gradient goes down in
-    pieces.
-    """
+    """Return times in order, each with those that follow without a pause."""
     found: list[tuple[int, int]] = []
     for start, end in times:
         follows = found and found[-1][1] == start

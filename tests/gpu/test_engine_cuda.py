@@ -135,7 +135,7 @@ def test_a_model_that_was_built_on_drives_gives_the_same_bits(
 
     expected = reference(replace(case, strategy=HostOnly(), parameters="device"))
     assert losses == expected.losses
-    assert [name for name, each in expected.bits.items() if not torch.equal(bits[name], each)] == []
+    assert differing(expected.bits, bits) == []
 
 
 def test_the_devices_budget_holds_for_what_modules_make_too(device: Accelerator) -> None:
