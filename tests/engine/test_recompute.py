@@ -88,12 +88,13 @@ def stack_of(
     drive: Path,
     block: Callable[[], nn.Module] = Block,
     *,
+    model_class: Callable[[Callable[[], nn.Module]], Stack] = Stack,
     parameters: str = "auto",
     on: Any = None,
     **settings: Any,
 ) -> Iterator[tuple[Engine, Stack]]:
     torch.manual_seed(0)
-    model = Stack(block)
+    model = model_class(block)
     strategy = "nvme_streamed" if parameters == "nvme" else "host_only"
     with infinity_engine.initialize(
         model,
@@ -344,11 +345,8 @@ class Attending(Stack):
         return torch.as_tensor(self.last(x).square().mean())
 
 
-def test_a_tensor_that_is_given_thrice_is_one_in_the_second_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(globals(), "Stack", Attending)
-    same_bits(tmp_path)
+def test_a_tensor_that_is_given_thrice_is_one_in_the_second_run(tmp_path: Path) -> None:
+    same_bits(tmp_path, model_class=Attending)
 
 
 def test_an_input_that_one_block_gets_twice_is_not_shared() -> None:
@@ -395,12 +393,10 @@ class Adapting(Stack):
         return torch.as_tensor(self.last(x).square().mean())
 
 
-def test_blocks_that_run_with_other_parameters_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(globals(), "Stack", Adapting)
-    same_bits(tmp_path, parameters="device")
-    with stack_of(tmp_path, parameters="device", activations=AGAIN) as (engine, _):
+def test_blocks_that_run_with_other_parameters_are_kept(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"model_class": Adapting, "parameters": "device"}
+    same_bits(tmp_path, **settings)
+    with stack_of(tmp_path, activations=AGAIN, **settings) as (engine, _):
         engine.backward(engine(batch(0)))
         engine.step()
         assert "other parameters than its own" in str(engine.report())
