@@ -345,9 +345,13 @@ class BlockActivations:
         # Of frozen blocks, or where the model's own hooks keep it.
         if call.saves_nothing:
             call.keep()
+        buffers = {name: buffer for name, buffer, _ in running.buffers}
+        if call.runs_again and not all(map(self._forward.began_with, buffers.values())):
+            self._decider.refuse_recompute(block, "it ran with other buffers than its own")
+            call.keep()
         if call.runs_again:
             assert self._modules is not None, "the engine has set it"
-            call.drop_saved(self._modules.versions_in(running.module))
+            call.drop_saved(self._modules.versions_in(running.module), buffers)
 
     # --- what autograd asks -----------------------------------------------------------------------
 
@@ -429,7 +433,8 @@ class BlockActivations:
         if placeholder.packed is not None:
             return call.unpack(placeholder, self._under)
         assert self._modules is not None, "the engine has set it"
-        call.check_values(self._modules.versions_in(call.block.module))
+        module = call.block.module
+        call.check_values(self._modules.versions_in(module), dict(module.named_buffers()))
         before, at = self._second, len(self._running)
         self._second, start = call, self._decider.now()
         call.life.make_again()
@@ -477,7 +482,8 @@ class _Forward:
     `own` are the model's parameters and buffers, which stay anyway.
     """
 
-    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+    def __init__(self, own: Sequence[torch.Tensor]) -> None:
+        self._began_with = {id(tensor): weakref.ref(tensor) for tensor in own}
         self.own = frozenset(
             tensor.untyped_storage().data_ptr()
             for tensor in own
@@ -486,6 +492,11 @@ class _Forward:
         self.outside: dict[int, int] = {}  # bytes by address
         self._inputs: dict[int, weakref.ref[torch.Tensor]] = {}  # by id
         self._shared: set[int] = set()  # of those that several blocks got, by id
+
+    def began_with(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor was a parameter or buffer of the model when the forward began."""
+        known = self._began_with.get(id(tensor))
+        return known is not None and known() is tensor
 
     def new_inputs(self, tensors: Iterable[torch.Tensor]) -> Iterator[int]:
         """Yield the bytes of each tensor that no block has got before, but the model's own.

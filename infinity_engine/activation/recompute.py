@@ -114,6 +114,7 @@ class BlockCall:
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # to a second run
         self._task = -1  # the backward that a second run is for
         self._versions: Mapping[str, int] | None = None  # after the first run
+        self._buffers: Mapping[str, torch.Tensor] = {}  # of the first run
 
     @staticmethod
     def arguments(
@@ -149,11 +150,11 @@ class BlockCall:
         """Keep what the block has saved: it cannot run again, or need not."""
         self.runs_again = False
 
-    def drop_saved(self, versions: Mapping[str, int]) -> None:
-        """Let what the block has saved go: from here on, it is made again, with the parameters and
-        buffers of these versions.
+    def drop_saved(self, versions: Mapping[str, int], buffers: Mapping[str, torch.Tensor]) -> None:
+        """Let what the block has saved go: from here on, it is made again, with these buffers, and
+        with the parameters and buffers of these versions.
         """
-        self._versions = versions
+        self._versions, self._buffers = versions, buffers
         for reference in self._placeholders:
             placeholder = reference()
             if placeholder is not None:
@@ -161,12 +162,26 @@ class BlockCall:
 
     # --- the second run ---------------------------------------------------------------------------
 
-    def check_values(self, versions: Mapping[str, int]) -> None:
+    def check_values(
+        self, versions: Mapping[str, int], buffers: Mapping[str, torch.Tensor]
+    ) -> None:
         """Refuse a second run with other parameters or buffers than those of the first.
 
         Raises:
             ChangedInPlaceError: one of them has changed since.
+            RuntimeError: a buffer was replaced since.
         """
+        names = (*buffers, *self._buffers)
+        replaced = next(
+            (name for name in names if buffers.get(name) is not self._buffers.get(name)), None
+        )
+        if replaced is not None:
+            raise RuntimeError(
+                f"{self.block.name} has to run again for the backward, but its {replaced} is "
+                "another tensor than when it ran. Call backward() before your code replaces it, or "
+                'let blocks keep what they save: set activations.at to "device" and '
+                'activations.recompute to "nothing"'
+            )
         before = self._versions or {}
         changed = next((name for name in versions if versions[name] != before.get(name)), None)
         if changed is not None:

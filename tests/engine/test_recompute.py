@@ -480,6 +480,58 @@ def test_a_block_does_not_run_again_with_newer_buffers(tmp_path: Path) -> None:
             engine.backward(loss)
 
 
+def test_a_block_whose_buffer_was_replaced_does_not_run_again(tmp_path: Path) -> None:
+    def replace_factors(model: Stack, value: float) -> None:
+        for block in model.blocks:
+            block.register_buffer("factor", torch.full((), value))
+
+    message = r"blocks\.3 has to run again .* its factor is another tensor than when it ran"
+    with stack_of(tmp_path, Scaled, activations=AGAIN, accumulation_steps=2) as (engine, model):
+        losses = []
+        for value in (1.0, 2.0):  # as a mask for each micro-batch
+            replace_factors(model, value)
+            losses.append(engine(batch(int(value))))
+        with pytest.raises(RuntimeError, match=message):
+            engine.backward(losses[0])
+        engine.zero_grad()
+        for value in (1.0, 2.0):
+            replace_factors(model, value)
+            engine.backward(engine(batch(int(value))))
+        engine.step()
+        assert {use.way for use in engine.report().blocks} == {"recomputed"}
+
+
+class Exchanging(Stack):
+    """Runs its blocks with a factor that it gives to each call."""
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            factor = torch.full((), 1.5 + number)
+            x = torch.func.functional_call(block, {"factor": factor}, (x,))
+        return torch.as_tensor(self.last(x).square().mean())
+
+
+class Renewing(Stack):
+    """Gives its blocks a new buffer in each forward."""
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            block.register_buffer("factor", torch.full((), 1.5 + number))
+        return super().forward(x, **given)
+
+
+@pytest.mark.parametrize("model_class", [Exchanging, Renewing])
+def test_blocks_that_run_with_other_buffers_are_kept(
+    model_class: type[Stack], tmp_path: Path
+) -> None:
+    same_bits(tmp_path, Scaled, model_class=model_class)
+    with stack_of(tmp_path, Scaled, model_class=model_class, activations=AGAIN) as (engine, _):
+        engine.backward(engine(batch(0)))
+        engine.step()
+        assert "other buffers than its own" in str(engine.report())
+
+
 def test_a_frozen_block_that_saves_nothing_holds_nothing(tmp_path: Path) -> None:
     with stack_of(tmp_path, activations=AGAIN) as (engine, model):
         for parameter in (*model.first.parameters(), *model.blocks[0].parameters()):
