@@ -16,7 +16,7 @@ import torch
 
 __all__ = ["Surroundings"]
 
-_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
 
 
 class _Autocast(NamedTuple):
@@ -35,7 +35,7 @@ class Surroundings:
     autocast: Mapping[str, _Autocast]
     caches_casts: bool
     default_device: torch.device
-    attention: Mapping[str, bool]
+    attention: _Attention
     modes: Sequence[tuple[torch.nn.Module, bool]]
 
     @classmethod
@@ -52,13 +52,17 @@ class Surroundings:
             },
             caches_casts=torch.is_autocast_cache_enabled(),
             default_device=torch.get_default_device(),
-            attention=_allowed_attention(),
+            attention=_Attention.now(),
             modes=[(module, module.training) for module in block.modules()],
         )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Have these in the body, and what was there before after it."""
+        """Have these in the body, and what was there before after it.
+
+        Random state and the kernels of attention are the process's: no other thread may use them in
+        the meantime.
+        """
         with ExitStack() as stack:
             stack.callback(_Random.now(self.device).restore, self.device)
             self.random.restore(self.device)
@@ -70,21 +74,13 @@ class Surroundings:
                 )
             if self.default_device != torch.get_default_device():
                 stack.enter_context(self.default_device)
-            stack.callback(_allow_attention, _allowed_attention())
-            _allow_attention(self.attention)
+            attention = _Attention.now()
+            if attention != self.attention:
+                stack.callback(attention.restore)
+                self.attention.restore()
             stack.callback(_set_modes, [(module, module.training) for module, _ in self.modes])
             _set_modes(self.modes)
             yield
-
-
-def _allowed_attention() -> Mapping[str, bool]:
-    """Return which implementations torch may use, as `sdpa_kernel` sets them for any device."""
-    return {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION}
-
-
-def _allow_attention(allowed: Mapping[str, bool]) -> None:
-    for name, enabled in allowed.items():
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
 
 
 def _set_modes(modes: Sequence[tuple[torch.nn.Module, bool]]) -> None:
@@ -92,6 +88,34 @@ def _set_modes(modes: Sequence[tuple[torch.nn.Module, bool]]) -> None:
     for module, trains in modes:
         if module.training is not trains:
             module.train(trains)
+
+
+class _Attention(NamedTuple):
+    """The kernels of attention that torch may use on any device, and their order, as `sdpa_kernel`
+    sets them. A release of torch may lack some.
+    """
+
+    allowed: Mapping[str, bool]
+    order: Sequence[int]
+
+    @classmethod
+    def now(cls) -> _Attention:
+        own: Any = torch._C
+        return cls(
+            {
+                name: getattr(own, f"_get_{name}_sdp_enabled")()
+                for name in _ATTENTION
+                if hasattr(own, f"_get_{name}_sdp_enabled")
+            },
+            own._get_sdp_priority_order() if hasattr(own, "_get_sdp_priority_order") else (),
+        )
+
+    def restore(self) -> None:
+        own: Any = torch._C
+        for name, enabled in self.allowed.items():
+            getattr(own, f"_set_sdp_use_{name}")(enabled)
+        if self.order:
+            own._set_sdp_priority_order(self.order)
 
 
 class _Random(NamedTuple):

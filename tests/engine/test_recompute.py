@@ -357,29 +357,71 @@ def test_an_input_that_one_block_gets_twice_is_not_shared() -> None:
     assert forward.is_shared(x)
 
 
-def allowed_attention() -> list[bool]:
-    cuda: Any = torch.backends.cuda
-    return [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
+def allowed_attention() -> list[object]:
+    own: Any = torch._C
+    flags = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+    enabled = [getattr(own, f"_get_{name}_sdp_enabled", bool)() for name in flags]
+    return [*enabled, getattr(own, "_get_sdp_priority_order", list)()]
 
 
 class Looking(Block):
     """Attention, which torch computes in one of several ways."""
 
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed: list[object] = []
+
     def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+        self.allowed.append(allowed_attention())
+        if self.fails:
+            raise ValueError("as asked")
         heads = x.view(1, 24, 4, 8).transpose(1, 2)
         seen = nn.functional.scaled_dot_product_attention(heads, heads, heads)
         return super().forward(x + seen.transpose(1, 2).reshape(24, 32))
 
 
-def test_a_second_run_computes_attention_as_the_first_did(tmp_path: Path) -> None:
+@pytest.mark.parametrize("set_priority", [False, True])
+def test_a_second_run_computes_attention_as_the_first_did(
+    set_priority: bool, tmp_path: Path
+) -> None:
     def use(engine: Engine, seed: int) -> None:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=set_priority):
             loss = engine(batch(seed))
         before = allowed_attention()
         engine.backward(loss)
         assert allowed_attention() == before
 
     same_bits(tmp_path, Looking, use=use)
+    with stack_of(tmp_path, Looking, activations=AGAIN) as (engine, model):
+        use(engine, 0)
+        for block in model.blocks:
+            allowed: Any = block.allowed
+            assert len(allowed) == 2
+            assert allowed[0] == allowed[1] != allowed_attention()
+
+
+def test_the_kernels_of_attention_are_as_before_a_second_run_that_fails(tmp_path: Path) -> None:
+    with stack_of(tmp_path, Looking, activations=AGAIN) as (engine, model):
+        before = allowed_attention()
+        with sdpa_kernel(SDPBackend.MATH, set_priority=True):
+            loss = engine(batch(0))
+        let_fail(model.blocks[2], True)
+        with pytest.raises(ValueError, match="as asked"):
+            engine.backward(loss)
+        assert allowed_attention() == before
+
+
+def test_kernels_of_attention_that_are_as_before_are_not_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets: list[bool] = []
+    with stack_of(tmp_path, Looking, activations=AGAIN) as (engine, _):
+        loss = engine(batch(0))
+        monkeypatch.setattr(torch._C, "_set_sdp_use_math", sets.append)
+        engine.backward(loss)
+    assert sets == []
 
 
 class Adapting(Stack):
