@@ -360,8 +360,9 @@ class _TimedStep:
         if more:
             gathered_ns = self._wire.busy_ns
             # The next forward does not wait for gradients to come down.
-            again_ns, _ = self._backward(self._forward(made_ns, deferred=False))
-            repeated_ns = more * (again_ns - made_ns)
+            again_ns, again_end_ns = self._backward(self._forward(made_ns, deferred=False))
+            # Made, or sent: where a link is slower than computing, its gradients queue up.
+            repeated_ns = more * max(again_ns - made_ns, again_end_ns - end_ns)
             gathering_ns += more * (self._wire.busy_ns - gathered_ns)
             for lane, nbytes in _moved(self._lanes.spans[once:]).items():
                 moved[lane] = moved.get(lane, 0) + more * nbytes

@@ -28,6 +28,7 @@ from infinity_engine.plan import (
     HostOnly,
     Interleaved,
     Lane,
+    LaneClocks,
     NvmeStreamed,
     Rates,
     ResolvedBudget,
@@ -701,6 +702,22 @@ def test_further_micro_batches_add_forwards_and_backwards_and_no_updates() -> No
     passes = sum(phase.ns for phase in four.timeline.phases if phase.name != "update")
     assert four.timeline.update_ns == one.timeline.update_ns
     assert four.timeline.repeated_ns == pytest.approx(3 * passes, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", [7, 11, 30, 37, 38, 41, 46, 50])
+def test_a_step_takes_at_least_as_long_as_each_link_moves_its_bytes(seed: int) -> None:
+    training, there = random_case(seed)
+    training = replace(training, accumulation_steps=16)
+    slowly = (there.rates.d2h_bytes_per_s or 0) / 20
+    there = replace(there, rates=replace(there.rates, d2h_bytes_per_s=slowly))
+    found = Planner(training, there).look()
+    assert found is not None, "this machine has room"
+    timeline = time_step(found.plan, found.sizing, training, there)
+    links = LaneClocks(there.rates)
+
+    assert timeline.moved
+    for lane, nbytes in timeline.moved.items():
+        assert timeline.ns >= links.duration_ns(lane, nbytes), lane
 
 
 def test_an_update_takes_half_of_a_drives_mixed_rate_each_way() -> None:
