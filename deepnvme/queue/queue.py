@@ -72,7 +72,8 @@ _READ, _WRITE = _native.Verb.READ, _native.Verb.WRITE
 _FAILS, _STOPS = _native.AtEndOfFile.FAILS, _native.AtEndOfFile.STOPS
 _MOST_REQUESTS = 4096
 _LARGEST_FILE = (1 << 63) - 1  # bytes, as the kernel counts them
-_SURELY_FITS = 1 << 62  # behind it is room for any memory
+# No memory is so large that an operation from a smaller offset ends beyond the largest file.
+_SURELY_FITS = 1 << 62
 
 
 class WhenFull(Enum):

@@ -244,8 +244,8 @@ def _of_catalogue(options: argparse.Namespace) -> _Known:
         try:
             gpus = find_gpu(options.gpu, field="--gpu")
         except ConfigError as error:
-            expected = f"{error.expected}; of any other one, its memory in --gpu-mem and its rate "
-            expected += "in --tflops instead"
+            expected = f"{error.expected}; to plan for another GPU, give --gpu-mem and --tflops "
+            expected += "instead"
             raise replace(error, expected=expected) from error
         known = _with_gpu(known, gpus[0])
         known = replace(known, notes=(*known.notes, *_also("--gpu", options.gpu, gpus)))

@@ -127,8 +127,9 @@ def time_quickest_step(
     may leave open.
 
     Some steps are longer so (decision 0016): the thread that updates also waits for parameters.
-    Only the seconds of a forward tell, so without a rate of computing nothing is changed. Where the
-    step takes `below_ns` or more both ways, only one may have been timed: apart.
+    Only the seconds of a forward tell, so without a rate of computing nothing is changed. The
+    longer way may not be timed to its end. Where the step takes `below_ns` or more both ways, only
+    one may have been timed: apart.
     """
     work = _work_of(plan, sizing, training)
 
@@ -248,8 +249,10 @@ class _LeastStep:
         self._clocks = clocks
         self._busy = [(lane, ns + max(after_ns, again.get(lane, 0))) for lane, ns in ready.items()]
 
-    def ns(self) -> int:
-        """Return it."""
+    def earliest_end_ns(self) -> int:
+        """Return a time before which the step cannot end, from how long each lane has waited so
+        far.
+        """
         return max(self._clocks.idle_ns(lane) + ns for lane, ns in self._busy)
 
 
@@ -332,7 +335,7 @@ class _TimedStep:
         """Return when everything happens.
 
         Raises:
-            _LongerStepError: the step is known to take longer than `most_ns` before its end.
+            _LongerStepError: while it was timed, the step was seen to take more than `most_ns`.
         """
         deferred = self._deferred
         if not deferred:
@@ -460,7 +463,7 @@ class _TimedStep:
         self._fetch_ahead(walk)
         end_ns = 0
         for number, needs in enumerate(self._modules):
-            if least.ns() > most_ns:
+            if least.earliest_end_ns() > most_ns:
                 raise _LongerStepError
             if needs.fetched:
                 self._provide(number, walk)

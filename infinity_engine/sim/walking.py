@@ -167,7 +167,7 @@ class FetchingRoom:
     def make(self, module: int) -> int:
         """Let others leave until there is room for a module; return when its memory is free.
 
-        No update is under way: staging sets take nothing.
+        Staging sets take nothing here: the update has ended, or, in one memory, has none.
         """
         needed, free_ns = self._nbytes[module], 0
         if not self._leaving and needed <= self.resident.free:  # most plans have room for all

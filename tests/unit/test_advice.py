@@ -128,7 +128,9 @@ def test_without_drives_and_without_a_gpu_neither_is_offered() -> None:
 
 
 def test_what_a_gb_per_s_is_worth_is_what_it_saves(on_drives: Decision) -> None:
-    """Drives that write 2 GB/s: what a twentieth more saves, ten times, would be half too much."""
+    """The drives write 2 GB/s, so one GB/s more is half. Ten times the saving of 5% more would be
+    half too much.
+    """
     [writes] = [it for it in worths(on_drives) if "writes" in it.unit]
     faster = decide(on_drives.training, with_drives(on_drives.means, 1.5)).best
 
