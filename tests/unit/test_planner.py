@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 
 import pytest
 from hypothesis import given, settings
@@ -37,8 +38,8 @@ from infinity_engine.plan import (
     Tier,
 )
 from infinity_engine.plan.step import Home
-from infinity_engine.sim import simulate
-from infinity_engine.sim.candidate import Choice
+from infinity_engine.sim import simulate, timeline
+from infinity_engine.sim.candidate import Candidate, Choice
 from infinity_engine.sim.planner import Planner, decide
 from infinity_engine.sim.presets import preset
 from infinity_engine.sim.remedies import explain_refusal
@@ -486,20 +487,63 @@ def test_computing_takes_the_operations_over_their_rate() -> None:
     assert moved == {}
 
 
-@pytest.mark.parametrize("seed", [3, 11, 37, 40, 48])
-def test_a_step_that_is_timed_as_far_as_needed_is_the_quicker_of_both_ways(seed: int) -> None:
+SEEDS = [3, 11, 37, 40, 48]  # of machines with room
+
+
+@lru_cache
+def found_for(seed: int) -> tuple[Candidate, Training, Means]:
+    """Return a plan of a random case, whose training leaves open whether updates overlap."""
     training, there = random_case(seed)
     training = replace(training, overlap=None)
     found = Planner(training, there).look()
     assert found is not None, "this machine has room"
+    return found, training, there
 
-    def whole(overlap: bool) -> int:
-        asked = replace(training, overlap=overlap)
-        return time_step(found.plan, found.sizing, asked, there).ns
 
-    quickest, _ = time_quickest_step(found.plan, found.sizing, training, there)
+def test_a_step_that_is_timed_as_far_as_needed_is_the_quicker_of_both_ways(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut_short = []
 
-    assert quickest.ns == min(whole(overlap=True), whole(overlap=False))
+    class Noted(timeline._LongerStepError):
+        def __init__(self) -> None:
+            cut_short.append(self)
+
+    monkeypatch.setattr(timeline, "_LongerStepError", Noted)
+    for seed in SEEDS:
+        found, training, there = found_for(seed)
+        both = [
+            time_step(found.plan, found.sizing, replace(training, overlap=overlap), there).ns
+            for overlap in (True, False)
+        ]
+
+        quickest, _ = time_quickest_step(found.plan, found.sizing, training, there)
+
+        assert quickest.ns == min(both), seed
+    assert cut_short
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_the_bound_that_cuts_a_step_short_is_never_longer_than_the_step(
+    micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds: list[int] = []
+    earliest_end_ns = timeline._LeastStep.earliest_end_ns
+
+    def noted(least: timeline._LeastStep) -> int:
+        bounds.append(earliest_end_ns(least))
+        return bounds[-1]
+
+    monkeypatch.setattr(timeline._LeastStep, "earliest_end_ns", noted)
+    for seed in SEEDS:
+        found, training, there = found_for(seed)
+        asked = replace(training, overlap=True, accumulation_steps=micro_batches)
+        bounds.clear()
+
+        step = time_step(found.plan, found.sizing, asked, there)
+
+        assert bounds == sorted(bounds), seed
+        assert bounds[-1] <= step.ns, seed
 
 
 def test_parameters_at_home_cross_the_link_for_forward_and_backward_and_gradients_come_back() -> (
