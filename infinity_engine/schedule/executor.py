@@ -101,8 +101,10 @@ class Walk:
         # None: the op had ended when it was submitted.
         self._events: dict[int, Waitable | None] = {}
         self._held_back: dict[Lane, deque[int]] = {}  # [Note: who waits for whom]
-        # By lane, what its first op that is held back was last seen to wait for: the end of an op,
-        # or one that is not submitted yet.
+        # By lane, what keeps its first held-back op: an op that has not ended, or one that is not
+        # submitted. An entry may outlive its op. That does no harm: an event that is done stays
+        # done, a submitted op stays in `_events`, and an op leaves its lane's queue only after both
+        # were so.
         self._awaited: dict[Lane, Waitable] = {}
         self._missing: dict[Lane, int] = {}
         self._arrivals = plan.arrivals()  # of subgroups that are not known to have arrived

@@ -27,7 +27,7 @@ from infinity_engine.plan import (
     SubgroupSpec,
     Tier,
 )
-from infinity_engine.plan.ops import LoadStates, StoreStates
+from infinity_engine.plan.ops import LoadStates, StoreStates, UpdateOnHost
 from infinity_engine.schedule import Executor, Walk
 from infinity_engine.schedule.executor import WAIT_FOR_READS, WAIT_FOR_WRITES
 from infinity_engine.telemetry import NullTelemetry, Telemetry
@@ -225,6 +225,56 @@ def test_a_poll_leaves_what_a_full_link_has_no_room_for() -> None:
 
     assert begun <= 3 * len(STREAMS)
     assert len(carrier.events) == len(plan.ops) == 36
+
+
+def test_a_lane_goes_on_after_its_first_op_waited_for_an_op_and_then_for_its_end() -> None:
+    specs = [
+        SubgroupSpec(
+            index=at, numel=1, first_use=at, buffer_bytes=12, load_bytes=12, store_bytes=12
+        )
+        for at in range(3)
+    ]
+    plan = StepPlan(
+        subgroups=tuple(specs),
+        ops=(
+            LoadStates(subgroup=0, nbytes=12, buffer=0),
+            UpdateOnHost(subgroup=0, params=1, after=(0,)),
+            StoreStates(subgroup=0, nbytes=12, buffer=0, after=(1,)),
+            LoadStates(subgroup=1, nbytes=12, buffer=0, after=(2,)),
+            LoadStates(subgroup=2, nbytes=12, buffer=1),
+            UpdateOnHost(subgroup=1, params=1, after=(3,)),
+            StoreStates(subgroup=1, nbytes=12, buffer=0, after=(5,)),
+            UpdateOnHost(subgroup=2, params=1, after=(4,)),
+            StoreStates(subgroup=2, nbytes=12, buffer=1, after=(7,)),
+        ),
+        parameters=Tier.HOST,
+        buffer_bytes=(12, 12),
+    )
+    begun: list[int] = []
+    events: list[Late] = []
+
+    class Slow:
+        def carry_out(self, op: Op, after: Sequence[object]) -> Late:
+            begun.append(plan.ops.index(op))
+            events.append(Late(float("inf"), []))
+            return events[-1]
+
+    walk = Executor(Slow(), NullTelemetry()).begin(plan)
+    walk.poll()
+    events[0].passed = True
+    walk.poll()
+    # Op 3 waits for op 2, which is held back, and op 4 comes behind it in its lane.
+    assert begun == [0, 1]
+    events[1].passed = True
+    walk.poll()
+    # Now op 3 waits for the end of op 2.
+    assert begun == [0, 1, 2]
+    events[2].passed = True
+    walk.poll()
+    assert begun == [0, 1, 2, 3, 4]
+    walk.finish()
+
+    assert sorted(begun) == list(range(9))
 
 
 def test_lanes_keep_their_order_while_the_hosts_thread_is_ahead() -> None:
