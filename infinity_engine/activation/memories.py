@@ -7,9 +7,11 @@ nothing: `ActivationOffload` and `ActivationMoves` do.
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -83,12 +85,12 @@ class SavedMemory:
 class SavedView:
     """What autograd holds in place of a tensor: a view of a saved memory."""
 
-    __slots__ = ("_dtype", "_gone", "_offset", "_size", "_stride", "memory")
+    __slots__ = ("_dtype", "_gone", "_offset", "_stride", "memory", "shape")
 
     def __init__(self, memory: SavedMemory, tensor: torch.Tensor, gone: deque[SavedMemory]) -> None:
         self.memory = memory
         self._dtype = tensor.dtype
-        self._size = tuple(tensor.shape)
+        self.shape = tuple(tensor.shape)
         self._stride = tensor.stride()
         self._offset = int(tensor.storage_offset())
         self._gone = gone
@@ -103,34 +105,61 @@ class SavedView:
         # The memory of a view may have bytes beyond the last whole element.
         typed = flat[: flat.numel() - flat.numel() % self._dtype.itemsize].view(self._dtype)
         return typed.as_strided(
-            self._size, self._stride, int(typed.storage_offset()) + self._offset
+            self.shape, self._stride, int(typed.storage_offset()) + self._offset
         )
 
 
 class SavedPiece:
-    """What autograd holds in place of a view of little of its memory.
+    """What autograd holds in place of a view of a small part of its memory.
 
     That is the tensor, as it was `kept`, until so much is saved of the memory that it may leave.
     """
 
-    __slots__ = ("__weakref__", "held", "tensor")
+    __slots__ = ("__weakref__", "_alias", "_held", "_version")
 
     def __init__(self, tensor: torch.Tensor, kept: object) -> None:
-        self.held = kept
-        self.tensor: torch.Tensor | None = tensor.detach()
+        self._held = kept
+        self._alias = tensor.detach()
+        self._version = self._alias._version
 
-    def become(self, view: SavedView) -> None:
+    def become_view(self, make_view: Callable[[torch.Tensor], SavedView]) -> None:
         """Be a view of saved memory from here on."""
-        self.held, self.tensor = view, None
+        alias = self._alias
+        self._held = make_view(alias)
+        # Without memory it still knows its version: not all tensors in a memory have the same one.
+        with torch.inference_mode(False):
+            alias.data = alias.new_empty(0)
+
+    def held(self) -> object:
+        """Return what is kept, or the view.
+
+        Raises:
+            ChangedInPlaceError: the tensor was changed in place since it was saved.
+        """
+        held, now = self._held, self._alias._version
+        if isinstance(held, SavedView) and now != self._version:
+            raise changed_since(held.shape, self._version, now)
+        return held
 
 
 @dataclass(slots=True)
-class _Pieces:
-    """The pieces that were saved of one memory at one version, and the bytes of each part of it."""
+class _SmallViews:
+    """The small views that were saved of one memory at one version, and the bytes they cover."""
 
     version: int
-    parts: dict[tuple[int, int], int] = field(default_factory=dict)  # by offset and extent
-    pieces: list[weakref.ref[SavedPiece]] = field(default_factory=list)
+    covered: int = 0
+    # Of the parts that are covered, which do not touch one another, in their order.
+    begins: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    pieces: weakref.WeakSet[SavedPiece] = field(default_factory=weakref.WeakSet)
+
+    def cover(self, begin: int, end: int) -> None:
+        """Count the bytes of a part that no part before it has covered."""
+        first, last = bisect_left(self.ends, begin), bisect_right(self.begins, end)
+        begins, ends = self.begins[first:last], self.ends[first:last]
+        begin, end = min([begin, *begins]), max([end, *ends])
+        self.begins[first:last], self.ends[first:last] = [begin], [end]
+        self.covered += end - begin - sum(ends) + sum(begins)
 
 
 class SavedMemories:
@@ -141,7 +170,8 @@ class SavedMemories:
         self._borrowed = borrowed
         # Of those that are still the original, so that a tensor saved again is recognized.
         self._by_address: dict[int, SavedMemory] = {}
-        self._pieces: dict[int, _Pieces] = {}  # of the memories that stay for now, by address
+        # Of the memories that stay for now, by address.
+        self._small_views: dict[int, _SmallViews] = {}
         self._next = 0
         self._gone: deque[SavedMemory] = deque()  # once for each saved view that has gone
 
@@ -157,24 +187,27 @@ class SavedMemories:
         storage, extent = tensor.untyped_storage(), _extent_of(tensor)
         if extent * _SMALLEST_PART >= storage.nbytes():
             return True
-        known = self._pieces.get(storage.data_ptr())
-        if known is None or known.version != tensor._version:
-            known = self._pieces[storage.data_ptr()] = _Pieces(tensor._version)
+        known = self._small_views.get(storage.data_ptr())
+        # Where all of them are gone, another memory may have got the address.
+        if known is None or not known.pieces or known.version != tensor._version:
+            known = self._small_views[storage.data_ptr()] = _SmallViews(tensor._version)
         begin = int(tensor.storage_offset()) * tensor.element_size()
-        known.parts[begin, extent] = extent
-        return sum(known.parts.values()) * _SMALLEST_PART >= storage.nbytes()
+        known.cover(begin, begin + extent)
+        return known.covered * _SMALLEST_PART >= storage.nbytes()
 
     def keep_piece(self, tensor: torch.Tensor, kept: object) -> SavedPiece:
         """Return what autograd saves in place of a tensor whose memory may not leave yet, and that
         was `kept`.
         """
         piece = SavedPiece(tensor, kept)
-        self._pieces[tensor.untyped_storage().data_ptr()].pieces.append(weakref.ref(piece))
+        self._small_views[tensor.untyped_storage().data_ptr()].pieces.add(piece)
         return piece
 
     def forget_pieces(self) -> None:
-        """Let pieces that were saved so far stay what they are."""
-        self._pieces.clear()
+        """Forget the small views saved so far: each keeps its tensor, and later views do not count
+        with them.
+        """
+        self._small_views.clear()
 
     def add(self, tensor: torch.Tensor) -> SavedMemory:
         """Number the memory of a tensor that was not saved yet, for the pieces of it as well."""
@@ -196,14 +229,12 @@ class SavedMemories:
         return memory
 
     def _move_pieces_to(self, memory: SavedMemory) -> None:
-        known = self._pieces.pop(memory.address, None)
+        known = self._small_views.pop(memory.address, None)
         if known is None or known.version != memory.watched[1]:
             return
-        for reference in known.pieces:
-            piece = reference()
-            # One that is there has its memory, so no other tensor has got the address.
-            if piece is not None and piece.tensor is not None:
-                piece.become(self.view(memory, piece.tensor))
+        # One that is there has its memory, so no other tensor has got the address.
+        for piece in known.pieces:
+            piece.become_view(partial(self.view, memory))
 
     def view(self, memory: SavedMemory, tensor: torch.Tensor) -> SavedView:
         """Return what autograd saves in place of a tensor that lies in `memory`."""
@@ -241,7 +272,7 @@ class SavedMemories:
         """Forget them all."""
         self.by_number.clear()
         self._by_address.clear()
-        self._pieces.clear()
+        self._small_views.clear()
 
 
 def _extent_of(tensor: torch.Tensor) -> int:

@@ -145,7 +145,7 @@ class ActivationOffload:
             TransferError: it could not be read back; it can be asked for again.
         """
         if isinstance(saved, SavedPiece):
-            saved = saved.held
+            saved = saved.held()
         if not isinstance(saved, SavedView):
             return self._kept.unpack(saved)
         if self._closed:

@@ -317,6 +317,100 @@ def test_a_small_view_of_a_data_set_stays(tmp_path: Path) -> None:
         engine.backward(loss)
 
 
+class OfParts(torch.nn.Module):
+    """Computes its loss of a linear layer's output, as `compute` says."""
+
+    def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 128)
+        self.compute = compute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(self.linear(x))
+
+
+ALL_STAYS = {"at": "nvme", "resident_bytes": "8MiB", "small_bytes": 0}
+
+
+def test_overlapping_windows_of_a_data_set_stay(tmp_path: Path) -> None:
+    rows = torch.randn(1024, 128)
+
+    def compute(y: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(y * rows[8 * n : 8 * n + 64]).sum() for n in range(20)]).sum()
+
+    with engine_of(OfParts(compute), tmp_path, activations=ALL_STAYS) as engine:
+        loss = engine(batch(0))
+        saved = offload_of(engine)._memories.by_number.values()
+        assert max(memory.record.nbytes for memory in saved) < rows.numel() * 4
+        engine.backward(loss)
+
+
+def test_small_views_that_are_gone_do_not_count(tmp_path: Path) -> None:
+    def compute(y: torch.Tensor) -> torch.Tensor:
+        for number in range(7):
+            y[8 * number : 8 * number + 8].square()  # saves a view, as long as its result is there
+        return y[56:].square().sum()
+
+    with engine_of(OfParts(compute), tmp_path, activations=ALL_STAYS) as engine:
+        loss = engine(batch(0))
+        saved = offload_of(engine)._memories.by_number.values()
+        assert 64 * 128 * 4 not in [memory.record.nbytes for memory in saved]
+        engine.backward(loss)
+
+
+def change_between(y: torch.Tensor) -> torch.Tensor:
+    first = y[:8].square().sum()
+    with torch.no_grad():
+        y.add_(1.0)
+    return first + torch.stack([y[8 * n : 8 * n + 8].square().sum() for n in range(1, 8)]).sum()
+
+
+def change_another_alias(y: torch.Tensor) -> torch.Tensor:
+    alias = y.data  # of the same memory, with a version of its own
+    loss = (y[:8] * alias[:8]).sum() + y[8:16].square().sum()
+    alias.add_(1.0)
+    return loss
+
+
+@pytest.mark.parametrize("compute", [change_between, change_another_alias])
+def test_a_change_of_a_small_view_is_an_error_as_in_torch(
+    compute: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    cases: tuple[dict[str, Any], ...] = ({}, {"activations": ALL_STAYS})
+    for settings in cases:
+        with engine_of(OfParts(compute), tmp_path, **settings) as engine:
+            loss = engine(batch(0))
+            if settings:
+                saved = offload_of(engine)._memories.by_number.values()
+                assert 64 * 128 * 4 in [memory.record.nbytes for memory in saved]
+            with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+                engine.backward(loss)
+
+
+@pytest.mark.parametrize("use", ["a retained graph", "two forwards"])
+def test_memory_that_left_in_small_views_comes_back_whenever_it_is_needed(
+    use: str, tmp_path: Path
+) -> None:
+    def trained(**settings: Any) -> Bits:
+        torch.manual_seed(0)
+        with engine_of(
+            Parts([8] * 8, list(range(8))), tmp_path, accumulation_steps=2, **settings
+        ) as engine:
+            for seed in range(2):
+                if use == "two forwards":
+                    losses = [engine(batch(seed)), engine(batch(seed + 7))]
+                    for loss in losses:
+                        engine.backward(loss)
+                else:
+                    loss = engine(batch(seed))
+                    engine.backward(loss, retain_graph=True)
+                    engine.backward(loss)
+                engine.step()
+            return bits_of(engine)
+
+    assert differing(trained(), trained(activations=ON_DRIVES)) == []
+
+
 def test_many_tiny_tensors_take_about_the_memory_that_they_are_counted_with(
     tmp_path: Path,
 ) -> None:
