@@ -169,7 +169,7 @@ def check_and_plan(
     rated_config = (
         rated() if ranks is None else with_rates_of_machine(config, ranks, budget.nvme, rated)
     )
-    with refusing_beside(built), _refusing_beside_saved(saved, budget.host, accelerator):
+    with _refusing_beside_saved(saved, budget.host, accelerator), refusing_beside(built):
         if sharding is None:
             wish, question = choose(
                 model,
@@ -322,13 +322,16 @@ def _refusing_beside_saved(nbytes: int, host: int, accelerator: Accelerator) -> 
             raise
         on_cpu = accelerator.torch_device.type == "cpu"
         setting = f"activations.{'resident' if on_cpu else 'host'}_bytes"
-        beside = error.beside(f"saved activations ({setting})", nbytes)
-        raise replace(
-            beside,
-            limit=beside.limit - max(nbytes - host, 0),
-            asked=beside.asked + max(nbytes - host, 0),
-            change=f"lower {setting}, or {error.change}",
-        ) from None
+        beside = error.beside(f"saved activations ({setting})", min(nbytes, host))
+        change = f"lower {setting}, or {error.change}"
+        if nbytes > host and error.budget:
+            least = error.limit + nbytes + max(error.asked - error.free, 0)
+            change = (
+                f"raise the budget's {error.budget} to at least {least} B ({setting} alone is "
+                f"{nbytes} B), or {change}"
+            )
+            beside = replace(beside, budget=None)
+        raise replace(beside, change=change) from None
 
 
 def saved_on_host(config: ActivationsConfig, accelerator: Accelerator, host: int) -> int:
