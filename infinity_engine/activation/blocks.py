@@ -26,7 +26,10 @@ class RepeatedBlock:
     parameters: tuple[torch.nn.Parameter, ...]
 
     def has_its_parameters(self) -> bool:
-        """Tell whether the module has its own parameters: `functional_call` runs it with others."""
+        """Tell whether the module has the parameters that it had when it was found.
+
+        `functional_call` runs it with others, and code may add or replace one.
+        """
         now = tuple(self.module.parameters())
         return list(map(id, now)) == list(map(id, self.parameters))
 

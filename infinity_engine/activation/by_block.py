@@ -340,7 +340,11 @@ class BlockActivations:
             self._decider.refuse_recompute(block, "it changes its buffers")
             call.keep()
         if call.runs_again and not block.has_its_parameters():
-            self._decider.refuse_recompute(block, "it ran with other parameters than its own")
+            self._decider.refuse_recompute(
+                block,
+                "its parameters are not those that it had in initialize (functional_call, or "
+                "replaced since)",
+            )
             call.keep()
         # Of frozen blocks, or where the model's own hooks keep it.
         if call.saves_nothing:

@@ -441,7 +441,19 @@ def test_blocks_that_run_with_other_parameters_are_kept(tmp_path: Path) -> None:
     with stack_of(tmp_path, activations=AGAIN, **settings) as (engine, _):
         engine.backward(engine(batch(0)))
         engine.step()
-        assert "other parameters than its own" in str(engine.report())
+        assert "its parameters are not those that it had in initialize" in str(engine.report())
+
+
+def test_a_block_whose_parameter_was_replaced_is_kept(tmp_path: Path) -> None:
+    with stack_of(tmp_path, parameters="device", activations=AGAIN) as (engine, model):
+        norm: Any = model.blocks[1].norm
+        norm.bias = nn.Parameter(torch.ones(32), requires_grad=False)
+        engine.backward(engine(batch(0)))
+        engine.step()
+        ways = {use.name: use.way for use in engine.report().blocks}
+        assert ways.pop("blocks.1") == "kept"
+        assert set(ways.values()) == {"recomputed"}
+        assert "its parameters are not those that it had in initialize" in str(engine.report())
 
 
 class InPlace(Block):
