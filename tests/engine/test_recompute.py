@@ -134,6 +134,14 @@ def same_bits(drive: Path, block: Callable[[], nn.Module] = Block, **more: Any) 
         assert differing(expected, trained(drive, block, activations=activations, **more)) == []
 
 
+def ways_of(drive: Path, block: Callable[[], nn.Module] = Block, **more: Any) -> set[str]:
+    """Return the ways that blocks go in a step which is to recompute all of them."""
+    with stack_of(drive, block, activations=AGAIN, **more) as (engine, _):
+        engine.backward(engine(batch(0)))
+        engine.step()
+        return {use.way for use in engine.report().blocks}
+
+
 @pytest.mark.parametrize("parameters", ["device", "host", "nvme"])
 def test_recomputed_blocks_train_with_the_same_bits(parameters: str, tmp_path: Path) -> None:
     same_bits(tmp_path, parameters=parameters)
@@ -347,6 +355,7 @@ class Attending(Stack):
 
 def test_a_tensor_that_is_given_thrice_is_one_in_the_second_run(tmp_path: Path) -> None:
     same_bits(tmp_path, model_class=Attending)
+    assert ways_of(tmp_path, model_class=Attending) == {"recomputed"}
 
 
 def test_an_input_that_one_block_gets_twice_is_not_shared() -> None:
@@ -400,6 +409,8 @@ def test_a_second_run_computes_attention_as_the_first_did(
             allowed: Any = block.allowed
             assert len(allowed) == 2
             assert allowed[0] == allowed[1] != allowed_attention()
+        engine.step()
+        assert {use.way for use in engine.report().blocks} == {"recomputed"}
 
 
 def test_the_kernels_of_attention_are_as_before_a_second_run_that_fails(tmp_path: Path) -> None:
