@@ -5,6 +5,7 @@ in which order, within the limit; what fails is named and can be repeated.
 from __future__ import annotations
 
 import errno
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity_engine
 from infinity_engine.activation import ActivationOffload
+from infinity_engine.activation.memories import _SmallViews
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.lanes.meter import Cargo
@@ -343,6 +345,18 @@ def test_overlapping_windows_of_a_data_set_stay(tmp_path: Path) -> None:
         saved = offload_of(engine)._memories.by_number.values()
         assert max(memory.record.nbytes for memory in saved) < rows.numel() * 4
         engine.backward(loss)
+
+
+def test_bytes_that_several_small_views_cover_count_once() -> None:
+    drawn = random.Random(0)
+    for _ in range(50):
+        views, covered = _SmallViews(version=0), set[int]()
+        for _ in range(20):
+            begin = drawn.randrange(200)
+            end = begin + drawn.randrange(30)
+            views.cover(begin, end)
+            covered.update(range(begin, end))
+            assert views.covered == len(covered)
 
 
 def test_small_views_that_are_gone_do_not_count(tmp_path: Path) -> None:
