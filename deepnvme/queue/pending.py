@@ -55,7 +55,8 @@ _LARGEST_GATHERED = 64 << 10  # bytes; the largest that native code issues in th
 class _Listener:
     """What completes operations on one event loop: `bell` wakes the loop.
 
-    It holds no loop, so that a loop that nothing else holds can be collected.
+    It holds no loop, so that a loop that nothing else holds can be collected: the loop's own reader
+    refers to both, and goes with the loop.
     """
 
     def __init__(self) -> None:
@@ -283,7 +284,7 @@ class Pending:
             self._latest = weakref.ref(loop), listener
             # A loop without add_reader is woken by the queue's own thread.
             with suppress(NotImplementedError):
-                loop.add_reader(listener.bell.descriptor, self._answer, loop, listener)
+                loop.add_reader(listener.bell.descriptor, self._serve, loop, listener)
         self._native.hear(ticket, listener.bell)
 
     def leave_loops(self) -> None:
@@ -316,9 +317,17 @@ class Pending:
             loop.call_soon(self._answer, loop, listener)
 
     def _answer(self, loop: asyncio.AbstractEventLoop, listener: _Listener) -> None:
-        """Issue what was submitted on an event loop, and complete what has ended. On that loop."""
+        """Serve the loop, as `_answer_soon` asked."""
         # First: what is submitted from here on needs another answer.
         listener.answers_soon = False
+        self._serve(loop, listener)
+
+    def _serve(self, loop: asyncio.AbstractEventLoop, listener: _Listener) -> None:
+        """Issue what was submitted on an event loop, and complete what has ended. On that loop.
+
+        The loop's reader calls it too. An `_answer` that is queued then stays so: it serves what is
+        submitted meanwhile.
+        """
         if self._native.serve_loop(listener.bell, self._complete_unheard):
             # The coroutines that were woken run in the loop's next turn. What they submit reaches
             # the kernel in that turn, and not in the one after it.

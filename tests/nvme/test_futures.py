@@ -15,11 +15,22 @@ import sys
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from deepnvme import File, IOFuture, IOQueue, NVMeError, QueueFull, ShortReadError, WhenFull
+from deepnvme import (
+    File,
+    IOFuture,
+    IOQueue,
+    NVMeError,
+    QueueFull,
+    ShortReadError,
+    WhenFull,
+    _native,
+)
+from deepnvme.queue.pending import Pending
 from support.nvme_held import held, until
 from support.nvme_io import CHUNK, TIMEOUT_S, assert_same, contents, pattern
 
@@ -185,6 +196,43 @@ def test_cancelling_an_await_leaves_the_operation_running_and_its_memory_held(
         asyncio.run(asyncio.wait_for(main(future), TIMEOUT_S))
         if not begun:
             assert_same(buffer, pattern(CHUNK, seed=1))
+
+
+def test_an_event_loop_has_one_answer_queued_when_its_reader_has_answered() -> None:
+    """A loop and a native queue of the test: what a loop calls next is not left to a drive."""
+    queued: list[tuple[Any, ...]] = []
+    readers: list[tuple[Any, ...]] = []
+
+    class Loop:
+        def add_reader(self, _descriptor: int, *call: Any) -> None:
+            readers.append(call)
+
+        def call_soon(self, *call: Any) -> None:
+            queued.append(call)
+
+    class Ended:
+        """Whenever it is asked, something has ended."""
+
+        def hear(self, _ticket: object, _bell: object) -> None:
+            pass
+
+        def serve_loop(self, _bell: object, _complete: object) -> bool:
+            return True
+
+    loop: Any = Loop()
+    native: Any = Ended()
+    pending = Pending(native, "memory", 1)
+    pending.hear_on(loop, _native.Ticket())
+    pending._answer_soon(loop, pending._listeners[loop])
+
+    [(reader, *arguments)] = readers
+    reader(*arguments)  # the loop's turn begins with its readers
+    pending._answer_soon(loop, pending._listeners[loop])  # as a submission in that turn does
+
+    assert len(queued) == 1
+    [(answer, *arguments)] = queued
+    answer(*arguments)
+    assert len(queued) == 2, "what the coroutines submit that were woken needs another one"
 
 
 def test_a_timeout_around_an_await_leaves_the_operation_running(tmp_path: Path) -> None:
