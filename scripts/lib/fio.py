@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -116,14 +115,19 @@ def _watch(job: Job, looks: list[_Look], process: subprocess.Popen[str]) -> None
 def _look(pid: int) -> _Look:
     # the CPU clock of that process, as clock_getcpuclockid(3) makes it
     cpu_s = time.clock_gettime((~pid << 3) | 2)
-    moved_bytes = 0
-    # Not the first thread, which loads the program from a drive and does not move blocks.
-    for task in set(Path(f"/proc/{pid}/task").iterdir()) - {Path(f"/proc/{pid}/task/{pid}")}:
-        with suppress(OSError):  # that thread has ended
-            lines = (task / "io").read_text().splitlines()
-            counts = dict(line.split(": ") for line in lines)
-            moved_bytes += int(counts["read_bytes"]) + int(counts["write_bytes"])
+    # Not those of the first thread, which loads the program from a drive and does not move blocks.
+    # Those of threads that have ended count.
+    moved_bytes = _moved_bytes(f"/proc/{pid}/io") - _moved_bytes(f"/proc/{pid}/task/{pid}/io")
     return _Look(cpu_s, moved_bytes)
+
+
+def _moved_bytes(counts: str) -> int:
+    try:
+        lines = Path(counts).read_text().splitlines()
+    except OSError:  # this kernel does not count them
+        return 0
+    numbers = dict(line.split(": ") for line in lines)
+    return int(numbers["read_bytes"]) + int(numbers["write_bytes"])
 
 
 def best(sweep: Mapping[_Settings, Sequence[Mapping[str, float]]]) -> _Settings:

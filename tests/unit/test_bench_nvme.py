@@ -8,6 +8,7 @@ import io
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,6 +25,7 @@ from deepnvme.cli.fio import Job
 from deepnvme.measuring.measure import Workload
 from fio import CPU, P99, RATE, THREAD_CPU
 from rival_deepnvme import Order, Rival
+from support.nvme_held import until
 from support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,6 +179,44 @@ def test_a_look_at_a_process_sees_what_it_has_used() -> None:
     sum(range(10**5))
 
     assert fio._look(os.getpid()).cpu_s > first.cpu_s > 0
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_look_counts_what_any_thread_but_the_first_has_moved(tmp_path: Path, ends: bool) -> None:
+    if not Path("/proc/self/io").exists() or is_memory(tmp_path):
+        pytest.skip("this kernel counts no bytes of processes, or they go to no drive")
+    written, looked = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with (tmp_path / "data").open("wb") as file:
+            file.write(bytes(MIB))
+            file.flush()
+            os.fsync(file.fileno())
+        written.set()
+        if not ends:
+            looked.wait()
+
+    first = fio._look(os.getpid())
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        written.wait()
+        if ends:
+            thread.join()
+            until(lambda: not Path(f"/proc/self/task/{thread.native_id}").exists())
+        moved_bytes = fio._look(os.getpid()).moved_bytes - first.moved_bytes
+    finally:
+        looked.set()
+        thread.join()
+
+    assert moved_bytes >= MIB
+
+
+def is_memory(folder: Path) -> bool:
+    number = folder.stat().st_dev
+    device = f" {os.major(number)}:{os.minor(number)} "
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    return any(device in mount and " - tmpfs " in mount for mount in mounts)
 
 
 def test_a_fio_that_ends_early_cannot_be_watched(
