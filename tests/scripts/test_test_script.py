@@ -61,6 +61,18 @@ def test_a_missing_tool_fails_its_step_and_the_summary_says_what_to_do(
     assert told in capsys.readouterr().out
 
 
+def test_a_tool_that_is_there_and_cannot_be_started_is_not_blamed_on_the_environment(
+    script: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "mypy").touch(mode=0o600)
+
+    forbidden = script.command("step", [tmp_path / "mypy"], None, tmp_path)
+    nowhere = script.command("step", [sys.executable], None, tmp_path / "nowhere")
+
+    assert forbidden.note == f"[Errno 13] Permission denied: '{tmp_path}/mypy'"
+    assert nowhere.note == f"[Errno 2] No such file or directory: '{tmp_path}/nowhere'"
+
+
 def test_a_step_in_which_no_test_ran_fails(script: Any, tmp_path: Path) -> None:
     outcome = step(script, tmp_path, "open('report.xml', 'w').write('<testsuites/>')", report=True)
 
