@@ -21,6 +21,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
@@ -51,6 +52,7 @@ LOGS = BUILD / "logs"
 REQUIREMENTS = ROOT / "scripts" / "requirements.txt"
 CHECK_REQUIREMENTS = ROOT / "scripts" / "requirements-check.txt"
 STAMP = "infinity-engine.json"
+_PATIENCE_S = 10.0  # from then on a script that waits for another one says which programs those are
 UNFINISHED = "unfinished"  # the key of a stamp that names what is being added
 # Installed first and alone: where a CPU build of this version is at hand it satisfies the pin, and
 # nothing later pulls the CUDA packages of a newer one. What the package itself asks for is older.
@@ -469,7 +471,13 @@ def _changing_environments() -> Iterator[None]:
                     "waiting for another script that is making an environment in this checkout ...",
                     flush=True,
                 )
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                tells = threading.Timer(_PATIENCE_S, _tell_holders, [lock.fileno()])
+                tells.start()
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                finally:
+                    tells.cancel()
+                    tells.join()
             yield
     except OSError as problem:
         raise EnvironmentMissingError(
@@ -477,3 +485,34 @@ def _changing_environments() -> Iterator[None]:
             f"It takes up to 5 GB in .venv, .venvs and build of {ROOT}, all of which you must be "
             "able to write to."
         ) from problem
+
+
+def _tell_holders(lock: int) -> None:
+    """Say who keeps the lock: a program that an ended script has left may do so for ever."""
+    processes = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    holders = [number for number in processes if _holds(number, lock)]
+    if holders:
+        print("still waiting for:")
+        for number in holders:
+            print(f"  process {number}: {_command_of(number)}")
+        print("If none of them makes an environment any more, end them with kill.", flush=True)
+
+
+def _holds(process: int, lock: int) -> bool:
+    """Tell whether a process keeps a lock, which it may have from a parent that has ended."""
+    wanted = os.fstat(lock)
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        for file in Path(f"/proc/{process}/fd").iterdir():
+            # Scripts that wait have the file open too.
+            if os.path.samestat(file.stat(), wanted) and "lock:" in (
+                Path(f"/proc/{process}/fdinfo/{file.name}").read_text()
+            ):
+                return True
+    return False
+
+
+def _command_of(process: int) -> str:
+    with contextlib.suppress(OSError):  # it has ended
+        words = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace")
+        return words.replace("\0", " ").strip()[:120]
+    return "has ended"

@@ -493,6 +493,37 @@ def test_a_second_script_waits_for_the_program_that_a_killed_one_has_left(
     assert steps_in(rest) == [*INSTALL, BUILD]
 
 
+def test_a_script_that_waits_for_long_names_the_program_that_an_ended_one_has_left(
+    checkout: Checkout,
+) -> None:
+    start = (
+        f"import sys; sys.path.insert(0, {str(checkout.root / 'scripts' / 'lib')!r}); import env\n"
+        "env._PATIENCE_S = 0\n"
+        "with env._changing_environments():\n"
+        "    "
+    )
+    leave = f"{start}env.run_logged('pip', ['sh', '-c', 'touch begun; sleep 120'])"
+    line = [sys.executable, "-S", "-c"]
+    with subprocess.Popen([*line, leave], start_new_session=True) as first:
+        while not (checkout.root / "begun").exists():
+            assert first.poll() is None
+        first.kill()
+        first.wait()
+        with subprocess.Popen([*line, f"{start}pass"], stdout=subprocess.PIPE, text=True) as second:
+            assert second.stdout is not None
+            told: list[str] = []
+            while not (told and "end them with kill" in told[-1]):
+                told.append(second.stdout.readline())
+                assert told[-1], "it has ended"
+            os.killpg(first.pid, signal.SIGKILL)
+
+    assert second.returncode == 0
+    assert told[1] == "still waiting for:\n"
+    holders = [line for line in told if line.startswith("  process ")]
+    assert any("sleep 120" in line for line in holders)
+    assert not any(str(second.pid) in line for line in holders)
+
+
 def test_ctrl_c_ends_an_installation_without_a_traceback_and_the_next_run_repairs(
     checkout: Checkout, waiting: subprocess.Popen[str]
 ) -> None:
