@@ -145,12 +145,15 @@ def _more(means: Means, part: float) -> Iterator[tuple[str, tuple[float, Means]]
     budget, rates = means.budget, means.rates
 
     def grown(there: float) -> float:
-        """Return by which part so many units grow: by one or more, as that is what is told."""
+        """Return the part to add: `part`, or as much as makes one whole unit, since a worth is told
+        per unit.
+        """
         return max(part, 1 / there)
 
-    host = int(grown(budget.host / GiB) * budget.host)
-    roomier = replace(means, budget=replace(budget, host=budget.host + host))
-    yield "GiB of RAM", (host / GiB, roomier)
+    if budget.host:
+        host = int(grown(budget.host / GiB) * budget.host)
+        roomier = replace(means, budget=replace(budget, host=budget.host + host))
+        yield "GiB of RAM", (host / GiB, roomier)
     if not means.unified and budget.device:
         device = int(grown(budget.device / GiB) * budget.device)
         larger = replace(budget, device=budget.device + device)

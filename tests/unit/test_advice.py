@@ -13,7 +13,7 @@ from infinity_engine.advice.advising import advise
 from infinity_engine.advice.course import Prices, TrainingRun, forecast
 from infinity_engine.advice.doubt import RateSource, step_range
 from infinity_engine.advice.means import with_drives, with_links, with_updates
-from infinity_engine.advice.purchases import Purchase, purchases, worths
+from infinity_engine.advice.purchases import Purchase, _more, purchases, worths
 from infinity_engine.placement.training import Means
 from infinity_engine.plan import DriveRates, HostOnly, Lane, Rates, ResolvedBudget, Tier
 from infinity_engine.sim.planner import Decision, decide
@@ -135,6 +135,12 @@ def test_what_a_gb_per_s_is_worth_is_what_it_saves(on_drives: Decision) -> None:
     faster = decide(on_drives.training, with_drives(on_drives.means, 1.5)).best
 
     assert writes.seconds == pytest.approx(on_drives.best.step_s - faster.step_s, rel=0.1)
+
+
+def test_no_worth_is_asked_of_a_host_budget_of_nothing() -> None:
+    means = Means(budget=ResolvedBudget(device=100 * GB, host=0, nvme={}), rates=RATES)
+
+    assert dict(_more(means, 0.05)).keys() == {"GiB of GPU memory", "GB/s of the link"}
 
 
 def test_what_saves_nothing_is_worth_nothing() -> None:
