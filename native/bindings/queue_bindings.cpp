@@ -62,8 +62,9 @@ py::tuple held(const py::handle& view, bool writable) {
 }
 
 // Views that keep memory in place. Python's garbage collector does not see them: it would go
-// through thousands of them again and again while drives are at work, and they refer to nothing in
-// a cycle.
+// through thousands of them again and again while drives are at work. A cycle through them is not
+// collected. It ends with the operation, when `IOFuture._memory` is cleared; only a caller that
+// stores the traceback of a refused call in its own buffer keeps one.
 class HeldViews {
   public:
     HeldViews() = default;
