@@ -118,7 +118,10 @@ def test_energy_of_a_run_is_that_of_the_gpus_where_no_other_is_given(infinity: A
     ("arguments", "said"),
     [
         (("--gpu", "voodoo", "--ram", "64GiB"), "--gpu: expected one of RTX"),
-        (("--gpu", "voodoo", "--ram", "64GiB"), "its memory in --gpu-mem and its rate in --tflops"),
+        (
+            ("--gpu", "voodoo", "--ram", "64GiB"),
+            "to plan for another GPU, give --gpu-mem and --tflops instead",
+        ),
         (("--gpu", "4090", "--ram", "64GiB", "--drive", "floppy"), "--drive: expected one of"),
         (("--here", "--gpu", "4090"), "--here: expected without --machine, --gpu and --drive"),
         (("--pcie", "4"), "--pcie: expected --gpu beside it"),
