@@ -126,16 +126,22 @@ class Bounds:
         }
         update_ns = {lane: self._ns(lane, amount) for lane, amount in update.items()}
         update_ns[self._compute] += self._forward_ns
-        backward_ns = max(
-            self._backward_ns, self._ns(Lane.D2H, sizing.wire(sizing.subgroups[0]) * on_host)
+        more, gradients = (
+            training.accumulation_steps - 1,
+            sizing.wire(sizing.subgroups[0]) * on_host,
         )
+        backward_ns = max(self._backward_ns, self._ns(Lane.D2H, gradients))
         step_ns = max(
             max(update_ns.values()) + backward_ns,
             self._ns(Lane.H2D, update[Lane.H2D] + again),
             self._ns(Lane.NVME_READ, update[Lane.NVME_READ] + (again if read else 0)),
             self._ns(Lane.NVME_WRITE, rests + read),
         )
-        return step_ns + (training.accumulation_steps - 1) * (self._forward_ns + backward_ns)
+        # The next forward does not wait for gradients to come down.
+        return max(
+            step_ns + more * (self._forward_ns + self._backward_ns),
+            self._ns(Lane.D2H, update[Lane.D2H] + (1 + more) * gradients),
+        )
 
     def _ns(self, lane: Lane, amount: float) -> float:
         return self._clocks.duration_ns(lane, int(amount)) if amount else 0.0
