@@ -405,10 +405,9 @@ class StepEstimate:
         if waits not in self._forward_ns:
             self._forward_ns[waits] = passing(computing.forward_ns, come, values)
         forward_ns = self._forward_ns[waits]
-        backward_ns = max(
-            passing(computing.backward_ns, again, read_again),
-            self._sending_ns(self._bytes.gradient * on_host, spill, parts),
-        )
+        making_ns = passing(computing.backward_ns, again, read_again)
+        sending_ns = self._sending_ns(self._bytes.gradient * on_host, spill, parts)
+        backward_ns = max(making_ns, sending_ns)
         updating_ns = updating + forward_ns
         if True in self._overlaps:
             if self._means.unified:
@@ -428,7 +427,8 @@ class StepEstimate:
             return updating_ns + backward_ns
         # What the device has room for stays from one micro-batch to the next.
         next_forward_ns = passing(computing.forward_ns, again, read_again)
-        return updating_ns + backward_ns + more * (next_forward_ns + backward_ns)
+        # The next forward does not wait for gradients to come down.
+        return updating_ns + backward_ns + more * max(next_forward_ns + making_ns, sending_ns)
 
     def _passing_ns(
         self, computing_ns: float, fetched: float, read: float, *, waits: bool
