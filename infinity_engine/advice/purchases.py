@@ -145,9 +145,7 @@ def _more(means: Means, part: float) -> Iterator[tuple[str, tuple[float, Means]]
     budget, rates = means.budget, means.rates
 
     def grown(there: float) -> float:
-        """Return the part to add: `part`, or as much as makes one whole unit, since a worth is told
-        per unit.
-        """
+        """Return by which part to grow: `part`, or more where that adds less than one unit."""
         return max(part, 1 / there)
 
     if budget.host:

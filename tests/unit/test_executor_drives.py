@@ -382,14 +382,7 @@ def test_what_is_waited_for_is_recorded_as_reads_or_as_writes() -> None:
         )
         for at in range(5)
     ]
-    limits = Limits(
-        resident_bytes=0,
-        staging_bytes=0,
-        staging_sets=1,
-        per_parameter=BytesPerParameter(states=12, parameter=2),
-        parameters=Tier.HOST,
-        host_buffers=2,
-    )
+    limits = replace(AT_HOME, host_buffers=2)
     telemetry = Telemetry(keep_steps=1, keep_spans=100)
 
     Executor(Drives(), telemetry).begin(HOST_ONLY(specs, RATES, limits)).finish()
