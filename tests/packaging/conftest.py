@@ -1,8 +1,8 @@
-"""The wheel as users get it: built from the start of the session, while other tests run; the tests
-of it come last.
+"""The wheels as users get them: built from the start of the session, while other tests run; the tests
+of them come last.
 
-Compiling it takes minutes, and most other tests wait more than they compute: the build gives way to
-them.
+Both are built one after the other in the folder in which scripts/demo builds for itself: what it has
+compiled is not compiled again.
 """
 
 from __future__ import annotations
@@ -18,32 +18,38 @@ from pathlib import Path
 import psutil
 import pytest
 
+import env
 from support.session import SHARED
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class WheelBuild:
-    """A build in a folder that all workers of a session share: whoever begins it first builds for
+# What is built for each fixture: the wheel of both packages, and that of deepnvme alone.
+SOURCES = {"wheel": ".", "deepnvme_wheel": "./distributions/deepnvme"}
+BUILD = f"build/{env.Needs.RUN.value}"
+COMPILING_S = 1200  # at most, on a machine that is slow or busy
+
+
+class WheelBuilds:
+    """Builds in a folder that all workers of a session share: whoever begins them first builds for
     all.
     """
 
-    def __init__(self, shared: Path, source: str) -> None:
-        self._source = source
-        self._folder = shared / f"wheel-build-{Path(source).name or 'both'}"
+    def __init__(self, shared: Path, needed: list[str]) -> None:
+        self._folder = shared / "wheel-builds"
         self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(FileExistsError):
             self._folder.mkdir()
-            self._process = self._begin()
+            self._process = self._begin(needed)
 
-    def result(self) -> Path:
-        """Wait for the wheel; fail with what the build said if it failed."""
-        while not self._status.exists():
+    def result(self, name: str) -> Path:
+        """Wait for a wheel; fail with what its build said if it failed."""
+        while not self._status(name).exists():
             time.sleep(0.1)
-        status = self._status.read_text().strip()
+        status = self._status(name).read_text().strip()
         log = self._folder / "log"
         assert status == "0", f"exit status {status}\n{log.read_text(errors='replace')}"
-        (wheel,) = (self._folder / "wheels").iterdir()
+        (wheel,) = (self._folder / name).iterdir()
         return wheel
 
     def end(self, *, early: bool) -> None:
@@ -58,43 +64,40 @@ class WheelBuild:
             for each in [shell, *shell.children(recursive=True)]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()
-            # or others would wait for it
-            self._status.write_text("of none: the worker that built was stopped")
+            for name in SOURCES:  # or others would wait for it
+                if not self._status(name).exists():
+                    self._status(name).write_text("of none: the worker that built was stopped")
         self._process.wait()
 
-    @property
-    def _status(self) -> Path:
-        return self._folder / "status"
+    def _status(self, name: str) -> Path:
+        return self._folder / f"{name}.status"
 
-    def _begin(self) -> subprocess.Popen[bytes]:
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "wheel",
-            self._source,
-            "--no-deps",
-        ]
-        line = shlex.join(
-            ["nice", *pip, "--no-build-isolation", "--wheel-dir", str(self._folder / "wheels")]
-        )
-        status = shlex.quote(str(self._status))
+    def _begin(self, needed: list[str]) -> subprocess.Popen[bytes]:
         with (self._folder / "log").open("wb") as log:
             return subprocess.Popen(
-                ["sh", "-c", f"{line}; echo $? > {status}.new; mv {status}.new {status}"],
+                ["sh", "-c", "\n".join(map(self._building, needed))],
                 cwd=ROOT,
                 # a compiler takes much memory, too
-                env={**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": "2"},
+                env={**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": "2", "CMAKE_GENERATOR": "Ninja"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
 
+    def _building(self, name: str) -> str:
+        """Return the shell's lines that build a wheel and write down how that ended."""
+        line = shlex.join(
+            [
+                *(sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel"),
+                *(SOURCES[name], "--no-deps", "--no-build-isolation"),
+                *("--wheel-dir", str(self._folder / name), f"-Cbuild-dir={ROOT / BUILD}"),
+            ]
+        )
+        status = shlex.quote(str(self._status(name)))
+        return f"{line}; echo $? > {status}.new; mv {status}.new {status}"
 
-# What is built for each fixture: the wheel of both packages, and that of deepnvme alone.
-SOURCES = {"wheel": ".", "deepnvme_wheel": "./distributions/deepnvme"}
-BUILDS = pytest.StashKey[dict[str, WheelBuild]]()
+
+BUILDS = pytest.StashKey[WheelBuilds]()
 
 
 def wheels_of(item: pytest.Item) -> set[str]:
@@ -107,36 +110,35 @@ def needs_wheel(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let what needs a wheel run last."""
+    """Let what needs a wheel run last, with time to wait for it."""
     items.sort(key=needs_wheel)
+    for item in filter(needs_wheel, items):
+        item.add_marker(pytest.mark.timeout(COMPILING_S))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the builds that selected tests need."""
     needed = set().union(*map(wheels_of, session.items))
-    if session.config.option.collectonly:
-        return
-    shared = session.config.stash[SHARED]
-    session.config.stash[BUILDS] = {
-        name: WheelBuild(shared, SOURCES[name]) for name in sorted(needed)
-    }
+    if needed and not session.config.option.collectonly:
+        shared = session.config.stash[SHARED]
+        session.config.stash[BUILDS] = WheelBuilds(shared, sorted(needed, reverse=True))
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Leave nothing running, whichever way the session ends."""
     ended = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}
     early = not ended or bool(session.shouldfail or session.shouldstop)
-    for build in session.config.stash.get(BUILDS, {}).values():
-        build.end(early=early)
+    if (builds := session.config.stash.get(BUILDS, None)) is not None:
+        builds.end(early=early)
 
 
 @pytest.fixture(scope="session")
 def wheel(request: pytest.FixtureRequest) -> Path:
     """Return the wheel of both packages, built by pip from this checkout."""
-    return request.config.stash[BUILDS]["wheel"].result()
+    return request.config.stash[BUILDS].result("wheel")
 
 
 @pytest.fixture(scope="session")
 def deepnvme_wheel(request: pytest.FixtureRequest) -> Path:
     """Return the wheel of deepnvme alone, built by pip from the same sources."""
-    return request.config.stash[BUILDS]["deepnvme_wheel"].result()
+    return request.config.stash[BUILDS].result("deepnvme_wheel")

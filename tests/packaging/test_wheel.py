@@ -7,6 +7,7 @@ only the first run after a change of these asks the package index.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -46,12 +47,16 @@ def wheelhouse(pyproject: dict[str, Any]) -> Path:
     wanted: list[str] = pyproject["project"]["dependencies"]
     recipe = "\n".join([*wanted, PINS.read_text(), sys.version, sysconfig.get_platform()])
     folder = WHEELHOUSES / hashlib.sha256(recipe.encode()).hexdigest()[:16]
-    if not folder.exists():
-        shutil.rmtree(WHEELHOUSES, ignore_errors=True)
-        WHEELHOUSES.mkdir(parents=True)
-        draft = Path(tempfile.mkdtemp(dir=WHEELHOUSES))
-        pip("download", "--only-binary", ":all:", "--constraint", PINS, "--dest", draft, *wanted)
-        draft.rename(folder)  # a download that ends half-way is not believed later
+    WHEELHOUSES.parent.mkdir(exist_ok=True)
+    with WHEELHOUSES.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the workers of a session come here at once
+        if not folder.exists():
+            shutil.rmtree(WHEELHOUSES, ignore_errors=True)
+            WHEELHOUSES.mkdir()
+            draft = Path(tempfile.mkdtemp(dir=WHEELHOUSES))
+            only = ("--only-binary", ":all:", "--constraint", PINS)
+            pip("download", *only, "--dest", draft, *wanted)
+            draft.rename(folder)  # a download that ends half-way is not believed later
     return folder
 
 
