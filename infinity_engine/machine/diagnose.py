@@ -172,6 +172,18 @@ def _about_cpu(machine: Machine) -> Iterator[Finding]:
                 "no AVX2: updates on the CPU use scalar kernels",
                 "use a CPU with AVX2; in a virtual machine, pass the host's CPU model on",
             )
+    elif (
+        machine.system.architecture in _X86
+        and "avx512f" not in cpu.simd.features
+        and _computes_on_cpu(machine)
+    ):
+        yield weak(
+            "half-precision-slow",
+            "CPU",
+            "no AVX-512: PyTorch multiplies matrices in bf16 and fp16 many times slower than in "
+            "fp32 here",
+            "where the CPU computes, train with precision='fp32'",
+        )
     if cpu.quota_cores is not None and cpu.quota_cores < cpu.usable_cores:
         yield weak(
             "cpu-quota",
@@ -181,6 +193,13 @@ def _about_cpu(machine: Machine) -> Iterator[Finding]:
             "raise the quota (docker run --cpus, Kubernetes limits.cpu), or set OMP_NUM_THREADS to "
             "it",
         )
+
+
+def _computes_on_cpu(machine: Machine) -> bool:
+    """Tell whether modules compute on the CPU, as there is no GPU that PyTorch could use."""
+    build = machine.packages.torch_build
+    has_cuda = build is None or build.cuda is not None
+    return not (machine.gpus.devices and machine.gpus.visible_count and has_cuda)
 
 
 def _about_memory(machine: Machine) -> Iterator[Finding]:

@@ -42,7 +42,11 @@ def good_machine() -> Machine:
             usable_cores=16,
             quota_cores=None,
             numa_nodes=1,
-            simd=Simd(features=("sse4_2", "avx2", "fma", "f16c"), level="avx2", problem=None),
+            simd=Simd(
+                features=("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
+                level="avx512",
+                problem=None,
+            ),
         ),
         memory=Memory(
             total_bytes=64 * GiB, available_bytes=60 * GiB, usable_bytes=64 * GiB, cgroup=None

@@ -40,6 +40,7 @@ ENGINE = {
     "gpu-lanes-missing",
     "gpu-missing",
     "gpus-hidden",
+    "half-precision-slow",
     "memory-limit",
     "native-modules-not-loaded",
     "platform-unsupported",

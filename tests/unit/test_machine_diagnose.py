@@ -201,6 +201,23 @@ def test_scalar_kernels_on_x86_are_weak(features: tuple[str, ...], id: str, reme
     assert remedy in finding.remedy
 
 
+def test_a_cpu_that_multiplies_bf16_slowly_is_weak_where_it_computes() -> None:
+    simd = Simd(features=("avx2", "fma", "f16c"), level="avx2", problem=None)
+    with_gpu = machine_with("cpu", simd=simd)
+    without = replace(with_gpu, gpus=no_gpus("no NVIDIA driver"))
+    without_cuda = replace(
+        with_gpu, packages=replace(with_gpu.packages, torch_build=TorchBuild(cuda=None))
+    )
+
+    assert diagnose(with_gpu) == ()
+    assert [each.id for each in diagnose(without)] == ["gpu-missing", "half-precision-slow"]
+    assert [each.id for each in diagnose(without_cuda)] == [
+        "torch-without-cuda",
+        "half-precision-slow",
+    ]
+    assert "precision='fp32'" in diagnose(without)[1].remedy
+
+
 def test_scalar_kernels_elsewhere_are_no_news() -> None:
     machine = machine_with("system", architecture="aarch64")
     machine = replace(
