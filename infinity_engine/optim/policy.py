@@ -353,7 +353,11 @@ class PlanDraft:
         updated = self._updated.get(subgroup.index)
         after = () if updated is None else (updated,)
         nbytes = self._limits.parameter_bytes(subgroup)
-        uploaded = self._add(UploadParameters(subgroup=subgroup.index, nbytes=nbytes, after=after))
+        uploaded = self._add(
+            UploadParameters(
+                subgroup=subgroup.index, nbytes=nbytes, pieces=subgroup.pieces, after=after
+            )
+        )
         return uploaded, *self._store(subgroup)
 
     def host(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
@@ -422,7 +426,13 @@ class PlanDraft:
         nbytes = self._limits.parameter_bytes(subgroup)
         updated = (len(self._ops) - 1,)
         return update, self._add(
-            DownloadParameters(subgroup=index, staging=staging, nbytes=nbytes, after=updated)
+            DownloadParameters(
+                subgroup=index,
+                staging=staging,
+                nbytes=nbytes,
+                pieces=subgroup.pieces,
+                after=updated,
+            )
         )
 
     def _load(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:

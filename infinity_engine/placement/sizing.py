@@ -158,6 +158,7 @@ class Sizing:
                 # Numbered by their first parameters, the order of which stands for that of use.
                 first_use=subgroup.index,
                 parameter_bytes=subgroup.formats.width,
+                pieces=len(subgroup.segments),
                 buffer_bytes=passes[0],
                 load_bytes=passes[1],
                 store_bytes=passes[2],

@@ -75,6 +75,11 @@ class Op:
     after: tuple[int, ...] = ()
 
     @property
+    def starts(self) -> int:
+        """How many times something is started for it, which costs the same whatever its size."""
+        return 1
+
+    @property
     def name(self) -> str:
         """What the op is called in print and in JSON."""
         return type(self).__name__
@@ -164,7 +169,8 @@ class UpdateOnDevice(UpdateOp):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DownloadParameters(CopyOp):
-    """Updated parameters go from the device to the host, where modules or StoreStates take them.
+    """Updated parameters go from the device to the host, where modules or StoreStates take them, a
+    copy for each of so many `pieces`.
 
     `staging` is the set that a visiting subgroup is in, None for one with states that stay on the
     device.
@@ -172,6 +178,12 @@ class DownloadParameters(CopyOp):
 
     lane: ClassVar[Lane] = Lane.D2H
     staging: int | None = None
+    pieces: int = 1
+
+    @property
+    def starts(self) -> int:
+        """Its copies."""
+        return self.pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,9 +203,17 @@ class UpdateOnHost(UpdateOp):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UploadParameters(CopyOp):
-    """The parameters that the CPU updated go to where modules compute with them."""
+    """The parameters that the CPU updated go to where modules compute with them, a copy for each of
+    so many `pieces`.
+    """
 
     lane: ClassVar[Lane] = Lane.H2D
+    pieces: int = 1
+
+    @property
+    def starts(self) -> int:
+        """Its copies."""
+        return self.pieces
 
 
 def _too_little(field: str, number: int, *, unit: str) -> ConfigError:

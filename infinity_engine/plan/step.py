@@ -96,8 +96,9 @@ ADAM_BYTES = BytesPerParameter(states=12, parameter=2)
 class SubgroupSpec:
     """A subgroup as plans see it: its number, its parameters, and its place in the next forward.
 
-    The subgroup with the lowest `first_use` is needed first. `parameter_bytes` is what one
-    parameter of it weighs as modules compute with it; None: as much as the limits of the plan say.
+    The subgroup with the lowest `first_use` is needed first. Its parameters are in so many `pieces`
+    of modules' tensors. `parameter_bytes` is what one parameter of it weighs as modules compute
+    with it; None: as much as the limits of the plan say.
     Where some of it rests on the drives, it passes through host buffers of at least `buffer_bytes`
     for its update, which loads and stores so many bytes.
     """
@@ -106,15 +107,19 @@ class SubgroupSpec:
     numel: int
     first_use: int
     parameter_bytes: int | None = None
+    pieces: int = 1
     buffer_bytes: int = 0
     load_bytes: int = 0
     store_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.numel < 1:
-            raise ConfigError(
-                field="SubgroupSpec.numel", value=self.numel, expected="1 or more parameters"
-            )
+        for name, what in (("numel", "parameters"), ("pieces", "pieces")):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    field=f"SubgroupSpec.{name}",
+                    value=getattr(self, name),
+                    expected=f"1 or more {what}",
+                )
         for name in ("buffer_bytes", "load_bytes", "store_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(

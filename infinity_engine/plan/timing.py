@@ -3,7 +3,7 @@
 The emulated device goes by it too.
 
 Whole nanoseconds, exact: an op starts when its lane is free and what it comes after has ended, and
-takes its amount over its lane's rate, rounded up, after what starting it costs. Lanes do not slow
+takes its amount over its lane's rate, rounded up, after what its starts cost. Lanes do not slow
 one another. Decides nothing; knows no policy.
 """
 
@@ -89,11 +89,11 @@ class LaneClocks:
         """Return how long the lane has waited before its ops so far."""
         return self._idle_ns[lane]
 
-    def duration_ns(self, lane: Lane, amount: int) -> int:
-        """Return how long so many bytes or parameters take in a lane."""
+    def duration_ns(self, lane: Lane, amount: int, starts: int = 1) -> int:
+        """Return how long so many bytes or parameters take in a lane, with so many starts."""
         numerator, denominator = self._ratios.get(lane) or self._ratio(lane)
         # Rounded up, in whole numbers, as the emulated device's clock rounds.
-        return -(-amount * denominator // numerator) + self._start_ns[lane]
+        return -(-amount * denominator // numerator) + starts * self._start_ns[lane]
 
     def run(self, op: Op) -> OpTime:
         """Take the plan's next op and return when it runs."""
@@ -106,7 +106,8 @@ class LaneClocks:
         if start_ns > free_ns:
             self._idle_ns[lane] += start_ns - free_ns
         numerator, denominator = self._ratios.get(lane) or self._ratio(lane)
-        end_ns = start_ns - (-op.amount * denominator // numerator) + self._start_ns[lane]
+        end_ns = start_ns - (-op.amount * denominator // numerator)
+        end_ns += op.starts * self._start_ns[lane]
         time = _new(OpTime, (start_ns, end_ns))
         self._free_ns[lane] = end_ns
         times.append(time)

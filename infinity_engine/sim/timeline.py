@@ -162,6 +162,8 @@ class _Needs(NamedTuple):
     """
 
     fetched: int
+    fetched_copies: int
+    """How many copies these bytes come in."""
     read: int
     flops: int
     backward_flops: int
@@ -172,6 +174,8 @@ class _Needs(NamedTuple):
     stays: bool
     """Whether what is fetched for one tile is still there for the next one."""
     gradient_down: int
+    gradient_copies: int
+    """How many copies these bytes go down in."""
     gradient_written: int
     subgroups: tuple[int, ...]
     gathered: int
@@ -214,9 +218,9 @@ class _Lanes:
             self.spans.append(_new(Span, (lane, time.start_ns, time.end_ns, nbytes)))
         return time.end_ns
 
-    def move(self, lane: Lane, nbytes: int, after_ns: int) -> int:
-        """Let a lane move so many bytes; return when it has."""
-        return self.work(lane, self._alone.duration_ns(lane, nbytes), after_ns, nbytes)
+    def move(self, lane: Lane, nbytes: int, after_ns: int, *, copies: int = 1) -> int:
+        """Let a lane move so many bytes in so many copies; return when it has."""
+        return self.work(lane, self._alone.duration_ns(lane, nbytes, copies), after_ns, nbytes)
 
     def moving_ns(self, lane: Lane, nbytes: int) -> int:
         """Return how long a lane moves so many bytes; 0 where there are none."""
@@ -551,7 +555,8 @@ class _TimedStep:
         needs, after_ns = self._modules[number], self._thread.now_ns
         if needs.read:
             after_ns = self._lanes.move(Lane.NVME_READ, needs.fetches * needs.read, after_ns)
-        after_ns = self._lanes.move(Lane.H2D, needs.fetches * needs.fetched, after_ns)
+        nbytes, copies = needs.fetches * needs.fetched, needs.fetches * needs.fetched_copies
+        after_ns = self._lanes.move(Lane.H2D, nbytes, after_ns, copies=copies)
         self._room.admit(number, after_ns)
 
     def _give_up(self, modules: Iterable[int]) -> bool:
@@ -574,7 +579,9 @@ class _TimedStep:
             made_ns = self._wire.exchange(needs.reduced, made_ns)
             all_made_ns = max(all_made_ns, made_ns)
             if needs.gradient_down:
-                made_ns = self._lanes.move(Lane.D2H, needs.gradient_down, made_ns)
+                made_ns = self._lanes.move(
+                    Lane.D2H, needs.gradient_down, made_ns, copies=needs.gradient_copies
+                )
             if needs.gradient_written:
                 made_ns = self._lanes.move(Lane.NVME_WRITE, needs.gradient_written, made_ns)
             end_ns = max(end_ns, made_ns)
@@ -588,7 +595,8 @@ class _TimedStep:
         if needs.read:
             after_ns = self._lanes.read(needs.fetches * needs.read, after_ns)
         if self._compute is Lane.DEVICE:
-            after_ns = self._lanes.move(Lane.H2D, needs.fetches * needs.fetched, after_ns)
+            nbytes, copies = needs.fetches * needs.fetched, needs.fetches * needs.fetched_copies
+            after_ns = self._lanes.move(Lane.H2D, nbytes, after_ns, copies=copies)
         self._room.admit(number, after_ns)
         return after_ns
 
@@ -633,13 +641,16 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
         together[block] = together.get(block, 0) + fetched_of(module)
     for place, module in enumerate(modules):
         gathered = reduced = gradient_down = gradient_written = nbytes = read = 0
+        copies = gradient_copies = 0
         changes: dict[int, None] = {}
         # Most modules have a parameter or two, and a search asks for all modules of each plan.
         for parameter in module.parameters:
             number = numbers[parameter.name]
             size = sizes[number]
             gathered += size
-            gradient_down += down.get(number, 0)
+            nbytes_down, copies_down = down.get(number, (0, 0))
+            gradient_down += nbytes_down
+            gradient_copies += copies_down
             gradient_written += written.get(number, 0)
             if number in subgroups:
                 reduced += size
@@ -647,15 +658,19 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
             if at_home and number in resting:
                 nbytes += size
                 read += size
+                copies += 1
             elif at_home and not sizing.unified:
                 nbytes += size
+                copies += 1
         if at_home and several and module.shared_numel:  # another one's, which has gone meanwhile
             shared = training.width * module.shared_numel
             nbytes += shared
             read += shared if resting else 0
+            copies += 1
         found.append(
             _Needs(
                 fetched=nbytes,
+                fetched_copies=copies,
                 read=read,
                 flops=module.flops(training.sequence) * tokens,
                 backward_flops=module.backward_flops(training.sequence) * tokens,
@@ -663,6 +678,7 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
                 tiles=training.tiles if module.feed_forward else 1,
                 stays=together.get(module.feed_forward, 0) <= plan.demand.fetched,
                 gradient_down=gradient_down,
+                gradient_copies=gradient_copies,
                 gradient_written=gradient_written,
                 subgroups=tuple(changes),
                 gathered=gathered,
@@ -672,19 +688,20 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
     return found
 
 
-def _gradients(plan: Plan, sizing: Sizing) -> tuple[dict[int, int], dict[int, int]]:
-    """Return, by parameter, the bytes of its gradient that go to the host, and those that go to the
-    drives.
+def _gradients(plan: Plan, sizing: Sizing) -> tuple[dict[int, tuple[int, int]], dict[int, int]]:
+    """Return, by parameter, the bytes of its gradient that go to the host and in how many copies,
+    and those that go to the drives.
     """
     homes = plan.steps.homes()
-    down: dict[int, int] = {}
+    down: dict[int, tuple[int, int]] = {}
     written: dict[int, int] = {}
     for subgroup in sizing.subgroups:
         layout, width = plan.layouts.get(subgroup.index), sizing.wire(subgroup)
         for number, segment in enumerate(subgroup.segments):
             nbytes = width * segment.numel
             if homes[subgroup.index] is Home.HOST and not sizing.unified:
-                down[segment.parameter] = down.get(segment.parameter, 0) + nbytes
+                before, copies = down.get(segment.parameter, (0, 0))
+                down[segment.parameter] = before + nbytes, copies + 1
             if layout is not None and number in layout.gradients:
                 written[segment.parameter] = written.get(segment.parameter, 0) + nbytes
     return down, written

@@ -63,7 +63,7 @@ class TimedCarrier:
         begin_ns = self.now_ns
         for event in after:
             begin_ns = event.end_ns if event.end_ns > begin_ns else begin_ns
-        duration_ns = self._clocks.duration_ns(op.lane, op.amount)
+        duration_ns = self._clocks.duration_ns(op.lane, op.amount, op.starts)
         time = self._clocks.work(op.lane, duration_ns, after_ns=begin_ns)
         self._note(op, time)
         if op.lane is Lane.HOST:

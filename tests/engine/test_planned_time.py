@@ -394,6 +394,24 @@ def test_many_subgroups_and_few_take_as_long_as_planned_where_ops_have_a_cost(
     check_costly_ops(Case(strategy, parameters, layers=64, subgroup=layers_of_each * SUBGROUP))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "parameters"),
+    [
+        (StaticSplit(ratio=0.25), Tier.DEVICE),
+        (Interleaved(share=0.4), Tier.DEVICE),
+        (Interleaved(share=0.4), Tier.HOST),
+    ],
+)
+def test_each_tensor_of_a_subgroup_is_a_copy_that_has_its_start(
+    strategy: Strategy, parameters: Tier
+) -> None:
+    """Of states a subgroup has one; of parameters and gradients, one for each tensor."""
+    rates = replace(RATES, copy_start_s=5e-3)
+    expected, measured = compared(Case(strategy, parameters, subgroup=4 * SUBGROUP, rates=rates))
+
+    assert measured == pytest.approx(expected, rel=ROUNDED)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @WAYS

@@ -116,6 +116,7 @@ def test_a_plan_is_written_as_json() -> None:
                 "numel": 10,
                 "first_use": 0,
                 "parameter_bytes": None,
+                "pieces": 1,
                 "buffer_bytes": 0,
                 "load_bytes": 0,
                 "store_bytes": 0,
@@ -123,7 +124,7 @@ def test_a_plan_is_written_as_json() -> None:
         ],
         "ops": [
             {"op": "UpdateOnHost", "subgroup": 0, "after": [], "params": 10},
-            {"op": "UploadParameters", "subgroup": 0, "after": [0], "nbytes": 20},
+            {"op": "UploadParameters", "subgroup": 0, "after": [0], "nbytes": 20, "pieces": 1},
         ],
         "staging_bytes": [],
         "buffer_bytes": [],
@@ -144,6 +145,8 @@ def test_a_parameter_weighs_something(name: str) -> None:
 def test_a_subgroup_has_parameters() -> None:
     with pytest.raises(ConfigError, match=r"SubgroupSpec\.numel"):
         SubgroupSpec(index=0, numel=0, first_use=0)
+    with pytest.raises(ConfigError, match=r"SubgroupSpec\.pieces"):
+        SubgroupSpec(index=0, numel=1, pieces=0, first_use=0)
 
 
 # --- the order of submission ----------------------------------------------------------------------

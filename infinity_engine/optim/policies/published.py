@@ -167,6 +167,7 @@ class _Listing:
                     subgroup=subgroup.index,
                     staging=staging,
                     nbytes=nbytes,
+                    pieces=subgroup.pieces,
                     after=self._launched(added),
                 )
             )
@@ -199,7 +200,11 @@ class _Listing:
     def _upload_parameters(self) -> None:
         for subgroup, updated in () if self._at_home else self._downscaled:
             nbytes = self._limits.parameter_bytes(subgroup)
-            self._add(UploadParameters(subgroup=subgroup.index, nbytes=nbytes, after=updated))
+            self._add(
+                UploadParameters(
+                    subgroup=subgroup.index, nbytes=nbytes, pieces=subgroup.pieces, after=updated
+                )
+            )
         self._downscaled.clear()
 
     @property
