@@ -98,7 +98,7 @@ class Walk:
         self._executor = executor
         self._order = deque(plan.submission_order())
         self._lanes = [op.lane for op in plan.ops]
-        # None: the op had ended when it was submitted.
+        # None: the op is known to have ended, without an error.
         self._events: dict[int, Waitable | None] = {}
         self._held_back: dict[Lane, deque[int]] = {}  # [Note: who waits for whom]
         # By lane, what keeps its first held-back op: an op that has not ended, or one that is not
@@ -140,12 +140,19 @@ class Walk:
         Raises:
             RuntimeError: an op failed, as `finish` says.
         """
-        if subgroup in self._arrivals:
-            number = self._arrivals[subgroup]
-            event = self._events.get(number)
-            if number not in self._events or (event is not None and not event.done()):
-                return False
-            self.arrive([subgroup])
+        # Asked after each module, of all that the next modules need.
+        number = self._arrivals.get(subgroup)
+        if number is None:
+            return True
+        if number not in self._events:
+            return False
+        event = self._events[number]
+        if event is not None and not event.done():
+            return False
+        with self._failure:
+            self._has_ended(number)
+            self._keep_working()
+        del self._arrivals[subgroup]
         return True
 
     def poll(self) -> bool:
@@ -216,7 +223,8 @@ class Walk:
                         self._submit_next()
                     else:
                         self._wait_for_held_back()
-        ends = iter(wanted)
+        # Asked one by one: an op may end while another one is waited for.
+        ends = (number for number in wanted if self._events[number] is not None)
         waited = True
         while waited:
             self._executor.safe_point()
@@ -225,13 +233,15 @@ class Walk:
                 waited = any(map(self._wait_for, ends))
 
     def _submit_next(self) -> None:
-        """Submit the next op of the order, or hold it back; then held-back ops that can go."""
+        """Submit held-back ops that can go, then hold back what comes next, up to an op that can be
+        submitted; submit that one, unless it is an update of the host that others were before.
+        """
         self._advance()
-        number = self._order[0]
-        op = self._plan.ops[number]
-        # Behind one that is held back, too: a lane keeps its order.
-        if op.lane is not Lane.HOST and (self._held_back.get(op.lane) or not self._can_submit(op)):
-            self._held_back.setdefault(op.lane, deque()).append(self._order.popleft())
+        is_behind = self._hold_back()
+        if not self._order:
+            return
+        op = self._plan.ops[self._order[0]]
+        if op.lane is Lane.HOST and is_behind:
             return
         while op.lane is Lane.HOST and self._is_full(Lane.HOST):
             self._wait_for(self._under_way[Lane.HOST][0])
@@ -240,6 +250,22 @@ class Walk:
         while any(other not in self._events for other in op.after):
             self._wait_for_held_back()
         self._submit(self._order.popleft())
+
+    def _hold_back(self) -> bool:
+        """Hold back the next ops of the order that cannot be submitted yet; tell if there are any.
+
+        The host's updates are not held back: the walk waits for what they need.
+        """
+        order, ops, held_back = self._order, self._plan.ops, self._held_back
+        before = len(order)
+        while order:
+            op = ops[order[0]]
+            lane = op.lane
+            # Behind one that is held back, too: a lane keeps its order.
+            if lane is Lane.HOST or not (held_back.get(lane) or not self._can_submit(op)):
+                break
+            held_back.setdefault(lane, deque()).append(order.popleft())
+        return len(order) < before
 
     def _submit_others(self) -> None:
         """Submit or hold back the ops before the host's next update."""
@@ -268,8 +294,7 @@ class Walk:
             return False
         most = self._executor.most[lane]
         # Only of the host's thread it matters whether it is at work at all.
-        least = 1 if lane is Lane.HOST else most
-        if len(under_way) < least:
+        if len(under_way) < most and lane is not Lane.HOST:
             return False
         # All that have ended, so that most of the next ops find room by number alone.
         while under_way and self._has_ended(under_way[0]):
@@ -285,11 +310,10 @@ class Walk:
             if other not in events:
                 self._missing[lane] = other
                 return False
-            if lanes[other] in ended_first:
-                event = events[other]
-                if event is not None and not event.done():
-                    self._awaited[lane] = event
-                    return False
+            event = events[other]
+            if event is not None and lanes[other] in ended_first and not self._has_ended(other):
+                self._awaited[lane] = event
+                return False
         return not (self._under_way.get(lane) and self._is_full(lane))
 
     def _advance(self) -> None:
@@ -363,6 +387,8 @@ class Walk:
             event.wait()
         except Exception as error:
             raise _OpError(number, error) from error
+        # Ops that come after this one need not ask its event again.
+        self._events[number] = None
 
 
 class _Failure:

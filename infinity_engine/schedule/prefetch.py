@@ -53,16 +53,18 @@ def choose_fetches(
         for number in use.parameters:
             if number in fetched or (number in cached and number not in evicted):
                 continue
-            leaving: list[int] = []
-            while free < nbytes[number]:
-                candidate = next(candidates, None)
-                if candidate is None or next_use(candidate) <= position:
-                    return Fetches(tuple(evicted), tuple(fetched), provided)
-                leaving.append(candidate)
-                free += nbytes[candidate]
-            # Only now: without room for all of it, none of these leaves.
-            evicted.update(dict.fromkeys(leaving))
-            free -= nbytes[number]
+            needed = nbytes[number]
+            if free < needed:
+                leaving: list[int] = []
+                while free < needed:
+                    candidate = next(candidates, None)
+                    if candidate is None or next_use(candidate) <= position:
+                        return Fetches(tuple(evicted), tuple(fetched), provided)
+                    leaving.append(candidate)
+                    free += nbytes[candidate]
+                # Only now: without room for all of it, none of these leaves.
+                evicted.update(dict.fromkeys(leaving))
+            free -= needed
             fetched[number] = None
             whole = whole and not is_unmade(number)
         provided += whole
