@@ -101,8 +101,8 @@ class Limits:
         """Tell whether there may be a staging set for the largest of the subgroups."""
         return self.sets_for(max((subgroup.numel for subgroup in subgroups), default=1)) > 0
 
-    def check(self, plan: StepPlan) -> None:
-        """Refuse a plan that is not within the limits.
+    def check(self, plan: StepPlan, outline: PlanOutline) -> None:
+        """Refuse a plan, of which this is the outline, that is not within the limits.
 
         Raises:
             CapacityError: it takes more of the device than there is.
@@ -110,7 +110,7 @@ class Limits:
                 subgroup has.
         """
         self._check_copy_bytes(plan)
-        self.check_memory(plan.outline(), plan.subgroups)
+        self.check_memory(outline, plan.subgroups)
 
     def check_memory(self, outline: PlanOutline, subgroups: Sequence[SubgroupSpec]) -> None:
         """Refuse a plan with this outline that is not within the limits.
@@ -207,13 +207,14 @@ class OffloadPolicy:
             expected = "a plan for the subgroups that it was given, all of them and no others"
             raise ConfigError(field=field, value=plan.subgroups, expected=expected)
         # Placing asks `homes` before there is a plan, so both have to agree.
-        if self.homes is not None and plan.homes() != self.homes(ordered):
+        outline = plan.outline()
+        if self.homes is not None and outline.homes != self.homes(ordered):
             expected = (
                 "a plan that updates each subgroup where the policy's `homes` says; or a policy "
                 "without `homes`"
             )
-            raise ConfigError(field=field, value=plan.homes(), expected=expected)
-        limits.check(plan)
+            raise ConfigError(field=field, value=outline.homes, expected=expected)
+        limits.check(plan, outline)
         return plan
 
     def outline(

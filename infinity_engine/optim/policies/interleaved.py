@@ -231,14 +231,16 @@ TWO_ENDED = two_ended()
 
 def spread(subgroups: Sequence[SubgroupSpec], share: Fraction) -> list[bool]:
     """Return whether each subgroup visits, so that about `share` of the parameters so far do."""
-    seen = visiting = 0
+    owed = 0  # parameters that should have visited so far and have not, times the denominator
     chosen = []
     part, whole = share.as_integer_ratio()
     for subgroup in subgroups:
-        seen += subgroup.numel
+        numel = subgroup.numel
+        owed += part * numel
         # Rounds to the nearest, in integers: floats would choose others in large models.
-        chosen.append(2 * (part * seen - whole * visiting) >= whole * subgroup.numel)
-        visiting += subgroup.numel * chosen[-1]
+        visits = 2 * owed >= whole * numel
+        owed -= whole * numel * visits
+        chosen.append(visits)
     return chosen
 
 
