@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from infinity_engine.config import EngineConfig
 from infinity_engine.errors import ConfigError
 from infinity_engine.machine.packages import require_torch
-from infinity_engine.migration import Migration, is_deepspeed, migrate_deepspeed, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from deepnvme import IOQueue
     from infinity_engine.accel import Accelerator
     from infinity_engine.engine.engine import Engine
+    from infinity_engine.migration import Migration
     from infinity_engine.optim import Rule
     from infinity_engine.optim.policy import OffloadPolicy
     from infinity_engine.progress import Progress
@@ -97,6 +97,9 @@ def settings_given(config: object) -> Migration:
     Raises:
         ConfigError: it is no configuration, or a file that cannot be read.
     """
+    # Here, as each command of the command line imports this module and few need that one.
+    from infinity_engine.migration import Migration, is_deepspeed, migrate_deepspeed, read_json
+
     if isinstance(config, EngineConfig):
         defaults = EngineConfig().to_mapping()
         # Only what was chosen: in another library's loop, its arguments say the rest.
