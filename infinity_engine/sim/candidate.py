@@ -17,7 +17,7 @@ from infinity_engine.errors import CapacityError
 from infinity_engine.placement.placing import Outlined, Plan, Wish, outline
 from infinity_engine.placement.sizing import Demand, Sizing
 from infinity_engine.placement.training import Means, Training
-from infinity_engine.plan import ResolvedBudget, Strategy, Tier
+from infinity_engine.plan import NvmeStreamed, ResolvedBudget, Strategy, Tier
 from infinity_engine.sim.timeline import StepTimeline, time_quickest_step
 from infinity_engine.sim.walking import GATHERED
 
@@ -35,6 +35,12 @@ class Choice:
     strategy: Strategy
     parameters: Tier
     subgroup_numel: int
+
+    @property
+    def kind(self) -> tuple[str, str, Tier]:
+        """What makes choices differ in more than numbers."""
+        update = self.strategy.update.name if isinstance(self.strategy, NvmeStreamed) else ""
+        return self.strategy.name, update, self.parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,11 +97,13 @@ class Evaluator:
             if parameter.trained
         )
 
-    def candidate(self, choice: Choice, *, below_ns: float = inf) -> Candidate:
+    def candidate(
+        self, choice: Choice, *, below_ns: float = inf, alike_ns: float = inf
+    ) -> Candidate:
         """Return what becomes of one choice.
 
-        Where its step takes `below_ns` or more both ways, only one way may have been simulated:
-        with the update apart from the next forward.
+        Where its step takes `below_ns` or more both ways, or more than `alike_ns`, only one way may
+        have been simulated to its end: with the update apart from the next forward.
 
         Raises:
             CapacityError: it does not fit.
@@ -103,7 +111,7 @@ class Evaluator:
         """
         sizing, plan, budget = self.placed(choice)
         timeline, overlap = time_quickest_step(
-            plan, sizing, self.training, self.means, below_ns=below_ns
+            plan, sizing, self.training, self.means, below_ns=below_ns, alike_ns=alike_ns
         )
         beside = sizing.of_backward(plan.demand.staying) + self.making(sizing)
         return Candidate(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -79,19 +79,29 @@ class _Computing:
     def of(cls, training: Training, means: Means) -> _Computing:
         """Return that of a training; no time where the rate is unknown."""
         lane, rate = Lane.HOST if means.unified else Lane.DEVICE, means.compute_rate(training)
-        modules = training.model.modules
+        count = len(training.model.modules)
         if rate is None:
-            return cls(lane, len(modules), 0.0, 0.0)
-        flops = [module.flops(training.sequence) * training.tokens for module in modules]
-        backward = [module.backward_flops(training.sequence) for module in modules]
-        again = sum(work * training.runs_again(place) for place, work in enumerate(flops))
+            return cls(lane, count, 0.0, 0.0)
+        forward, again, backward = _operations(training)
         return cls(
             lane,
-            len(modules),
-            forward_ns=1e9 * sum(flops) / rate.forward,
-            backward_ns=1e9
-            * (again / rate.forward + training.tokens * sum(backward) / rate.backward),
+            count,
+            forward_ns=1e9 * forward / rate.forward,
+            backward_ns=1e9 * (again / rate.forward + backward / rate.backward),
         )
+
+
+@lru_cache(maxsize=4)
+def _operations(training: Training) -> tuple[int, int, int]:
+    """Return those of a micro-batch's forward, of what its backward runs again, and of the rest.
+
+    Kept, as advice asks for many machines and one training.
+    """
+    modules = training.model.modules
+    flops = [module.flops(training.sequence) * training.tokens for module in modules]
+    again = sum(work * training.runs_again(place) for place, work in enumerate(flops))
+    backward = sum(module.backward_flops(training.sequence) for module in modules)
+    return sum(flops), again, training.tokens * backward
 
 
 @dataclass(frozen=True, slots=True)

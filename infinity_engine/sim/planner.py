@@ -13,10 +13,10 @@ from math import inf
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.placement.training import Means, Training
-from infinity_engine.plan import Lane, NvmeStreamed, Strategy, Tier
+from infinity_engine.plan import Lane, Strategy, Tier
 from infinity_engine.plan.step import BytesPerParameter, Home
 from infinity_engine.sim.bound import update_bound
-from infinity_engine.sim.candidate import Candidate, Choice, Evaluator
+from infinity_engine.sim.candidate import Candidate, Evaluator
 from infinity_engine.sim.search import Search
 from infinity_engine.sim.simulate import simulate
 
@@ -73,9 +73,9 @@ class Planner(Evaluator):
         """Return the best plan; `decide` says what is raised."""
         ranked = sorted(Search(self).run(), key=_place)
         best = ranked[0]
-        kinds = {_kind(best.choice): best}
+        kinds = {best.choice.kind: best}
         for candidate in ranked:
-            kinds.setdefault(_kind(candidate.choice), candidate)
+            kinds.setdefault(candidate.choice.kind, candidate)
         return Decision(
             planner=self,
             best=best,
@@ -144,9 +144,3 @@ def _place(candidate: Candidate) -> tuple[int, int, int]:
     """Return what candidates are sorted by: of equal steps, fewer subgroups come first."""
     timeline = candidate.timeline
     return timeline.ns, timeline.update_ns, len(candidate.plan.steps.subgroups)
-
-
-def _kind(choice: Choice) -> tuple[str, str, Tier]:
-    """Return what makes choices differ in more than numbers."""
-    update = choice.strategy.update.name if isinstance(choice.strategy, NvmeStreamed) else ""
-    return choice.strategy.name, update, choice.parameters

@@ -121,6 +121,9 @@ class _Form(NamedTuple):
 _Kind = tuple[_Family, bool]
 """A family, with visitors or without."""
 
+_WholeSubgroups = tuple[_Family, int, int, int]
+"""A family, the size of subgroups, and how many of them are resident and visit."""
+
 
 class _Ranked(NamedTuple):
     """A form with subgroups of one size; `inside` is for where it does not fit."""
@@ -166,11 +169,13 @@ class Search:
         self._given = None if isinstance(given, Auto) else given
         self._tried: dict[Choice, _Tried] = {}
         # The first choice of those with as many whole subgroups in each place.
-        self._alike: dict[tuple[_Family, int, int, int], Choice] = {}
+        self._alike: dict[_WholeSubgroups, Choice] = {}
+        self._in_memory: dict[_WholeSubgroups, bool] = {}  # whether these fit without drives
         self._rooms: dict[tuple[_Family, int], MemoryEdges | None] = {}
         self._estimates: dict[tuple[_Family, int], StepEstimate | None] = {}
         self._work = 0
         self._least_ns = inf
+        self._least_of_kind: dict[tuple[str, str, Tier], float] = {}
         self._known_ns = inf  # what a step takes that the caller knows of
         self._exceeded: list[_Ranked] = []  # took much longer than their estimates
         # For each kind, the least of a simulated step's time over its estimate.
@@ -220,7 +225,7 @@ class Search:
         not be the best.
         """
         self._known_ns = below_ns
-        entries = list(self._entries(self._numels(_COUNTS)))
+        entries = self._promising(self._numels(_COUNTS))
         numel = _coarsest_near_the_best(entries)
         alike = [entry for entry in entries if entry.numel == numel]
         for entry in _best_of_each_kind(alike)[:_LOOKS]:
@@ -238,7 +243,7 @@ class Search:
 
     def least_estimate_ns(self, numel: int) -> float:
         """Return the best estimate with subgroups of this size; inf where nothing seems to fit."""
-        return min((entry.estimate_ns for entry in self._entries([numel])), default=inf)
+        return min((entry.estimate_ns for entry in self._promising([numel])), default=inf)
 
     def fits(self) -> bool:
         """Tell whether `run` would find anything; plans are placed, and nothing is simulated."""
@@ -278,8 +283,30 @@ class Search:
                 estimate_ns = self._estimate_ns(form, numel)
                 yield _Ranked(estimate_ns, form, numel, inside)
 
-    def _all_forms(self, family: _Family, numel: int) -> Iterator[tuple[_Form, _Form]]:
-        """Yield the forms of a family, each with one further from the edges, if it does not fit."""
+    def _promising(self, numels: Sequence[int]) -> list[_Ranked]:
+        """Return the entries of those families and sizes that may have the best of all.
+
+        Where edges meet, the others take much longer already.
+        """
+        least: dict[tuple[int, _Family], float] = {}
+        for numel, family in product(numels, list(self._families())):
+            corners = self._all_forms(family, numel, with_grid=False)
+            least[numel, family] = min(self._estimate_ns(form, numel) for form, _ in corners)
+        most_ns = _PROMISING * min(least.values(), default=inf)
+        return [
+            _Ranked(self._estimate_ns(form, numel), form, numel, inside)
+            for (numel, family), ns in least.items()
+            if ns <= most_ns
+            for form, inside in self._all_forms(family, numel)
+        ]
+
+    def _all_forms(
+        self, family: _Family, numel: int, *, with_grid: bool = True
+    ) -> Iterator[tuple[_Form, _Form]]:
+        """Yield the forms of a family, each with one further from the edges, if it does not fit.
+
+        First those where edges meet, then those of a grid.
+        """
         nothing = _Form(family, Parts())
         room = None
         if self._given is None and not self._means.unified:
@@ -296,7 +323,7 @@ class Search:
             sum(parts.visiting for parts in held) / len(held),
         )
         points.append(middle)
-        if room.may_visit:
+        if room.may_visit and with_grid:
             grid = (Parts(resident, visiting) for resident, visiting in product(_GRID, _GRID))
             points += [parts for parts in grid if room.holds(parts)]
         seen: set[tuple[int, int]] = set()
@@ -671,10 +698,19 @@ class Search:
         count = self._planner.trained_numel / numel
         resident, visiting = int(count * form.parts.resident + 1e-6), count * form.parts.visiting
         key = (form.family, numel, resident, round(visiting))
-        choice = self._alike.setdefault(key, self._choice(form, numel))
+        if key in self._alike:
+            choice = self._alike[key]
+        else:
+            choice = self._alike[key] = self._choice(form, numel)
+        if choice in self._tried:
+            return self._tried[choice].candidate
         if form.family.drives and self._given is None:
-            in_memory = form._replace(family=form.family._replace(drives=False))
-            if not isinf(self._estimate_ns(in_memory, numel)) and self._is_placed(in_memory, numel):
+            if key not in self._in_memory:
+                in_memory = form._replace(family=form.family._replace(drives=False))
+                self._in_memory[key] = not isinf(
+                    self._estimate_ns(in_memory, numel)
+                ) and self._is_placed(in_memory, numel)
+            if self._in_memory[key]:
                 return None  # what fits there would not rest on drives
         return self._known_of(choice, form)
 
@@ -684,7 +720,9 @@ class Search:
             self._work += _PLACED
             with suppress(CapacityError):
                 below_ns = min(self._least_ns, self._known_ns)
-                candidate = self._planner.candidate(choice, below_ns=below_ns)
+                alike_ns = self._least_of_kind.get(choice.kind, self._known_ns)
+                candidate = self._planner.candidate(choice, below_ns=below_ns, alike_ns=alike_ns)
+                self._least_of_kind[choice.kind] = min(alike_ns, candidate.timeline.ns)
                 self._tried[choice] = tried._replace(candidate=candidate)
                 self._work += self._planner.trained_numel // choice.subgroup_numel
                 self._least_ns = min(self._least_ns, candidate.timeline.ns)

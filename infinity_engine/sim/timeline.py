@@ -121,15 +121,21 @@ def time_step(plan: Plan, sizing: Sizing, training: Training, means: Means) -> S
 
 
 def time_quickest_step(
-    plan: Plan, sizing: Sizing, training: Training, means: Means, *, below_ns: float = inf
+    plan: Plan,
+    sizing: Sizing,
+    training: Training,
+    means: Means,
+    *,
+    below_ns: float = inf,
+    alike_ns: float = inf,
 ) -> tuple[StepTimeline, bool]:
     """Return the same, and whether the update goes on beside the next forward, which the training
     may leave open.
 
     Some steps are longer so (decision 0016): the thread that updates also waits for parameters.
     Only the seconds of a forward tell, so without a rate of computing nothing is changed. The
-    longer way may not be timed to its end. Where the step takes `below_ns` or more both ways, only
-    one may have been timed: apart.
+    longer way may not be timed to its end. Where the step takes `below_ns` or more both ways, or
+    more than `alike_ns`, which is that of a plan of its kind, only one may have been timed: apart.
     """
     work = _work_of(plan, sizing, training)
 
@@ -146,7 +152,7 @@ def time_quickest_step(
     if apart.ns - saved_ns >= below_ns:
         return apart, False
     try:
-        beside = timed(overlap=True, most_ns=apart.ns)
+        beside = timed(overlap=True, most_ns=min(apart.ns, alike_ns))
     except _LongerStepError:
         return apart, False
     return (apart, False) if apart.ns < beside.ns else (beside, True)
@@ -250,6 +256,7 @@ class _LeastStep:
         after_ns: int,
         again: Mapping[Lane, int],
     ) -> None:
+        self.after_ns = after_ns
         self._clocks = clocks
         self._busy = [(lane, ns + max(after_ns, again.get(lane, 0))) for lane, ns in ready.items()]
 
@@ -478,7 +485,10 @@ class _TimedStep:
             duration_ns = self._duration_ns(needs.flops, 0)
             end_ns = self._run(number, needs, duration_ns, self._thread.now_ns)
         walk.finish()
-        return max(end_ns, self._thread.now_ns)
+        end_ns = max(end_ns, self._thread.now_ns)
+        if end_ns + least.after_ns > most_ns:
+            raise _LongerStepError
+        return end_ns
 
     def _least(self) -> _LeastStep:
         """Return what the step takes at least while its lanes wait for nothing."""
@@ -539,17 +549,20 @@ class _TimedStep:
         """Begin to fetch what the next modules need, as far as there is room for it and it has been
         updated.
         """
-        resident = self._room.resident
+        resident, modules, has_arrived = self._room.resident, self._modules, walk.has_arrived
         chosen = resident.choose(resident.upcoming(LOOK_AHEAD))
         self._give_up(chosen.evicted)
+        left_out = None  # the first of those that cannot be fetched yet: it is needed first
         for number in chosen.fetched:
-            if not all(map(walk.has_arrived, self._modules[number].subgroups)):
-                resident.fetch_again(number)
-            elif self._room.has_room(number, self._thread):
+            if all(map(has_arrived, modules[number].subgroups)):
+                if not self._room.has_room(number, self._thread):
+                    left_out = number if left_out is None else left_out
+                    break
                 self._fetch_now(number)
-            else:
-                resident.fetch_again(number)
-                return
+            elif left_out is None:
+                left_out = number
+        if left_out is not None:
+            resident.fetch_again(left_out)
 
     def _fetch_now(self, number: int) -> None:
         needs, after_ns = self._modules[number], self._thread.now_ns

@@ -523,6 +523,23 @@ def test_a_step_that_is_timed_as_far_as_needed_is_the_quicker_of_both_ways(
     assert cut_short
 
 
+def test_a_step_that_beats_a_plan_of_its_kind_is_timed_to_its_end() -> None:
+    for seed in SEEDS:
+        found, training, there = found_for(seed)
+        ns = [
+            time_step(found.plan, found.sizing, replace(training, overlap=overlap), there).ns
+            for overlap in (True, False)
+        ]
+
+        beaten, _ = time_quickest_step(found.plan, found.sizing, training, there, alike_ns=min(ns))
+        ahead, _ = time_quickest_step(
+            found.plan, found.sizing, training, there, alike_ns=min(ns) - 1
+        )
+
+        assert beaten.ns == min(ns), seed
+        assert ahead.ns in ns, seed
+
+
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_the_bound_that_cuts_a_step_short_is_never_longer_than_the_step(
     micro_batches: int, monkeypatch: pytest.MonkeyPatch
