@@ -57,10 +57,12 @@ _NEAREST = 3  # forms that are placed though they seem not to fit
 _NEAR = 1.12  # times the best: what is slower is not gone on from
 _FIRST_STEPS = (1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of all, to parts nearby
 _LAST_STEPS = (1 / 32, 1 / 128)
-_POLISHING_STEPS = (1 / 128, 1 / 64, 1 / 256)  # from the best at the end
+# From the best at the end; the third one crosses a hill between two valleys.
+_POLISHING_STEPS = (1 / 128, 1 / 64, 1 / 32, 1 / 256)
+_INSIDE = 1 / 64  # of all that visit less, where small subgroups do not take what was estimated
 # Work beyond the limit, as the best is often found when it is reached; less where it takes as long
 # as estimated, so that small changes matter little.
-_POLISHING, _POLISHING_SMOOTH = 3000, 1500
+_POLISHING, _POLISHING_SMOOTH = 5000, 1500
 _SMOOTH = 0.015  # of its estimate: the best takes so much more or less at most
 _RUGGED = 1.03  # times its estimate: the best takes longer, so that other parts may be better
 _ELSEWHERE = 4  # plans of the best kind that are apart from all others that were simulated
@@ -617,6 +619,7 @@ class Search:
         from its estimate.
         """
         self._double_or_halve()
+        self._quarter()
         choice, form, _ = self._ranked()[0]
         numel = choice.subgroup_numel
         estimate_ns = self._estimate_ns(form, numel)
@@ -636,6 +639,27 @@ class Search:
             whole = max(other - other % NORM_BLOCK, NORM_BLOCK)
             if _COUNTS[0] <= self._planner.trained_numel // whole <= _COUNTS[1]:
                 self._try(self._within(form, whole), whole)
+
+    def _quarter(self) -> None:
+        """Try the best parts with subgroups a quarter as large, where less is estimated.
+
+        They take nearer to what is estimated than large ones do. Where they do not, they are beyond
+        an edge, which lies elsewhere for each size: so they are tried a little further inside.
+        """
+        choice, form, _ = self._ranked()[0]
+        numel = choice.subgroup_numel // 4 // NORM_BLOCK * NORM_BLOCK
+        if self._planner.subgroup_numel is not None or not numel:
+            return
+        if self._planner.trained_numel // numel > _COUNTS[-1]:
+            return
+        there = self._within(form, numel)
+        estimate_ns = self._estimate_ns(there, numel)
+        if estimate_ns >= self._least_ns:
+            return
+        found = self._try(there, numel)
+        if found is None or found.timeline.ns > _EXCEEDED * estimate_ns:
+            fewer = max(there.parts.visiting - _INSIDE, 0.0)
+            self._try(there._replace(parts=there.parts._replace(visiting=fewer)), numel)
 
     def _look_elsewhere(self, entries: Iterable[_Ranked], kind: _Kind) -> None:
         """Try a few parts of the best kind that are apart from those that were simulated."""

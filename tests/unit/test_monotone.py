@@ -52,7 +52,9 @@ def test_more_of_a_resource_makes_no_step_longer(seed: int) -> None:
     assert longer_steps(seed) == []
 
 
-@pytest.mark.parametrize(("seed", "name"), [(130, "device"), (152, "links")])
+@pytest.mark.parametrize(
+    ("seed", "name"), [(130, "device"), (152, "links"), (156, "updates"), (199, "compute")]
+)
 def test_more_of_a_resource_makes_no_rugged_step_longer(seed: int, name: str) -> None:
     """A search that ends where its work does finds steps up to 1.1% longer there."""
     training, means = random_case(seed)
