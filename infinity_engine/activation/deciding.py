@@ -6,12 +6,14 @@ The first steps hold as little as can be. A choice is made again where blocks sa
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from infinity_engine.activation.agreeing import Agreement, ChoiceBasis, ChosenAlone
+from infinity_engine.activation.agreeing import Agreement, ChoiceBasis
 from infinity_engine.activation.blocks import RepeatedBlock
 from infinity_engine.activation.by_block import cannot_run_again
+from infinity_engine.activation.lifetimes import Headroom
+from infinity_engine.activation.probing import Homes
 from infinity_engine.errors import CapacityError
 from infinity_engine.placement.activations import (
     ActivationChoice,
@@ -35,11 +37,14 @@ _WORTH_SAYING = 0.005  # of the step's time, that more memory would save
 
 
 @dataclass(slots=True)
-class _Measured:
+class _MeasuredBlock:
     """What was seen of one block: bytes of a call and calls of a forward, at most, and seconds of
-    each call.
+    each call; and the way that was chosen for it.
     """
 
+    block: RepeatedBlock
+    way: BlockWay = BlockWay.RECOMPUTE
+    refused: str = ""  # why it cannot run again
     saved: int = 0
     inputs: int = 0
     calls: int = 1
@@ -47,6 +52,14 @@ class _Measured:
     forward_s: list[float] = field(default_factory=list)
     again_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
+
+    def go(self, way: BlockWay) -> None:
+        """Go this way from here on."""
+        self.way = way
+
+    def refuse(self, why: str) -> None:
+        """Never run again."""
+        self.refused = why
 
     def note_call(self, saved: int, inputs: int) -> None:
         """Note what one call saved, and was given."""
@@ -63,37 +76,30 @@ class _Measured:
 
 
 class MeasuredWays:
-    """Chooses within `room`; `rates` measures the links and drives when they are first asked for.
+    """Chooses within the room of `headroom`, among ways to where modules compute and to `homes`.
 
-    `clock` is the time in seconds, at which all work that was submitted has ended. Tensors can wait
-    at `homes`, which tell how many bytes do. `left_alone` says why there are no blocks. With
-    several ranks, `agreement` lets all choose alike.
+    `clock` is the time in seconds, at which all work that was submitted has ended. `left_alone`
+    says why there are no blocks. With several ranks, `agreement` lets all choose alike.
     """
 
     def __init__(
         self,
         blocks: Sequence[RepeatedBlock],
-        room: ActivationRoom,
+        headroom: Headroom,
+        homes: Homes,
         *,
-        rates: Callable[[], ActivationRates],
         clock: Callable[[], float],
-        homes: Mapping[Tier, Callable[[], int]],
+        agreement: Agreement,
         left_alone: str = "",
-        agreement: Agreement | None = None,
     ) -> None:
-        self._blocks = {block.name: block for block in blocks}
-        self._agreement = agreement or ChosenAlone()
-        self._room = room
-        self._rates = rates
+        self._blocks = {block.name: _MeasuredBlock(block) for block in blocks}
+        self._agreement = agreement
+        self._headroom = headroom
         self._clock = clock
         self._homes = homes
-        self._measured = {block.name: _Measured() for block in blocks}
         self._again: list[tuple[float, float, int]] = []  # begin, seconds, block
-        self._refused: dict[str, str] = {}
-        self._outside = 0
         self._steps = 0
         self._known: dict[int, int] = {}  # saved bytes by kind, at the choice
-        self._ways: dict[str, BlockWay] = {}
         self.choice: ActivationChoice | None = None
         self._said = (
             left_alone
@@ -104,25 +110,25 @@ class MeasuredWays:
 
     def way(self, block: RepeatedBlock, *, inputs: int, held: int) -> BlockWay:
         """Return the way that was chosen, or one that keeps less where that would not fit now."""
-        wanted = self._ways.get(block.name, BlockWay.RECOMPUTE)
-        possible = list(self._possible(block, wanted))
+        measured = self._blocks[block.name]
+        possible = list(self._possible(measured))
         for way in possible:
-            if self._fits(block, way, inputs=inputs, held=held):
+            nbytes = inputs if way.recomputes else measured.saved
+            if self._fits(way.home, nbytes, held=held):
                 return way
         return possible[-1]
 
-    def _fits(self, block: RepeatedBlock, way: BlockWay, *, inputs: int, held: int) -> bool:
-        """Tell whether there is room now for what a call that goes this way saves."""
-        nbytes = inputs if way.recomputes else self._measured[block.name].saved
-        if way.home is Tier.DEVICE:
+    def _fits(self, home: Tier, nbytes: int, *, held: int) -> bool:
+        """Tell whether there is room now for what a call saves that goes there."""
+        if home is Tier.DEVICE:
             return not nbytes or held + nbytes <= self._limit
-        room = self._room.host if way.home is Tier.HOST else self._room.drives
-        return nbytes <= room - self._homes[way.home]()
+        room = self._room.host if home is Tier.HOST else self._room.drives
+        return nbytes <= room - self._homes.waiting(home)
 
-    def _possible(self, block: RepeatedBlock, wanted: BlockWay) -> Iterator[BlockWay]:
+    def _possible(self, measured: _MeasuredBlock) -> Iterator[BlockWay]:
         """Yield the ways of a block, from what was chosen to what keeps least."""
         ways = (
-            wanted,
+            measured.way,
             BlockWay.RECOMPUTE,
             BlockWay.RECOMPUTE_HOST,
             BlockWay.RECOMPUTE_DRIVE,
@@ -132,41 +138,34 @@ class MeasuredWays:
         possible = [
             way
             for way in ways
-            if way.home in (Tier.DEVICE, *self._homes)
-            and not (way.recomputes and block.name in self._refused)
+            if way.home in (Tier.DEVICE, *self._homes.tiers)
+            and not (way.recomputes and measured.refused)
         ]
         # What this rank holds now, the others do not know: the same blocks run again on all.
-        alike = [way for way in possible if way.recomputes == wanted.recomputes]
+        alike = [way for way in possible if way.recomputes == measured.way.recomputes]
         yield from (possible if self._agreement.is_alone else alike or possible) or [BlockWay.KEEP]
 
     def expected(self, block: RepeatedBlock, way: BlockWay, *, inputs: int) -> int:
         """Return the bytes that a call that goes this way is going to keep where it computes."""
         if way.home is not Tier.DEVICE:
             return 0
-        return inputs if way.recomputes else self._measured[block.name].saved
+        return inputs if way.recomputes else self._blocks[block.name].saved
+
+    @property
+    def _room(self) -> ActivationRoom:
+        return self._headroom.room
 
     @property
     def _limit(self) -> int:
         moves = self.choice is None or any(way.home is not Tier.DEVICE for way in self.choice.ways)
-        staging = self._room.staging if moves and self._homes else 0
-        return self._room.device - staging - self._outside
+        staging = self._room.staging if moves and self._homes.tiers else 0
+        return self._room.device - staging - self._headroom.outside
 
-    def spare(self, *, held: int) -> int:
-        """Return the bytes that moves may take in a backward beside what was left for them, while
-        so many bytes are held.
-        """
-        # What a second run makes again comes on top of what is held.
-        again = max(
-            (
-                measured.saved
-                for name, measured in self._measured.items()
-                if self._ways.get(name, BlockWay.RECOMPUTE).recomputes
-            ),
-            default=0,
-        )
-        # Whatever was chosen: moves have their own part of the room already.
-        left = self._room.device - self._room.staging - self._outside
-        return max(left - held - again, 0)
+    def _note_again(self) -> None:
+        """Tell what moves how much room second runs need."""
+        blocks = self._blocks.values()
+        again = (measured.saved for measured in blocks if measured.way.recomputes)
+        self._headroom.note_again(max(again, default=0))
 
     # --- what calls take --------------------------------------------------------------------------
 
@@ -176,8 +175,11 @@ class MeasuredWays:
 
     def note_call(self, block: RepeatedBlock, *, saved: int, inputs: int, seconds: float) -> None:
         """Note what a call in a forward saved and took."""
-        measured = self._measured[block.name]
+        measured = self._blocks[block.name]
+        has_grown = saved > measured.saved
         measured.note_call(saved, inputs)
+        if has_grown:
+            self._note_again()
         if self.choice is None:
             measured.forward_s.append(seconds)
 
@@ -185,24 +187,24 @@ class MeasuredWays:
         """Note that a block was run again, and when that began."""
         if self.choice is not None:
             return
-        self._measured[block.name].again_s.append(seconds)
+        self._blocks[block.name].again_s.append(seconds)
         names = list(self._blocks)
         number = names.index(block.name)
         # From the begin of one block's backward to that of the block before it.
         if self._again and self._again[-1][2] == number + 1:
             began, took, _ = self._again[-1]
-            self._measured[names[number + 1]].backward_s.append(max(start - began - took, 0.0))
+            self._blocks[names[number + 1]].backward_s.append(max(start - began - took, 0.0))
         self._again.append((start, seconds, number))
 
     def end_forward(self, outside: int) -> None:
         """Note that a forward has ended, and the bytes that it saved outside of blocks."""
-        self._outside = max(self._outside, outside)
-        for measured in self._measured.values():
+        self._headroom.note_outside(outside)
+        for measured in self._blocks.values():
             measured.end_forward()
 
     def refuse_recompute(self, block: RepeatedBlock, why: str) -> None:
         """Note that a block cannot be run again."""
-        self._refused[block.name] = why
+        self._blocks[block.name].refuse(why)
 
     # --- the choice -------------------------------------------------------------------------------
 
@@ -212,7 +214,7 @@ class MeasuredWays:
             return
         called, grown = self._agreement.any_rank(
             "whether blocks were called, and save more",
-            any(measured.saved for measured in self._measured.values()),
+            any(measured.saved for measured in self._blocks.values()),
             self.choice is not None and self._has_grown(),
         )
         if not called:
@@ -225,10 +227,11 @@ class MeasuredWays:
         if self.choice is None and self._steps >= _MEASURED_STEPS:
             self._choose()
         elif grown:
-            self.choice, self._steps, self._ways = None, 0, {}
+            self.choice, self._steps = None, 0
+            self.adopt([BlockWay.RECOMPUTE] * len(self._blocks))
             self._said = "blocks have saved more than before, and are measured again"
         if self.choice is None:
-            for measured in self._measured.values():
+            for measured in self._blocks.values():
                 measured.time_anew()
         self._again = []
 
@@ -240,23 +243,23 @@ class MeasuredWays:
 
     def _most_saved(self) -> dict[int, int]:
         most: dict[int, int] = {}
-        for name, measured in self._measured.items():
-            kind = self._blocks[name].kind
+        for measured in self._blocks.values():
+            kind = measured.block.kind
             most[kind] = max(most.get(kind, 0), measured.calls * measured.saved)
         return most
 
     def costs(self) -> list[BlockCost]:
         """Return the costs of the blocks; those of one kind take the same."""
-        of_kind: dict[int, list[_Measured]] = {}
-        for name, measured in self._measured.items():
-            of_kind.setdefault(self._blocks[name].kind, []).append(measured)
+        of_kind: dict[int, list[_MeasuredBlock]] = {}
+        for measured in self._blocks.values():
+            of_kind.setdefault(measured.block.kind, []).append(measured)
         costs = []
-        for block in self._blocks.values():
-            alike, own = of_kind[block.kind], self._measured[block.name]
+        for own in self._blocks.values():
+            alike = of_kind[own.block.kind]
             forward = _middle(alike, lambda one: one.forward_s) or 0.0
             again = _middle(alike, lambda one: one.again_s)
             back = _middle(alike, lambda one: one.backward_s)
-            runs = own.saved and block.name not in self._refused
+            runs = own.saved and not own.refused
             costs.append(
                 BlockCost(
                     saved=own.saved,
@@ -273,8 +276,8 @@ class MeasuredWays:
     def _choose(self) -> None:
         own = ChoiceBasis(
             costs=tuple(self.costs()),
-            room=replace(self._room, device=max(self._room.device - self._outside, 0)),
-            rates=self._rates(),
+            room=replace(self._room, device=max(self._room.device - self._headroom.outside, 0)),
+            rates=self._homes.rates(),
         )
         basis = self._agreement.basis(own)
         costs, room, rates = basis.costs, basis.room, basis.rates
@@ -286,14 +289,18 @@ class MeasuredWays:
             predicted = predict_step(costs, ways, rates, staging=room.staging)
             self.choice = ActivationChoice(ways=ways, predicted=predicted)
             self._said = f"every block holds as little as can be, which is too much: {error}"
-        self._ways = dict(zip(self._blocks, self.choice.ways, strict=True))
+        self.adopt(self.choice.ways)
         self._known = self._most_saved()
 
+    def adopt(self, ways: Sequence[BlockWay]) -> None:
+        """Let each block go its way from here on, in the order of the model."""
+        for measured, way in zip(self._blocks.values(), ways, strict=True):
+            measured.go(way)
+        self._note_again()
+
     def _why(self, choice: ActivationChoice) -> str:
-        predicted = choice.predicted
-        beside = (
-            f", beside {format_bytes(self._outside)} outside of blocks" if self._outside else ""
-        )
+        predicted, outside = choice.predicted, self._headroom.outside
+        beside = f", beside {format_bytes(outside)} outside of blocks" if outside else ""
         return (
             f"{choice}: forward and backward of {predicted.seconds * 1e3:.3g} ms predicted, with "
             f"{format_bytes(predicted.device)} of {format_bytes(self._room.device)}{beside}"
@@ -301,10 +308,13 @@ class MeasuredWays:
 
     def described(self) -> str:
         """Return what was chosen, and why."""
-        return "; ".join(filter(None, (self._said, cannot_run_again(self._refused))))
+        refused = {name: block.refused for name, block in self._blocks.items() if block.refused}
+        return "; ".join(filter(None, (self._said, cannot_run_again(refused))))
 
 
-def _middle(alike: Sequence[_Measured], times: Callable[[_Measured], list[float]]) -> float | None:
+def _middle(
+    alike: Sequence[_MeasuredBlock], times: Callable[[_MeasuredBlock], list[float]]
+) -> float | None:
     """Return the median of the times of blocks of one kind; None where none was timed."""
     seconds = [second for measured in alike for second in times(measured)]
     return statistics.median(seconds) if seconds else None

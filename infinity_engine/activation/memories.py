@@ -21,8 +21,10 @@ from infinity_engine.residence import ShardRecord
 from infinity_engine.schedule import Use
 from infinity_engine.storage import Transfer
 
-__all__ = ["SavedMemories", "SavedMemory", "SavedPiece", "SavedView"]
+__all__ = ["AT_REST", "SavedMemories", "SavedMemory", "SavedPiece", "SavedView"]
 
+AT_REST = Transfer(())
+"""The move of what is in none: it has ended, and moved nothing."""
 _SMALLEST_PART = 4  # less than a fourth of a memory stays: the rest is not autograd's
 
 
@@ -39,7 +41,7 @@ class SavedMemory:
     # of ours, the tensor has no memory any more.
     watched: tuple[torch.Tensor, int]
     is_original: bool = True
-    transfer: Transfer | None = None
+    transfer: Transfer = AT_REST  # its last move, or none
     views: int = 0
     changed: RuntimeError | None = None
     stays: bool = False  # it is on its way out, and needed: its memory here is not given back
@@ -77,8 +79,7 @@ class SavedMemory:
 
     def end_move(self) -> Transfer:
         """Note that its move has ended; return that."""
-        assert self.transfer is not None, "it is in a move"
-        transfer, self.transfer = self.transfer, None
+        transfer, self.transfer = self.transfer, AT_REST
         return transfer
 
 

@@ -5,14 +5,16 @@ Decides nothing: `ActivationOffload` says what leaves and what comes. How bytes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from deepnvme.sizes import PAGE
 from infinity_engine.accel import Event
 from infinity_engine.activation.drive_room import DriveRoom
+from infinity_engine.activation.lifetimes import Headroom
 from infinity_engine.activation.memories import SavedMemories, SavedMemory
 from infinity_engine.errors import CapacityError, InfinityError
 from infinity_engine.kept_errors import again, kept
@@ -26,15 +28,19 @@ from infinity_engine.schedule import ResidentSet
 from infinity_engine.storage import Transfer
 from infinity_engine.units import align_up
 
-__all__ = ["ActivationLimits", "ActivationMoves", "nothing_spare"]
+__all__ = ["ActivationLimits", "ActivationMoves", "Sharers"]
 
 _MOST_MOVES = 64  # at one time: each saved tensor looks at all of them
 _ALIGNED_FROM = 16 * PAGE  # bytes
 
 
-def nothing_spare() -> int:
-    """Return 0: there is no more room than what was given."""
-    return 0
+@dataclass(frozen=True, slots=True)
+class Sharers:
+    """Those that have their limits together: equal parts for those that have something saved."""
+
+    moves: list[ActivationMoves] = field(default_factory=list)
+    # One for all: each may evict what another has. Autograd's threads, or the caller's own, come.
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,17 +48,18 @@ class ActivationLimits:
     """Bytes of saved memory that stay where modules compute, those of them that may be in flight,
     and how many a memory needs at least to be moved.
 
-    `spare` tells how many bytes more may be there now, of what blocks keep at other times.
+    `beside` knows how many bytes more may be there now, of what blocks keep at other times.
     """
 
     resident: int
     in_flight: int
     small: int
-    spare: Callable[[], int] = nothing_spare
+    beside: Headroom
+    sharers: Sharers
 
 
 class ActivationMoves:
-    """Moves saved memory between `here`, where modules compute, and `home`, HOST or NVME.
+    """Moves saved memory between where modules compute, as `borrowed`, and `home`, HOST or NVME.
 
     `room` is where it lies on drives. Memory that leaves stops being resident when its move begins;
     it stays among the evictions until the move has ended. What is needed until then stays, and is
@@ -68,7 +75,6 @@ class ActivationMoves:
         limits: ActivationLimits,
         *,
         home: Tier,
-        here: Tier,
         room: DriveRoom | None,
     ) -> None:
         self._lanes = lanes
@@ -77,17 +83,15 @@ class ActivationMoves:
         self._borrowed = borrowed
         self._limits = limits
         self._home = home
-        self._here = here
         self._room = room
         self._sizes = _Sizes()
         self._evicting: dict[int, SavedMemory] = {}  # by number, the oldest first
-        self._evicting_bytes = 0
         self._is_saving = True
         self.resident: ResidentSet[SavedMemory] = ResidentSet(
             self._sizes, limits.resident, beside=self._not_for_members
         )
         self._failed: InfinityError | None = None
-        self._others: tuple[ActivationMoves, ...] = ()  # that share the limits
+        limits.sharers.moves.append(self)
 
     def _not_for_members(self) -> int:
         of_others = self._limits.resident - self._limits.resident // self._parts()
@@ -95,22 +99,29 @@ class ActivationMoves:
         # what it fetches ahead is resident.
         if self._is_saving:
             return of_others + self.most_in_flight
-        return of_others + self._evicting_bytes - self._limits.spare()
+        return of_others + self._evicting_bytes - self._limits.beside.spare()
 
     @property
     def most_in_flight(self) -> int:
         """The bytes that may be on their way at one time."""
         return self._limits.in_flight // self._parts()
 
-    def share_limits(self, others: Sequence[ActivationMoves]) -> None:
-        """Have the limits together with others: equal parts for those that have something saved.
-
-        The offload of one that begins to save lets what the others have too much leave.
-        """
-        self._others = tuple(others)
+    @property
+    def _others(self) -> list[ActivationMoves]:
+        return [moves for moves in self._limits.sharers.moves if moves is not self]
 
     def _parts(self) -> int:
         return 1 + sum(other.is_used for other in self._others)
+
+    @property
+    def _here(self) -> Tier:
+        return self._borrowed.tier
+
+    @property
+    def _evicting_bytes(self) -> int:
+        """The bytes that are on their way out, and do not stay."""
+        evicting = self._evicting.values()
+        return sum(memory.record.nbytes for memory in evicting if not memory.stays)
 
     @property
     def is_used(self) -> bool:
@@ -128,6 +139,19 @@ class ActivationMoves:
         self._sizes[memory.number] = memory.record.nbytes
         self.resident.admit(memory.number, memory)
 
+    def claim_part(self) -> None:
+        """Let leave what others have beyond their part of the limits, from now on."""
+        for other in self._others:
+            other.settle()
+            other.evict_all(other.resident.evictions(0))
+            other.make_room()
+
+    def settle(self) -> None:
+        """Forget what no graph holds any more, and note which evictions have ended."""
+        for memory in self._memories.drop_unused():
+            self.forget(memory)
+        self.note_ended()
+
     def lease(self, memory: SavedMemory) -> Lease:
         """Return where it lies here, once it is."""
         lease = memory.record.where(self._here)
@@ -141,9 +165,8 @@ class ActivationMoves:
             self._leave_after_all(memory)
             return
         if memory.number in self.resident:
-            if memory.transfer is not None:
-                memory.transfer.wait()  # it was fetched ahead, and the graph went without it
-                memory.end_move().take_error()
+            memory.transfer.wait()  # it may be fetched ahead, and the graph went without it
+            memory.end_move().take_error()
             self.resident.remove(memory.number)
         self._release(memory)
 
@@ -171,19 +194,24 @@ class ActivationMoves:
         """Tell whether this memory is on its way out."""
         return number in self._evicting
 
+    def evict_all(self, numbers: Iterable[int]) -> None:
+        """Begin to evict these memories."""
+        # One at a time: `numbers` may be a generator that ends when enough has left.
+        for number in numbers:
+            self.evict(self._memories.by_number[number])
+
     def evict(self, memory: SavedMemory) -> None:
         """Begin to evict memory, behind what is on its way."""
         nbytes = memory.record.nbytes
         if self.is_evicting(memory.number):
             self._leave_after_all(memory)
             return
-        if memory.transfer is not None:
-            self._wait_for(memory)  # it was fetched ahead, and something else is needed sooner
-            if memory.transfer.error is not None:
-                memory.end_move().take_error()
-                self.resident.remove(memory.number)
-                return
-        self._wait_for_evictions(max(self.most_in_flight + self._limits.spare() - nbytes, 0))
+        self._wait_for(memory)  # it may be fetched ahead, and something else is needed sooner
+        if memory.transfer.error is not None:
+            memory.end_move().take_error()
+            self.resident.remove(memory.number)
+            return
+        self._wait_for_evictions(max(self.most_in_flight + self._limits.beside.spare() - nbytes, 0))
         transfer = self._begin_eviction(memory)
         if isinstance(transfer.error, CapacityError):
             transfer.take_error()
@@ -196,13 +224,12 @@ class ActivationMoves:
         memory.begin_move(transfer)
         self.resident.remove(memory.number)
         self._evicting[memory.number] = memory
-        self._evicting_bytes += nbytes
         if transfer.done():
             self._end_eviction(memory)
 
     def make_room(self) -> None:
         """Wait until no more is on its way out than there is room for."""
-        self._wait_for_evictions(self.most_in_flight + self._limits.spare())
+        self._wait_for_evictions(self.most_in_flight + self._limits.beside.spare())
 
     def _begin_eviction(self, memory: SavedMemory) -> Transfer:
         record = memory.record
@@ -225,7 +252,6 @@ class ActivationMoves:
             self._evicting_bytes > most or len(self._evicting) >= _MOST_MOVES
         ):
             oldest = next(iter(self._evicting.values()))
-            assert oldest.transfer is not None, "what is evicted is in a move"
             with self._lanes.meter.timed_wait(Wait.ACTIVATIONS):
                 oldest.transfer.wait()
             self._end_eviction(oldest)
@@ -240,8 +266,6 @@ class ActivationMoves:
         del self._evicting[memory.number]
         stays = memory.stays
         memory.stay(False)
-        if not stays:
-            self._evicting_bytes -= memory.record.nbytes
         error = memory.end_move().take_error()
         if not memory.views:
             self._release(memory)
@@ -269,7 +293,7 @@ class ActivationMoves:
         """Note which evictions have ended; `raise_failure` says which one failed."""
         self._mover.poll()
         for memory in list(self._evicting.values()):
-            if memory.transfer is not None and memory.transfer.done():
+            if memory.transfer.done():
                 try:
                     self._end_eviction(memory)
                 # Not here: an update that was made must not look as if it had failed.
@@ -300,7 +324,6 @@ class ActivationMoves:
         """Let memory that is on its way out be here as well: it is needed before it has left."""
         if not memory.stays:
             memory.stay(True)
-            self._evicting_bytes -= memory.record.nbytes
             self.resident.admit(memory.number, memory)
 
     def _leave_after_all(self, memory: SavedMemory) -> None:
@@ -308,7 +331,6 @@ class ActivationMoves:
         if memory.stays:
             memory.stay(False)
             self.resident.remove(memory.number)
-            self._evicting_bytes += memory.record.nbytes
 
     def finish_eviction(self, memory: SavedMemory) -> None:
         """Wait until memory that is on its way out has left: it can be fetched then."""
@@ -322,7 +344,7 @@ class ActivationMoves:
         Raises:
             TransferError: it could not be read. It can be fetched again.
         """
-        if memory.transfer is None or memory.stays:
+        if memory.stays:
             return
         self._wait_for(memory)
         transfer = memory.end_move()
@@ -331,7 +353,6 @@ class ActivationMoves:
         transfer.result()
 
     def _wait_for(self, memory: SavedMemory) -> None:
-        assert memory.transfer is not None, "it is in a move"
         if not memory.transfer.poll():
             with self._lanes.meter.timed_wait(Wait.ACTIVATIONS):
                 memory.transfer.wait()

@@ -8,8 +8,7 @@ needs one after the other: what comes next is fetched ahead. See decision 0045.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -22,7 +21,7 @@ from infinity_engine.activation.memories import (
     SavedView,
 )
 from infinity_engine.activation.moving import ActivationLimits, ActivationMoves
-from infinity_engine.activation.saved import BlockUse, KeptActivations
+from infinity_engine.activation.saved import BlockUse, KeptActivations, addresses_of
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Cargo
 from infinity_engine.memory import BorrowedMemory
@@ -49,7 +48,6 @@ class ActivationOffload:
         limits: ActivationLimits,
         *,
         home: Tier,
-        here: Tier,
         room: DriveRoom | None,
     ) -> None:
         self._meter = lanes.meter
@@ -59,29 +57,19 @@ class ActivationOffload:
         self._movable = _Movable(lanes.accelerator.torch_device, limits.small)
         self._memories = SavedMemories(borrowed)
         self._moves = ActivationMoves(
-            lanes, mover, self._memories, borrowed, limits, home=home, here=here, room=room
+            lanes, mover, self._memories, borrowed, limits, home=home, room=room
         )
         # What a first step expects: everything up to this number has its place in the trace.
         self._expected = -1
-        # Autograd's threads of several devices, or the caller's own.
-        self._lock = threading.RLock()
-        self._sharing: tuple[ActivationOffload, ...] = ()
+        self._lock = limits.sharers.lock
         self._closed = False
-
-    def share_limits(self, others: Sequence[ActivationOffload]) -> None:
-        """Have the limits together with others, which have the same: call it for each, before any
-        of them saves something.
-        """
-        self._sharing = tuple(other for other in others if other is not self)
-        self._moves.share_limits([other._moves for other in self._sharing])
-        self._lock = others[0]._lock  # one for all: each may evict what another has
 
     # --- what autograd asks -----------------------------------------------------------------------
 
     def begin_forward(self, own: Iterable[torch.Tensor]) -> None:
         """Take the model's parameters and buffers as what stays anyway."""
         with self._lock:
-            self._settle()
+            self._moves.settle()
             self._memories.forget_pieces()
         self._movable.keep(own)
 
@@ -95,7 +83,7 @@ class ActivationOffload:
         if self._closed or not self._movable.allows(tensor):
             return self._kept.pack(tensor)
         with self._lock:
-            self._settle()
+            self._moves.settle()
             memory = self._memories.find(tensor)
             if memory is None and not self._memories.may_leave(tensor):
                 return self._memories.keep_piece(tensor, self._kept.pack(tensor))
@@ -106,23 +94,17 @@ class ActivationOffload:
                 memory = self._memories.add(tensor)
                 self._moves.admit(memory)
             saved = self._memories.view(memory, tensor)
-            for other in self._sharing if begins else ():
-                other._give_way()
+            if begins:
+                self._moves.claim_part()
             resident = self._moves.resident
             if resident.free < 0:
-                self._evict(resident.evictions(self._most_resident // _SLACK))
+                self._moves.evict_all(resident.evictions(self._most_resident // _SLACK))
             return saved
 
     def make_room(self) -> None:
         """Wait until no more is on its way out than there is room for."""
         with self._lock:
             self._moves.make_room()
-
-    def _give_way(self) -> None:
-        """Let leave what is more than this one's part, which another one needs from now on."""
-        self._settle()
-        self._evict(self._moves.resident.evictions(0))
-        self._moves.make_room()
 
     def begin_backward(self) -> None:
         """Fetch what is needed first, as far as there is room.
@@ -133,7 +115,7 @@ class ActivationOffload:
         if self._closed:
             return
         with self._lock:
-            self._settle()
+            self._moves.settle()
             self._moves.note_saving(False)
             self._prefetch()
 
@@ -154,7 +136,7 @@ class ActivationOffload:
                 "has saved. Call backward() before close(), or run the model again"
             )
         with self._lock:
-            self._settle()
+            self._moves.settle()
             self._moves.raise_failure()
             self._moves.note_saving(False)
             memory = saved.memory
@@ -178,7 +160,7 @@ class ActivationOffload:
     def end_step(self) -> None:
         """Predict the next step by this one. Numbers begin anew where nothing is saved."""
         with self._lock:
-            self._settle()
+            self._moves.settle()
             self._moves.resident.end_step()
             self._expected = -1
             # What is being evicted keeps its number until that has ended.
@@ -201,7 +183,7 @@ class ActivationOffload:
     def saved_bytes(self) -> int:
         """Return the bytes that graphs hold of what it moves, wherever they are now."""
         with self._lock:
-            self._settle()
+            self._moves.settle()
             return sum(memory.record.nbytes for memory in self._memories.by_number.values())
 
     # --- how fast it is ---------------------------------------------------------------------------
@@ -219,7 +201,7 @@ class ActivationOffload:
             TransferError: the I/O failed.
         """
         with self._lock:
-            self._settle()
+            self._moves.settle()
             tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self._movable.device)
             memory = self._memories.add(tensor)
             saved = self._memories.view(memory, tensor)
@@ -233,21 +215,10 @@ class ActivationOffload:
                 back = self._clock_ns()
             finally:
                 del saved
-                self._settle()
+                self._moves.settle()
             return (out - start) / 1e9, (back - out) / 1e9
 
     # --- what it decides --------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        """Forget what no graph holds any more, and note which evictions have ended."""
-        for memory in self._memories.drop_unused():
-            self._moves.forget(memory)
-        self._moves.note_ended()
-
-    def _evict(self, numbers: Iterable[int]) -> None:
-        # One at a time: `numbers` may be a generator that ends when enough has left.
-        for number in numbers:
-            self._moves.evict(self._memories.by_number[number])
 
     def _bring(self, memory: SavedMemory) -> None:
         """Have memory here."""
@@ -255,7 +226,7 @@ class ActivationOffload:
             self._moves.keep(memory)
         resident = self._moves.resident
         if resident.note_needs((memory.number,)):
-            self._evict(resident.evictions(memory.record.nbytes))
+            self._moves.evict_all(resident.evictions(memory.record.nbytes))
             self._moves.fetch(memory)
         self._moves.finish_fetch(memory)
 
@@ -273,7 +244,7 @@ class ActivationOffload:
         if all(use.parameters[0] in resident for _, use in upcoming):
             return
         chosen = resident.choose(upcoming)
-        self._evict(chosen.evicted)
+        self._moves.evict_all(chosen.evicted)
         for number in chosen.fetched:
             # The trace may have uses of what was not saved in this step.
             if number in self._memories.by_number:
@@ -296,11 +267,7 @@ class _Movable:
 
     def keep(self, own: Iterable[torch.Tensor]) -> None:
         """Let nothing leave that lies in the memory of these."""
-        self._own = frozenset(
-            tensor.untyped_storage().data_ptr()
-            for tensor in own
-            if tensor.layout == torch.strided and tensor.device.type != "meta"
-        )
+        self._own = addresses_of(own)
 
     def allows(self, tensor: torch.Tensor) -> bool:
         """Tell whether a saved tensor may leave."""

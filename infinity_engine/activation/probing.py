@@ -11,43 +11,50 @@ from infinity_engine.errors import InfinityError
 from infinity_engine.placement.activations import ActivationRates
 from infinity_engine.plan import Tier
 
-__all__ = ["measured_rates"]
+__all__ = ["Homes"]
 
 _PROBED_BYTES = 32 << 20
+_NO_RATES = (None, None)
 
 
-def measured_rates(
-    offloads: Mapping[Tier, ActivationOffload], *, over_link: bool
-) -> ActivationRates:
-    """Return the rates of each way out and back; a way that fails is left out.
+class Homes:
+    """The tiers where saved tensors can wait, and what moves them to each.
 
     `over_link`: what goes to drives passes the host.
     """
-    # A failure here would come from step(), which has updated by then.
-    rates = {
-        tier: found
-        for tier, offload in offloads.items()
-        if (found := _rates_of(offload)) is not None
-    }
-    to_host, from_host = rates.get(Tier.HOST, (None, None))
-    to_drives, from_drives = rates.get(Tier.NVME, (None, None))
-    return ActivationRates(
-        to_host=to_host,
-        from_host=from_host,
-        to_drives=to_drives,
-        from_drives=from_drives,
-        over_link=over_link,
-    )
+
+    def __init__(self, moved: Mapping[Tier, ActivationOffload], *, over_link: bool) -> None:
+        self.tiers = tuple(moved)
+        self._moved = moved
+        self._over_link = over_link
+
+    def waiting(self, tier: Tier) -> int:
+        """Return the bytes that are there, or on their way."""
+        return self._moved[tier].saved_bytes()
+
+    def rates(self) -> ActivationRates:
+        """Measure the rates of each way out and back; a way that fails is left out."""
+        # A failure here would come from step(), which has updated by then.
+        rates = {tier: _rates_of(offload) for tier, offload in self._moved.items()}
+        to_host, from_host = rates.get(Tier.HOST, _NO_RATES)
+        to_drives, from_drives = rates.get(Tier.NVME, _NO_RATES)
+        return ActivationRates(
+            to_host=to_host,
+            from_host=from_host,
+            to_drives=to_drives,
+            from_drives=from_drives,
+            over_link=self._over_link,
+        )
 
 
-def _rates_of(offload: ActivationOffload) -> tuple[float, float] | None:
+def _rates_of(offload: ActivationOffload) -> tuple[float | None, float | None]:
     nbytes = min(_PROBED_BYTES, offload.most_in_flight)
     if not nbytes:
-        return None
+        return _NO_RATES
     try:
         # Twice: the first time, the drive's room grows.
         offload.time_moves(nbytes)
         out_s, back_s = offload.time_moves(nbytes)
     except (InfinityError, torch.OutOfMemoryError):
-        return None
+        return _NO_RATES
     return nbytes / max(out_s, 1e-9), nbytes / max(back_s, 1e-9)

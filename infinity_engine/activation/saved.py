@@ -15,6 +15,7 @@ __all__ = [
     "ChangedInPlaceError",
     "KeptActivations",
     "SavedTensors",
+    "addresses_of",
     "changed_since",
     "version_of",
 ]
@@ -123,6 +124,15 @@ class KeptActivations:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def addresses_of(own: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Return the addresses of the memory in which these lie."""
+    return frozenset(
+        tensor.untyped_storage().data_ptr()
+        for tensor in own
+        if tensor.layout == torch.strided and tensor.device.type != "meta"
+    )
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -20,9 +20,9 @@ from infinity_engine.activation.blocks import RepeatedBlock, find_blocks, recomp
 from infinity_engine.activation.by_block import BlockActivations, FixedWays
 from infinity_engine.activation.deciding import MeasuredWays
 from infinity_engine.activation.drive_room import DriveRoom
-from infinity_engine.activation.lifetimes import Lifetimes
-from infinity_engine.activation.moving import ActivationLimits, nothing_spare
-from infinity_engine.activation.probing import measured_rates
+from infinity_engine.activation.lifetimes import Headroom, Lifetimes
+from infinity_engine.activation.moving import ActivationLimits, Sharers
+from infinity_engine.activation.probing import Homes
 from infinity_engine.config import ActivationsAt, EngineConfig, Recompute
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.memory import BorrowedMemory, Ledger, PinnedPool
@@ -77,9 +77,13 @@ def activations_of(
     if settings.at is ActivationsAt.AUTO:
         return building.chosen(model)
     kept: SavedTensors = KeptActivations()
+    lifetimes = Lifetimes(lanes.meter)
     home = {ActivationsAt.HOST: Tier.HOST, ActivationsAt.NVME: Tier.NVME}.get(settings.at)
     if home is not None:
-        kept = building.offload(home, settings.resident, building.reserve(settings.resident))
+        pool = building.reserve(settings.resident)
+        # Of no room nothing is left: what moves has its own.
+        nothing = Headroom(ActivationRoom(device=0), lifetimes, parts=1)
+        kept = building.offload(home, settings.resident, pool, nothing, Sharers())
     if settings.recompute is Recompute.NOTHING:
         return kept
     return building.closed_with_engine(
@@ -88,7 +92,7 @@ def activations_of(
             FixedWays(_RECOMPUTED_AT[settings.at], _left_alone(model)),
             outside=kept,
             moved={} if home is None else {home: kept},
-            lifetimes=Lifetimes(lanes.meter),
+            lifetimes=lifetimes,
         )
     )
 
@@ -171,10 +175,10 @@ class _Assembling:
         home: Tier,
         resident: int,
         pool: PinnedPool | None,
-        *,
-        spare: Callable[[], int] = nothing_spare,
+        beside: Headroom,
+        sharers: Sharers,
     ) -> ActivationOffload:
-        """Return what moves saved tensors to `home`; `spare` as ActivationLimits has it."""
+        """Return what moves saved tensors to `home`, within limits that `sharers` have together."""
         settings = self.config.activations
         in_flight, room = resident // 2, None
         if home is Tier.NVME:
@@ -191,10 +195,13 @@ class _Assembling:
             self._mover(pool),
             BorrowedMemory(here, nothing),
             ActivationLimits(
-                resident=resident, in_flight=in_flight, small=settings.small_bytes, spare=spare
+                resident=resident,
+                in_flight=in_flight,
+                small=settings.small_bytes,
+                beside=beside,
+                sharers=sharers,
             ),
             home=home,
-            here=here,
             room=room,
         )
         self.resources.callback(offload.close)
@@ -213,13 +220,6 @@ class _Assembling:
         homes = tuple(self._homes())
         staging = resident // _STAGING if homes else 0
         lifetimes = Lifetimes(self.lanes.meter)
-
-        def spare() -> int:
-            return decider.spare(held=lifetimes.kept_soon) // len(homes)
-
-        moved = {home: self.offload(home, staging, pool, spare=spare) for home in homes}
-        for offload in moved.values():
-            offload.share_limits(tuple(moved.values()))
         on_host = settings.host_bytes // (2 if Tier.NVME in homes else 1)
         room = ActivationRoom(
             device=resident,
@@ -227,14 +227,15 @@ class _Assembling:
             drives=self._free_on_drives() if Tier.NVME in homes else 0,
             staging=staging,
         )
+        headroom, sharers = Headroom(room, lifetimes, parts=len(homes)), Sharers()
+        moved = {home: self.offload(home, staging, pool, headroom, sharers) for home in homes}
         decider = MeasuredWays(
             blocks,
-            room,
-            rates=lambda: measured_rates(moved, over_link=self.has_device_memory),
+            headroom,
+            Homes(moved, over_link=self.has_device_memory),
             clock=self._clock(),
-            homes={home: offload.saved_bytes for home, offload in moved.items()},
-            left_alone=_left_alone(model),
             agreement=self._agreement(),
+            left_alone=_left_alone(model),
         )
         return self.closed_with_engine(
             BlockActivations(

@@ -223,7 +223,7 @@ class Lessor(ABC):
 
     def __init__(self, tier: Tier, reservation: Reservation) -> None:
         self.reservation = reservation
-        self._tier = tier
+        self.tier = tier
         self._lock = threading.RLock()
         # By the id of the backing, not by the lease: the collector may drop that.
         self._open: dict[int, _LeasedBuffer] = {}
@@ -281,7 +281,7 @@ class Lessor(ABC):
     def _lease_of(self, backing: Backing, nbytes: int, holder: str) -> Lease:
         """Return the lease of this memory, which it has until it is closed. Under the lock."""
         self._open[id(backing)] = _LeasedBuffer(backing, holder, nbytes)
-        return Lease(self, backing, tier=self._tier, nbytes=nbytes, holder=holder)
+        return Lease(self, backing, tier=self.tier, nbytes=nbytes, holder=holder)
 
     def _close_lease(self, backing: Backing, events: Sequence[Waitable]) -> None:
         with self._lock:
@@ -399,7 +399,7 @@ class Lessor(ABC):
                 "layout"
             )
         return CapacityError(
-            tier=self._tier.name,
+            tier=self.tier.name,
             asked=nbytes,
             free=free,
             limit=limit,

@@ -245,7 +245,7 @@ class PinnedPool(Lessor):
         there = [(name, _shared_bytes(place, given.backing)) for name, given in self._in_use()]
         holders = tuple((name, nbytes) for name, nbytes in there if nbytes)
         return CapacityError(
-            tier=self._tier.name,
+            tier=self.tier.name,
             asked=place.nbytes,
             free=place.nbytes - sum(nbytes for _, nbytes in holders),
             limit=place.nbytes,

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity_engine
 from infinity_engine.activation import ActivationOffload
-from infinity_engine.activation.memories import _SmallViews
+from infinity_engine.activation.memories import AT_REST, _SmallViews
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.lanes.meter import Cargo
@@ -448,7 +448,7 @@ def test_many_tiny_tensors_take_about_the_memory_that_they_are_counted_with(
         taken.extend(
             moves.lease(memory).flat().untyped_storage().nbytes()
             for memory in there
-            if memory.transfer is None and not memory.is_original
+            if memory.transfer is AT_REST and not memory.is_original
         )
 
     torch.manual_seed(0)

@@ -16,15 +16,21 @@ import torch
 from torch import nn
 
 import infinity_engine
+from infinity_engine.accel import CpuAccelerator
 from infinity_engine.activation import ActivationOffload
-from infinity_engine.activation.agreeing import Agreement, ChosenTogether
+from infinity_engine.activation.agreeing import Agreement, ChosenAlone, ChosenTogether
 from infinity_engine.activation.blocks import RepeatedBlock, find_blocks
 from infinity_engine.activation.deciding import MeasuredWays
+from infinity_engine.activation.lifetimes import Headroom, Lifetimes
+from infinity_engine.activation.probing import Homes
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError, TransferError
+from infinity_engine.lanes.meter import Meter
+from infinity_engine.memory import Ledger
 from infinity_engine.placement.activations import ActivationRates, ActivationRoom, BlockWay
-from infinity_engine.plan import HostOnly, Tier
+from infinity_engine.plan import HostOnly, ResolvedBudget, Tier
 from infinity_engine.storage import Hop, Place, SwapFile
+from infinity_engine.telemetry import NullTelemetry
 from support.block_ways import activations_by_block, take_turns
 from support.engine_bits import Bits, bits_of, differing
 from support.nvme_training import Case, opened
@@ -169,7 +175,7 @@ def test_moves_use_room_of_kept_blocks_only_while_these_do_not(tmp_path: Path) -
         ways = [BlockWay.DRIVE] * 5 + [BlockWay.KEEP]
         decider = by_block._decider
         assert isinstance(decider, MeasuredWays)
-        decider._ways = dict(zip((block.name for block in by_block.blocks), ways, strict=True))
+        decider.adopt(ways)
 
         def look(*_: object) -> None:
             moves = drives._moves
@@ -385,21 +391,36 @@ MIB = 1 << 20
 NO_MOVES = ActivationRates()
 
 
+class KnownHomes(Homes):
+    """Homes with these rates, where so many bytes wait."""
+
+    def __init__(self, tiers: tuple[Tier, ...], rates: ActivationRates, waiting: int) -> None:
+        super().__init__({}, over_link=False)
+        self.tiers, self.known, self.bytes_waiting = tiers, rates, waiting
+
+    def waiting(self, tier: Tier) -> int:
+        return self.bytes_waiting
+
+    def rates(self) -> ActivationRates:
+        return self.known
+
+
 def decider(
     room: ActivationRoom,
     rates: ActivationRates = NO_MOVES,
     homes: tuple[Tier, ...] = (),
-    agreement: Agreement | None = None,
+    agreement: Agreement = ChosenAlone(),  # noqa: B008  # it has no state
     waiting: int = 0,
 ) -> tuple[MeasuredWays, tuple[RepeatedBlock, ...]]:
     blocks = find_blocks(Stack(4))
     ticks = iter(range(10**6))
+    ledger = Ledger(ResolvedBudget(device=0, host=0, nvme={}))
+    meter = Meter(NullTelemetry(), CpuAccelerator(), ledger)
     ways = MeasuredWays(
         blocks,
-        room,
-        rates=lambda: rates,
+        Headroom(room, Lifetimes(meter), parts=1),
+        KnownHomes(homes, rates, waiting),
         clock=lambda: float(next(ticks)),
-        homes=dict.fromkeys(homes, lambda: waiting),
         agreement=agreement,
     )
     return ways, blocks

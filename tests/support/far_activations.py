@@ -209,7 +209,7 @@ def most_held(
         decider = by_block._decider
         assert isinstance(decider, MeasuredWays)
         assert decider.choice is not None
-        decider._ways = dict(zip((block.name for block in by_block.blocks), ways, strict=True))
+        decider.adopt(ways)
         moves = [
             keeper._moves
             for keeper in by_block._keepers.values()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity_engine.activation.probing import measured_rates
+from infinity_engine.activation.probing import Homes
 from infinity_engine.errors import CapacityError
 from infinity_engine.plan import Tier
 
@@ -30,7 +30,7 @@ class Moves:
 def test_rates_are_bytes_over_seconds_each_way() -> None:
     moves = {Tier.HOST: Moves((0.5, 0.25)), Tier.NVME: Moves((2.0, 1.0))}
 
-    found = measured_rates(moves, over_link=True)  # type: ignore[arg-type]
+    found = Homes(moves, over_link=True).rates()  # type: ignore[arg-type]
 
     assert (found.to_host, found.from_host) == (2 * MIB, 4 * MIB)
     assert (found.to_drives, found.from_drives) == (MIB / 2, MIB)
@@ -41,7 +41,7 @@ def test_a_way_without_room_for_its_measurement_is_left_out(error: Exception) ->
     """The step has updated by then, so it must not fail."""
     moves = {Tier.HOST: Moves((1.0, 1.0), error), Tier.NVME: Moves((1.0, 1.0))}
 
-    found = measured_rates(moves, over_link=True)  # type: ignore[arg-type]
+    found = Homes(moves, over_link=True).rates()  # type: ignore[arg-type]
 
     assert found.to_host is found.from_host is None
     assert found.to_drives == MIB
