@@ -7,7 +7,7 @@ what waits on the host or on drives; `Ways` decides.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -27,6 +27,7 @@ from infinity_engine.activation.saved import (
     BlockUse,
     KeptActivations,
     SavedTensors,
+    addresses_of,
     version_of,
 )
 from infinity_engine.placement.activations import BlockWay
@@ -40,6 +41,7 @@ __all__ = [
     "cannot_run_again",
 ]
 
+_KEPT = KeptActivations()
 _HELD_AS = MappingProxyType(
     {Tier.DEVICE: HeldAs.KEPT, Tier.HOST: HeldAs.HOST, Tier.NVME: HeldAs.DRIVES}
 )
@@ -138,37 +140,55 @@ def cannot_run_again(reasons: Mapping[str, str]) -> str:
     )
 
 
-@dataclass(slots=True)
-class _Running:
-    """A block that is running: for the first time, or again for a backward."""
+class _OtherRun(NamedTuple):
+    """A block that runs without a way of its own: again, or as what is outside of blocks."""
 
     module: torch.nn.Module
+    pack: Callable[[torch.Tensor], object]
+
+
+@dataclass(slots=True)
+class _FirstRun:
+    """A block that runs in a forward and goes its way; `call` keeps what does not move as it is."""
+
+    block: RepeatedBlock
+    way: BlockWay
     keeper: SavedTensors
-    call: BlockCall | None = None
-    again: bool = False
-    way: BlockWay = BlockWay.KEEP
-    block: RepeatedBlock | None = None
-    started: float = 0.0
-    inputs: int = 0
-    life: CallLife | None = None
-    saved: dict[int, int] = field(default_factory=dict)  # bytes by address, as long as it runs
+    life: CallLife
+    call: BlockCall | None
+    inputs: int
+    given: Sequence[tuple[torch.Tensor, int]]
+    own: frozenset[int]  # addresses of the model's own memory
     # The buffers themselves: the id of one that has gone may be that of another.
-    buffers: Sequence[_BufferNow] = ()
-    given: Sequence[tuple[torch.Tensor, int]] = ()
+    buffers: Sequence[_BufferNow]
+    started: float
+    saved: dict[int, int] = field(default_factory=dict)  # bytes by address, as long as it runs
 
-    def begin(self, call: BlockCall | None, now: float) -> None:
-        """Note what keeps the call, and when it begins."""
-        self.call, self.started = call, now
-        if self.way.recomputes:
-            self.buffers = _buffers_of(self.module)
+    @property
+    def module(self) -> torch.nn.Module:
+        return self.block.module
 
-    def note_saved(self, address: int, nbytes: int) -> None:
-        """Count memory that is saved, once."""
-        self.saved[address] = nbytes
+    def pack(self, tensor: torch.Tensor) -> object:
+        storage = _storage_of(tensor)
+        if storage is not None and storage[0] not in self.own:
+            address, nbytes = storage
+            self.saved[address] = nbytes  # once, however often it is saved
+        if self.call is not None:
+            return self.call.pack(tensor)
+        return _packed_by(self.keeper, tensor, self.life)
 
     @property
     def saved_bytes(self) -> int:
         return sum(self.saved.values())
+
+    @property
+    def runs_again(self) -> bool:
+        return self.call is not None and self.call.runs_again
+
+    @property
+    def way_gone(self) -> BlockWay:
+        """The way that the call has gone: a block that cannot run again is kept."""
+        return BlockWay.KEEP if self.way.recomputes and not self.runs_again else self.way
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +198,11 @@ class _Elsewhere:
     keeper: SavedTensors
     packed: object
     life: CallLife | None
+
+
+def _packed_by(keeper: SavedTensors, tensor: torch.Tensor, life: CallLife | None = None) -> object:
+    packed = keeper.pack(tensor)
+    return packed if keeper is _KEPT else _Elsewhere(keeper, packed, life)
 
 
 class BlockActivations:
@@ -198,15 +223,11 @@ class BlockActivations:
         moved: Mapping[Tier, SavedTensors],
         lifetimes: Lifetimes,
     ) -> None:
-        self.blocks = tuple(blocks)
+        self._by_module = {id(block.module): block for block in blocks}
         self._decider = decider
         self._outside = outside
-        self._kept = KeptActivations()
-        self._keepers: dict[Tier, SavedTensors] = {Tier.DEVICE: self._kept, **moved}
-        every = (outside, *self._keepers.values())
-        self._every = tuple({id(keeper): keeper for keeper in every}.values())
-        self._by_module = {id(block.module): block for block in blocks}
-        self._running: list[_Running] = []
+        self._keepers: dict[Tier, SavedTensors] = {Tier.DEVICE: _KEPT, **moved}
+        self._running: list[_FirstRun | _OtherRun] = []
         self._second: BlockCall | None = None  # the call that runs again
         self._modules: WatchedModules | None = None
         self._forward = _Forward(())
@@ -215,9 +236,23 @@ class BlockActivations:
         self._last: tuple[BlockUse, ...] = ()
         self._closed = False
 
+    @property
+    def blocks(self) -> tuple[RepeatedBlock, ...]:
+        """The blocks that it knows, in the order of the model."""
+        return tuple(self._by_module.values())
+
+    @property
+    def _every(self) -> Iterable[SavedTensors]:
+        return dict.fromkeys((self._outside, *self._keepers.values()))
+
     def run_again_under(self, modules: WatchedModules) -> None:
         """Run blocks again as those say who watch the model's modules."""
         self._modules = modules
+
+    @property
+    def _watched(self) -> WatchedModules:
+        assert self._modules is not None, "the engine has set it"
+        return self._modules
 
     # --- blocks -----------------------------------------------------------------------------------
 
@@ -229,11 +264,11 @@ class BlockActivations:
             return None  # a compiler's graph has no room for it: what the block saves is kept
         second = self._second
         if second is not None and second.block.module is module:
-            self._running.append(_Running(module, self._kept, second, again=True))
+            self._running.append(_OtherRun(module, second.pack_again))
             # Hooks that came ahead of this one have changed the arguments in the first run already.
             return second.take_given()
         if self._closed or not _is_plain_forward():
-            self._running.append(_Running(module, self._outside))
+            self._running.append(_OtherRun(module, self._pack_outside))
             return None
         block = self._by_module[id(module)]
         if module.training:
@@ -241,20 +276,21 @@ class BlockActivations:
         inputs = list(self._forward.new_inputs(_tensors((args, kwargs))))
         way = self._decider.way(block, inputs=sum(inputs), held=self._lifetimes.kept)
         self._expect(self._decider.expected(block, way, inputs=sum(inputs)))
-        running = _Running(
-            module,
+        life = CallLife(block.name, self._lifetimes)
+        given = [(tensor, version_of(tensor)) for tensor in _tensors((args, kwargs))]
+        stays = way.recomputes or way is BlockWay.KEEP
+        running = _FirstRun(
+            block,
+            way,
             self._keepers[way.home],
-            way=way,
-            block=block,
+            life,
+            self._call_of(block, way, args, kwargs, life) if stays else None,
             inputs=sum(inputs),
-            life=CallLife(block.name, self._lifetimes),
-            given=[(tensor, version_of(tensor)) for tensor in _tensors((args, kwargs))],
+            given=given,
+            own=self._forward.own,
+            buffers=_buffers_of(module) if way.recomputes else (),
+            started=self._decider.now(),
         )
-        call = None
-        if way.recomputes or way is BlockWay.KEEP:
-            assert running.life is not None, "it was just made"
-            call = self._call_of(block, way, args, kwargs, running.life)
-        running.begin(call, self._decider.now())
         self._running.append(running)
         return args, kwargs
 
@@ -273,9 +309,7 @@ class BlockActivations:
         life: CallLife,
     ) -> BlockCall:
         if not way.recomputes:
-            nothing = BlockCall.arguments(
-                ((), {}), lambda tensor: (self._kept, self._kept.pack(tensor))
-            )
+            nothing = BlockCall.arguments(((), {}), lambda tensor: (_KEPT, _KEPT.pack(tensor)))
             call = BlockCall(block, nothing, life)
             call.keep()
             return call
@@ -293,7 +327,7 @@ class BlockActivations:
     def _save_input(self, tensor: torch.Tensor, way: BlockWay) -> tuple[SavedTensors, object]:
         # What several blocks get, such as a mask, is there anyway: moving it once for each block
         # would not make it go.
-        keeper = self._kept if self._forward.is_shared(tensor) else self._keepers[way.home]
+        keeper = _KEPT if self._forward.is_shared(tensor) else self._keepers[way.home]
         return keeper, keeper.pack(tensor)
 
     def after_block(self, module: torch.nn.Module, output: object) -> None:
@@ -307,32 +341,32 @@ class BlockActivations:
             return
         running = self._running[at]
         del self._running[at:]
-        block, call, life = running.block, running.call, running.life
-        if block is None or life is None:
+        if not isinstance(running, _FirstRun):
             return
-        if call is not None:
-            self._end_call(running, call, block)
-        again = call is not None and call.runs_again
-        life.hold(
-            _HELD_AS[running.way.home if again or call is None else Tier.DEVICE],
-            running.inputs if again else running.saved_bytes,
-            saved=running.saved_bytes,
+        block, saved = running.block, running.saved_bytes
+        if running.call is not None:
+            self._end_call(running, running.call, block)
+        moves = running.call is None or running.runs_again
+        running.life.hold(
+            _HELD_AS[running.way.home if moves else Tier.DEVICE],
+            running.inputs if running.runs_again else saved,
+            saved=saved,
         )
         self._decider.note_call(
             block,
-            saved=running.saved_bytes,
+            saved=saved,
             inputs=running.inputs,
             seconds=self._decider.now() - running.started,
         )
         use = self._uses.get(block.name, BlockUse(block.name, running.way.value, 0, 0))
         self._uses[block.name] = BlockUse(
             block.name,
-            _way_of(running, call).value,
-            max(use.saved, running.saved_bytes),
-            max(use.held, life.kept),
+            running.way_gone.value,
+            max(use.saved, saved),
+            max(use.held, running.life.kept),
         )
 
-    def _end_call(self, running: _Running, call: BlockCall, block: RepeatedBlock) -> None:
+    def _end_call(self, running: _FirstRun, call: BlockCall, block: RepeatedBlock) -> None:
         if call.runs_again and any(version_of(tensor) != then for tensor, then in running.given):
             self._decider.refuse_recompute(block, "it changes its inputs in place")
             call.keep()
@@ -354,8 +388,7 @@ class BlockActivations:
             self._decider.refuse_recompute(block, "it ran with other buffers than its own")
             call.keep()
         if call.runs_again:
-            assert self._modules is not None, "the engine has set it"
-            call.drop_saved(self._modules.versions_in(running.module), buffers)
+            call.drop_saved(self._watched.versions_in(running.module), buffers)
 
     # --- what autograd asks -----------------------------------------------------------------------
 
@@ -379,26 +412,13 @@ class BlockActivations:
             CapacityError: the host or the drives have no room for what has to leave.
             TransferError: what has to leave could not be written.
         """
-        running = self._running[-1] if self._running else None
-        if running is None or running.block is None:
-            if running is not None and running.again:
-                assert running.call is not None, "it runs again"
-                return running.call.pack_again(tensor)
-            if running is None:
-                self._forward.note_outside(tensor)
-            return self._by(self._outside, tensor)
-        storage = _storage_of(tensor)
-        if storage is not None and storage[0] not in self._forward.own:
-            running.note_saved(*storage)
-        if running.call is not None:
-            return running.call.pack(tensor)
-        return self._by(running.keeper, tensor, running.life)
+        if self._running:
+            return self._running[-1].pack(tensor)
+        self._forward.note_outside(tensor)
+        return self._pack_outside(tensor)
 
-    def _by(
-        self, keeper: SavedTensors, tensor: torch.Tensor, life: CallLife | None = None
-    ) -> object:
-        packed = keeper.pack(tensor)
-        return packed if keeper is self._kept else _Elsewhere(keeper, packed, life)
+    def _pack_outside(self, tensor: torch.Tensor) -> object:
+        return _packed_by(self._outside, tensor)
 
     def make_room(self) -> None:
         """Wait until no more is on its way than there is room for."""
@@ -419,10 +439,10 @@ class BlockActivations:
             TransferError: it could not be read back; it can be asked for again.
         """
         if isinstance(saved, Placeholder):
-            return self._kept.unpack(self._made(saved))
+            return _KEPT.unpack(self._made(saved))
         if isinstance(saved, _Elsewhere):
             return saved.keeper.unpack(saved.packed)
-        return self._kept.unpack(saved)
+        return _KEPT.unpack(saved)
 
     def _made(self, placeholder: Placeholder) -> object:
         call = placeholder.call
@@ -435,25 +455,20 @@ class BlockActivations:
                 "backward() before close(), or run the model again"
             )
         if placeholder.packed is not None:
-            return call.unpack(placeholder, self._under)
-        assert self._modules is not None, "the engine has set it"
+            return call.unpack(placeholder, self._watched.saving_again)
         module = call.block.module
-        call.check_values(self._modules.versions_in(module), dict(module.named_buffers()))
+        call.check_values(self._watched.versions_in(module), dict(module.named_buffers()))
         before, at = self._second, len(self._running)
         self._second, start = call, self._decider.now()
         call.life.make_again()
         try:
-            return call.unpack(placeholder, self._under)
+            return call.unpack(placeholder, self._watched.saving_again)
         finally:
             self._second = before
             del self._running[at:]
             self._decider.note_run_again(
                 call.block, start=start, seconds=self._decider.now() - start
             )
-
-    def _under(self) -> AbstractContextManager[None]:
-        assert self._modules is not None, "the engine has set it"
-        return self._modules.saving_again()
 
     def end_step(self) -> None:
         """Note that a step has ended, and begin to count anew."""
@@ -488,11 +503,7 @@ class _Forward:
 
     def __init__(self, own: Sequence[torch.Tensor]) -> None:
         self._began_with = {id(tensor): weakref.ref(tensor) for tensor in own}
-        self.own = frozenset(
-            tensor.untyped_storage().data_ptr()
-            for tensor in own
-            if tensor.layout == torch.strided and tensor.device.type != "meta"
-        )
+        self.own = addresses_of(own)
         self.outside: dict[int, int] = {}  # bytes by address
         self._inputs: dict[int, weakref.ref[torch.Tensor]] = {}  # by id
         self._shared: set[int] = set()  # of those that several blocks got, by id
@@ -539,13 +550,6 @@ def _is_plain_forward() -> bool:
         and torch._C._current_graph_task_id() == -1
         and torch._C._functorch.peek_interpreter_stack() is None
     )
-
-
-def _way_of(running: _Running, call: BlockCall | None) -> BlockWay:
-    """Return the way that a call has gone: a block that cannot run again is kept."""
-    if running.way.recomputes and (call is None or not call.runs_again):
-        return BlockWay.KEEP
-    return running.way
 
 
 def _storage_of(tensor: torch.Tensor) -> tuple[int, int] | None:
