@@ -158,8 +158,8 @@ class _Submitted:
     name: str
     lane: Lane
     fields: Mapping[str, object]
-    nbytes: int | None = None  # None: it is no copy
-    update: _Update | None = None  # the one that it is an op of
+    nbytes: int | None  # None: it is no copy
+    update: _Update
 
 
 class Meter:
@@ -176,7 +176,9 @@ class Meter:
         self._submitted: dict[str, _Submitted] = {}
         self._left: dict[str, _Submitted] = {}  # operations that had not ended when their step did
         self._in_time = self._late = 0
-        self._update: _Update | None = None  # the update under way
+        # What belongs to no update is counted in one that is never looked at.
+        self._no_update = _Update(0, 0)
+        self._update = self._no_update  # the one under way
         # the update that ended in this step, and when
         self._ended: tuple[_Update, int] | None = None
 
@@ -204,10 +206,10 @@ class Meter:
         if self._on:
             self._telemetry.counter(bytes_counter(lane, cargo)).add(nbytes)
             update = self._update_of(name)
-            if update is not None and lane in _DRIVES:
+            if lane in _DRIVES:
                 # Bytes only: nothing measures when a drive was busy for this engine.
                 update.nbytes[lane] += nbytes
-            elif update is not None:
+            else:
                 update.unknown[lane] += 1
             self._note(event, _Submitted(name, lane, fields, nbytes, update))
 
@@ -231,10 +233,9 @@ class Meter:
         """Note work on the device; `event` is its end."""
         if self._on:
             # In one memory `run_update` times it on the host: the device's time would count twice.
-            update = None if self._accelerator.unified else self._update_of(name)
-            if update is not None:
-                update.unknown[Lane.DEVICE] += 1
-            self._note(event, _Submitted(name, Lane.DEVICE, fields, update=update))
+            update = self._no_update if self._accelerator.unified else self._update_of(name)
+            update.unknown[Lane.DEVICE] += 1
+            self._note(event, _Submitted(name, Lane.DEVICE, fields, None, update))
 
     def run_update(self, op: UpdateOp, update: Callable[[], None]) -> None:
         """Make an update and count it, and its time where the host makes it."""
@@ -247,8 +248,7 @@ class Meter:
                 if op.lane is Lane.HOST:
                     # Within the span: a virtual clock advances here.
                     self._accelerator.host_updated(op.params)
-                if self._on and self._update is not None:
-                    self._update.note_work(op.lane, start_ns, self._telemetry.now_ns())
+                self._update.note_work(op.lane, start_ns, self._telemetry.now_ns())
         else:
             update()
         self._telemetry.counter(update_counter(type(op), "params")).add(op.params)
@@ -258,8 +258,7 @@ class Meter:
         track, fields = op.lane.value, {"subgroup": op.subgroup, "params": op.params}
         self._telemetry.record(op.name, track=track, start_ns=start_ns, end_ns=end_ns, **fields)
         self._telemetry.counter(f"{op.name} ns").add(end_ns - start_ns)
-        if self._on and self._update is not None:
-            self._update.note_work(op.lane, start_ns, end_ns)
+        self._update.note_work(op.lane, start_ns, end_ns)
         self._telemetry.counter(update_counter(type(op), "params")).add(op.params)
 
     def micro_batch(self) -> None:
@@ -269,15 +268,16 @@ class Meter:
     def begin_update(self) -> None:
         """Note that an update begins, or that an interrupted one goes on."""
         # An update that was interrupted keeps its beginning.
-        if self._on and self._update is None:
+        if self._on and self._update is self._no_update:
             now_ns = self._telemetry.now_ns()
             self._update = _Update(now_ns, now_ns)
 
     def end_update(self) -> None:
         """Note that every op of the update has ended."""
-        if self._update is not None:
+        if self._update is not self._no_update:
             # Counted in end_step() only: the device may report its times later.
-            self._ended, self._update = (self._update, self._telemetry.now_ns()), None
+            self._ended = self._update, self._telemetry.now_ns()
+            self._update = self._no_update
 
     # --- at the end of a step ---------------------------------------------------------------------
 
@@ -303,9 +303,9 @@ class Meter:
         )
         telemetry.end_step()
 
-    def _update_of(self, name: str) -> _Update | None:
+    def _update_of(self, name: str) -> _Update:
         """Return the update that the span `name` belongs to."""
-        return self._update if name in _OPS else None
+        return self._update if name in _OPS else self._no_update
 
     def _count_update(self) -> None:
         """Count how long lanes were busy with the update that ended in this step, where known."""
@@ -356,8 +356,7 @@ class Meter:
             counted_as = busy_counter(lane, "ns")
             self._telemetry.counter(busy_counter(lane, "bytes")).add(nbytes)
         self._telemetry.counter(counted_as).add(end_ns - start_ns)
-        if submitted.update is not None:
-            submitted.update.know(lane, start_ns, end_ns)
+        submitted.update.know(lane, start_ns, end_ns)
         self._telemetry.record(
             submitted.name, track=lane.value, start_ns=start_ns, end_ns=end_ns, **fields
         )
