@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from infinity_engine.activation.agreeing import Agreement, ChoiceBasis
 from infinity_engine.activation.blocks import RepeatedBlock
 from infinity_engine.activation.by_block import cannot_run_again
-from infinity_engine.activation.lifetimes import Headroom
+from infinity_engine.activation.moving import SharedRoom
 from infinity_engine.activation.probing import Homes
 from infinity_engine.errors import CapacityError
 from infinity_engine.placement.activations import (
@@ -44,7 +44,6 @@ class _MeasuredBlock:
 
     block: RepeatedBlock
     way: BlockWay = BlockWay.RECOMPUTE
-    refused: str = ""  # why it cannot run again
     saved: int = 0
     inputs: int = 0
     calls: int = 1
@@ -56,10 +55,6 @@ class _MeasuredBlock:
     def go(self, way: BlockWay) -> None:
         """Go this way from here on."""
         self.way = way
-
-    def refuse(self, why: str) -> None:
-        """Never run again."""
-        self.refused = why
 
     def note_call(self, saved: int, inputs: int) -> None:
         """Note what one call saved, and was given."""
@@ -76,8 +71,9 @@ class _MeasuredBlock:
 
 
 class MeasuredWays:
-    """Chooses within the room of `headroom`, among ways to where modules compute and to `homes`.
+    """Chooses within `room`, among ways to where modules compute and to `homes`.
 
+    What that leaves is for moves, which have `shared`.
     `clock` is the time in seconds, at which all work that was submitted has ended. `left_alone`
     says why there are no blocks. With several ranks, `agreement` lets all choose alike.
     """
@@ -85,16 +81,20 @@ class MeasuredWays:
     def __init__(
         self,
         blocks: Sequence[RepeatedBlock],
-        headroom: Headroom,
+        room: ActivationRoom,
         homes: Homes,
         *,
+        shared: SharedRoom,
         clock: Callable[[], float],
         agreement: Agreement,
         left_alone: str = "",
     ) -> None:
         self._blocks = {block.name: _MeasuredBlock(block) for block in blocks}
         self._agreement = agreement
-        self._headroom = headroom
+        self._room = room
+        self._shared = shared
+        self._refused: dict[str, str] = {}
+        self._outside = 0
         self._clock = clock
         self._homes = homes
         self._again: list[tuple[float, float, int]] = []  # begin, seconds, block
@@ -139,7 +139,7 @@ class MeasuredWays:
             way
             for way in ways
             if way.home in (Tier.DEVICE, *self._homes.tiers)
-            and not (way.recomputes and measured.refused)
+            and not (way.recomputes and measured.block.name in self._refused)
         ]
         # What this rank holds now, the others do not know: the same blocks run again on all.
         alike = [way for way in possible if way.recomputes == measured.way.recomputes]
@@ -152,20 +152,17 @@ class MeasuredWays:
         return inputs if way.recomputes else self._blocks[block.name].saved
 
     @property
-    def _room(self) -> ActivationRoom:
-        return self._headroom.room
-
-    @property
     def _limit(self) -> int:
         moves = self.choice is None or any(way.home is not Tier.DEVICE for way in self.choice.ways)
         staging = self._room.staging if moves and self._homes.tiers else 0
-        return self._room.device - staging - self._headroom.outside
+        return self._room.device - staging - self._outside
 
-    def _note_again(self) -> None:
-        """Tell what moves how much room second runs need."""
+    def _leave_rest(self) -> None:
+        """Leave to moves what is beside their own part, whatever was chosen."""
         blocks = self._blocks.values()
-        again = (measured.saved for measured in blocks if measured.way.recomputes)
-        self._headroom.note_again(max(again, default=0))
+        # What a second run makes again comes on top of what is held.
+        again = max((known.saved for known in blocks if known.way.recomputes), default=0)
+        self._shared.leave(self._room.device - self._room.staging - self._outside - again)
 
     # --- what calls take --------------------------------------------------------------------------
 
@@ -179,7 +176,7 @@ class MeasuredWays:
         has_grown = saved > measured.saved
         measured.note_call(saved, inputs)
         if has_grown:
-            self._note_again()
+            self._leave_rest()
         if self.choice is None:
             measured.forward_s.append(seconds)
 
@@ -198,13 +195,14 @@ class MeasuredWays:
 
     def end_forward(self, outside: int) -> None:
         """Note that a forward has ended, and the bytes that it saved outside of blocks."""
-        self._headroom.note_outside(outside)
+        self._outside = max(self._outside, outside)
+        self._leave_rest()
         for measured in self._blocks.values():
             measured.end_forward()
 
     def refuse_recompute(self, block: RepeatedBlock, why: str) -> None:
         """Note that a block cannot be run again."""
-        self._blocks[block.name].refuse(why)
+        self._refused[block.name] = why
 
     # --- the choice -------------------------------------------------------------------------------
 
@@ -259,7 +257,7 @@ class MeasuredWays:
             forward = _middle(alike, lambda one: one.forward_s) or 0.0
             again = _middle(alike, lambda one: one.again_s)
             back = _middle(alike, lambda one: one.backward_s)
-            runs = own.saved and not own.refused
+            runs = own.saved and own.block.name not in self._refused
             costs.append(
                 BlockCost(
                     saved=own.saved,
@@ -276,7 +274,7 @@ class MeasuredWays:
     def _choose(self) -> None:
         own = ChoiceBasis(
             costs=tuple(self.costs()),
-            room=replace(self._room, device=max(self._room.device - self._headroom.outside, 0)),
+            room=replace(self._room, device=max(self._room.device - self._outside, 0)),
             rates=self._homes.rates(),
         )
         basis = self._agreement.basis(own)
@@ -296,11 +294,13 @@ class MeasuredWays:
         """Let each block go its way from here on, in the order of the model."""
         for measured, way in zip(self._blocks.values(), ways, strict=True):
             measured.go(way)
-        self._note_again()
+        self._leave_rest()
 
     def _why(self, choice: ActivationChoice) -> str:
-        predicted, outside = choice.predicted, self._headroom.outside
-        beside = f", beside {format_bytes(outside)} outside of blocks" if outside else ""
+        predicted = choice.predicted
+        beside = (
+            f", beside {format_bytes(self._outside)} outside of blocks" if self._outside else ""
+        )
         return (
             f"{choice}: forward and backward of {predicted.seconds * 1e3:.3g} ms predicted, with "
             f"{format_bytes(predicted.device)} of {format_bytes(self._room.device)}{beside}"
@@ -308,8 +308,7 @@ class MeasuredWays:
 
     def described(self) -> str:
         """Return what was chosen, and why."""
-        refused = {name: block.refused for name, block in self._blocks.items() if block.refused}
-        return "; ".join(filter(None, (self._said, cannot_run_again(refused))))
+        return "; ".join(filter(None, (self._said, cannot_run_again(self._refused))))
 
 
 def _middle(

@@ -1,5 +1,4 @@
-"""`Lifetimes`: what each call of a block holds until its graph goes, where, and from when to when;
-and `Headroom`: what is left beside that where modules compute.
+"""`Lifetimes`: what each call of a block holds until its graph goes, where, and from when to when.
 
 Graphs end anywhere, also within a lock of telemetry. So an end is only noted there with its time,
 and counted by `settle`, which the engine's calls make.
@@ -12,9 +11,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from infinity_engine.lanes.meter import Meter
-from infinity_engine.placement.activations import ActivationRoom
 
-__all__ = ["CallLife", "Headroom", "HeldAs", "Lifetimes"]
+__all__ = ["CallLife", "HeldAs", "Lifetimes"]
 
 
 class HeldAs(Enum):
@@ -141,31 +139,3 @@ class Lifetimes:
                 start_ns=part.start_ns,
                 end_ns=max(end_ns, part.start_ns),
             )
-
-
-class Headroom:
-    """What is left of `room` beside what calls hold; `parts` share it.
-
-    What chooses the ways of blocks notes what they need; what moves tensors asks what is to spare.
-    """
-
-    def __init__(self, room: ActivationRoom, lifetimes: Lifetimes, parts: int) -> None:
-        self.room = room
-        self.outside = self.again = 0
-        self._lifetimes = lifetimes
-        self._parts = parts
-
-    def note_outside(self, nbytes: int) -> None:
-        """Note what a forward has saved outside of blocks."""
-        self.outside = max(self.outside, nbytes)
-
-    def note_again(self, nbytes: int) -> None:
-        """Note how much a block makes again, at most."""
-        self.again = nbytes
-
-    def spare(self) -> int:
-        """Return the bytes that one part may take now beside what was left for moves."""
-        # Whatever was chosen: moves have their own part of the room already.
-        left = self.room.device - self.room.staging - self.outside
-        # What a second run makes again comes on top of what is held.
-        return max(left - self._lifetimes.kept_soon - self.again, 0) // self._parts

@@ -14,7 +14,7 @@ import torch
 from deepnvme.sizes import PAGE
 from infinity_engine.accel import Event
 from infinity_engine.activation.drive_room import DriveRoom
-from infinity_engine.activation.lifetimes import Headroom
+from infinity_engine.activation.lifetimes import Lifetimes
 from infinity_engine.activation.memories import SavedMemories, SavedMemory
 from infinity_engine.errors import CapacityError, InfinityError
 from infinity_engine.kept_errors import again, kept
@@ -28,34 +28,43 @@ from infinity_engine.schedule import ResidentSet
 from infinity_engine.storage import Transfer
 from infinity_engine.units import align_up
 
-__all__ = ["ActivationLimits", "ActivationMoves", "Sharers"]
+__all__ = ["ActivationLimits", "ActivationMoves", "SharedRoom"]
 
 _MOST_MOVES = 64  # at one time: each saved tensor looks at all of them
 _ALIGNED_FROM = 16 * PAGE  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Sharers:
-    """Those that have their limits together: equal parts for those that have something saved."""
+@dataclass(slots=True)
+class SharedRoom:
+    """The room of several moves together: equal parts for those that have something saved, and in
+    a backward what is `left` to blocks, as far as these do not hold it.
+    """
 
+    lifetimes: Lifetimes
+    left: int = 0
     moves: list[ActivationMoves] = field(default_factory=list)
     # One for all: each may evict what another has. Autograd's threads, or the caller's own, come.
     lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def leave(self, nbytes: int) -> None:
+        """Leave so many bytes to blocks from now on."""
+        self.left = max(nbytes, 0)
+
+    def spare(self) -> int:
+        """Return how many bytes more each may take now, of what blocks hold at other times."""
+        return max(self.left - self.lifetimes.kept_soon, 0) // len(self.moves)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationLimits:
     """Bytes of saved memory that stay where modules compute, those of them that may be in flight,
-    and how many a memory needs at least to be moved.
-
-    `beside` knows how many bytes more may be there now, of what blocks keep at other times.
+    and how many a memory needs at least to be moved; those of `shared` have them together.
     """
 
     resident: int
     in_flight: int
     small: int
-    beside: Headroom
-    sharers: Sharers
+    shared: SharedRoom
 
 
 class ActivationMoves:
@@ -91,7 +100,7 @@ class ActivationMoves:
             self._sizes, limits.resident, beside=self._not_for_members
         )
         self._failed: InfinityError | None = None
-        limits.sharers.moves.append(self)
+        limits.shared.moves.append(self)
 
     def _not_for_members(self) -> int:
         of_others = self._limits.resident - self._limits.resident // self._parts()
@@ -99,7 +108,7 @@ class ActivationMoves:
         # what it fetches ahead is resident.
         if self._is_saving:
             return of_others + self.most_in_flight
-        return of_others + self._evicting_bytes - self._limits.beside.spare()
+        return of_others + self._evicting_bytes - self._limits.shared.spare()
 
     @property
     def most_in_flight(self) -> int:
@@ -108,14 +117,10 @@ class ActivationMoves:
 
     @property
     def _others(self) -> list[ActivationMoves]:
-        return [moves for moves in self._limits.sharers.moves if moves is not self]
+        return [moves for moves in self._limits.shared.moves if moves is not self]
 
     def _parts(self) -> int:
         return 1 + sum(other.is_used for other in self._others)
-
-    @property
-    def _here(self) -> Tier:
-        return self._borrowed.tier
 
     @property
     def _evicting_bytes(self) -> int:
@@ -154,7 +159,7 @@ class ActivationMoves:
 
     def lease(self, memory: SavedMemory) -> Lease:
         """Return where it lies here, once it is."""
-        lease = memory.record.where(self._here)
+        lease = memory.record.where(self._borrowed.tier)
         assert isinstance(lease, Lease), "what was provided is here"
         return lease
 
@@ -211,7 +216,7 @@ class ActivationMoves:
             memory.end_move().take_error()
             self.resident.remove(memory.number)
             return
-        self._wait_for_evictions(max(self.most_in_flight + self._limits.beside.spare() - nbytes, 0))
+        self._wait_for_evictions(max(self.most_in_flight + self._limits.shared.spare() - nbytes, 0))
         transfer = self._begin_eviction(memory)
         if isinstance(transfer.error, CapacityError):
             transfer.take_error()
@@ -229,7 +234,7 @@ class ActivationMoves:
 
     def make_room(self) -> None:
         """Wait until no more is on its way out than there is room for."""
-        self._wait_for_evictions(self.most_in_flight + self._limits.beside.spare())
+        self._wait_for_evictions(self.most_in_flight + self._limits.shared.spare())
 
     def _begin_eviction(self, memory: SavedMemory) -> Transfer:
         record = memory.record
@@ -273,8 +278,10 @@ class ActivationMoves:
         if error is None:
             self._end_there(memory, stays=stays)
             return
-        if memory.record.home() is not self._here:  # a first hop went well
-            self._mover.move(memory.record, self._here)  # it is still here, so nothing moves
+        if memory.record.home() is not self._borrowed.tier:  # a first hop went well
+            self._mover.move(
+                memory.record, self._borrowed.tier
+            )  # it is still here, so nothing moves
         if not stays:
             self.resident.admit(memory.number, memory)
         raise again(error)
@@ -282,7 +289,9 @@ class ActivationMoves:
     def _end_there(self, memory: SavedMemory, *, stays: bool) -> None:
         """Give its memory here back, which has a copy at home now; or let it stay as it is."""
         if stays:
-            self._mover.move(memory.record, self._here)  # both copies are current: nothing moves
+            self._mover.move(
+                memory.record, self._borrowed.tier
+            )  # both copies are current: nothing moves
             return
         memory.drop_original()
         for tier in (Tier.DEVICE, Tier.HOST):
@@ -315,7 +324,9 @@ class ActivationMoves:
             _new_bytes(memory.record.nbytes, self._lanes.accelerator.torch_device),
             holder=memory.record.name,
         )
-        transfer = self._mover.move(memory.record, self._here, into=lease, after=self._computed())
+        transfer = self._mover.move(
+            memory.record, self._borrowed.tier, into=lease, after=self._computed()
+        )
         memory.begin_move(transfer)
         self.resident.admit(memory.number, memory)
         self._count(Lane.NVME_READ if self._home is Tier.NVME else Lane.H2D, memory, transfer)
@@ -361,7 +372,7 @@ class ActivationMoves:
 
     def _computed(self) -> Sequence[Event]:
         """Return what a copy waits for: kernels that make what is read, or used what is written."""
-        if self._here is Tier.HOST:
+        if self._borrowed.tier is Tier.HOST:
             return ()
         return (self._lanes.accelerator.record(self._lanes.compute),)
 

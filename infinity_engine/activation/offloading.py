@@ -61,7 +61,7 @@ class ActivationOffload:
         )
         # What a first step expects: everything up to this number has its place in the trace.
         self._expected = -1
-        self._lock = limits.sharers.lock
+        self._lock = limits.shared.lock
         self._closed = False
 
     # --- what autograd asks -----------------------------------------------------------------------

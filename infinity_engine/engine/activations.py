@@ -20,8 +20,8 @@ from infinity_engine.activation.blocks import RepeatedBlock, find_blocks, recomp
 from infinity_engine.activation.by_block import BlockActivations, FixedWays
 from infinity_engine.activation.deciding import MeasuredWays
 from infinity_engine.activation.drive_room import DriveRoom
-from infinity_engine.activation.lifetimes import Headroom, Lifetimes
-from infinity_engine.activation.moving import ActivationLimits, Sharers
+from infinity_engine.activation.lifetimes import Lifetimes
+from infinity_engine.activation.moving import ActivationLimits, SharedRoom
 from infinity_engine.activation.probing import Homes
 from infinity_engine.config import ActivationsAt, EngineConfig, Recompute
 from infinity_engine.lanes.lanes import Lanes
@@ -75,15 +75,13 @@ def activations_of(
         return KeptActivations()
     building = _Assembling(config, planned, lanes, ledger, swap, resources)
     if settings.at is ActivationsAt.AUTO:
-        return building.chosen(model)
+        return building.closed_with_engine(building.chosen(model))
     kept: SavedTensors = KeptActivations()
     lifetimes = Lifetimes(lanes.meter)
     home = {ActivationsAt.HOST: Tier.HOST, ActivationsAt.NVME: Tier.NVME}.get(settings.at)
     if home is not None:
         pool = building.reserve(settings.resident)
-        # Of no room nothing is left: what moves has its own.
-        nothing = Headroom(ActivationRoom(device=0), lifetimes, parts=1)
-        kept = building.offload(home, settings.resident, pool, nothing, Sharers())
+        kept = building.offload(home, settings.resident, pool, SharedRoom(lifetimes))
     if settings.recompute is Recompute.NOTHING:
         return kept
     return building.closed_with_engine(
@@ -175,10 +173,9 @@ class _Assembling:
         home: Tier,
         resident: int,
         pool: PinnedPool | None,
-        beside: Headroom,
-        sharers: Sharers,
+        shared: SharedRoom,
     ) -> ActivationOffload:
-        """Return what moves saved tensors to `home`, within limits that `sharers` have together."""
+        """Return what moves saved tensors to `home`, within limits that `shared` adds to."""
         settings = self.config.activations
         in_flight, room = resident // 2, None
         if home is Tier.NVME:
@@ -198,8 +195,7 @@ class _Assembling:
                 resident=resident,
                 in_flight=in_flight,
                 small=settings.small_bytes,
-                beside=beside,
-                sharers=sharers,
+                shared=shared,
             ),
             home=home,
             room=room,
@@ -212,7 +208,7 @@ class _Assembling:
 
     # --- a choice per block -----------------------------------------------------------------------
 
-    def chosen(self, model: torch.nn.Module) -> SavedTensors:
+    def chosen(self, model: torch.nn.Module) -> BlockActivations:
         """Return what chooses the way of each block within the budget."""
         settings, blocks = self.config.activations, _blocks_of(model)
         resident = self._resident()
@@ -227,20 +223,19 @@ class _Assembling:
             drives=self._free_on_drives() if Tier.NVME in homes else 0,
             staging=staging,
         )
-        headroom, sharers = Headroom(room, lifetimes, parts=len(homes)), Sharers()
-        moved = {home: self.offload(home, staging, pool, headroom, sharers) for home in homes}
+        shared = SharedRoom(lifetimes, left=resident - staging)
+        moved = {home: self.offload(home, staging, pool, shared) for home in homes}
         decider = MeasuredWays(
             blocks,
-            headroom,
+            room,
             Homes(moved, over_link=self.has_device_memory),
+            shared=shared,
             clock=self._clock(),
             agreement=self._agreement(),
             left_alone=_left_alone(model),
         )
-        return self.closed_with_engine(
-            BlockActivations(
-                blocks, decider, outside=KeptActivations(), moved=moved, lifetimes=lifetimes
-            )
+        return BlockActivations(
+            blocks, decider, outside=KeptActivations(), moved=moved, lifetimes=lifetimes
         )
 
     def closed_with_engine(self, activations: BlockActivations) -> BlockActivations:

@@ -21,7 +21,8 @@ from infinity_engine.activation import ActivationOffload
 from infinity_engine.activation.agreeing import Agreement, ChosenAlone, ChosenTogether
 from infinity_engine.activation.blocks import RepeatedBlock, find_blocks
 from infinity_engine.activation.deciding import MeasuredWays
-from infinity_engine.activation.lifetimes import Headroom, Lifetimes
+from infinity_engine.activation.lifetimes import Lifetimes
+from infinity_engine.activation.moving import SharedRoom
 from infinity_engine.activation.probing import Homes
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError, TransferError
@@ -418,8 +419,9 @@ def decider(
     meter = Meter(NullTelemetry(), CpuAccelerator(), ledger)
     ways = MeasuredWays(
         blocks,
-        Headroom(room, Lifetimes(meter), parts=1),
+        room,
         KnownHomes(homes, rates, waiting),
+        shared=SharedRoom(Lifetimes(meter)),
         clock=lambda: float(next(ticks)),
         agreement=agreement,
     )
