@@ -295,7 +295,7 @@ class _Slots:
         self._on_host: dict[int, _HostSlot | _DriveSlot] = {}
         for number, piece in enumerate(pieces):
             if piece.kept is Tier.HOST:
-                self._on_host[number] = _HostSlot(piece, lanes, sum_memory)
+                self._on_host[number] = _HostSlot(piece, lanes, _HostSum(piece, lanes, sum_memory))
             elif piece.kept is Tier.NVME:
                 assert isinstance(offload, GradientOffload), "there are drives"
                 self._on_host[number] = _DriveSlot(
@@ -303,7 +303,7 @@ class _Slots:
                     piece,
                     lanes,
                     offload,
-                    sum_memory,
+                    _HostSum(piece, lanes, sum_memory),
                     number=(parameter, number),
                     sums_early=sums_early,
                 )
@@ -512,18 +512,17 @@ class _DeviceSlot:
 class _HostSlot:
     """A piece of a gradient in pinned host memory, or on its way there."""
 
-    def __init__(self, piece: GradientPiece, lanes: Lanes, sum_memory: _SumMemory) -> None:
+    def __init__(self, piece: GradientPiece, lanes: Lanes, total: _HostSum) -> None:
         self._piece = piece
         self._lanes = lanes
-        self._sum_memory = sum_memory
+        self._sum = total
         self._newest: tuple[Lease, Event | None, FloatFormat] | None = None
-        self._sum: Lease | _Unplanned | None = None
         self._block_sums: _Sums | None = None
 
     def accumulate(self, gradient: torch.Tensor) -> None:
         # Folded only now: the copy of the one before has had a whole backward to arrive.
         if self._newest is not None:
-            self._fold()
+            self._fold(self._newest[0])
         format_ = Values.of(gradient).format
         piece = gradient[self._piece.first_element :][: self._piece.numel].view(torch.uint8)
         lease = self._lanes.host.lease(piece.numel(), holder="gradients")
@@ -531,37 +530,35 @@ class _HostSlot:
 
     @property
     def missing_sum_bytes(self) -> int:
-        return _SumMemory.nbytes(self._piece.numel) if self._sum is None else 0
+        return self._sum.missing_bytes
 
-    def _fold(self) -> None:
-        """Add the newest gradient to the sum, which begins with the first one."""
-        assert self._newest is not None, "there is one"
-        lease = self._newest[0]
-        self._wait()
-        newest = self._newest_values()
-        if self._sum is None:
-            self._sum = self._sum_memory.lease(self._piece.numel)
-            self._block_sums = self._lanes.kernels.begin_sum(
-                newest, _sum_in(self._sum, self._piece.numel)
-            )
-        else:
-            self._block_sums = self._lanes.kernels.add_to_sum(
-                newest, _sum_in(self._sum, self._piece.numel)
-            )
+    def _fold(self, lease: Lease) -> None:
+        """Add the newest gradient, which is in `lease`, to the sum."""
+        self._block_sums = self._sum.add(self._arrived())
         # The pool has this memory back before accumulate() asks for the next.
         lease.close()
         self._newest = None
 
+    def _arrived(self) -> Values:
+        """Return the newest gradient once it is on the host."""
+        assert self._newest is not None, "there is one"
+        lease, made, format_ = self._newest
+        if made is not None:
+            with self._lanes.meter.timed_wait(Wait.GRADIENTS):
+                made.wait()
+        return _values_in(lease, self._piece.numel, format_)
+
     def finish_transfers(self) -> None:
-        # One gradient alone is used as it came, in its own dtype; the update converts it.
-        if self._newest is not None and self._sum is not None:
-            self._fold()
-        elif self._newest is not None:
-            self._wait()
+        if self._newest is not None:
+            self.values()
 
     def values(self) -> Values:
-        self.finish_transfers()
-        return self._newest_values() if self._sum is None else _sum_in(self._sum, self._piece.numel)
+        # One gradient alone is used as it came, in its own dtype; the update converts it.
+        if not self._sum.exists:
+            return self._arrived()
+        if self._newest is not None:
+            self._fold(self._newest[0])
+        return self._sum.values
 
     def copy_into(self, into: Values) -> bool:
         # A sum of one term is a copy that converts to fp32.
@@ -576,22 +573,10 @@ class _HostSlot:
         return self._block_sums
 
     def clear(self) -> None:
-        for lease in (self._sum, self._newest[0] if self._newest is not None else None):
-            if lease is not None:
-                lease.close()
-        self._newest = self._sum = self._block_sums = None
-
-    def _wait(self) -> None:
-        assert self._newest is not None, "there is one"
-        if self._newest[1] is not None:
-            with self._lanes.meter.timed_wait(Wait.GRADIENTS):
-                self._newest[1].wait()
-
-    def _newest_values(self) -> Values:
-        assert self._newest is not None, "there is one"
-        lease, _, format_ = self._newest
-        # The lease goes along: the address is good only while it is open.
-        return Values(lease.flat().data_ptr(), self._piece.numel, format_, lease)
+        if self._newest is not None:
+            self._newest[0].close()
+        self._sum.clear()
+        self._newest = self._block_sums = None
 
 
 class _DriveSlot:
@@ -607,7 +592,7 @@ class _DriveSlot:
         piece: GradientPiece,
         lanes: Lanes,
         offload: GradientOffload,
-        sum_memory: _SumMemory,
+        total: _HostSum,
         *,
         number: tuple[int, int],
         sums_early: bool,
@@ -618,21 +603,20 @@ class _DriveSlot:
         self._piece = piece
         self._lanes = lanes
         self._offload = offload
-        self._sum_memory = sum_memory
+        self._sum = total
         self._sums_early = sums_early
         self._places: list[Place] = []
-        self._sum: Lease | _Unplanned | None = None
         self._block_sums: _Sums | None = None
 
     def accumulate(self, gradient: torch.Tensor) -> None:
         piece = gradient[self._piece.first_element :][: self._piece.numel].view(torch.uint8)
         # Once they are summed in memory, a further one has no place on the drives.
-        count = len(self.formats) if self._sum is None else self._offload.micro_batches
+        count = self._offload.micro_batches if self._sum.exists else len(self.formats)
         format_ = Values.of(gradient).format
         if self._offload.interceptor.intercept(self._number, piece, format_, count):
             self.formats += (format_,)
             return
-        if self._sum is not None or count == self._offload.micro_batches:
+        if count == self._offload.micro_batches:
             self._add(piece, format_)
             return
         self._make_place(count, piece.numel())
@@ -641,7 +625,7 @@ class _DriveSlot:
         self._block_sums = None
         # Only of a single gradient that is in memory: the norm of several is that of their sum.
         if self._sums_early and not count and made is None:
-            values = Values(lease.flat().data_ptr(), self._piece.numel, format_, lease)
+            values = _values_in(lease, self._piece.numel, format_)
             self._block_sums = self._lanes.kernels.block_sums(values)
         # The offload closes the lease, and its memory goes back when the write has ended.
         self._offload.send(lease, made, self._places[count], what=self._what)
@@ -649,8 +633,8 @@ class _DriveSlot:
 
     @property
     def missing_sum_bytes(self) -> int:
-        is_full = self._sum is None and len(self.formats) == self._offload.micro_batches
-        return _SumMemory.nbytes(self._piece.numel) if is_full else 0
+        is_full = len(self.formats) == self._offload.micro_batches
+        return self._sum.missing_bytes if is_full else 0
 
     def _make_place(self, count: int, nbytes: int) -> None:
         """Allocate the place for a micro-batch's gradient, unless there is one of this size."""
@@ -676,7 +660,7 @@ class _DriveSlot:
 
     def values(self) -> Values | None:
         """Return the sum where it is in memory."""
-        return None if self._sum is None else _sum_in(self._sum, self._piece.numel)
+        return self._sum.values if self._sum.exists else None
 
     def finish_transfers(self) -> None:
         """Do nothing: `GradientOffload.finish_writes` waits for all writes at once."""
@@ -689,34 +673,26 @@ class _DriveSlot:
     def copy_into(self, into: Values) -> bool:
         if self._offload.interceptor.enabled:  # an early update may have used it already
             return False
-        if self._sum is not None:
-            self._lanes.kernels.begin_sum(_sum_in(self._sum, self._piece.numel), into)
+        if self._sum.exists:
+            self._lanes.kernels.begin_sum(self._sum.values, into)
         else:
             self._read_back(into)
         return True
 
     def _add(self, piece: torch.Tensor, format_: FloatFormat) -> None:
         """Add a gradient that has no place on the drives to the sum in memory."""
-        if self._sum is None:
+        if not self._sum.exists:
             # The gradients are read back below: their writes have to end first.
             self._offload.finish_writes()
-            total = self._sum_memory.lease(self._piece.numel)
-            try:
-                self._read_back(_sum_in(total, self._piece.numel))
-            except BaseException:
-                total.close()
-                raise
+            self._sum.begin(self._read_back)
             # The formats go with the gradients on the drives: from here on the sum alone counts.
-            self._sum, self.formats = total, ()
+            self.formats = ()
         with self._offload.lease() as lease:
             made = _download(self._lanes, piece, lease)
             if made is not None:
                 # The kernels of the host read the bytes next.
                 made.wait()
-            newest = Values(lease.flat().data_ptr(), self._piece.numel, format_, lease)
-            self._block_sums = self._lanes.kernels.add_to_sum(
-                newest, _sum_in(self._sum, self._piece.numel)
-            )
+            self._block_sums = self._sum.add(_values_in(lease, self._piece.numel, format_))
 
     def _read_back(self, total: Values | None) -> _Sums:
         """Read the gradients back and sum them, in `total` where given; return the block sums."""
@@ -728,22 +704,65 @@ class _DriveSlot:
             with self._lanes.meter.timed_wait(Wait.GRADIENTS):
                 Hops(self.read([lease.memory() for lease in wires])).wait()
             streams = [
-                Values(lease.flat().data_ptr(), numel, format_, lease)
+                _values_in(lease, numel, format_)
                 for lease, format_ in zip(wires, self.formats, strict=True)
             ]
             if not several:
                 return kernels.block_sums(streams[0])
             if total is None:
-                total = _sum_in(leases.enter_context(self._offload.lease_sum()), numel)
+                lease = leases.enter_context(self._offload.lease_sum())
+                total = _values_in(lease, numel, FloatFormat.FP32)
             return added_up(kernels, streams, total)
 
     def clear(self) -> None:
         # Places stay: the next step writes to the same ones.
         self.formats = ()
-        if self._sum is not None:
-            self._sum.close()
-            self._sum = None
+        self._sum.clear()
         self._block_sums = None
+
+
+class _HostSum:
+    """The fp32 sum of a piece's gradients in host memory, where there is one."""
+
+    def __init__(self, piece: GradientPiece, lanes: Lanes, memory: _SumMemory) -> None:
+        self._numel = piece.numel
+        self._kernels = lanes.kernels
+        self._memory = memory
+        self._lease: Lease | _Unplanned | None = None
+
+    @property
+    def exists(self) -> bool:
+        return self._lease is not None
+
+    @property
+    def missing_bytes(self) -> int:
+        """The bytes that it still has to lease, in whole pages."""
+        return 0 if self.exists else align_up(FloatFormat.FP32.nbytes * self._numel, PAGE)
+
+    @property
+    def values(self) -> Values:
+        assert self._lease is not None, "it has begun"
+        return _values_in(self._lease, self._numel, FloatFormat.FP32)
+
+    def add(self, gradient: Values) -> _Sums:
+        """Add a gradient; begin with it where there is no sum yet. Return the block sums."""
+        if self.exists:
+            return self._kernels.add_to_sum(gradient, self.values)
+        return self.begin(partial(self._kernels.begin_sum, gradient))
+
+    def begin(self, fill: Callable[[Values], _Sums]) -> _Sums:
+        """Let `fill` make the sum that it begins with. Return the block sums."""
+        self._lease = self._memory.lease(self._numel)
+        try:
+            return fill(self.values)
+        except BaseException:
+            self.clear()
+            raise
+
+    def clear(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
 
 
 class _SumMemory:
@@ -758,11 +777,6 @@ class _SumMemory:
         self._pool = pool
         self._unplanned = unplanned
         self._planned = planned
-
-    @staticmethod
-    def nbytes(numel: int) -> int:
-        """Return the bytes of a sum of `numel` elements, in whole pages."""
-        return align_up(FloatFormat.FP32.nbytes * numel, PAGE)
 
     def check_room(self, nbytes: int) -> None:
         """Refuse `nbytes` where they do not fit; allocate nothing.
@@ -822,9 +836,9 @@ class _Unplanned:
             self._reservation.shrink(nbytes)
 
 
-def _sum_in(memory: Lease | _Unplanned, numel: int) -> Values:
-    """Return the fp32 values of a sum, which keep its memory."""
-    return Values(memory.flat().data_ptr(), numel, FloatFormat.FP32, memory)
+def _values_in(memory: Lease | _Unplanned, numel: int, format_: FloatFormat) -> Values:
+    """Return the values at the front of a memory, which they keep: it has to stay open."""
+    return Values(memory.flat().data_ptr(), numel, format_, memory)
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:
