@@ -6,12 +6,16 @@ Moves nothing itself: a provider has the parameters, a reducer the gradients.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from infinity_engine.errors import CollectiveError
 from infinity_engine.gradients.accumulation import Accumulation
 from infinity_engine.gradients.keeper import GradientKeeper
+from infinity_engine.kept_errors import again, kept
 from infinity_engine.optim import GradientNorm, Rule
 from infinity_engine.parameters.modules import ModuleParameters, UnwatchedModules
 from infinity_engine.parameters.parameters import ModelParameter
@@ -23,11 +27,61 @@ from infinity_engine.ranks.reducing import GradientReducer
 __all__ = ["ManyRanks", "OneRank"]
 
 
-class OneRank:
+class _Together(ABC):
+    """What ranks do together: what one cannot do, none does."""
+
+    is_alone: bool
+    rank: int
+
+    @abstractmethod
+    def tell(self, what: str, value: Any) -> list[Any]:
+        """Return what each rank passes, as JSON has it."""
+
+    def on_rank_0(self, what: str, act: Callable[[], Any]) -> Any:
+        """Let rank 0 do something, and return what it returned; where it fails, all ranks do."""
+        return self.on_all(what, act if self.rank == 0 else lambda: None)[0]
+
+    def on_all(self, what: str, act: Callable[[], Any]) -> list[Any]:
+        """Let all ranks do something; return what each returned. Where one fails, all do.
+
+        Raises:
+            CollectiveError: another rank failed.
+        """
+        failed: Exception | None = None
+        done: Any = None
+        try:
+            done = act()
+        except Exception as error:
+            failed = kept(error)
+        # With one rank nothing is exchanged, and any value may be returned.
+        answer = {"failed": None, "done": done}
+        if not self.is_alone:
+            is_json = isinstance(done, dict | list | str | int | float)
+            answer = {"failed": failed and str(failed), "done": done if is_json else None}
+        said = self.tell(what, answer)
+        # After the exchange, so that no other rank is left waiting.
+        if failed is not None:
+            raise again(failed)
+        self.check(what, [answer["failed"] for answer in said])
+        return [answer["done"] for answer in said]
+
+    def check(self, what: str, failures: Sequence[str | None]) -> None:
+        """Raise where a rank failed.
+
+        Raises:
+            CollectiveError: names the first one, and what it said.
+        """
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                reason = f"rank {rank} failed: {failure}"
+                raise CollectiveError(group="all ranks", rank=self.rank, op=what, reason=reason)
+
+
+class OneRank(_Together):
     """One rank that has all parameters and gradients: there is nothing to exchange."""
 
-    is_alone = True
-    size = 1
+    is_alone = has_states = True
+    rank, size, neighbours = 0, 1, 1
 
     def __init__(self, gradients: GradientKeeper) -> None:
         self._gradients = gradients
@@ -86,6 +140,17 @@ class OneRank:
         """Return all of the machine's free memory."""
         return free
 
+    def first_element(self, number: int) -> int:
+        """Return 0: this rank has all of every parameter."""
+        return 0
+
+    def agree_on(self, what: str, values: Mapping[str, object]) -> None:
+        """Do nothing."""
+
+    def tell(self, what: str, value: Any) -> list[Any]:
+        """Return what this rank passes."""
+        return [value]
+
     def any_has_more(self, *, has_more: bool, has_had: bool) -> bool:
         """Tell whether this rank has another batch."""
         return has_more
@@ -94,7 +159,7 @@ class OneRank:
         """Do nothing: no other rank waits to hear of it."""
 
 
-class ManyRanks:
+class ManyRanks(_Together):
     """A model that is cut over several ranks; `cut` says who owns what.
 
     `provider` gathers whole parameters, `reducer` sums gradients. The ranks call the same methods
@@ -112,6 +177,9 @@ class ManyRanks:
         gradients: GradientKeeper,
     ) -> None:
         self.cut = cut
+        self.rank, self.neighbours = cut.ranks.rank, cut.ranks.neighbours
+        self.has_states = self.rank < cut.ranks.shards.size
+        """Whether its states are not another rank's as well: of replicas, the first one saves."""
         self.provider = provider
         self.modules = modules
         self.reducer = reducer
@@ -130,6 +198,22 @@ class ManyRanks:
     def size(self) -> int:
         """How many ranks there are."""
         return self.ranks.size
+
+    def first_element(self, number: int) -> int:
+        """Return where this rank's shard of a parameter begins."""
+        return self.cut.specs[number].shards[self.ranks.shards.rank].first_element
+
+    def agree_on(self, what: str, values: Mapping[str, object]) -> None:
+        """Make sure that all ranks have the same values.
+
+        Raises:
+            CollectiveError: they have not.
+        """
+        self.ranks.agree_on(what, values)
+
+    def tell(self, what: str, value: Any) -> list[Any]:
+        """Return what each rank passes, as JSON has it."""
+        return self.ranks.tell(what, value)
 
     def on_wait(self, call: Callable[[], object]) -> None:
         """Call `call` again and again while this rank waits for others."""
@@ -237,7 +321,7 @@ class ManyRanks:
 
     def memory_for_copies(self, free: int) -> int:
         """Return this rank's part of its machine's free memory, as the rank with least has it."""
-        return self.ranks.least("memory for a state dict", free // self.ranks.neighbours)
+        return self.ranks.least("memory for a state dict", free // self.neighbours)
 
     def any_has_more(self, *, has_more: bool, has_had: bool) -> bool:
         """Tell whether any rank has another batch."""

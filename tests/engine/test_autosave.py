@@ -19,6 +19,7 @@ from infinity_engine.engine.checkpoints.saving import SaveState
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
 from infinity_engine.outcome import Outcome
+from infinity_engine.ranks.together import OneRank
 from infinity_engine.update.states import StateKeeper
 from support.engine_bits import bits_of, differing
 from support.saved_engines import PLACES, engine_at, one_step, small, steps
@@ -467,7 +468,7 @@ def test_an_autosave_that_fails_is_a_warning_and_training_goes_on(
 def test_a_schedule_without_a_main_thread_watches_no_signal() -> None:
     import threading
 
-    schedule = Autosave(None)
+    schedule = Autosave(OneRank(None))  # type: ignore[arg-type]  # it is asked for no gradient
     thread = threading.Thread(target=schedule.watch)
     thread.start()
     thread.join()

@@ -16,7 +16,7 @@ import weakref
 from types import FrameType, MappingProxyType
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.ranks.together import ManyRanks
+from infinity_engine.ranks.together import ManyRanks, OneRank
 
 __all__ = ["PREEMPTED_EXIT_CODE", "Autosave", "Due"]
 
@@ -65,8 +65,8 @@ class Due:
 class Autosave:
     """The schedule of one engine's saves, and whether its process was told to stop."""
 
-    def __init__(self, whole: ManyRanks | None) -> None:
-        self._whole = whole
+    def __init__(self, ranks: OneRank | ManyRanks) -> None:
+        self._ranks = ranks
         self._due: Due | None = None  # before the first call
         self._told_to_stop = False
         self._watching_process: int | None = None  # whose SIGTERM stops this run
@@ -88,11 +88,9 @@ class Autosave:
     def decide(self, steps: int) -> tuple[bool, bool]:
         """Return whether it is time to save, and whether to stop; the same on all ranks."""
         assert self._due is not None, "the schedule has begun"
-        due, stops = self._due.is_due(steps), self._told_to_stop
-        if self._whole is not None:
-            # Rank 0's clock decides, so that all save together; one rank's signal stops all.
-            answers = self._whole.ranks.tell("autosave", [due, stops])
-            due, stops = answers[0][0], any(answer[1] for answer in answers)
+        answers = self._ranks.tell("autosave", [self._due.is_due(steps), self._told_to_stop])
+        # Rank 0's clock decides, so that all save together; one rank's signal stops all.
+        due, stops = answers[0][0], any(answer[1] for answer in answers)
         self._due.note(steps, saved=due or stops)
         return due, stops
 

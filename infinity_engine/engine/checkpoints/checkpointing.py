@@ -23,9 +23,9 @@ from deepnvme.formats.safetensors import SafetensorsError
 from deepnvme.memory.arrays import code_of, described
 from infinity_engine.checkpoint import Kind, SavedTensor
 from infinity_engine.checkpoint.objects import savable
-from infinity_engine.errors import CollectiveError, ConfigError, InfinityError, TransferError
+from infinity_engine.errors import ConfigError, InfinityError, TransferError
 from infinity_engine.gradients.scaling import LossScale
-from infinity_engine.kept_errors import again, kept
+from infinity_engine.kept_errors import kept
 from infinity_engine.memory import Ledger
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
 from infinity_engine.parameters.providing import Provider
@@ -39,7 +39,6 @@ __all__ = [
     "CheckpointMemory",
     "FrozenChecksums",
     "Run",
-    "RunRanks",
     "Stateful",
     "as_transfer",
     "check_extra",
@@ -130,11 +129,6 @@ class Run:
     """Those that the engine steps; more may follow."""
     checksums: FrozenChecksums = field(default_factory=FrozenChecksums)
 
-    @property
-    def whole(self) -> ManyRanks | None:
-        """The ranks that train the model together; None where there is one."""
-        return self.ranks if isinstance(self.ranks, ManyRanks) else None
-
     def saved_tensors(self, steps_of: Callable[[int], int] = lambda _: 0) -> Iterator[SavedTensor]:
         """Yield what the model has: its parameters in their order, then its buffers.
 
@@ -198,16 +192,9 @@ class Run:
             places[known.number] = whole if len(kinds.get(tile.names, ())) > 1 else tile
         return places
 
-    def first_element(self, number: int) -> int:
-        """Return where this rank's shard of a trained parameter begins."""
-        if self.whole is None:
-            return 0
-        cut = self.whole.cut
-        return cut.specs[number].shards[self.whole.ranks.shards.rank].first_element
-
     def has_in_memory(self, parameter: ModelParameter) -> bool:
         """Tell whether this process has a parameter whole in memory, for any thread to read."""
-        return self.whole is None and not parameter.on_drives
+        return self.ranks.is_alone and not parameter.on_drives
 
     @contextmanager
     def shown(self, parameter: ModelParameter) -> Iterator[None]:
@@ -232,69 +219,6 @@ class Run:
 def _each_once(names: Sequence[str]) -> list[str]:
     """Return the names with one for all tiles of a weight, which are neighbours."""
     return [name for at, name in enumerate(names) if not (name and at and name == names[at - 1])]
-
-
-class RunRanks:
-    """The ranks of a run, which save and load together: what one cannot do, none does."""
-
-    def __init__(self, whole: ManyRanks | None) -> None:
-        self._whole = whole
-        self.rank = 0 if whole is None else whole.ranks.rank
-        self.size = 1 if whole is None else whole.ranks.size
-        self.has_states = whole is None or whole.ranks.rank < whole.ranks.shards.size
-        """Whether its states are not another rank's as well: of replicas, the first one saves."""
-
-    def agree(self, what: str, said: Mapping[str, object]) -> None:
-        """Make sure that all ranks say the same.
-
-        Raises:
-            CollectiveError: they do not.
-        """
-        if self._whole is not None:
-            self._whole.ranks.agree_on(what, said)
-
-    def tell(self, what: str, mine: Any) -> list[Any]:
-        """Return what each rank says, of what JSON has."""
-        return [mine] if self._whole is None else self._whole.ranks.tell(what, mine)
-
-    def on_rank_0(self, what: str, act: Callable[[], Any]) -> Any:
-        """Let rank 0 do something, and return what it returned; where it fails, all ranks do."""
-        return self.on_all(what, act if self.rank == 0 else lambda: None)[0]
-
-    def on_all(self, what: str, act: Callable[[], Any]) -> list[Any]:
-        """Let all ranks do something; return what each returned. Where one fails, all do.
-
-        Raises:
-            CollectiveError: another rank failed.
-        """
-        failed: Exception | None = None
-        done: Any = None
-        try:
-            done = act()
-        except Exception as error:
-            failed = kept(error)
-        # With one rank nothing is exchanged, and any value may be returned.
-        answer = {"failed": None, "done": done}
-        if self._whole is not None:
-            is_json = isinstance(done, dict | list | str | int | float)
-            answer = {"failed": failed and str(failed), "done": done if is_json else None}
-        said = self.tell(what, answer)
-        # After the exchange, so that no other rank is left waiting.
-        if failed is not None:
-            raise again(failed)
-        self.check(what, [answer["failed"] for answer in said])
-        return [answer["done"] for answer in said]
-
-    def check(self, what: str, failures: Sequence[str | None]) -> None:
-        """Raise where a rank failed.
-
-        Raises:
-            CollectiveError: names the first one, and what it said.
-        """
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                reason = f"rank {rank} failed: {failure}"
-                raise CollectiveError(group="all ranks", rank=self.rank, op=what, reason=reason)
 
 
 class CheckpointMemory(Closing):
@@ -339,7 +263,7 @@ class CheckpointMemory(Closing):
         self._ends.close()
 
 
-def reserve_together(run: Run, ranks: RunRanks, ends: ExitStack) -> CheckpointMemory:
+def reserve_together(run: Run, ends: ExitStack) -> CheckpointMemory:
     """Return memory for a save or a load, until `ends` close; where one rank has none, all fail.
 
     It counts as lent on all ranks where one of them has lent it, as they wait together.
@@ -354,7 +278,7 @@ def reserve_together(run: Run, ranks: RunRanks, ends: ExitStack) -> CheckpointMe
         reserved.append(ends.enter_context(CheckpointMemory(run.ledger, run.io_bytes)))
         return reserved[0].lent
 
-    lent = ranks.on_all("reserving memory for a checkpoint", reserve)
+    lent = run.ranks.on_all("reserving memory for a checkpoint", reserve)
     [memory] = reserved
     memory.note_ranks(any_lent=any(lent))
     return memory

@@ -17,7 +17,6 @@ from infinity_engine.checkpoint.export import Dtype
 from infinity_engine.checkpoint.exporting import WeightDraft
 from infinity_engine.engine.checkpoints.checkpointing import (
     Run,
-    RunRanks,
     as_transfer,
     reserve_together,
 )
@@ -47,11 +46,11 @@ def export_weights(
     run: Run, path: Path, dtype: Dtype, *, trainable_only: bool, shard_bytes: int
 ) -> tuple[Path, ...]:
     """Write the weights of a run; return the files. See `Engine.export`."""
-    ranks = RunRanks(run.whole)
+    ranks = run.ranks
     said = [str(path.resolve()), dtype.value, trainable_only, shard_bytes]
-    ranks.agree("what is exported", {"path, dtype, trainable_only, shard_bytes": said})
+    ranks.agree_on("what is exported", {"path, dtype, trainable_only, shard_bytes": said})
     with ExitStack() as ends:
-        memory = reserve_together(run, ranks, ends)
+        memory = reserve_together(run, ends)
         # An engine without drives has no queue.
         queue = run.queue or ends.enter_context(IOQueue())
         draft = WeightDraft(
@@ -74,7 +73,7 @@ def export_weights(
             count, nbytes = memory.rooms()
             pool = Pool(count * nbytes)
             rooms = [memoryview(pool.buffer(nbytes)) for _ in range(count)]
-            source = _RunStreams(run, ranks, draft.tensors, rooms)
+            source = _RunStreams(run, draft.tensors, rooms)
             files = draft.write(ranks.rank, source, queue, memory.small)
             # Lists: the ranks exchange JSON.
             return [[file.name, file.nbytes, list(file.checksums)] for file in files]
@@ -104,17 +103,13 @@ class _RunStreams:
     """All streams of this rank, read through `rooms`."""
 
     def __init__(
-        self,
-        run: Run,
-        ranks: RunRanks,
-        tensors: Sequence[SavedTensor],
-        rooms: Sequence[memoryview],
+        self, run: Run, tensors: Sequence[SavedTensor], rooms: Sequence[memoryview]
     ) -> None:
         by_name = {tensor.name: tensor for tensor in tensors}
         # Of replicas, the first one writes the states.
-        captured = run.states.capture() if ranks.has_states else CapturedStates.nothing()
+        captured = run.states.capture() if run.ranks.has_states else CapturedStates.nothing()
         self._states = StateStreams(run, captured, by_name)
-        self._others = UntrainedStreams(run, by_name, run.frozen, is_first=ranks.rank == 0)
+        self._others = UntrainedStreams(run, by_name, run.frozen, is_first=run.ranks.rank == 0)
         self._others.use(rooms[0])
         self._rooms = rooms
 

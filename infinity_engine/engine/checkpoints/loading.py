@@ -20,7 +20,6 @@ from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, Ki
 from infinity_engine.checkpoint.objects import nbytes_of_objects, objects_file, read_objects
 from infinity_engine.engine.checkpoints.checkpointing import (
     Run,
-    RunRanks,
     Stateful,
     check_extra,
     reserve_together,
@@ -83,7 +82,6 @@ class Loads:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._ranks = RunRanks(run.whole)
         self.half_loaded: frozenset[Overwritten] = frozenset()
         """What a load had begun to overwrite when it failed, and no later load has overwritten."""
 
@@ -106,11 +104,11 @@ class Loads:
     ) -> Loaded:
         """Bring a run back; see `Engine.load`. A refusal leaves the model as it was."""
         check_extra(extra)
-        run, ranks = self._run, self._ranks
+        run, ranks = self._run, self._run.ranks
         found = CheckpointDirectory(path).resolve(tag)
-        ranks.agree("which checkpoint is loaded", {"checkpoint": str(found.resolve())})
+        ranks.agree_on("which checkpoint is loaded", {"checkpoint": str(found.resolve())})
         with ExitStack() as ends:
-            memory = reserve_together(run, ranks, ends)
+            memory = reserve_together(run, ends)
             # An engine without drives has no queue.
             queue = run.queue or ends.enter_context(IOQueue())
             pool = Pool(memory.small)
@@ -131,7 +129,7 @@ class Loads:
             [load] = opened
             if load.left_out:
                 # On all ranks, as they gather what they compare.
-                load.check_left_out(frozen_checksums(run, ranks, room), strict=strict)
+                load.check_left_out(frozen_checksums(run, room), strict=strict)
             # Fetched copies would go on showing the old values.
             run.fetcher.give_up()
             parts = (Overwritten.WEIGHTS,) if weights_only else tuple(Overwritten)
@@ -276,8 +274,7 @@ class _Load:
         Raises:
             CapacityError: their tensors are larger than this rank's part of the free memory.
         """
-        whole = self._run.whole
-        free = free_for_copies() // (1 if whole is None else whole.ranks.neighbours)
+        free = free_for_copies() // self._run.ranks.neighbours
         nbytes = nbytes_of_objects(self._reader, rank)
         if nbytes > free:
             raise CapacityError(
@@ -359,7 +356,7 @@ class _Load:
             saved, start = self._saved(parameter)
             if saved is None:
                 return
-            first = start + run.first_element(parameter.number) + segment.first_element
+            first = start + run.ranks.first_element(parameter.number) + segment.first_element
             for name, piece in pieces.items():
                 if name == "master":
                     self._read_weight(saved, first, piece)

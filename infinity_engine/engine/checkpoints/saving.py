@@ -42,7 +42,6 @@ from infinity_engine.engine.checkpoints.autosave import Autosave
 from infinity_engine.engine.checkpoints.checkpointing import (
     CheckpointMemory,
     Run,
-    RunRanks,
     Stateful,
     as_transfer,
     check_extra,
@@ -66,6 +65,7 @@ from infinity_engine.errors import (
 from infinity_engine.kept_errors import again, kept
 from infinity_engine.lanes.meter import Wait
 from infinity_engine.parameters.parameters import ModelParameter
+from infinity_engine.ranks.together import ManyRanks, OneRank
 from infinity_engine.storage import Place
 from infinity_engine.telemetry import Telemetry
 from infinity_engine.update.captured import CapturedStates
@@ -168,7 +168,7 @@ class SaveInFlight:
     Knows neither engine nor model, so that what closes an engine can wait when both are gone.
     """
 
-    def __init__(self, telemetry: Telemetry, ranks: RunRanks) -> None:
+    def __init__(self, telemetry: Telemetry, ranks: OneRank | ManyRanks) -> None:
         self.save: _Save | None = None
         self._captured = CapturedStates.nothing()
         self._report = SaveReport()
@@ -251,9 +251,9 @@ class Saves:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._ranks = RunRanks(run.whole)
+        self._ranks = run.ranks
         self.in_flight = SaveInFlight(run.telemetry, self._ranks)
-        self.schedule = Autosave(run.whole)
+        self.schedule = Autosave(run.ranks)
         self._looked_at = -1  # the step at which the ranks have asked one another
         self._changed = False  # the run has, since the newest save began
         # Asked before an op changes a subgroup.
@@ -272,7 +272,7 @@ class Saves:
                 "frozen": request.frozen.value,
             }
             # Ranks that write to different directories would never see each other's parts.
-            self._ranks.agree("where the checkpoint is saved", told)
+            self._ranks.agree_on("where the checkpoint is saved", told)
             tag = request.tag or tag_of_step(request.steps)
             try:
                 save = self._begin(request)
@@ -387,7 +387,7 @@ class Saves:
         run, ranks, directory = self._run, self._ranks, CheckpointDirectory(request.path)
         began = time.perf_counter()
         with ExitStack() as ends:
-            memory = reserve_together(run, ranks, ends)
+            memory = reserve_together(run, ends)
             queue = run.queue or ends.enter_context(IOQueue())
 
             def begin() -> str:
@@ -534,7 +534,7 @@ class Saves:
         if frozen is FrozenParameters.SAVE:
             return {}
         with _rooms(memory) as rooms:
-            return frozen_checksums(self._run, self._ranks, rooms[0])
+            return frozen_checksums(self._run, rooms[0])
 
     def _steps_of(self) -> Callable[[int], int]:
         """Return how often each parameter was updated; a rank that owns none of it cannot know."""

@@ -39,7 +39,7 @@ class StateStreams:
         self._streams = {
             known.number: (
                 tensors[places[known.number].names[0]],
-                places[known.number].first_element + run.first_element(known.number),
+                places[known.number].first_element + run.ranks.first_element(known.number),
             )
             for known in run.trained
         }

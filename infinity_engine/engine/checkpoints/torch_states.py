@@ -9,10 +9,11 @@ from typing import Any, cast
 import torch
 
 from infinity_engine.building.previous import PreviousStates
-from infinity_engine.engine.checkpoints.checkpointing import Run, RunRanks
+from infinity_engine.engine.checkpoints.checkpointing import Run
 from infinity_engine.engine.checkpoints.loading import Loads, Overwritten
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim import Segment, rules_of
+from infinity_engine.ranks.together import ManyRanks
 
 __all__ = ["load_optimizer_state_dict", "nbytes_of_states", "optimizer_state_dict"]
 
@@ -82,8 +83,8 @@ def load_optimizer_state_dict(run: Run, loads: Loads, state_dict: Mapping[str, A
     except BaseException:
         _set_groups(run.optimizer, before)
         raise
-    if run.whole is not None:
-        previous.cut(run.whole.cut)
+    if isinstance(run.ranks, ManyRanks):
+        previous.cut(run.ranks.cut)
 
     def fill(segment: Segment, pieces: Mapping[str, torch.Tensor]) -> None:
         rule = rules[run.trained[segment.parameter].group]
@@ -98,7 +99,7 @@ def load_optimizer_state_dict(run: Run, loads: Loads, state_dict: Mapping[str, A
 
     steps = {known.number: previous.steps_of(known.number) for known in run.trained}
     with loads.overwriting(Overwritten.STATES):
-        RunRanks(run.whole).on_all(
+        run.ranks.on_all(
             "overwriting the optimizer's states", lambda: run.states.overwrite_segments(fill)
         )
         for number, made in steps.items():
