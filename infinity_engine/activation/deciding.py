@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from infinity_engine.activation.agreeing import Agreement, ChoiceBasis
 from infinity_engine.activation.blocks import RepeatedBlock
 from infinity_engine.activation.by_block import cannot_run_again
-from infinity_engine.activation.moving import SharedRoom
 from infinity_engine.activation.probing import Homes
 from infinity_engine.errors import CapacityError
 from infinity_engine.placement.activations import (
@@ -73,7 +72,6 @@ class _MeasuredBlock:
 class MeasuredWays:
     """Chooses within `room`, among ways to where modules compute and to `homes`.
 
-    What that leaves is for moves, which have `shared`.
     `clock` is the time in seconds, at which all work that was submitted has ended. `left_alone`
     says why there are no blocks. With several ranks, `agreement` lets all choose alike.
     """
@@ -84,7 +82,6 @@ class MeasuredWays:
         room: ActivationRoom,
         homes: Homes,
         *,
-        shared: SharedRoom,
         clock: Callable[[], float],
         agreement: Agreement,
         left_alone: str = "",
@@ -92,7 +89,6 @@ class MeasuredWays:
         self._blocks = {block.name: _MeasuredBlock(block) for block in blocks}
         self._agreement = agreement
         self._room = room
-        self._shared = shared
         self._refused: dict[str, str] = {}
         self._outside = 0
         self._clock = clock
@@ -162,7 +158,7 @@ class MeasuredWays:
         blocks = self._blocks.values()
         # What a second run makes again comes on top of what is held.
         again = max((known.saved for known in blocks if known.way.recomputes), default=0)
-        self._shared.leave(self._room.device - self._room.staging - self._outside - again)
+        self._homes.shared.leave(self._room.device - self._room.staging - self._outside - again)
 
     # --- what calls take --------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from infinity_engine.activation.moving import SharedRoom
 from infinity_engine.activation.offloading import ActivationOffload
 from infinity_engine.errors import InfinityError
 from infinity_engine.placement.activations import ActivationRates
@@ -18,13 +19,16 @@ _NO_RATES = (None, None)
 
 
 class Homes:
-    """The tiers where saved tensors can wait, and what moves them to each.
+    """The tiers where saved tensors can wait, and what moves them to each, in `shared` room.
 
     `over_link`: what goes to drives passes the host.
     """
 
-    def __init__(self, moved: Mapping[Tier, ActivationOffload], *, over_link: bool) -> None:
+    def __init__(
+        self, moved: Mapping[Tier, ActivationOffload], shared: SharedRoom, *, over_link: bool
+    ) -> None:
         self.tiers = tuple(moved)
+        self.shared = shared
         self._moved = moved
         self._over_link = over_link
 

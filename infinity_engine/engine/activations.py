@@ -228,8 +228,7 @@ class _Assembling:
         decider = MeasuredWays(
             blocks,
             room,
-            Homes(moved, over_link=self.has_device_memory),
-            shared=shared,
+            Homes(moved, shared, over_link=self.has_device_memory),
             clock=self._clock(),
             agreement=self._agreement(),
             left_alone=_left_alone(model),

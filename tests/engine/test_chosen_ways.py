@@ -395,8 +395,10 @@ NO_MOVES = ActivationRates()
 class KnownHomes(Homes):
     """Homes with these rates, where so many bytes wait."""
 
-    def __init__(self, tiers: tuple[Tier, ...], rates: ActivationRates, waiting: int) -> None:
-        super().__init__({}, over_link=False)
+    def __init__(
+        self, shared: SharedRoom, tiers: tuple[Tier, ...], rates: ActivationRates, waiting: int
+    ) -> None:
+        super().__init__({}, shared, over_link=False)
         self.tiers, self.known, self.bytes_waiting = tiers, rates, waiting
 
     def waiting(self, tier: Tier) -> int:
@@ -420,8 +422,7 @@ def decider(
     ways = MeasuredWays(
         blocks,
         room,
-        KnownHomes(homes, rates, waiting),
-        shared=SharedRoom(Lifetimes(meter)),
+        KnownHomes(SharedRoom(Lifetimes(meter)), homes, rates, waiting),
         clock=lambda: float(next(ticks)),
         agreement=agreement,
     )
