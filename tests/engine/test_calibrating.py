@@ -36,7 +36,7 @@ from infinity_engine.planning import calibrating
 from infinity_engine.planning.calibrating import needs_rates, of_one_rank, with_rates_of_machine
 from infinity_engine.planning.choosing import choose
 from infinity_engine.units import GiB, MiB
-from support.calibrations import calibration
+from support.calibrations import calibration, measure_small_blocks
 
 TINY = Effort(
     seconds=0.1, rounds=1, update_bytes=MiB, io_bytes=MiB, file_bytes=2 * MiB, shortest_s=0.001
@@ -51,6 +51,11 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CalibrationCache:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.setenv("DEEPNVME_PROFILE", "")
     return CalibrationCache.of_user()
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_small_blocks(monkeypatch)
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """A calibration with round numbers: four threads, one drive, a device, and something lost to every
-disturbance.
+disturbance. And what makes measuring one short.
 """
 
 from __future__ import annotations
+
+import pytest
 
 from infinity_engine.plan import (
     BlockFigures,
@@ -15,7 +17,23 @@ from infinity_engine.plan import (
     Unit,
 )
 
-__all__ = ["calibration", "drive", "figure"]
+__all__ = ["SMALL_BLOCKS", "calibration", "drive", "figure", "measure_small_blocks"]
+
+_WIDTHS, _TOKENS = {"cpu": (64,)}, {"cpu": (16,)}
+SMALL_BLOCKS = f"""
+from infinity_engine.calibration import blocks
+blocks._WIDTHS, blocks._TOKENS = {_WIDTHS}, {_TOKENS}
+"""
+"""What a program begins with that measures blocks of one small shape."""
+
+
+def measure_small_blocks(patch: pytest.MonkeyPatch) -> None:
+    """Let calibrations measure blocks of one small shape.
+
+    In bf16, the usual ones take seconds each on a CPU without AVX-512.
+    """
+    patch.setattr("infinity_engine.calibration.blocks._WIDTHS", _WIDTHS)
+    patch.setattr("infinity_engine.calibration.blocks._TOKENS", _TOKENS)
 
 
 def calibration() -> Calibration:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from deepnvme import FaultPlan, IOQueue, Requests
 from deepnvme.cli.scratch import UnusableError, scratch_file
+from infinity_engine import calibration
 from infinity_engine.accel import CpuAccelerator, Emulation, StreamKind, emulated_accelerator
 from infinity_engine.calibration import (
     CalibrationCache,
@@ -41,6 +42,7 @@ from infinity_engine.optim import SGD, AdamW
 from infinity_engine.plan import BlockShape, Calibration, Figure, Rates, Unit
 from infinity_engine.units import MiB
 from paced_device import PacedAccelerator
+from support.calibrations import SMALL_BLOCKS, measure_small_blocks
 from support.nvme_programs import output_of
 from support.warm_programs import WarmProgram, run_warm
 
@@ -59,6 +61,12 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("DEEPNVME_PROFILE", "")
     monkeypatch.delenv("DEEPNVME_BACKEND", raising=False)
     return tmp_path / "caches" / "infinity_engine" / "calibration"
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the usual blocks to the calibration that tests share, and to that of the memory."""
+    measure_small_blocks(monkeypatch)
 
 
 @pytest.fixture
@@ -226,7 +234,7 @@ def test_links_of_different_speeds_do_not_hold_one_another_up(d2h: float) -> Non
         emulated_accelerator(Emulation(rates=rates, capacity_bytes=8 * MiB)) as device,
         Links.open(device, memoryview(bytearray(8 * MiB))) as links,
     ):
-        found = measure_links(links, MeasuringTime(seconds=1.0, rounds=1, shortest_s=0.1))
+        found = measure_links(links, MeasuringTime(seconds=0.3, rounds=1, shortest_s=0.03))
 
     for kinds, both in found.items():
         for kind in kinds:
@@ -558,7 +566,19 @@ def test_samples_are_no_shorter_than_what_can_be_measured() -> None:
 
 # --- the command ---
 
-COMMAND = "from infinity_engine.cli.main import main\nraise SystemExit(main())"
+COMMAND = f"{SMALL_BLOCKS}from infinity_engine.cli.main import main\nraise SystemExit(main())"
+TINY_COMMAND = (
+    "from dataclasses import replace\n"
+    "from infinity_engine import calibration\n"
+    f"calibration.FULL = replace(calibration.FULL, **{dataclasses.asdict(TINY)!r})\n{COMMAND}"
+)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command measure little where what it says and keeps of it is tested."""
+    monkeypatch.setattr(calibration, "FULL", TINY)
+    monkeypatch.setattr(calibration, "QUICK", TINY)
 
 
 def test_the_command_measures_prints_and_writes_all_figures(
@@ -580,6 +600,7 @@ def test_the_command_measures_prints_and_writes_all_figures(
     assert list(drive.iterdir()) == []
 
 
+@pytest.mark.usefixtures("tiny")
 def test_a_quick_calibration_is_not_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["calibrate", "--quick", "--seconds", "0.1"])
 
@@ -596,6 +617,7 @@ def test_another_calibration_is_kept_and_says_where(
     assert kept_calibration(accelerator=cpu) is not None
 
 
+@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize(("share", "kept"), [(0.5, False), (0.02, True)])
 def test_figures_of_a_busy_machine_are_not_kept(
     share: float,
@@ -613,6 +635,7 @@ def test_figures_of_a_busy_machine_are_not_kept(
     assert ("other processes used 50% of this machine's processors" in errors) is not kept
 
 
+@pytest.mark.usefixtures("tiny")
 @pytest.mark.filterwarnings("always::infinity_engine.calibration.cache.CalibrationWarning")
 def test_what_cannot_be_kept_is_not_said_to_be(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -634,7 +657,7 @@ def test_a_calibration_that_waits_for_another_says_so(
         with CalibrationCache(folder).alone():
             with os.fdopen(written, "w") as errors:
                 options = ("calibrate", "--seconds", "0.1", "--accelerator", "cpu")
-                waits = WarmProgram(COMMAND, *options, errors=errors)
+                waits = WarmProgram(TINY_COMMAND, *options, errors=errors)
             line = told.readline()
         waits.communicate(timeout=250)
 
@@ -642,6 +665,7 @@ def test_a_calibration_that_waits_for_another_says_so(
         assert told.readline() == "infinity: measuring matrix products\n"
 
 
+@pytest.mark.usefixtures("tiny")
 def test_json_on_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["calibrate", "--quick", "--seconds", "0.1", "--json", "-"])
 
@@ -692,13 +716,17 @@ def test_wrong_usage_gives_exit_status_2(
 def test_a_signal_ends_the_command_and_leaves_no_file(
     number: signal.Signals, status: int, drive: Path
 ) -> None:
-    running = WarmProgram(COMMAND, "calibrate", "--quick", "--seconds", "3", drive)
-    deadline = time.monotonic() + 250
-    while not list(drive.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    running.send_signal(number)
-    running.communicate(timeout=60)
+    read, written = os.pipe()
+    with os.fdopen(read) as told:
+        with os.fdopen(written, "w") as errors:
+            options = ("calibrate", "--quick", "--seconds", "0.5", drive)
+            running = WarmProgram(COMMAND, *options, errors=errors)
+        assert any("writing a file" in line for line in told)
+        files = list(drive.iterdir())
+        running.send_signal(number)
+        running.communicate(timeout=60)
 
+    assert len(files) == 1
     assert running.returncode == status
     assert list(drive.iterdir()) == []
 
