@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,19 @@ class Home(Enum):
 
 def backend_or_skip(name: str) -> str:
     """Return the backend's name; skip the test where this machine refuses the backend."""
+    refusal = _refusal(name)
+    if refusal is not None:
+        pytest.skip(f"this machine refuses {name}: {refusal}")
+    return name
+
+
+@cache  # the kernel takes tens of milliseconds to close a queue of aio
+def _refusal(name: str) -> str | None:
     try:
         IOQueue(name).close()
     except BackendUnavailableError as refusal:
-        pytest.skip(f"this machine refuses {name}: {refusal.strerror}")
-    return name
+        return str(refusal.strerror)
+    return None
 
 
 def pattern(nbytes: int, seed: int) -> bytes:
