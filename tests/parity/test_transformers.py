@@ -239,11 +239,20 @@ def compare(
         assert differing(expected, bits) == [], tier
 
 
-# Each variant has another family in the default suite; the long run has them all.
-SHORT = {
-    "lora": ("llama", "whisper"),
-    "reentrant checkpoints": ("qwen3", "t5"),
-    "checkpoints": ("gemma3", "mixtral"),
+# Each variant has other families in the default suite, one of them on every tier and one on drives;
+# the long run has them all.
+SHORT: dict[str, dict[str, tuple[str, ...]]] = {
+    "lora": {"llama": TIERS, "whisper": ("drives",)},
+    "reentrant checkpoints": {"qwen3": ("drives",), "t5": TIERS},
+    "checkpoints": {"gemma3": TIERS, "mixtral": ("drives",)},
+}
+# By default each way of blocks has families with and without experts, one of them in every way.
+RECOMPUTED: dict[str, tuple[str, ...]] = {
+    "llama": BLOCKS,
+    "qwen2-moe": (AGAIN, MIXED),
+    "t5": (AGAIN_SAVED, MIXED),
+    "vit": (AGAIN,),
+    "mamba": (AGAIN_SAVED,),
 }
 # The same for activations on drives.
 SAVING = {
@@ -255,25 +264,31 @@ SAVING = {
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "ways"),
     [
-        pytest.param(name, marks=[] if name in SAVING["full"] else pytest.mark.slow)
-        for name in FAMILIES
+        *RECOMPUTED.items(),
+        *(
+            pytest.param(name, BLOCKS, marks=pytest.mark.slow)
+            for name in FAMILIES
+            if RECOMPUTED.get(name) != BLOCKS
+        ),
     ],
+    ids=str,
 )
 def test_blocks_may_be_recomputed_or_moved_each_in_its_own_way(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, ways: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare(name, "full", BLOCKS, LENGTH, tmp_path, monkeypatch)
+    compare(name, "full", ways, LENGTH, tmp_path, monkeypatch)
 
 
-# By default, every family trains from drives, and every other one on the host and on a device too.
+# By default, every family trains from drives, and every other one on the host or on a device too.
 @pytest.mark.parametrize(
     ("name", "tiers"),
     [
-        *((name, TIERS) for name in list(FAMILIES)[::2]),
+        *((name, ("drives", "host")) for name in list(FAMILIES)[::4]),
+        *((name, ("drives", "device")) for name in list(FAMILIES)[2::4]),
         *((name, ("drives",)) for name in list(FAMILIES)[1::2]),
-        *(pytest.param(name, TIERS, marks=pytest.mark.slow) for name in list(FAMILIES)[1::2]),
+        *(pytest.param(name, TIERS, marks=pytest.mark.slow) for name in FAMILIES),
     ],
     ids=str,
 )
@@ -298,17 +313,30 @@ def test_what_autograd_saves_may_wait_on_drives(
 
 
 @pytest.mark.parametrize(
-    ("name", "variant"),
+    ("name", "variant", "tiers"),
     [
-        pytest.param(name, variant, marks=[] if name in SHORT[variant] else pytest.mark.slow)
-        for variant in VARIANTS[1:]
-        for name in FAMILIES
+        *(
+            (name, variant, tiers)
+            for variant, families in SHORT.items()
+            for name, tiers in families.items()
+        ),
+        *(
+            pytest.param(name, variant, TIERS, marks=pytest.mark.slow)
+            for variant, families in SHORT.items()
+            for name in FAMILIES
+            if families.get(name) != TIERS
+        ),
     ],
+    ids=str,
 )
 def test_adapters_and_checkpointing_train_with_torchs_bits(
-    name: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    variant: str,
+    tiers: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compare(name, variant, TIERS, LENGTH, tmp_path, monkeypatch)
+    compare(name, variant, tiers, LENGTH, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
