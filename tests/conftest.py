@@ -50,7 +50,8 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest."""
-    items.sort(key=lambda item: item.location[0] not in LONG)
+    # by the id: a location is looked up in the sources
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONG)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
