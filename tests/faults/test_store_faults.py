@@ -339,9 +339,18 @@ def places_of(store: TensorStore, name: str, offset: int) -> tuple[Path, int]:
     raise ValueError(f"{name} is shorter")
 
 
-def test_a_bit_anywhere_in_a_first_page_is_noticed(committed: list[Path], queue: IOQueue) -> None:
+# A member's first page does not depend on how many there are.
+@pytest.mark.parametrize(
+    ("committed", "every"),
+    [(1, 1), (2, 7), pytest.param(2, 1, marks=pytest.mark.slow)],
+    indirect=["committed"],
+    ids=["one drive", "two drives", "two drives, every byte"],
+)
+def test_a_bit_anywhere_in_a_first_page_is_noticed(
+    committed: list[Path], queue: IOQueue, every: int
+) -> None:
     for place in committed:
-        for offset in range(PAGE):
+        for offset in range(0, PAGE, every):
             with flipped(place / "data", offset, offset % 8), pytest.raises(VolumeError) as caught:
                 opened(committed, queue)
             assert caught.value.path == str(place)
