@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
 
 from infinity_engine.optim import FloatFormat, Formats
 from infinity_engine.placement.models import Activations, ModelShape, ModuleShape, ParameterShape
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import DriveRates, Rates, ResolvedBudget
+from infinity_engine.sim.planner import Planner
+
+
+@contextmanager
+def equal_questions_searched_once() -> Iterator[None]:
+    """Keep what the planner finds: tests ask for other figures of the same model and machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Planner, "decide", cache(Planner.decide))
+        patch.setattr(Planner, "look", cache(Planner.look))
+        yield
 
 
 def model_of(*numels: int, activations: Activations | None = None) -> ModelShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from infinity_engine.sim.planner import Decision, decide
 from infinity_engine.sim.presets import preset
 from infinity_engine.sim.report import PlanReport, report_of
 from infinity_engine.units import GB, GiB
-from support.plannings import training_of
+from support.plannings import equal_questions_searched_once, training_of
 
 RATES = Rates(
     h2d_bytes_per_s=25e9,
@@ -25,6 +26,12 @@ RATES = Rates(
     nvme={"a": DriveRates(read_bytes_per_s=7e9, write_bytes_per_s=2e9)},
 )
 MODEL = preset("qwen2.5-1.5b")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def equal_questions_are_searched_once() -> Iterator[None]:
+    with equal_questions_searched_once():
+        yield
 
 
 def means(device: float, flops_per_s: float | None = 80e12) -> Means:

@@ -4,7 +4,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,7 +18,12 @@ from infinity_engine.placement.training import Means
 from infinity_engine.plan import DriveRates, HostOnly, Lane, Rates, ResolvedBudget, Tier
 from infinity_engine.sim.planner import Decision, decide
 from infinity_engine.units import GB, GiB
-from support.plannings import model_of, random_case, training_of
+from support.plannings import (
+    equal_questions_searched_once,
+    model_of,
+    random_case,
+    training_of,
+)
 
 SMALL = model_of(*([40_000_000] * 8))
 RATES = Rates(
@@ -35,6 +40,12 @@ def decided(device: float, host: float, nvme: float = 0) -> Decision:
     budget = ResolvedBudget(device=round(device * GB), host=round(host * GB), nvme=drives)
     means = Means(budget=budget, rates=RATES, flops_per_s=80e12)
     return decide(training_of(SMALL), means)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def equal_questions_are_searched_once() -> Iterator[None]:
+    with equal_questions_searched_once():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,8 +18,8 @@ import pytest
 from infinity_engine.cli.main import main
 from infinity_engine.plan import DriveRates, Rates
 from infinity_engine.sim.configs import FAMILIES
-from infinity_engine.sim.planner import Planner
 from support.calibrations import calibration
+from support.plannings import equal_questions_searched_once
 
 DESKTOP = ("--gpus", "1", "--gpu-mem", "24GiB", "--ram", "64GiB", "--nvme", "2TB")
 
@@ -36,10 +35,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module", autouse=True)
 def equal_questions_are_searched_once() -> Iterator[None]:
-    """Keep what the planner found: tests ask for other figures of the same model and machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Planner, "decide", cache(Planner.decide))
-        patch.setattr(Planner, "look", cache(Planner.look))
+    with equal_questions_searched_once():
         yield
 
 
