@@ -5,6 +5,7 @@ Plain PyTorch, nothing of ours.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,17 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["VOCABULARY", "Block", "TinyGPT", "batches", "corpus"]
+__all__ = ["VOCABULARY", "Block", "TinyGPT", "batches", "corpus", "fast_precision"]
 
 VOCABULARY = 256
+
+
+def fast_precision() -> str:
+    """Return "bf16", or "fp32" where the CPU makes products in bf16 many times slower: an x86
+    without AVX-512.
+    """
+    has_wide = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    return "bf16" if has_wide or platform.machine() != "x86_64" else "fp32"
 
 
 class Block(nn.Module):
