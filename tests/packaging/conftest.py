@@ -31,8 +31,8 @@ COMPILING_S = 1200  # at most, on a machine that is slow or busy
 
 
 class WheelBuilds:
-    """Builds in a folder that all workers of a session share: whoever begins them first builds for
-    all.
+    """Builds each wheel once for all pytest workers, in a folder that they share: the first worker
+    starts pip, and the others wait for its wheels.
     """
 
     def __init__(self, shared: Path, needed: list[str]) -> None:
