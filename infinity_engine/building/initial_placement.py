@@ -21,7 +21,6 @@ from infinity_engine.optim import NORM_BLOCK
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
 from infinity_engine.placement.buffers import SCRATCH
 from infinity_engine.placement.placing import Plan
-from infinity_engine.placement.sizing import Sizing
 from infinity_engine.plan import Tier
 from infinity_engine.progress import ProgressReporter
 from infinity_engine.residence import ShardRecord
@@ -104,7 +103,6 @@ def restored_on_failure(model: torch.nn.Module) -> Iterator[None]:
 
 def place_parameters(
     parameters: Sequence[ModelParameter],
-    sizing: Sizing,
     plan: Plan,
     *,
     lanes: Lanes,
@@ -140,7 +138,7 @@ def place_parameters(
             else:
                 # Shown later: until all have moved, a failure leaves the model as it was.
                 shown.append(
-                    (parameter.parameter, _on_device(parameter, sizing, lanes, initial, resources))
+                    (parameter.parameter, _on_device(parameter, lanes, initial, resources))
                 )
             placed(parameter.nbytes)
     return records, shown
@@ -148,14 +146,16 @@ def place_parameters(
 
 def _on_device(
     parameter: ModelParameter,
-    sizing: Sizing,
     lanes: Lanes,
     initial: InitialValues,
     resources: ExitStack,
 ) -> torch.Tensor:
     """Return the tensor on the device that modules compute with from here on."""
-    if sizing.own:
-        return parameter.parameter.detach().to(parameter.dtype).contiguous()
+    if lanes.accelerator.unified and parameter.keeps_memory and not initial.is_built(parameter):
+        # Its memory stays its user's, and counts as long as modules use it.
+        lanes.device.reservation.hold(parameter.nbytes)
+        resources.callback(lanes.device.reservation.release, parameter.nbytes)
+        return parameter.parameter.detach()
     # Views keep it: after close() the user's views still show the trained values.
     lease = lanes.device.lease(parameter.nbytes, holder="parameters", views=Views.KEEP)
     # At the end the values go to ordinary memory, then the lease closes.

@@ -330,7 +330,6 @@ def _place(
     initial = InitialValues(planned.everything, planned.built)
     records, shown = place_parameters(
         planned.everything,
-        sizing,
         plan,
         lanes=lanes,
         swap=swap,

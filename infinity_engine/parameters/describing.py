@@ -38,17 +38,11 @@ def sizing_of(
     config: EngineConfig,
     *,
     unified: bool,
-    in_memory: bool = True,
 ) -> Sizing:
-    """Return the sizes of a model with these parameters, or of shards of them.
-
-    `in_memory` says whether their values are in memory already.
-    """
+    """Return the sizes of a model with these parameters, or of shards of them."""
     everything = (*trained, *frozen)
     nbytes = {id(parameter.of_model): parameter.nbytes for parameter in everything}
     is_cut = any(parameter.part_of is not None for parameter in everything)
-    is_cast = any(known.dtype != known.parameter.dtype for known in everything)
-    has_copies = any(parameter.formats.has_copies for parameter in trained)
     on_drives = config.budget is not None and config.budget.nvme
     return Sizing(
         subgroups=cut(
@@ -67,8 +61,6 @@ def sizing_of(
         unified=unified,
         sums=config.accumulation_steps > 1,
         activations=config.activation_bytes,
-        # Modules go on with the caller's memory only where nothing is copied, cast or cut.
-        own=in_memory and unified and not (has_copies or is_cast or is_cut),
         gradient_width=FloatFormat.FP32.nbytes if is_cut else None,  # sums of all ranks'
     )
 

@@ -29,6 +29,8 @@ __all__ = [
     "collect_parameters",
 ]
 
+_ALIGNMENT = 64  # bytes: every lease is aligned to at least as many
+
 
 @dataclass(eq=False)
 class ModelParameter:
@@ -61,6 +63,17 @@ class ModelParameter:
     def of_model(self) -> torch.nn.Parameter:
         """The model's parameter that this is, or is a shard of."""
         return self.parameter if self.part_of is None else self.part_of
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether modules on the host can go on with the memory it has: neither cast nor cut.
+
+        It lies there as the engine would lay it: what is computed may depend on that.
+        """
+        parameter = self.parameter
+        is_whole = parameter.dtype == self.dtype and self.part_of is None
+        on_host = parameter.device.type == "cpu" and parameter.is_contiguous()
+        return is_whole and on_host and parameter.data_ptr() % _ALIGNMENT == 0
 
     @property
     def values(self) -> torch.Tensor:

@@ -80,8 +80,6 @@ class Sizing:
     unified: bool
     sums: bool = True
     """Whether gradients of several micro-batches are added up."""
-    own: bool = False
-    """Whether modules go on with the memory that parameters have already, which is their user's."""
     gradient_width: int | None = None
     """Bytes of one element of every gradient; None: as wide as modules' own values."""
     activations: int = 0
@@ -325,7 +323,7 @@ class Sizing:
         fetched = 0
         staying = self._staying(homes, drives=False)
         if self.unified:
-            device = 0 if self.own else sum(self.parameters)  # beside the masters
+            device = sum(self.parameters)  # beside the masters
         else:
             device += self.on_their_way
             left = budget.device - device - self.of_backward(staying)
@@ -547,7 +545,7 @@ class Sizing:
         fetched = window = 0
         gradients = self._staying(homes, drives=True)
         if self.unified:
-            device += 0 if self.own else staying
+            device += staying
         else:
             device += self.on_their_way
         if at_home:

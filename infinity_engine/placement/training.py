@@ -39,8 +39,6 @@ class Training:
     """What the optimizer keeps of each parameter, beside its master."""
     small_bytes: int
     """Parameters of fewer bytes stay in memory."""
-    in_memory: bool = False
-    """Whether there is a model already: its memory can be used."""
     inputs_moved: bool = False
     """Whether the inputs of checkpointed blocks wait on the host or on drives."""
     chunked_loss: bool = False
@@ -278,10 +276,6 @@ class Means:
             sums=training.accumulation_steps > 1,
             # Gradients are fp32 sums over the ranks.
             gradient_width=FloatFormat.FP32.nbytes if self.ranks > 1 else None,
-            # Modules go on with the caller's memory only if no parameter is cast.
-            own=training.in_memory
-            and self.unified
-            and not any(formats.has_copies for _, formats in trained),
             activations=training.activation_bytes() if self.for_all else 0,
         )
 

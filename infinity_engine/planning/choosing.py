@@ -192,7 +192,6 @@ def _training(model: ModelShape, sizing: Sizing, wish: Wish, config: EngineConfi
         formats=sizing.formats,
         state_names=sizing.state_names,
         small_bytes=wish.small_bytes,
-        in_memory=sizing.own,
         overlap=config.overlap is not Overlap.OFF,
     )
 

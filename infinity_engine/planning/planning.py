@@ -130,14 +130,12 @@ def check_and_plan(
         previous.cut(cut)
         trained, frozen = cut.trained, cut.frozen
     replanner = None
-    sizing = sizing_of(
-        model, trained, frozen, rules, config, unified=accelerator.unified, in_memory=built is None
-    )
+    sizing = sizing_of(model, trained, frozen, rules, config, unified=accelerator.unified)
     sharding = None
     if cut is not None:
         sharding = Sharding.of(model, cut, config.accumulation_steps, unified=accelerator.unified)
         sizing = sharding.sized(sizing)
-    budget = _budget(config, accelerator, built, ranks)
+    budget = _budget(config, accelerator, built, ranks, (*trained, *frozen))
     endurance = _endurance(config, budget)
     queue = _queue(config, budget, queue, resources)
     sums_bytes = _sums_bytes(config, sizing)
@@ -387,13 +385,17 @@ def room_for_layers(
     return max(room - config.activation_bytes, 0)
 
 
-def _capacity(wanted: Budget, accelerator: Accelerator) -> Capacity:
-    """Return what this machine has for a budget."""
+def _capacity(wanted: Budget, accelerator: Accelerator, taken: int = 0) -> Capacity:
+    """Return what this machine has for a budget.
+
+    Where modules compute on the host, with what parameters have `taken` of it: they keep that.
+    """
     capacity = probe_capacity(
         wanted.nvme, device_free_bytes=0 if accelerator.unified else accelerator.memory().free
     )
     if accelerator.unified:
-        return Capacity(device=capacity.host, host=capacity.host, nvme=capacity.nvme)
+        host = capacity.host + taken
+        return Capacity(device=host, host=host, nvme=capacity.nvme)
     if accelerator.name == "emulated":
         # Nothing else lives there that room would have to be left for.
         return Capacity(device=accelerator.memory().free, host=capacity.host, nvme=capacity.nvme)
@@ -401,14 +403,23 @@ def _capacity(wanted: Budget, accelerator: Accelerator) -> Capacity:
 
 
 def _budget(
-    config: EngineConfig, accelerator: Accelerator, built: BuiltModel | None, ranks: Ranks | None
+    config: EngineConfig,
+    accelerator: Accelerator,
+    built: BuiltModel | None,
+    ranks: Ranks | None,
+    parameters: Sequence[ModelParameter],
 ) -> ResolvedBudget:
     """Return this rank's budget in bytes, less what a model that was built on drives takes of it.
 
     It takes that until the engine has its values.
     """
     wanted = config.budget or Budget()
-    capacity = _capacity(wanted, accelerator)
+    taken = sum(
+        known.nbytes
+        for known in parameters
+        if known.keeps_memory and (built is None or known.of_model not in built)
+    )
+    capacity = _capacity(wanted, accelerator, taken)
     on_host, on_drives = (0, {}) if built is None else _held_by(built)
     held = None if ranks is None or built is None else ranks.held_here(on_host, on_drives)
     budget = wanted.resolve(

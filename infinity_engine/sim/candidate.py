@@ -132,9 +132,9 @@ class Evaluator:
             CapacityError: that is so.
         """
         width, budget = self.training.width, self.means.of_one_rank()
-        per_parameter = _FP32 * len(self.training.state_names) + width
-        if not self.training.in_memory:
-            per_parameter += _FP32 + (width if width < _FP32 else 0)
+        states = _FP32 * (1 + len(self.training.state_names))
+        # fp32 parameters may be the masters, beside their gradients.
+        per_parameter = states + (2 * width if width < _FP32 else width)
         numel = self.trained_numel
         there = (
             (0 if self.means.unified else budget.device) + budget.host + sum(budget.nvme.values())

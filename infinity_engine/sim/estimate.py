@@ -365,7 +365,7 @@ class StepEstimate:
         sizing = self._sizing
         if not sizing.unified:
             return self._parameters if self._tier is Tier.HOST else 0
-        held = 0 if sizing.own else self._parameters
+        held = self._parameters
         if self._tier is Tier.NVME:
             held = 2 * sizing.deepest
         if self._drives:

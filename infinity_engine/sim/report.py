@@ -470,7 +470,7 @@ class _Holdings:
             if number in resting:
                 self._add(Tier.NVME, "parameters", nbytes)
             elif sizing.unified:
-                self._add(Tier.HOST, "parameters", 0 if sizing.own else nbytes)
+                self._add(Tier.HOST, "parameters", nbytes)
             else:
                 tier = Tier.DEVICE if plan.steps.parameters is Tier.DEVICE else Tier.HOST
                 self._add(tier, "parameters", nbytes)

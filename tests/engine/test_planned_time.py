@@ -157,7 +157,6 @@ def planned(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> D
         formats=Formats(parameter=FloatFormat.BF16),
         state_names=("exp_avg", "exp_avg_sq"),
         small_bytes=256,
-        in_memory=True,
         overlap=case.overlap != "off",
     )
     there = Means(

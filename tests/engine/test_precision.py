@@ -11,8 +11,13 @@ import torch
 from torch import nn
 
 import infinity_engine
+from deepnvme.sizes import PAGE
 from infinity_engine.engine.engine import Engine
-from infinity_engine.errors import ConfigError
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.plan import Tier
+from infinity_engine.plan.budget import Capacity
+from infinity_engine.planning import planning
+from infinity_engine.units import align_up
 from support.engine_bits import bits_of, differing
 from support.mixed_models import MIXED, Mixed
 from support.nvme_training import emulated
@@ -130,11 +135,59 @@ def test_an_fp64_parameter_is_refused_and_the_model_is_untouched() -> None:
     assert task.linear.bias.dtype == torch.float64
 
 
-def test_parameters_that_stay_as_they_are_take_nothing_of_the_budget() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_that_are_not_cast_keep_their_memory_and_it_counts(dtype: torch.dtype) -> None:
+    task = Rotary().to(dtype)
+    memory = task.linear.weight.data_ptr()
+    streams = 2 if dtype is torch.float32 else 3  # fp32 parameters are masters
+    with opened(task) as engine:
+        assert task.linear.weight.data_ptr() == memory
+        (host,) = (usage for usage in engine.usage() if usage.tier is Tier.HOST)
+        # Each lease is of whole pages.
+        states = align_up(streams * 4 * 72, PAGE)
+        assert host.held == states + 72 * dtype.itemsize
+        engine.backward(engine(task.batch(0).to(dtype)))
+        engine.step()
+    assert task.linear.weight.data_ptr() == memory
+    assert all(not usage.held for usage in engine.usage())
+
+
+def test_a_parameter_that_is_cast_has_memory_of_the_budget() -> None:
     task = Rotary()
     memory = task.linear.weight.data_ptr()
+    with opened(task, precision="bf16"):
+        assert task.linear.weight.data_ptr() != memory
+
+
+@pytest.mark.parametrize("start", [1, 16])
+def test_a_parameter_keeps_its_memory_only_where_that_is_aligned(start: int) -> None:
+    task = Rotary()
+    rows = torch.randn(64 + start)
+    task.linear.weight = nn.Parameter(rows[start:].view(8, 8))
+    memory = task.linear.weight.data_ptr()
     with opened(task):
-        assert task.linear.weight.data_ptr() == memory
+        assert (task.linear.weight.data_ptr() == memory) == (start == 16)
+
+
+def test_a_model_whose_parameters_alone_exceed_the_budget_is_refused() -> None:
+    task = nn.Linear(256, 256, bias=False)
+    optimizer = torch.optim.SGD(task.parameters(), lr=1e-3)
+    with pytest.raises(CapacityError, match="HOST"):
+        infinity_engine.initialize(
+            task, optimizer, accelerator="cpu", budget={"host": 256 * 256 * 4 - PAGE}
+        )
+
+
+def test_by_default_the_memory_that_parameters_have_already_is_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task = nn.Linear(1024, 1024, bias=False)
+    optimizer = torch.optim.SGD(task.parameters(), lr=1e-3)
+    free = Capacity(device=0, host=8 << 20, nvme={})
+    monkeypatch.setattr(planning, "probe_capacity", lambda *_, **__: free)
+    with infinity_engine.initialize(task, optimizer, accelerator="cpu") as engine:
+        (host,) = (usage for usage in engine.usage() if usage.tier is Tier.HOST)
+        assert host.limit == (8 << 20) + 1024 * 1024 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

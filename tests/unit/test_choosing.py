@@ -174,9 +174,7 @@ def test_buffers_for_the_drives_leave_room_to_gather_ahead_where_fewer_do(
     )
     optimizer = torch.optim.AdamW(model.parameters())
     trained = collect_parameters(model, optimizer, config.precision)
-    sizing = sizing_of(
-        model, trained, [], rules_of(optimizer), config, unified=True, in_memory=False
-    )
+    sizing = sizing_of(model, trained, [], rules_of(optimizer), config, unified=True)
     room = ResolvedBudget(device=4 * MIB, host=4 * MIB, nvme={"/mnt/a": 64 * MIB})
     sharding: Any = SimpleNamespace(
         without_ahead=lambda left, unified: replace(left, host=left.host - ahead)

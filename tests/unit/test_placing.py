@@ -36,7 +36,7 @@ def test_a_policy_that_says_where_it_updates_gets_the_plan_of_one_that_does_not(
         chance = random.Random(seed)
         training, means = random_case(seed)
         if not states:  # nor masters of their own
-            training = replace(training, state_names=(), formats=Formats(), in_memory=True)
+            training = replace(training, state_names=(), formats=Formats())
         if not means.budget.nvme or (means.unified and tier is Tier.HOST):
             continue
         says: OffloadPolicy = chance.choice(
