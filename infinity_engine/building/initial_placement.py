@@ -152,10 +152,10 @@ def _on_device(
 ) -> torch.Tensor:
     """Return the tensor on the device that modules compute with from here on."""
     if lanes.accelerator.unified and parameter.keeps_memory and not initial.is_built(parameter):
-        # Its memory stays its user's, and counts as long as modules use it.
-        lanes.device.reservation.hold(parameter.nbytes)
-        resources.callback(lanes.device.reservation.release, parameter.nbytes)
-        return parameter.parameter.detach()
+        values = parameter.parameter.detach()
+        kept = lanes.device.adopt(values.view(-1).view(torch.uint8), holder="parameters")
+        resources.callback(kept.close)
+        return values
     # Views keep it: after close() the user's views still show the trained values.
     lease = lanes.device.lease(parameter.nbytes, holder="parameters", views=Views.KEEP)
     # At the end the values go to ordinary memory, then the lease closes.

@@ -15,6 +15,7 @@ import torch
 from infinity_engine.accel import Accelerator
 from infinity_engine.config import EngineConfig, Tiling
 from infinity_engine.errors import ConfigError
+from infinity_engine.parameters.parameters import kept_bytes
 from infinity_engine.parameters.precision import asked_dtype
 from infinity_engine.placement.tiles import largest_tile, needs_tiles
 from infinity_engine.planning.planning import room_for_layers
@@ -40,8 +41,11 @@ def tiled_by_budget(
     if config.tiling is Tiling.OFF:
         yield
         return
-    room = room_for_layers(config, accelerator, ranks)
     asked = asked_dtype(config.precision)
+    # Several ranks cut parameters, and keep no memory of theirs.
+    parameters = model.parameters() if ranks is None else ()
+    kept = kept_bytes((parameter, asked or parameter.dtype) for parameter in parameters)
+    room = room_for_layers(config, accelerator, ranks, kept=kept)
 
     def wide(parameter: torch.nn.Parameter) -> int:
         """Return the bytes of an element, as it is or as it computes."""

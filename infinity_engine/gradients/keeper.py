@@ -752,12 +752,14 @@ class _HostSum:
 
     def begin(self, fill: Callable[[Values], _Sums]) -> _Sums:
         """Let `fill` make the sum that it begins with. Return the block sums."""
-        self._lease = self._memory.lease(self._numel)
+        lease = self._memory.lease(self._numel)
         try:
-            return fill(self.values)
+            sums = fill(_values_in(lease, self._numel, FloatFormat.FP32))
         except BaseException:
-            self.clear()
+            lease.close()
             raise
+        self._lease = lease  # last: what is interrupted before has made no sum
+        return sums
 
     def clear(self) -> None:
         if self._lease is not None:

@@ -172,7 +172,7 @@ def _about_cpu(machine: Machine) -> Iterator[Finding]:
                 "no AVX2: updates on the CPU use scalar kernels",
                 "use a CPU with AVX2; in a virtual machine, pass the host's CPU model on",
             )
-    elif (
+    if (
         machine.system.architecture in _X86
         and "avx512f" not in cpu.simd.features
         and _computes_on_cpu(machine)

@@ -18,7 +18,7 @@ from infinity_engine.plan import Tier
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BorrowedMemory"]
+__all__ = ["BorrowedMemory", "TensorMemory"]
 
 
 class _Exposed:
@@ -34,8 +34,8 @@ class _Exposed:
         }
 
 
-class _TensorMemory:
-    """Flat bytes of a tensor's memory."""
+class TensorMemory:
+    """Flat bytes of a tensor's memory, which is its user's."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self._flat: torch.Tensor | None = flat
@@ -69,7 +69,7 @@ class BorrowedMemory(Lessor):
 
     def borrow(self, flat: torch.Tensor, *, holder: str) -> Lease:
         """Return a lease of the memory of a flat uint8 tensor, which it keeps."""
-        backing = _TensorMemory(flat)
+        backing = TensorMemory(flat)
         with self._lock:
             return self._lease_of(backing, backing.nbytes, holder)
 
@@ -77,7 +77,7 @@ class BorrowedMemory(Lessor):
         return None
 
     def _free(self, backing: Backing) -> None:
-        assert isinstance(backing, _TensorMemory), "leases of this memory are made by `borrow`"
+        assert isinstance(backing, TensorMemory), "leases of this memory are made by `borrow`"
         backing.release()
 
     def _uncount(self, nbytes: int) -> None:

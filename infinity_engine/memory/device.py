@@ -15,6 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from infinity_engine.errors import CapacityError
+from infinity_engine.memory.borrowed import TensorMemory
 from infinity_engine.memory.lease import Backing, Lease, Lessor, NoBytes, Waitable, typed_view
 from infinity_engine.memory.ledger import Reservation
 from infinity_engine.plan import Tier
@@ -114,6 +115,18 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
         except CapacityError:
             return None
 
+    def adopt(self, flat: torch.Tensor, *, holder: str) -> Lease:
+        """Return a lease of a flat uint8 tensor of the host: it counts here until it is closed.
+
+        Its memory is its user's, before and after.
+
+        Raises:
+            CapacityError: the reservation has too little left.
+        """
+        with self._lock:
+            self.reservation.hold(flat.numel())
+            return self._lease_of(TensorMemory(flat), flat.numel(), holder)
+
     def _new_lease(self, nbytes: int, holder: str, views: Views) -> Lease:
         return self._lease(
             nbytes,
@@ -181,7 +194,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
     def _memory(self, backing: Backing) -> object | None:
         if isinstance(backing, _KeptBuffer):
             return backing.owner()
-        if isinstance(backing, NoBytes) or self.reservation.tier is Tier.DEVICE:
+        if isinstance(backing, NoBytes | TensorMemory) or self.reservation.tier is Tier.DEVICE:
             return None
         import torch
 
@@ -195,7 +208,9 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
                 backing.release()
                 return
             backing = backing.buffer
-        if not isinstance(backing, NoBytes):
+        if isinstance(backing, TensorMemory):
+            backing.release()
+        elif not isinstance(backing, NoBytes):
             # only `_allocate` makes backings of this pool
             self._accelerator.free(backing)  # type: ignore[arg-type]
 

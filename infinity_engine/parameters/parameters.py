@@ -27,6 +27,8 @@ __all__ = [
     "check_memory_of_their_own",
     "collect_frozen",
     "collect_parameters",
+    "keeps_memory",
+    "kept_bytes",
 ]
 
 _ALIGNMENT = 64  # bytes: every lease is aligned to at least as many
@@ -66,14 +68,8 @@ class ModelParameter:
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether modules on the host can go on with the memory it has: neither cast nor cut.
-
-        It lies there as the engine would lay it: what is computed may depend on that.
-        """
-        parameter = self.parameter
-        is_whole = parameter.dtype == self.dtype and self.part_of is None
-        on_host = parameter.device.type == "cpu" and parameter.is_contiguous()
-        return is_whole and on_host and parameter.data_ptr() % _ALIGNMENT == 0
+        """Whether modules on the host can go on with the memory it has."""
+        return self.part_of is None and keeps_memory(self.parameter, self.dtype)
 
     @property
     def values(self) -> torch.Tensor:
@@ -140,6 +136,31 @@ class ModelParameter:
         # The engine's kernels do not raise the version. An update raises it once and notes that, so
         # any other change of the version or the address is not the engine's.
         return self.parameter.data_ptr(), self.parameter._version
+
+
+def keeps_memory(parameter: torch.nn.Parameter, dtype: torch.dtype) -> bool:
+    """Tell whether modules on the host that compute in `dtype` can go on with this memory.
+
+    It is PyTorch's, and holds this parameter alone, as a lease would: files that are mapped can
+    change or be read-only, and a part would keep the whole. What is computed may depend on where
+    it lies.
+    """
+    if parameter.device.type != "cpu" or parameter.dtype != dtype:
+        return False
+    storage = parameter.untyped_storage()
+    is_alone = storage.resizable() and storage.nbytes() == parameter.numel() * dtype.itemsize
+    return is_alone and parameter.is_contiguous() and storage.data_ptr() % _ALIGNMENT == 0
+
+
+def kept_bytes(parameters: Iterable[tuple[torch.nn.Parameter, torch.dtype]]) -> int:
+    """Return the bytes of the host that these have and keep; memory that several have, once."""
+    return sum(
+        {
+            parameter.data_ptr(): parameter.numel() * dtype.itemsize
+            for parameter, dtype in parameters
+            if keeps_memory(parameter, dtype)
+        }.values()
+    )
 
 
 def absent(dtype: torch.dtype, shape: torch.Size, where: torch.device) -> torch.Tensor:

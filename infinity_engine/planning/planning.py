@@ -30,8 +30,9 @@ from infinity_engine.config import (
     Replanning,
 )
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.machine.capacity import probe_capacity
+from infinity_engine.machine.capacity import capacity_of, probe_capacity
 from infinity_engine.machine.cores import CoreShare
+from infinity_engine.machine.memory import probe_memory
 from infinity_engine.optim import NORM_BLOCK, Rule, rules_of
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.parameters.describing import sizing_of, wish_of
@@ -42,6 +43,7 @@ from infinity_engine.parameters.parameters import (
     check_memory_of_their_own,
     collect_frozen,
     collect_parameters,
+    kept_bytes,
 )
 from infinity_engine.partition import ShardSpec
 from infinity_engine.partition.digest import digest_of
@@ -370,14 +372,18 @@ def _check_activations(config: EngineConfig, accelerator: Accelerator) -> None:
 
 
 def room_for_layers(
-    config: EngineConfig, accelerator: Accelerator, ranks: Ranks | None = None
+    config: EngineConfig,
+    accelerator: Accelerator,
+    ranks: Ranks | None = None,
+    *,
+    kept: int = 0,
 ) -> int:
     """Return the bytes of this rank's device that layers and what updates pass have together.
 
-    All ranks call this, and get the same.
+    `kept`: what parameters have of the host, and keep. All ranks call this, and get the same.
     """
     wanted = config.budget or Budget()
-    budget = wanted.resolve(_capacity(wanted, accelerator))
+    budget = wanted.resolve(_capacity(wanted, accelerator, kept))
     room = budget.host if accelerator.unified else budget.device
     if ranks is not None:
         own = room // ranks.size if accelerator.unified else room
@@ -385,16 +391,18 @@ def room_for_layers(
     return max(room - config.activation_bytes, 0)
 
 
-def _capacity(wanted: Budget, accelerator: Accelerator, taken: int = 0) -> Capacity:
+def _capacity(wanted: Budget, accelerator: Accelerator, kept: int) -> Capacity:
     """Return what this machine has for a budget.
 
-    Where modules compute on the host, with what parameters have `taken` of it: they keep that.
+    Where modules compute on the host, parameters have `kept` bytes of it already: these are not
+    free, but of the budget.
     """
     capacity = probe_capacity(
         wanted.nvme, device_free_bytes=0 if accelerator.unified else accelerator.memory().free
     )
     if accelerator.unified:
-        host = capacity.host + taken
+        most = capacity_of(device=0, host=probe_memory().usable_bytes, nvme={}).host
+        host = min(capacity.host + kept, max(most, capacity.host))
         return Capacity(device=host, host=host, nvme=capacity.nvme)
     if accelerator.name == "emulated":
         # Nothing else lives there that room would have to be left for.
@@ -414,12 +422,12 @@ def _budget(
     It takes that until the engine has its values.
     """
     wanted = config.budget or Budget()
-    taken = sum(
-        known.nbytes
+    kept = kept_bytes(
+        (known.parameter, known.dtype)
         for known in parameters
-        if known.keeps_memory and (built is None or known.of_model not in built)
+        if known.part_of is None and (built is None or known.parameter not in built)
     )
-    capacity = _capacity(wanted, accelerator, taken)
+    capacity = _capacity(wanted, accelerator, kept)
     on_host, on_drives = (0, {}) if built is None else _held_by(built)
     held = None if ranks is None or built is None else ranks.held_here(on_host, on_drives)
     budget = wanted.resolve(

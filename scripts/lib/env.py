@@ -39,6 +39,7 @@ __all__ = [
     "child_env",
     "ensure",
     "enter",
+    "lock_of",
     "plain_ending",
     "rival_venv",
     "run_logged",
@@ -292,7 +293,10 @@ def _ensure_build(python: Path, needs: Needs) -> None:
         return
     checks = "ON" if needs is Needs.CHECK else "OFF"
     folder = f"build/{needs.value}"
-    with _adding("build", recipes[needs]):
+    with _adding("build", recipes[needs]), lock_of(needs).open("w") as lock:
+        # pip keeps it, too, and goes on where this script is killed.
+        os.set_inheritable(lock.fileno(), True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         run_logged(
             "building the native modules and their "
             "tests" if needs is Needs.CHECK else "building the native modules",
@@ -303,6 +307,11 @@ def _ensure_build(python: Path, needs: Needs) -> None:
             ),
             CMAKE_GENERATOR="Ninja",
         )  # fmt: skip
+
+
+def lock_of(needs: Needs) -> Path:
+    """Return the file that whoever compiles in the build folder of `needs` has locked."""
+    return BUILD / f"{needs.value}.lock"
 
 
 def _build_recipes() -> dict[Needs, str]:

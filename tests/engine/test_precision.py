@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -159,14 +162,52 @@ def test_a_parameter_that_is_cast_has_memory_of_the_budget() -> None:
         assert task.linear.weight.data_ptr() != memory
 
 
-@pytest.mark.parametrize("start", [1, 16])
-def test_a_parameter_keeps_its_memory_only_where_that_is_aligned(start: int) -> None:
+def mapped(folder: Path) -> torch.Tensor:
+    torch.save(torch.randn(8, 8), folder / "weight.pt")
+    return torch.as_tensor(torch.load(folder / "weight.pt", mmap=True))
+
+
+def read_only(folder: Path) -> torch.Tensor:
+    np.save(folder / "weight.npy", np.ones((8, 8), dtype=np.float32))
+    rows = np.load(folder / "weight.npy", mmap_mode="r")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it could be written to
+        return torch.from_numpy(rows)
+
+
+def part(_folder: Path) -> torch.Tensor:
+    return torch.randn(128, 8)[64:72]
+
+
+@pytest.mark.parametrize("source", [mapped, read_only, part])
+def test_memory_that_is_not_a_parameters_alone_is_left_to_its_user(
+    source: Callable[[Path], torch.Tensor], tmp_path: Path
+) -> None:
     task = Rotary()
-    rows = torch.randn(64 + start)
-    task.linear.weight = nn.Parameter(rows[start:].view(8, 8))
-    memory = task.linear.weight.data_ptr()
-    with opened(task):
-        assert (task.linear.weight.data_ptr() == memory) == (start == 16)
+    given = source(tmp_path)
+    before = given.clone()
+    task.linear.weight = nn.Parameter(given)
+    with opened(task) as engine:
+        assert task.linear.weight.data_ptr() != given.data_ptr()
+        engine.backward(engine(task.batch(0)))
+        engine.step()
+        assert not torch.equal(task.linear.weight, before)
+    assert torch.equal(given, before)
+
+
+def test_frozen_parameters_that_share_memory_are_of_the_default_budget_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other, trained = (nn.Linear(512, 512, bias=False) for _ in range(3))
+    one.weight.requires_grad_(False)
+    other.weight = nn.Parameter(one.weight.detach(), requires_grad=False)
+    task = nn.ModuleList([one, other, trained])
+    free = Capacity(device=0, host=8 << 20, nvme={})
+    monkeypatch.setattr(planning, "probe_capacity", lambda *_, **__: free)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
+    with infinity_engine.initialize(task, optimizer, accelerator="cpu") as engine:
+        (host,) = (usage for usage in engine.usage() if usage.tier is Tier.HOST)
+        assert host.limit == (8 << 20) + 2 * 512 * 512 * 4
 
 
 def test_a_model_whose_parameters_alone_exceed_the_budget_is_refused() -> None:

@@ -1,8 +1,8 @@
-"""The wheels as users get them: built from the start of the session, while other tests run; the tests
-of them come last.
+"""The wheels as users get them: built from the start of the session, while other tests run; the
+tests of them come last.
 
-Both are built one after the other in the folder in which scripts/demo builds for itself: what it has
-compiled is not compiled again.
+Both are built one after the other in the folder in which scripts/demo builds for itself: what it
+has compiled is not compiled again. No two builds work there at once, also where pytest is killed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # What is built for each fixture: the wheel of both packages, and that of deepnvme alone.
 SOURCES = {"wheel": ".", "deepnvme_wheel": "./distributions/deepnvme"}
 BUILD = f"build/{env.Needs.RUN.value}"
+# Waits for the lock in a process of its own, so that pytest goes on; pip keeps it.
+BUILDING = """
+import fcntl, os, sys
+lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o666)
+fcntl.flock(lock, fcntl.LOCK_EX)
+os.set_inheritable(lock, True)
+os.execvp("sh", ["sh", "-c", sys.argv[2]])
+"""
 COMPILING_S = 1200  # at most, on a machine that is slow or busy
 
 
@@ -73,9 +81,10 @@ class WheelBuilds:
         return self._folder / f"{name}.status"
 
     def _begin(self, needed: list[str]) -> subprocess.Popen[bytes]:
+        lines = map(self._building, needed)
         with (self._folder / "log").open("wb") as log:
             return subprocess.Popen(
-                ["sh", "-c", "\n".join(map(self._building, needed))],
+                [sys.executable, "-c", BUILDING, env.lock_of(env.Needs.RUN), "\n".join(lines)],
                 cwd=ROOT,
                 # a compiler takes much memory, too
                 env={**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": "2", "CMAKE_GENERATOR": "Ninja"},
@@ -91,6 +100,8 @@ class WheelBuilds:
                 *(sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel"),
                 *(SOURCES[name], "--no-deps", "--no-build-isolation"),
                 *("--wheel-dir", str(self._folder / name), f"-Cbuild-dir={ROOT / BUILD}"),
+                # whatever that folder was made with
+                *("-Ccmake.define.INFINITY_DEV=OFF", "-Ccmake.define.INFINITY_TESTS=OFF"),
             ]
         )
         status = shlex.quote(str(self._status(name)))

@@ -735,3 +735,22 @@ def test_closed_device_memory_is_left_to_the_views_that_keep_it() -> None:
     del view
     assert (device.freed, device.left) == ([], [60])
     assert (held, memory.reservation.held) == (60, 0)
+
+
+def test_memory_that_is_adopted_counts_until_its_lease_ends_and_stays_its_users() -> None:
+    reserved = reservation(4096, Tier.HOST)
+    memory = DeviceMemory(CountingDevice(), reserved)
+    values = torch.ones(4096, dtype=torch.uint8)
+
+    kept = memory.adopt(values, holder="parameters")
+    assert kept.flat().data_ptr() == values.data_ptr()
+    assert reserved.held == 4096
+    with pytest.raises(CapacityError, match="parameters"):
+        memory.lease(1, holder="one more")
+    with pytest.raises(CapacityError):
+        memory.adopt(values, holder="again")
+
+    kept.close()
+    assert reserved.held == 0  # though the user has it still
+    assert bool(values.all())
+    memory.close()
