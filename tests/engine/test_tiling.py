@@ -19,6 +19,8 @@ from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.losses import chunked_cross_entropy
 from infinity_engine.placement.tiles import largest_tile
 from infinity_engine.plan import Tier
+from infinity_engine.plan.budget import Capacity
+from infinity_engine.planning import planning
 from infinity_engine.tiling import TiledEmbedding, TiledLinear, tile, tile_sequence
 from support.engine_bits import Bits, bits_of, differing
 from support.nvme_training import RATES, emulated
@@ -445,3 +447,22 @@ def test_auto_leaves_layers_that_were_built_on_drives_alone(tmp_path: Path) -> N
     with ExitStack() as stack, pytest.raises(CapacityError):
         opened(model, "device", tmp_path, stack, tiling="auto")
     assert type(model.large) is nn.Linear
+
+
+def test_layers_are_cut_by_the_memory_that_is_free_and_what_parameters_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = Capacity(device=0, host=20 << 20, nvme={})
+    monkeypatch.setattr(planning, "probe_capacity", lambda *_, **__: free)
+
+    def kinds(**budget: Any) -> list[str]:
+        layers = [nn.Linear(1024, rows, bias=False) for rows in (1024, 1024, 2048)]
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with infinity_engine.initialize(
+            model, optimizer, accelerator="cpu", calibration="off", tiling="auto", **budget
+        ):
+            return [type(module).__name__ for module in model]
+
+    # 16 MiB of parameters beside 20 MiB.
+    assert kinds() == kinds(budget={"host": "36MiB"})
