@@ -200,7 +200,8 @@ class ParameterGatherer(ResidentParameters[_Whole]):
         """Return a flat copy, on the host of every rank, of the values at home; all ranks ask."""
         cut = self._cut[number]
         with self._shards.on_device(number) as shard:
-            return self._ranks.whole(f"a copy of {cut.whole.name}", cut.spec, shard)
+            [whole] = self._ranks.wholes(f"a copy of {cut.whole.name}", cut.spec, [shard])
+        return whole
 
     def end_step(self) -> TraceMismatch | None:
         """Start with the next step; return where this one left the trace of the one before."""

@@ -474,17 +474,22 @@ class Ranks:
         """Return a group of parameters that one collective moves."""
         return ShardGroup(name, members, collectives or self.shards)
 
-    def whole(self, name: str, spec: ShardSpec, shard: torch.Tensor) -> torch.Tensor:
-        """Return a whole flat tensor, in new host memory on every rank, from the shards of all."""
-        group = self.group(name, [GroupMember(name, spec, shard.dtype)])
-        whole = torch.empty(spec.numel, dtype=shard.dtype, device="cpu")
+    def wholes(
+        self, name: str, spec: ShardSpec, shards: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return whole flat tensors, in new host memory on every rank, from the shards of all.
+
+        They have the same elements, and one collective gathers them.
+        """
+        group = self.group(name, [GroupMember(name, spec, shard.dtype) for shard in shards])
+        wholes = [torch.empty(spec.numel, dtype=shard.dtype, device="cpu") for shard in shards]
         wire = torch.empty(
             wire_of(group.gather_bytes(), self.shards.size + 1, self.config.bucket_bytes),
             dtype=torch.uint8,
             device="cpu",
         )
-        group.gather([shard], [whole], wire=wire).wait()
-        return whole
+        group.gather(shards, wholes, wire=wire).wait()
+        return wholes
 
     def norm(self, sums: GradientSums, specs: Sequence[ShardSpec]) -> GradientNorm:
         """Return the norm of the gradients of which the ranks have the block sums."""

@@ -304,10 +304,8 @@ class ManyRanks(_Together):
         A rank that owns no element of it has counted no steps.
         """
         spec = self.cut.specs[parameter.number]
-        whole = {
-            name: self.ranks.whole(f"{name} of {parameter.name}", spec, values)
-            for name, values in states.items()
-        }
+        wholes = self.ranks.wholes(f"states of {parameter.name}", spec, list(states.values()))
+        whole = dict(zip(states, wholes, strict=True))
         return whole, self.ranks.most(f"steps of {parameter.name}", steps)
 
     def check_same(self, changed: Sequence[ModelParameter]) -> None:
