@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/nvme.md", "distributions/deepnvme/README.md")
 NVME_PAGE = (ROOT / "docs/nvme.md").read_text()
 COMMANDS = (doctor.NAME, bench.NAME, tune.NAME, ls.NAME, cp.NAME, verify.NAME)
+WARNED = ("error", "default::deepnvme.BackendFallbackWarning")
 WITHOUT_TORCH = """
 import sys
 
@@ -74,21 +75,23 @@ def imports_torch(program: str) -> bool:
     return re.search(r"^import torch$", program, flags=re.MULTILINE) is not None
 
 
-def run(programs: Iterable[str], folder: Path, *, prelude: str = "") -> None:
-    """Run them one after the other with warnings as errors, as a reader would who copies them into
-    files.
-    """
+def script_of(programs: Iterable[str], folder: Path, *, prelude: str = "") -> str:
+    """Return what runs them one after the other, as a reader would who copies them into files."""
     start = [prelude, "import os, runpy"]
     for number, program in enumerate(programs):
         place = folder / str(number)
         place.mkdir()
         (place / "example.py").write_text(program)
         start += [f"os.chdir({str(place)!r})", "runpy.run_path('example.py', run_name='__main__')"]
-    fallbacks = ["-W", "error", "-W", "default::deepnvme.BackendFallbackWarning"]
+    return "\n".join(start)
+
+
+def run(programs: Iterable[str], folder: Path, *, prelude: str = "") -> None:
+    """Run them with warnings as errors."""
+    script = script_of(programs, folder, prelude=prelude)
+    fallbacks = [part for warned in WARNED for part in ("-W", warned)]
     output_of(
-        run_program(
-            "\n".join(start), folder=folder, python=fallbacks, environment={PROFILE_VARIABLE: ""}
-        )
+        run_program(script, folder=folder, python=fallbacks, environment={PROFILE_VARIABLE: ""})
     )
 
 
@@ -101,8 +104,10 @@ def test_a_program_of_the_docs_runs_without_torch(name: str, tmp_path: Path) -> 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_the_programs_of_the_docs_that_are_for_torch_run(tmp_path: Path) -> None:
-    # in one process, as importing torch takes seconds
-    run(filter(imports_torch, PROGRAMS.values()), tmp_path)
+    from support.warm_programs import run_warm  # which has imported torch, as that takes seconds
+
+    script = script_of(filter(imports_torch, PROGRAMS.values()), tmp_path)
+    output_of(run_warm(script, folder=tmp_path, warned=WARNED))
 
 
 def test_only_the_sections_for_torch_import_it() -> None:
