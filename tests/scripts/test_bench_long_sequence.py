@@ -9,12 +9,14 @@ import pytest
 
 pytest.importorskip("torch", reason="trains")
 
+import training_place
 from training_place import Place
 
 import bench
 import env
 from memory_group import GroupUnavailableError, memory_group
 from support.scripts import load_script
+from support.warm_trainings import train_warm
 
 LONG = load_script("bench/long_sequence")
 
@@ -30,8 +32,11 @@ def needs_groups() -> None:
 @pytest.mark.parametrize(
     "scale", [LONG.QUICK, pytest.param(LONG.FULL, marks=[pytest.mark.slow, pytest.mark.timeout(0)])]
 )
-def test_a_sequence_beyond_the_budgets_trains_where_plain_torch_is_killed(scale: Any) -> None:
+def test_a_sequence_beyond_the_budgets_trains_where_plain_torch_is_killed(
+    scale: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needs_groups()
+    monkeypatch.setattr(training_place, "train_apart", train_warm)
     env.BUILD.mkdir(exist_ok=True)
     with ExitStack() as until_end:
         run = bench.Bench("long_sequence", True, frozenset(), bench.ROUNDS)
