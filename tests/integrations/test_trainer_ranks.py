@@ -11,7 +11,7 @@ import torch
 
 from support.families import transformers
 from support.ranks import launched
-from support.trainers import train_on_a_rank
+from support.trainers import train_both_on_a_rank, train_on_a_rank
 
 transformers()
 pytest.importorskip("accelerate", reason="Trainer needs it")
@@ -25,8 +25,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def test_two_ranks_have_the_losses_of_a_plain_trainer_and_resume(tmp_path: Path) -> None:
-    plain, _ = launched(2, train_on_a_rank, tmp_path / "plain", False, None)
-    first, second = launched(2, train_on_a_rank, tmp_path / "mine", False, SETTINGS)
+    (plain, first), (_, second) = launched(2, train_both_on_a_rank, tmp_path, SETTINGS)
 
     assert len(first["losses"]) == 6
     assert first["weights"] == second["weights"]

@@ -12,7 +12,15 @@ import torch
 
 from support.families import transformers
 
-__all__ = ["ROWS", "arguments_of", "language_model", "losses_of", "rows", "train_on_a_rank"]
+__all__ = [
+    "ROWS",
+    "arguments_of",
+    "language_model",
+    "losses_of",
+    "rows",
+    "train_both_on_a_rank",
+    "train_on_a_rank",
+]
 
 ROWS, _LENGTH, _VOCABULARY = 10, 16, 64
 
@@ -97,3 +105,14 @@ def train_on_a_rank(folder: Path, resume: bool, settings: dict[str, Any] | None)
     trainer.save_model(str(folder / "saved"))
     trainer.end()
     return found
+
+
+def train_both_on_a_rank(
+    folder: Path, settings: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train on this rank in folders of `folder`, without an engine and in one.
+
+    In one process: importing transformers takes longer than training.
+    """
+    plain = train_on_a_rank(folder / "plain", False, None)
+    return plain, train_on_a_rank(folder / "mine", False, settings)
