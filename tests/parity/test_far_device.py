@@ -180,11 +180,25 @@ def test_a_run_is_saved_beside_training_and_loaded(
     assert far.submit(saved_beside_training, case, tmp_path / "c", drive).result() == []
 
 
-@pytest.mark.parametrize("parameters", ["device", "host"])
+WAYS = (("fp32", 1, None), ("bf16", 3, 0.05), ("fp16", 1, 0.05))
+
+
+# By default every pair of strategy, precision and home of parameters, not every triple.
 @pytest.mark.parametrize(
-    ("precision", "accumulation", "clip"), [("fp32", 1, None), ("bf16", 3, 0.05), ("fp16", 1, 0.05)]
+    ("strategy", "precision", "accumulation", "clip", "parameters"),
+    [
+        pytest.param(
+            strategy,
+            *way,
+            parameters,
+            id=f"{strategy.to_plain()}-{way[0]}-{parameters}",
+            marks=[] if (kind + number + home) % 2 == 0 else pytest.mark.slow,
+        )
+        for kind, strategy in enumerate(STRATEGIES)
+        for number, way in enumerate(WAYS)
+        for home, parameters in enumerate(("device", "host"))
+    ],
 )
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: str(strategy.to_plain()))
 def test_every_strategy_gives_the_same_bits(
     strategy: Strategy,
     precision: str,
@@ -206,8 +220,19 @@ def test_every_strategy_gives_the_same_bits(
     same(far.submit(trained_far, case).result(), reference(case))
 
 
-@pytest.mark.parametrize("parameters", ["device", "host"])
-@pytest.mark.parametrize("model", MODELS)
+# By default each model has one home, and one model both.
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        pytest.param(
+            model,
+            parameters,
+            marks=[] if number == 0 or (number + home) % 2 == 0 else pytest.mark.slow,
+        )
+        for number, model in enumerate(MODELS)
+        for home, parameters in enumerate(("device", "host"))
+    ],
+)
 def test_every_model_is_trained_alike_with_parameters_on_the_device_and_on_the_host(
     model: str, parameters: str, far: ProcessPoolExecutor, reference: Reference
 ) -> None:
