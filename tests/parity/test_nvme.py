@@ -52,8 +52,9 @@ def same(got: Trained, expected: Trained) -> None:
     ] == []
 
 
-# Everywhere, with nothing more and with all of it together; in fp16, which scales its loss alike
-# wherever things rest, in the place where most moves.
+# Everywhere, with all of it together; with nothing more in every other place, which have all
+# accelerators, strategies and homes of parameters; in fp16, which scales its loss alike wherever
+# things rest, in the place where most moves.
 PLAIN, TOGETHER = ("fp32", 1, None, "off"), ("bf16", 3, 0.05, "crc32c")
 WAYS = [
     PLAIN,
@@ -65,6 +66,13 @@ WAYS = [
     TOGETHER,
 ]
 FAR_FP16 = (("emulated", "nvme", VISITED_RESIDENT), WAYS[4])
+PLAIN_PLACES = (
+    ("cpu", "device", STREAMED),
+    ("cpu", "nvme", HostOnly()),
+    ("emulated", "host", STREAMED),
+    ("emulated", "nvme", VISITED),
+    ("emulated", "device", VISITED_RESIDENT),
+)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +81,11 @@ FAR_FP16 = (("emulated", "nvme", VISITED_RESIDENT), WAYS[4])
         pytest.param(
             *place,
             *way,
-            marks=[] if way in (PLAIN, TOGETHER) or (place, way) == FAR_FP16 else pytest.mark.slow,
+            marks=[]
+            if way == TOGETHER
+            or (way == PLAIN and place in PLAIN_PLACES)
+            or (place, way) == FAR_FP16
+            else pytest.mark.slow,
         )
         for place in PLACES
         for way in WAYS
