@@ -23,6 +23,11 @@ def leftovers() -> set[Path]:
     return set(env.BUILD.glob("demo*"))
 
 
+AS_SCRIPT = """
+import runpy, sys
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
@@ -97,17 +102,18 @@ def test_two_steps_train_and_end_with_the_report(launcher: list[str], layers: in
 
 def test_a_demo_that_was_killed_goes_on_and_ends_as_a_whole_one() -> None:
     pytest.importorskip("torch", reason="the demo trains with torch")
-    environ = {**os.environ, env.THIS_PYTHON: "1", "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+    from support.warm_programs import WarmProgram
+
+    environ = {env.THIS_PYTHON: "1", "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
     before = leftovers()
 
     # One layer: more take longer to build, train and save, and nothing here is about size.
     small = ["--layers", "1", "--steps", "3", "--save-every", "1"]
 
-    def demo(*options: str) -> subprocess.Popen[str]:
-        command = [sys.executable, str(SCRIPT), *small, *options]
-        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+    def demo(*options: str) -> WarmProgram:
+        return WarmProgram(AS_SCRIPT, SCRIPT, *small, *options, environment=environ)
 
-    def loss_of(process: subprocess.Popen[str], *said: str) -> str:
+    def loss_of(process: WarmProgram, *said: str) -> str:
         out, _ = process.communicate(timeout=300)
         assert process.returncode == 0
         assert [line for line in said if line not in out] == []
@@ -116,9 +122,9 @@ def test_a_demo_that_was_killed_goes_on_and_ends_as_a_whole_one() -> None:
     whole = loss_of(demo("--resume"), "no earlier demo has left a checkpoint: beginning anew")
     killed = demo()
     checkpoints = CheckpointDirectory(env.BUILD / "demo-checkpoints")
-    while checkpoints.latest() is None and killed.poll() is None:
+    while checkpoints.latest() is None and Path(f"/proc/{killed.pid}").exists():
         time.sleep(0.01)
-    killed.kill()
+    killed.send_signal(signal.SIGKILL)
     killed.communicate()
     found = loss_of(demo("--resume"), "going on after step ")
 
