@@ -45,8 +45,20 @@ def uninterrupted(tmp_path: Path, precision: str, model: str = "gpt") -> tuple[B
         return bits_of(engine), losses[2:]
 
 
-@pytest.mark.parametrize("to", PLACES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def in_turn(first: int) -> list[Any]:
+    """Return every place in both precisions: by default one each, which are other ones where
+    `first` is another one.
+    """
+    return [
+        pytest.param(
+            precision, place, marks=[] if (first + number + kind) % 2 == 0 else pytest.mark.slow
+        )
+        for kind, precision in enumerate(("fp32", "bf16"))
+        for number, place in enumerate(PLACES)
+    ]
+
+
+@pytest.mark.parametrize(("precision", "to"), in_turn(0))
 def test_a_run_saved_on_the_host_goes_on_anywhere_with_the_same_bits(
     tmp_path: Path, precision: str, to: str
 ) -> None:
@@ -61,8 +73,7 @@ def test_a_run_saved_on_the_host_goes_on_anywhere_with_the_same_bits(
         assert differing(expected, bits_of(engine)) == []
 
 
-@pytest.mark.parametrize("origin", PLACES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "origin"), in_turn(1))
 def test_a_run_saved_anywhere_goes_on_on_the_host(
     tmp_path: Path, precision: str, origin: str
 ) -> None:
