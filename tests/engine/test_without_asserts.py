@@ -17,6 +17,20 @@ from support.nvme_training import STREAMED, digest_of, trained
 from support.warm_programs import WITH_SUPPORT
 from support.wrong_uses import told
 
+# Only the engine and what tests share run without asserts: to compile all of torch so takes longer
+# than all the rest.
+WITH_LIBRARIES_AS_COMPILED = """
+import _frozen_importlib_external as imports
+
+compiled_file = imports.cache_from_source
+
+def as_compiled(path, *given, **options):
+    if "site-packages" in path:
+        options["optimization"] = ""
+    return compiled_file(path, *given, **options)
+
+imports.cache_from_source = as_compiled
+"""
 PROGRAM = """
 import io, json, sys
 from contextlib import redirect_stderr
@@ -63,8 +77,14 @@ with deterministic_compute():
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("without-asserts")
+    # -B: what is compiled without asserts is not written where it has them
     run = run_program(
-        PROGRAM, folder, folder=folder, python=["-O"], environment=WITH_SUPPORT, timeout_s=240
+        WITH_LIBRARIES_AS_COMPILED + PROGRAM,
+        folder,
+        folder=folder,
+        python=["-O", "-B"],
+        environment=WITH_SUPPORT,
+        timeout_s=240,
     )
     return output_of(run).splitlines()
 
