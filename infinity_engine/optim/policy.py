@@ -194,6 +194,16 @@ class OffloadPolicy:
                 rate.
         """
         ordered = _ordered(subgroups)
+        homes = None if self.homes is None else self.homes(ordered)
+        return self._made(ordered, rates, limits, homes)
+
+    def _made(
+        self,
+        ordered: tuple[SubgroupSpec, ...],
+        rates: Rates,
+        limits: Limits,
+        homes: Mapping[int, Home] | None,
+    ) -> StepPlan:
         plan = self.decide(ordered, rates, limits)
         field = f"policy {self.name!r}"
         if not isinstance(plan, StepPlan):
@@ -208,7 +218,7 @@ class OffloadPolicy:
             raise ConfigError(field=field, value=plan.subgroups, expected=expected)
         # Placing asks `homes` before there is a plan, so both have to agree.
         outline = plan.outline()
-        if self.homes is not None and outline.homes != self.homes(ordered):
+        if homes is not None and outline.homes != homes:
             expected = (
                 "a plan that updates each subgroup where the policy's `homes` says; or a policy "
                 "without `homes`"
@@ -232,9 +242,10 @@ class OffloadPolicy:
             plan = self(subgroups, rates, limits)
             return plan.outline(), lambda: plan
         ordered = _ordered(subgroups)
-        outline = PlanDraft(ordered, limits).outline(self.homes(ordered))
+        homes = self.homes(ordered)
+        outline = PlanDraft(ordered, limits).outline(homes)
         limits.check_memory(outline, ordered)
-        return outline, lambda: self(subgroups, rates, limits)
+        return outline, lambda: self._made(ordered, rates, limits, homes)
 
     def homes_of(self, subgroups: Sequence[SubgroupSpec]) -> dict[int, Home] | None:
         """Return where each subgroup will be updated; None where only a plan shows it."""

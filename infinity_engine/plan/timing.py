@@ -107,7 +107,8 @@ class LaneClocks:
             self._idle_ns[lane] += start_ns - free_ns
         numerator, denominator = self._ratios.get(lane) or self._ratio(lane)
         end_ns = start_ns - (-op.amount * denominator // numerator)
-        end_ns += op.starts * self._start_ns[lane]
+        if self._start_ns[lane]:  # most rates have none
+            end_ns += op.starts * self._start_ns[lane]
         time = _new(OpTime, (start_ns, end_ns))
         self._free_ns[lane] = end_ns
         times.append(time)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache, lru_cache
 
 from infinity_engine.optim.policy import Limits, OffloadPolicy, PlanDraft, split_residents
 from infinity_engine.plan.ops import Lane
@@ -172,22 +173,11 @@ def interleaved(
 
     def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
         others, residents = split_residents(subgroups, resident)
-
-        def spread_over(part: Fraction) -> UpdateLayout:
-            return UpdateLayout(_assigned(others, spread(others, part), residents), rates, limits)
-
         if share is not None:
-            return spread_over(share).plan()
-        most = len(others) if limits.can_stage(subgroups) else 0
-        # At most 2^8 layouts: few enough to make all of them.
-        if 0 < most <= _FEW:
-            choices = (
-                _assigned(others, visits, residents)
-                for visits in itertools.product((False, True), repeat=most)
-            )
-            layouts = (UpdateLayout(assignment, rates, limits) for assignment in choices)
-            return min(layouts, key=lambda layout: layout.end_ns).plan()
-        return _earliest(lambda count: spread_over(Fraction(count, max(most, 1))), most).plan()
+            visits: Sequence[bool] = spread(others, share)
+        else:
+            visits = _earliest_visits(others, residents, rates, _staging_alone(limits, subgroups))
+        return UpdateLayout(_assigned(others, visits, residents), rates, limits).plan()
 
     def homes(subgroups: Sequence[SubgroupSpec]) -> dict[int, Home]:
         assert share is not None, "else the rates decide"
@@ -198,6 +188,33 @@ def interleaved(
         return found
 
     return OffloadPolicy(name, decide, None if share is None else homes, is_drafted=True)
+
+
+@lru_cache(maxsize=32)
+def _earliest_visits(
+    others: tuple[SubgroupSpec, ...],
+    residents: tuple[SubgroupSpec, ...],
+    rates: Rates,
+    limits: Limits,
+) -> Sequence[bool]:
+    """Return which of the others visit in the update that ends first.
+
+    Kept, as a search for memory that is enough asks the same with every amount of host memory, and
+    dozens of updates are laid out for each answer.
+    """
+
+    def end_ns(visits: Sequence[bool]) -> int:
+        return UpdateLayout(_assigned(others, visits, residents), rates, limits).end_ns
+
+    def evenly(count: int) -> list[bool]:
+        return spread(others, Fraction(count, max(most, 1)))
+
+    most = len(others) if limits.can_stage((*others, *residents)) else 0
+    # At most 2^8 layouts: few enough to make all of them.
+    if 0 < most <= _FEW:
+        choices = itertools.product((False, True), repeat=most)
+        return min(choices, key=end_ns)
+    return evenly(_earliest(lambda count: end_ns(evenly(count)), most))
 
 
 def two_ended(*, resident: float = 0.0, name: str = "two_ended") -> OffloadPolicy:
@@ -220,7 +237,8 @@ def two_ended(*, resident: float = 0.0, name: str = "two_ended") -> OffloadPolic
                 limits,
             )
 
-        return _earliest(back, len(others) if limits.can_stage(subgroups) else 0).plan()
+        most = len(others) if limits.can_stage(subgroups) else 0
+        return back(_earliest(lambda count: back(count).end_ns, most)).plan()
 
     return OffloadPolicy(name, decide)
 
@@ -254,23 +272,23 @@ def _assigned(
     )
 
 
-def _earliest(layout: Callable[[int], UpdateLayout], most: int) -> UpdateLayout:
-    """Return the layout that ends first among 0 to `most` visitors: a grid, then ever finer."""
-    # Making a layout prices an update, so none is made twice.
-    tried: dict[int, UpdateLayout] = {}
+def _staging_alone(limits: Limits, subgroups: Sequence[SubgroupSpec]) -> Limits:
+    """Return limits with as many staging sets, which do not tell other memory apart."""
+    largest = max((subgroup.numel for subgroup in subgroups), default=1)
+    staging = limits.sets_for(largest) * limits.device_bytes(largest)
+    return replace(limits, resident_bytes=0, staging_bytes=staging)
 
-    def end_ns(count: int) -> int:
-        if count not in tried:
-            tried[count] = layout(count)
-        return tried[count].end_ns
 
+def _earliest(end_ns: Callable[[int], int], most: int) -> int:
+    """Return which of 0 to `most` visitors end first: of a grid, then ever finer."""
+    known = cache(end_ns)  # it lays out an update
     step = max(most // _GRID, 1)
-    best = min(range(0, most + 1, step), key=end_ns)
+    best = min(range(0, most + 1, step), key=known)
     while True:
         # 0 comes first: among equal ends the present one stays, and so the search ends.
         near = (best + step * many for many in (0, -2, -1, 1, 2))
-        nearest = min((count for count in near if 0 <= count <= most), key=end_ns)
+        nearest = min((count for count in near if 0 <= count <= most), key=known)
         if nearest == best and step == 1:
-            return tried[best]
+            return best
         step = max(step // 2, 1) if nearest == best else step
         best = nearest
