@@ -35,7 +35,7 @@ def choose_fetches(
     idle: Iterable[int],
     free: int,
     next_use: Callable[[int], int],
-    is_unmade: Callable[[int], bool],
+    is_unmade: Callable[[int], bool] | None = None,
 ) -> Fetches:
     """Return what to fetch of the upcoming uses, as far as there is room for it.
 
@@ -66,6 +66,6 @@ def choose_fetches(
                 evicted.update(dict.fromkeys(leaving))
             free -= needed
             fetched[number] = None
-            whole = whole and not is_unmade(number)
+            whole = whole and not (is_unmade is not None and is_unmade(number))
         provided += whole
     return Fetches(tuple(evicted), tuple(fetched), provided)

@@ -46,14 +46,6 @@ class FetchingStats:
         self.late += late
 
 
-def _nothing() -> int:
-    return 0
-
-
-def _is_never_so(number: int) -> bool:
-    return False
-
-
 class ResidentSet(Generic[_Entry]):
     """Members by number, of `nbytes` each, within `limit` bytes.
 
@@ -67,7 +59,7 @@ class ResidentSet(Generic[_Entry]):
         limit: int,
         *,
         pinned: Collection[int] = (),
-        beside: Callable[[], int] = _nothing,
+        beside: Callable[[], int] | None = None,
     ) -> None:
         self.limit = limit
         self._nbytes = nbytes
@@ -157,7 +149,8 @@ class ResidentSet(Generic[_Entry]):
     @property
     def free(self) -> int:
         """The bytes of the limit that are left: negative where more is in use than it allows."""
-        return self.limit - self._used - self._beside()
+        left = self.limit - self._used
+        return left if self._beside is None else left - self._beside()
 
     def admit(self, number: int, entry: _Entry) -> None:
         """Count a member that is resident from now on, or in flight."""
@@ -232,7 +225,7 @@ class ResidentSet(Generic[_Entry]):
         self,
         upcoming: Sequence[tuple[int, Use]],
         *,
-        is_unmade: Callable[[int], bool] = _is_never_so,
+        is_unmade: Callable[[int], bool] | None = None,
     ) -> Fetches:
         """Decide what to bring for upcoming uses, and what leaves for that.
 

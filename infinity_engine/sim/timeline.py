@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from infinity_engine.placement.models import ModuleShape
 from infinity_engine.placement.placing import Plan
 from infinity_engine.placement.sizing import Sizing
 from infinity_engine.placement.training import Means, Training
@@ -626,42 +626,76 @@ class _TimedStep:
 def _work_of(plan: Plan, sizing: Sizing, training: Training) -> _StepWork:
     amounts: dict[Lane, int] = {}
     for op in plan.steps.ops:
-        amounts[op.lane] = amounts.get(op.lane, 0) + op.amount
+        lane = op.lane
+        amounts[lane] = amounts.get(lane, 0) + op.amount
     return _StepWork(_needs(plan, sizing, training), amounts)
+
+
+class _ModuleWork(NamedTuple):
+    """What a module has to do whatever the plan: its parameters by number, bytes that it shares
+    with another one, and the fields of `_Needs` that no plan changes.
+    """
+
+    parameters: tuple[int, ...]
+    feed_forward: str
+    shared: int
+    flops: int
+    backward_flops: int
+    again: int
+    tiles: int
+
+
+@lru_cache(maxsize=4)
+def _work_of_modules(training: Training) -> Sequence[_ModuleWork]:
+    """Return what each module of a micro-batch has to do.
+
+    Kept, as a search asks for all modules of each plan.
+    """
+    numbers = {parameter.name: number for number, parameter in enumerate(training.ordered())}
+    sequence, tokens, tiles = training.sequence, training.tokens, training.tiles
+    return [
+        _ModuleWork(
+            parameters=tuple(numbers[parameter.name] for parameter in module.parameters),
+            feed_forward=module.feed_forward,
+            shared=training.width * module.shared_numel,
+            flops=module.flops(sequence) * tokens,
+            backward_flops=module.backward_flops(sequence) * tokens,
+            again=training.runs_again(place),
+            tiles=tiles if module.feed_forward else 1,
+        )
+        for place, module in enumerate(training.model.modules)
+    ]
 
 
 def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
     """Return what each module needs of one micro-batch."""
-    numbers: dict[str, int] = {
-        parameter.name: number for number, parameter in enumerate(training.ordered())
-    }
     down, written = _gradients(plan, sizing)
     at_home = plan.steps.parameters is not Tier.DEVICE
     resting = plan.resting.values
     sizes = sizing.parameters
     several = plan.demand.fetched < sum(sizes)
-    modules, tokens = training.model.modules, training.tokens
+    modules = _work_of_modules(training)
     found = []
-    subgroups = sizing.subgroups_of
+    subgroups, unified = sizing.subgroups_of, sizing.unified
 
-    def fetched_of(module: ModuleShape) -> int:
-        own = (numbers[parameter.name] for parameter in module.parameters if at_home)
-        return sum(sizes[number] for number in own if not sizing.unified or number in resting)
+    def fetched_of(module: _ModuleWork) -> int:
+        own = module.parameters if at_home else ()
+        return sum(sizes[number] for number in own if not unified or number in resting)
 
     together: dict[str, int] = {}
     for module in modules if training.tiles > 1 else ():
         block = module.feed_forward
         together[block] = together.get(block, 0) + fetched_of(module)
-    for place, module in enumerate(modules):
+    nothing_down = 0, 0
+    for module in modules:
         gathered = reduced = gradient_down = gradient_written = nbytes = read = 0
         copies = gradient_copies = 0
         changes: dict[int, None] = {}
         # Most modules have a parameter or two, and a search asks for all modules of each plan.
-        for parameter in module.parameters:
-            number = numbers[parameter.name]
+        for number in module.parameters:
             size = sizes[number]
             gathered += size
-            nbytes_down, copies_down = down.get(number, (0, 0))
+            nbytes_down, copies_down = down.get(number, nothing_down)
             gradient_down += nbytes_down
             gradient_copies += copies_down
             gradient_written += written.get(number, 0)
@@ -672,23 +706,22 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
                 nbytes += size
                 read += size
                 copies += 1
-            elif at_home and not sizing.unified:
+            elif at_home and not unified:
                 nbytes += size
                 copies += 1
-        if at_home and several and module.shared_numel:  # another one's, which has gone meanwhile
-            shared = training.width * module.shared_numel
-            nbytes += shared
-            read += shared if resting else 0
+        if at_home and several and module.shared:  # another one's, which has gone meanwhile
+            nbytes += module.shared
+            read += module.shared if resting else 0
             copies += 1
         found.append(
             _Needs(
                 fetched=nbytes,
                 fetched_copies=copies,
                 read=read,
-                flops=module.flops(training.sequence) * tokens,
-                backward_flops=module.backward_flops(training.sequence) * tokens,
-                again=training.runs_again(place),
-                tiles=training.tiles if module.feed_forward else 1,
+                flops=module.flops,
+                backward_flops=module.backward_flops,
+                again=module.again,
+                tiles=module.tiles,
                 stays=together.get(module.feed_forward, 0) <= plan.demand.fetched,
                 gradient_down=gradient_down,
                 gradient_copies=gradient_copies,
@@ -708,14 +741,19 @@ def _gradients(plan: Plan, sizing: Sizing) -> tuple[dict[int, tuple[int, int]], 
     homes = plan.steps.homes()
     down: dict[int, tuple[int, int]] = {}
     written: dict[int, int] = {}
+    layouts, unified = plan.layouts, sizing.unified
     for subgroup in sizing.subgroups:
-        layout, width = plan.layouts.get(subgroup.index), sizing.wire(subgroup)
+        layout, width = layouts.get(subgroup.index), sizing.wire(subgroup)
+        goes_down = homes[subgroup.index] is Home.HOST and not unified
+        gradients = () if layout is None else layout.gradients
+        if not (goes_down or gradients):
+            continue
         for number, segment in enumerate(subgroup.segments):
             nbytes = width * segment.numel
-            if homes[subgroup.index] is Home.HOST and not sizing.unified:
+            if goes_down:
                 before, copies = down.get(segment.parameter, (0, 0))
                 down[segment.parameter] = before + nbytes, copies + 1
-            if layout is not None and number in layout.gradients:
+            if number in gradients:
                 written[segment.parameter] = written.get(segment.parameter, 0) + nbytes
     return down, written
 
