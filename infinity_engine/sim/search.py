@@ -42,6 +42,7 @@ _FEW = 300  # subgroups: with more, the policy alone takes seconds to find its s
 _ENOUGH = 46  # that are not resident
 _LEAST_NUMEL = 2**20  # a subgroup's transfers below this cost more to start than they take
 _GRID = (0.0, 0.05, 0.1, 0.175, 0.25, 0.35, 0.5, 0.625, 0.75, 0.875, 1.0)
+_GRID_OF_PARTS = tuple(Parts(resident, visiting) for resident, visiting in product(_GRID, _GRID))
 _OFF = 2.0  # subgroups that rounding may be off by, where a corner does not fit
 _MOST_WORK = 6500  # simulated subgroups: about a second of one core
 _PLACED = 40  # simulated subgroups take as long as to find whether a plan fits
@@ -245,7 +246,14 @@ class Search:
 
     def least_estimate_ns(self, numel: int) -> float:
         """Return the best estimate with subgroups of this size; inf where nothing seems to fit."""
-        return min((entry.estimate_ns for entry in self._promising([numel])), default=inf)
+        return min(
+            (
+                self._estimate_ns(_Form(family, parts), numel)
+                for _, family in self._promising_families([numel])
+                for parts in self._points(family, numel)[0]
+            ),
+            default=inf,
+        )
 
     def fits(self) -> bool:
         """Tell whether `run` would find anything; plans are placed, and nothing is simulated."""
@@ -286,36 +294,48 @@ class Search:
                 yield _Ranked(estimate_ns, form, numel, inside)
 
     def _promising(self, numels: Sequence[int]) -> list[_Ranked]:
-        """Return the entries of those families and sizes that may have the best of all.
-
-        Where edges meet, the others take much longer already.
-        """
-        least: dict[tuple[int, _Family], float] = {}
-        for numel, family in product(numels, list(self._families())):
-            corners = self._all_forms(family, numel, with_grid=False)
-            least[numel, family] = min(self._estimate_ns(form, numel) for form, _ in corners)
-        most_ns = _PROMISING * min(least.values(), default=inf)
+        """Return the entries of those families and sizes that may have the best of all."""
         return [
             _Ranked(self._estimate_ns(form, numel), form, numel, inside)
-            for (numel, family), ns in least.items()
-            if ns <= most_ns
+            for numel, family in self._promising_families(numels)
             for form, inside in self._all_forms(family, numel)
         ]
 
-    def _all_forms(
+    def _promising_families(self, numels: Sequence[int]) -> list[tuple[int, _Family]]:
+        """Return sizes and families that may have the best of all.
+
+        Where edges meet, the others take much longer already.
+        """
+        least = {
+            (numel, family): min(
+                self._estimate_ns(_Form(family, parts), numel)
+                for parts in self._points(family, numel, with_grid=False)[0]
+            )
+            for numel, family in product(numels, list(self._families()))
+        }
+        most_ns = _PROMISING * min(least.values(), default=inf)
+        return [known for known, ns in least.items() if ns <= most_ns]
+
+    def _all_forms(self, family: _Family, numel: int) -> Iterator[tuple[_Form, _Form]]:
+        """Yield the forms of a family, each with one further from the edges, if it does not fit."""
+        points, middle = self._points(family, numel)
+        room = self._room(family, numel)
+        for parts in points:
+            inside = parts if room is None else parts.towards(middle, _OFF * room.whole)
+            yield _Form(family, parts), _Form(family, inside)
+
+    def _points(
         self, family: _Family, numel: int, *, with_grid: bool = True
-    ) -> Iterator[tuple[_Form, _Form]]:
-        """Yield the forms of a family, each with one further from the edges, if it does not fit.
+    ) -> tuple[list[Parts], Parts]:
+        """Return the parts to try of a family, and the middle between edges.
 
         First those where edges meet, then those of a grid.
         """
-        nothing = _Form(family, Parts())
         room = None
         if self._given is None and not self._means.unified:
             room = self._room(family, numel)
         if room is None:
-            yield nothing, nothing
-            return
+            return [Parts()], Parts()
         points = list(room.corners().values())
         if not family.drives and room.most_resident >= 1:
             points.append(self._split())
@@ -326,14 +346,12 @@ class Search:
         )
         points.append(middle)
         if room.may_visit and with_grid:
-            grid = (Parts(resident, visiting) for resident, visiting in product(_GRID, _GRID))
-            points += [parts for parts in grid if room.holds(parts)]
-        seen: set[tuple[int, int]] = set()
+            points += filter(room.holds, _GRID_OF_PARTS)
+        apart: dict[tuple[int, int], Parts] = {}
         for parts in points:
             key = round(parts.resident / room.whole), round(parts.visiting / room.whole)
-            if key not in seen:
-                seen.add(key)
-                yield _Form(family, parts), _Form(family, parts.towards(middle, _OFF * room.whole))
+            apart.setdefault(key, parts)
+        return list(apart.values()), middle
 
     def _room(self, family: _Family, numel: int) -> MemoryEdges | None:
         if (family, numel) not in self._rooms:
