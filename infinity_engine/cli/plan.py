@@ -35,6 +35,7 @@ from infinity_engine.units import GiB
 
 if TYPE_CHECKING:
     from infinity_engine.placement.training import Training
+    from infinity_engine.sim.remedies import Refusal
 
 __all__ = ["HELP", "NAME", "SCHEMA", "PlanAnswer", "add_arguments", "answer_to", "run"]
 
@@ -116,14 +117,8 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
     Raises:
         ConfigError: the question is wrong.
     """
-    from infinity_engine.advice.activations import activation_advice
-    from infinity_engine.advice.advising import advise
-    from infinity_engine.advice.tiles import tile_advice
-    from infinity_engine.cli.plan_page import page, refusal_page
     from infinity_engine.placement.tiles import tiled_by_room
     from infinity_engine.sim.planner import decide
-    from infinity_engine.sim.remedies import explain_refusal
-    from infinity_engine.sim.report import report_of
 
     model = model_of(options)
     precision = precision_of(options.precision, model)
@@ -140,14 +135,23 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
     try:
         decision = decide(training, means, **settings)
     except CapacityError as error:
+        from infinity_engine.sim.remedies import explain_refusal
+
         refusal = with_options(explain_refusal(training, means, **settings), machine)
         refusal = replace(refusal, notes=(*sources, *refusal.notes))
         return PlanAnswer(
             status=1,
             sections=refused(refusal),
             mapping=partial(dict, schema=SCHEMA, **refusal.to_mapping(), reason=str(error)),
-            page=partial(refusal_page, refusal),
+            page=partial(_page_of, refusal),
         )
+    # A refusal needs none of these, and importing them takes a tenth of its time.
+    from infinity_engine.advice.activations import activation_advice
+    from infinity_engine.advice.advising import advise
+    from infinity_engine.advice.tiles import tile_advice
+    from infinity_engine.cli.plan_page import page
+    from infinity_engine.sim.report import report_of
+
     report = report_of(decision, rated_bytes=machine.rated_bytes)
     advice = advise(decision, machine.source, run)
     ways = activation_advice(decision, report)
@@ -187,6 +191,12 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
         },
         page=partial(page, report, training, advice, ways, tiles),
     )
+
+
+def _page_of(refusal: Refusal) -> str:
+    from infinity_engine.cli.plan_page import refusal_page
+
+    return refusal_page(refusal)
 
 
 def _plan(options: argparse.Namespace) -> int:
