@@ -467,8 +467,16 @@ class _TimedStep:
         for lane in dict.fromkeys(op.lane for op in self._plan.steps.ops):
             # A missing rate is refused here: within the walk it would be a failed op.
             self._lanes.clocks.duration_ns(lane, 0)
-        walk = Executor(self._thread, NullTelemetry()).begin(self._plan.steps)
-        least = self._least()
+        least, last = self._least(), len(self._modules) - 1
+        number = 0
+
+        def check() -> None:
+            # Before the last module: what ends later is compared when it has ended.
+            if number < last and least.earliest_end_ns() > most_ns:
+                raise _LongerStepError
+
+        # The first modules may wait for most of an update, so it is checked between its ops, too.
+        walk = Executor(self._thread, NullTelemetry(), check).begin(self._plan.steps)
         self._room.begin_pass()
         walk.poll()
         self._fetch_ahead(walk)
@@ -583,41 +591,46 @@ class _TimedStep:
         where it is kept.
         """
         all_made_ns = end_ns = begin_ns
+        has_wire = self._wire.is_timed
         self._room.begin_pass(backward=True)
         for number in reversed(range(len(self._modules))):
             needs = self._modules[number].of_backward()
             arrived_ns = max(self._fetch(number, needs, 0), begin_ns)
             duration_ns = self._duration_ns(needs.again * needs.flops, needs.backward_flops)
             made_ns = self._run(number, needs, duration_ns, arrived_ns)
-            made_ns = self._wire.exchange(needs.reduced, made_ns)
-            all_made_ns = max(all_made_ns, made_ns)
+            if has_wire:
+                made_ns = self._wire.exchange(needs.reduced, made_ns)
+            all_made_ns = made_ns if made_ns > all_made_ns else all_made_ns
             if needs.gradient_down:
                 made_ns = self._lanes.move(
                     Lane.D2H, needs.gradient_down, made_ns, copies=needs.gradient_copies
                 )
             if needs.gradient_written:
                 made_ns = self._lanes.move(Lane.NVME_WRITE, needs.gradient_written, made_ns)
-            end_ns = max(end_ns, made_ns)
+            end_ns = made_ns if made_ns > end_ns else end_ns
         return all_made_ns, end_ns
 
     def _fetch(self, number: int, needs: _Needs, after_ns: int) -> int:
         """Let what a module needs be there; return when it is."""
         if not needs.fetched or self._room.need(number):
             return after_ns
-        after_ns = max(after_ns, self._room.make(number))
+        after_ns, fetches = max(after_ns, self._room.make(number)), needs.fetches
         if needs.read:
-            after_ns = self._lanes.read(needs.fetches * needs.read, after_ns)
+            after_ns = self._lanes.read(fetches * needs.read, after_ns)
         if self._compute is Lane.DEVICE:
-            nbytes, copies = needs.fetches * needs.fetched, needs.fetches * needs.fetched_copies
+            nbytes, copies = fetches * needs.fetched, fetches * needs.fetched_copies
             after_ns = self._lanes.move(Lane.H2D, nbytes, after_ns, copies=copies)
         self._room.admit(number, after_ns)
         return after_ns
 
     def _run(self, number: int, needs: _Needs, duration_ns: int, after_ns: int) -> int:
         """Let a module compute, whole on each rank; return when it has."""
-        ready_ns = self._wire.gather(needs.tiles * needs.gathered, after_ns)
-        end_ns = self._lanes.work(self._compute, duration_ns, ready_ns)
-        self._wire.note_use(end_ns)
+        if self._wire.is_timed:
+            ready_ns = self._wire.gather(needs.tiles * needs.gathered, after_ns)
+            end_ns = self._lanes.work(self._compute, duration_ns, ready_ns)
+            self._wire.note_use(end_ns)
+        else:
+            end_ns = self._lanes.work(self._compute, duration_ns, after_ns)
         if needs.fetched:
             self._room.used_ns[number] = end_ns
         return end_ns

@@ -39,8 +39,7 @@ class TimedEvent:
 
     def wait(self) -> None:
         """Let the walking thread do nothing until then."""
-        if not self.done():
-            self._carrier.wait_until(self.end_ns)
+        self._carrier.wait_until(self.end_ns)
 
 
 class TimedCarrier:
@@ -63,8 +62,7 @@ class TimedCarrier:
         begin_ns = self.now_ns
         for event in after:
             begin_ns = event.end_ns if event.end_ns > begin_ns else begin_ns
-        duration_ns = self._clocks.duration_ns(op.lane, op.amount, op.starts)
-        time = self._clocks.work(op.lane, duration_ns, after_ns=begin_ns)
+        time = self._clocks.carry(op, begin_ns)
         self._note(op, time)
         if op.lane is Lane.HOST:
             self.now_ns = time.end_ns
@@ -100,6 +98,8 @@ class RankWire:
         self._others = ranks - 1
         self._bytes_per_s = bytes_per_s if ranks > 1 else None
         self._known: dict[int, int] = {}  # nanoseconds by bytes: modules are mostly alike
+        self.is_timed = self._bytes_per_s is not None
+        """Whether anything that ranks send takes time."""
         self._free_ns = 0
         self._used_ns: deque[int] = deque(maxlen=GATHERED)  # the ends of the last modules
 
