@@ -691,7 +691,66 @@ class Woken final : public Backend {
     std::atomic<int>& times_;
 };
 
+// Remembers how many requests were handed over at a time.
+class Grouped final : public Backend {
+  public:
+    Grouped(std::unique_ptr<Backend> inner, std::vector<std::size_t>& groups)
+        : inner_(std::move(inner)), groups_(groups) {}
+    [[nodiscard]] std::string_view name() const noexcept override { return inner_->name(); }
+    [[nodiscard]] unsigned capacity() const noexcept override { return inner_->capacity(); }
+    [[nodiscard]] bool push(const Request& request) override {
+        ++pushed_;
+        return inner_->push(request);
+    }
+    void submit() override { end_group(); }
+    [[nodiscard]] std::size_t submit_and_reap(std::span<Completion> out, Wait wait) override {
+        end_group();
+        return inner_->submit_and_reap(out, wait);
+    }
+    void wake() noexcept override { inner_->wake(); }
+
+  private:
+    void end_group() {
+        if (pushed_ > 0) groups_.push_back(pushed_);
+        pushed_ = 0;
+    }
+
+    std::unique_ptr<Backend> inner_;
+    std::vector<std::size_t>& groups_;
+    std::size_t pushed_ = 0;
+};
+
+// The groups in which an operation of 48 requests of that length is handed over, 16 at a time.
+std::vector<std::size_t> groups_of_requests(std::uint32_t length) {
+    Bench other;  // for its file
+    std::vector<std::size_t> groups;
+    std::vector<std::byte> memory(std::size_t{48} * length);
+    {
+        Drive drive(std::make_unique<Grouped>(make_backend("memory", 16), groups),
+                    {.chunk_bytes = std::max(chunk, length), .inflight_bytes = 64 << 20},
+                    [](const std::vector<Outcome>&) {});
+        Operation operation;
+        operation.verb = Verb::write;
+        operation.file = other.file;
+        operation.length = memory.size();
+        for (std::size_t at = 0; at < memory.size(); at += length) {
+            operation.pieces.push_back({memory.data() + at, length, at});
+        }
+        drive.submit(std::span(&operation, 1), Issue::now);
+    }
+    return groups;
+}
+
 }  // namespace
+
+TEST(requests_that_waited_for_room_go_together_the_more_the_larger_they_are) {
+    using Groups = std::vector<std::size_t>;
+    Groups pairs(17, 2);
+    pairs.front() = 16;  // the new ones
+    CHECK_EQ(groups_of_requests(4 << 10), pairs);
+    CHECK_EQ(groups_of_requests(64 << 10), (Groups{16, 8, 8, 8, 8}));
+    CHECK_EQ(groups_of_requests(1 << 20), (Groups{16, 16, 16}));
+}
 
 TEST(a_drive_that_has_no_room_is_not_woken_for_what_it_could_not_begin) {
     Bench other;  // for its file

@@ -17,10 +17,13 @@ namespace {
 
 constexpr std::uint8_t max_attempts = 100;
 constexpr std::size_t completions_per_call = 64;
-// Requests that are handed to the kernel together where operations stood waiting for room: the
-// drive begins with the first while the next are prepared. All at once cost a fifth less CPU, but a
-// drive that completes together what came together rests in between (docs/decisions/0039).
-constexpr std::size_t refilled_together = 2;
+// How many requests of this length are handed to the kernel together where operations stood waiting
+// for room. A drive that completes together what came together rests while a group is prepared. So
+// a group takes no longer to prepare than the drive takes for one of its requests: a drive moves
+// some 8 KiB while the next request is prepared (docs/decisions/0039).
+constexpr std::size_t refilled_together(std::uint32_t length) {
+    return std::max<std::size_t>(2, length / (8 << 10));
+}
 // Larger operations keep the caller that issues them too long.
 constexpr std::uint64_t inline_bytes = 64 << 10;
 constexpr std::uint64_t medium_chunks = 16;  // of the largest operation in the middle lane
@@ -504,7 +507,7 @@ void Drive::issue() {
         repush_.pop_front();
     }
     if (with_deadline_ > 0 || std::exchange(stops_due_, false)) end_what_is_late();
-    const std::size_t together = std::exchange(full_, false) ? refilled_together : chunks_.size();
+    const bool refills = std::exchange(full_, false);
     std::size_t issued = 0;
     while (std::list<Active>* lane = lane_in_turn()) {
         Active& active = lane->front();
@@ -517,7 +520,7 @@ void Drive::issue() {
             active.error = ENOMEM;
             continue;
         }
-        if (issued == together) {
+        if (refills && issued >= refilled_together(chunk.length)) {
             backend_->submit();
             counters_.submissions += 1;
             issued = 0;
