@@ -7,8 +7,10 @@ CPU time and time for each. Imports deepnvme only when called.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import mmap
 import os
+import platform
 import random
 import threading
 import time
@@ -25,7 +27,8 @@ import bench
 if TYPE_CHECKING:
     from deepnvme import IOQueue
 
-__all__ = ["CPU_US", "OPS", "P99_US", "US", "Requests", "awaited", "beside", "in_turn", "many"]
+__all__ = ["CPU_US", "OPS", "P99_US", "US", "Requests", "awaited", "bare_loop", "beside"]
+__all__ += ["in_turn", "many"]
 __all__ += ["files_of_aiofiles", "threads", "to_thread"]
 
 OPS, CPU_US, US, P99_US = "operations/s", "CPU us/operation", "us/operation", "p99 us"
@@ -128,6 +131,103 @@ def awaited(requests: Requests) -> dict[str, float]:
             await file.pread(buffers[number], offset)
 
         return asyncio.run(_under_asyncio(requests, move))
+
+
+class _ReadRequest(ctypes.Structure):
+    """`struct iocb` of Linux AIO, with the names that a read needs."""
+
+    _fields_ = (
+        ("number", ctypes.c_uint64),
+        ("zero", ctypes.c_uint64),
+        ("opcode", ctypes.c_uint16),  # 0: a read
+        ("priority", ctypes.c_int16),
+        ("descriptor", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64),
+        ("offset", ctypes.c_int64),
+        ("reserved", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("eventfd", ctypes.c_uint32),
+    )
+
+
+class _Ended(ctypes.Structure):
+    """`struct io_event`."""
+
+    _fields_ = (
+        ("number", ctypes.c_uint64),
+        ("request", ctypes.c_uint64),
+        ("result", ctypes.c_int64),
+        ("unused", ctypes.c_int64),
+    )
+
+
+_SIGNAL_EVENTFD = 1
+_AIO_CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
+
+
+def bare_loop(requests: Requests) -> dict[str, float]:
+    """Measure the least that an event loop needs for a direct read: Linux AIO by system calls, an
+    eventfd that the loop watches, one future of asyncio for each read, and no check of anything.
+    """
+    if platform.machine() not in _AIO_CALLS:
+        raise bench.UnavailableError(f"unknown system calls of {platform.machine()}")
+    io_setup, io_destroy, io_submit, io_getevents = _AIO_CALLS[platform.machine()]
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.argtypes = [ctypes.c_long] + [ctypes.c_void_p] * 5
+    call.restype = ctypes.c_long
+    context = ctypes.c_void_p(0)
+    if call(io_setup, requests.depth, ctypes.addressof(context), None, None, None) != 0:
+        raise bench.UnavailableError(f"Linux AIO: {os.strerror(ctypes.get_errno())}")
+    file = os.open(requests.path, os.O_RDONLY | os.O_DIRECT)
+    signal = os.eventfd(0, os.EFD_NONBLOCK)
+    views = _views(requests)
+    blocks = [
+        _ReadRequest(
+            number=number,
+            descriptor=file,
+            address=ctypes.addressof(ctypes.c_char.from_buffer(view)),
+            nbytes=requests.nbytes,
+            flags=_SIGNAL_EVENTFD,
+            eventfd=signal,
+        )
+        for number, view in enumerate(views)
+    ]
+    pointers = [(ctypes.c_void_p * 1)(ctypes.addressof(block)) for block in blocks]
+    addresses = [ctypes.addressof(pointer) for pointer in pointers]
+    ended = (_Ended * requests.depth)()
+    ended_address = ctypes.addressof(ended)
+
+    async def main() -> dict[str, float]:
+        loop = asyncio.get_running_loop()
+        waiting = [loop.create_future() for _ in blocks]
+
+        def reap() -> None:
+            os.eventfd_read(signal)
+            for event in ended[
+                : call(io_getevents, context, 0, requests.depth, ended_address, None)
+            ]:
+                waiting[event.number].set_result(event.result)
+
+        async def move(number: int, offset: int) -> None:
+            waiting[number] = loop.create_future()
+            blocks[number].offset = offset
+            call(io_submit, context, 1, addresses[number], None, None)
+            if await waiting[number] != requests.nbytes:
+                raise OSError("a read of the bare loop failed")
+
+        loop.add_reader(signal, reap)
+        try:
+            return await _under_asyncio(requests, move)
+        finally:
+            loop.remove_reader(signal)
+
+    try:
+        return asyncio.run(main())
+    finally:
+        call(io_destroy, context, None, None, None, None)
+        os.close(signal)
+        os.close(file)
 
 
 def to_thread(requests: Requests) -> dict[str, float]:
