@@ -9,13 +9,12 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from deepnvme.sizes import PAGE
 from infinity_engine.accel import Event
 from infinity_engine.activation.drive_room import DriveRoom
 from infinity_engine.activation.lifetimes import Lifetimes
 from infinity_engine.activation.memories import SavedMemories, SavedMemory
+from infinity_engine.activation.read_back import ReadBackMemory
 from infinity_engine.errors import CapacityError, InfinityError
 from infinity_engine.kept_errors import again, kept
 from infinity_engine.lanes.lanes import Lanes
@@ -31,7 +30,6 @@ from infinity_engine.units import align_up
 __all__ = ["ActivationLimits", "ActivationMoves", "SharedRoom"]
 
 _MOST_MOVES = 64  # at one time: each saved tensor looks at all of them
-_ALIGNED_FROM = 16 * PAGE  # bytes
 
 
 @dataclass(slots=True)
@@ -100,6 +98,7 @@ class ActivationMoves:
             self._sizes, limits.resident, beside=self._not_for_members
         )
         self._failed: InfinityError | None = None
+        self._read_back = ReadBackMemory(lanes.accelerator.torch_device)
         limits.shared.moves.append(self)
 
     def _not_for_members(self) -> int:
@@ -156,6 +155,18 @@ class ActivationMoves:
         for memory in self._memories.drop_unused():
             self.forget(memory)
         self.note_ended()
+        self._keep_idle(beside=0)
+
+    def give_back(self) -> None:
+        """Give back the memory that was read back into and that nothing uses."""
+        self._read_back.keep_at_most(0)
+
+    def _keep_idle(self, *, beside: int) -> None:
+        """Keep idle memory for what is read back, as far as there is room beside so many bytes."""
+        if self._read_back.idle_bytes:
+            # Where nothing is saved here, others have the room.
+            wanted = self.is_used and not self._is_saving
+            self._read_back.keep_at_most(max(self.resident.free - beside, 0) if wanted else 0)
 
     def lease(self, memory: SavedMemory) -> Lease:
         """Return where it lies here, once it is."""
@@ -187,6 +198,7 @@ class ActivationMoves:
         self._memories.clear()
         self._evicting.clear()
         self._borrowed.close()
+        self._read_back.close()
 
     # --- what leaves ------------------------------------------------------------------------------
 
@@ -320,10 +332,9 @@ class ActivationMoves:
 
     def fetch(self, memory: SavedMemory) -> None:
         """Begin to fetch memory that has left."""
-        lease = self._borrowed.borrow(
-            _new_bytes(memory.record.nbytes, self._lanes.accelerator.torch_device),
-            holder=memory.record.name,
-        )
+        nbytes = memory.record.nbytes
+        lease = self._borrowed.borrow(self._read_back.take(nbytes), holder=memory.record.name)
+        self._keep_idle(beside=nbytes)
         transfer = self._mover.move(
             memory.record, self._borrowed.tier, into=lease, after=self._computed()
         )
@@ -392,15 +403,3 @@ class _Sizes(dict[int, int]):
 
     def __missing__(self, number: int) -> int:
         return 0
-
-
-def _new_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return uninitialized memory; on the CPU it begins on a page, so that drives write to it.
-
-    Small memory does not: the rest of a page would be more than it is.
-    """
-    if device.type != "cpu" or nbytes < _ALIGNED_FROM:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
-    begin = -memory.data_ptr() % PAGE
-    return memory[begin : begin + nbytes]

@@ -70,6 +70,7 @@ class ActivationOffload:
         """Take the model's parameters and buffers as what stays anyway."""
         with self._lock:
             self._moves.settle()
+            self._moves.give_back()
             self._memories.forget_pieces()
         self._movable.keep(own)
 
@@ -161,6 +162,7 @@ class ActivationOffload:
         """Predict the next step by this one. Numbers begin anew where nothing is saved."""
         with self._lock:
             self._moves.settle()
+            self._moves.give_back()
             self._moves.resident.end_step()
             self._expected = -1
             # What is being evicted keeps its number until that has ended.

@@ -18,7 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import infinity_engine
-from infinity_engine.activation import ActivationOffload
+from infinity_engine.activation import ActivationOffload, read_back
 from infinity_engine.activation.memories import AT_REST, _SmallViews
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
@@ -47,6 +47,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def reading_into_memory_that_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The models here are so small that their saved tensors would have fresh memory.
+    monkeypatch.setattr(read_back, "_ALIGNED_FROM", 0)
 
 
 def offload_of(engine: Engine) -> ActivationOffload:
@@ -239,7 +245,7 @@ def test_what_is_here_or_on_its_way_stays_within_the_limit(tmp_path: Path) -> No
         def look(*_: object) -> None:
             nonlocal most
             here = sum(moves.resident[number].record.nbytes for number in moves.resident)
-            most = max(most, here + moves._evicting_bytes)
+            most = max(most, here + moves._evicting_bytes + moves._read_back.idle_bytes)
 
         for block in model.blocks:
             block.register_forward_hook(look)
@@ -249,6 +255,30 @@ def test_what_is_here_or_on_its_way_stays_within_the_limit(tmp_path: Path) -> No
             engine.step()
         whole = 6 * 64 * (64 + 2 * 256) * 4  # what the blocks save in a step
         assert most <= limit < whole
+
+
+def test_memory_that_was_read_back_into_is_used_again_and_given_back(tmp_path: Path) -> None:
+    limit = 256 << 10
+    idle: list[int] = []
+    with blocks(
+        tmp_path, activations={"at": "nvme", "resident_bytes": limit, "small_bytes": 0}
+    ) as (engine, model):
+        memory = offload_of(engine)._moves._read_back
+
+        def look(*_: object) -> None:
+            idle.append(memory.idle_bytes)
+
+        for block in model.blocks:
+            block.register_full_backward_hook(look)
+        for seed in range(2):
+            loss = engine(batch(seed))
+            assert memory.idle_bytes == 0  # what a forward saves has the room
+            engine.backward(loss)
+            engine.step()
+            assert memory.idle_bytes == 0
+        assert 0 < max(idle) <= limit
+        engine.backward(engine(batch(2)))
+    assert memory.idle_bytes == 0
 
 
 def test_one_memory_is_kept_once_whatever_views_of_it_are_saved(tmp_path: Path) -> None:
