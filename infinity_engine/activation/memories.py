@@ -103,10 +103,10 @@ class SavedView:
     def tensor(self, lease: Lease) -> torch.Tensor:
         """Return the tensor that was saved, in the memory of `lease`."""
         flat = lease.flat()
-        # The memory of a view may have bytes beyond the last whole element.
-        typed = flat[: flat.numel() - flat.numel() % self._dtype.itemsize].view(self._dtype)
-        return typed.as_strided(
-            self.shape, self._stride, int(typed.storage_offset()) + self._offset
+        begin = int(flat.storage_offset()) // self._dtype.itemsize
+        # One operation: views of views would cost several for each saved tensor.
+        return torch.empty(0, dtype=self._dtype, device=flat.device).set_(
+            flat.untyped_storage(), begin + self._offset, self.shape, self._stride
         )
 
 

@@ -119,6 +119,9 @@ class ActivationMoves:
         return [moves for moves in self._limits.shared.moves if moves is not self]
 
     def _parts(self) -> int:
+        # Asked several times for each tensor, and most often there are no others.
+        if len(self._limits.shared.moves) == 1:
+            return 1
         return 1 + sum(other.is_used for other in self._others)
 
     @property
@@ -147,6 +150,7 @@ class ActivationMoves:
         """Let leave what others have beyond their part of the limits, from now on."""
         for other in self._others:
             other.settle()
+            other.give_back()
             other.evict_all(other.resident.evictions(0))
             other.make_room()
 
@@ -155,18 +159,13 @@ class ActivationMoves:
         for memory in self._memories.drop_unused():
             self.forget(memory)
         self.note_ended()
-        self._keep_idle(beside=0)
+        # Where nothing is saved here, others have the room.
+        if self._is_saving or not self.is_used:
+            self.give_back()
 
     def give_back(self) -> None:
         """Give back the memory that was read back into and that nothing uses."""
         self._read_back.keep_at_most(0)
-
-    def _keep_idle(self, *, beside: int) -> None:
-        """Keep idle memory for what is read back, as far as there is room beside so many bytes."""
-        if self._read_back.idle_bytes:
-            # Where nothing is saved here, others have the room.
-            wanted = self.is_used and not self._is_saving
-            self._read_back.keep_at_most(max(self.resident.free - beside, 0) if wanted else 0)
 
     def lease(self, memory: SavedMemory) -> Lease:
         """Return where it lies here, once it is."""
@@ -334,7 +333,8 @@ class ActivationMoves:
         """Begin to fetch memory that has left."""
         nbytes = memory.record.nbytes
         lease = self._borrowed.borrow(self._read_back.take(nbytes), holder=memory.record.name)
-        self._keep_idle(beside=nbytes)
+        if self._read_back.idle_bytes:
+            self._read_back.keep_at_most(max(self.resident.free - nbytes, 0))
         transfer = self._mover.move(
             memory.record, self._borrowed.tier, into=lease, after=self._computed()
         )

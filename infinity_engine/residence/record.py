@@ -85,19 +85,20 @@ class ShardRecord:
 
     def check(self, to: Residency) -> None:
         """Raise IllegalTransition unless `advance(to)` is allowed."""
-        allowed = tuple(
-            target
-            for target in TRANSITIONS[self._residency]
-            # To a tier only where it has a current copy: residing there means having it.
-            if target not in TIER_OF or self.is_current(TIER_OF[target])
-        )
-        if to not in allowed:
+        if not self._allows(to):
+            allowed = filter(self._allows, TRANSITIONS[self._residency])
             raise IllegalTransition(
                 shard=self.name,
                 source=self._residency.name,
                 target=to.name,
                 allowed=tuple(target.name for target in allowed),
             )
+
+    def _allows(self, to: Residency) -> bool:
+        # To a tier only where it has a current copy: residing there means having it.
+        return to in TRANSITIONS[self._residency] and (
+            to not in TIER_OF or self.is_current(TIER_OF[to])
+        )
 
     def advance(self, to: Residency, *, into: Lease | Place | None = None) -> None:
         """Change to another residency; where that is a move, it writes to `into`.

@@ -29,6 +29,9 @@ class Residency(Enum):
     DOWNLOADING = "downloading"  # being copied to the host
     STORING = "storing"  # being written to the swap file
 
+    # By identity, as each member is one object: Enum's own hash runs in Python at each look-up.
+    __hash__ = object.__hash__
+
 
 # A failed move ends where it came from. Down without a move: the tier below has the same version.
 TRANSITIONS = MappingProxyType(
