@@ -36,7 +36,8 @@ class ReadBackMemory:
     @property
     def idle_bytes(self) -> int:
         """The bytes that it keeps of what nothing uses."""
-        return self._idle_bytes + sum(_size_of(whole) for whole in self._gone)
+        self._note_gone()
+        return self._idle_bytes
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return uninitialized memory. It is free again when its last view has gone."""
