@@ -365,6 +365,7 @@ def test_no_trace_of_a_replaced_environment_remains(complete: Checkout) -> None:
     assert sorted(path.name for path in (complete.root / "build").iterdir()) == [
         "aside",
         "dev",
+        "dev.lock",
         "environment.lock",
     ]
     assert list((complete.root / "build" / "aside").iterdir()) == []
