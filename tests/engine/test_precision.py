@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import infinity_engine
 from deepnvme.sizes import PAGE
@@ -193,6 +195,18 @@ def test_memory_that_is_not_a_parameters_alone_is_left_to_its_user(
         engine.step()
         assert not torch.equal(task.linear.weight, before)
     assert torch.equal(given, before)
+
+
+def test_no_parameter_keeps_a_flat_tensor_that_others_were_parts_of() -> None:
+    task = Rotary()
+    flat = torch.randn(128)
+    task.linear.weight = nn.Parameter(flat[:64].view(8, 8))
+    task.linear.bias = nn.Parameter(flat[64:72])
+    whole = StorageWeakRef(flat.untyped_storage())  # type: ignore[no-untyped-call]
+    del flat
+    with opened(task):
+        gc.collect()
+        assert whole.expired()  # type: ignore[no-untyped-call]
 
 
 def test_frozen_parameters_that_share_memory_are_of_the_default_budget_once(
