@@ -103,7 +103,8 @@ class SavedView:
     def tensor(self, lease: Lease) -> torch.Tensor:
         """Return the tensor that was saved, in the memory of `lease`."""
         flat = lease.flat()
-        begin = int(flat.storage_offset()) // self._dtype.itemsize
+        begin, beyond = divmod(int(flat.storage_offset()), self._dtype.itemsize)
+        assert not beyond, "memory of a lease is aligned for every dtype"
         # One operation: views of views would cost several for each saved tensor.
         return torch.empty(0, dtype=self._dtype, device=flat.device).set_(
             flat.untyped_storage(), begin + self._offset, self.shape, self._stride

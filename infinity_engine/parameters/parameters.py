@@ -141,9 +141,9 @@ class ModelParameter:
 def keeps_memory(parameter: torch.nn.Parameter, dtype: torch.dtype) -> bool:
     """Tell whether modules on the host that compute in `dtype` can go on with this memory.
 
-    It is PyTorch's, and holds this parameter alone, as a lease would: files that are mapped can
-    change or be read-only, and a part would keep the whole. What is computed may depend on where
-    it lies.
+    They can where PyTorch allocated it, for this parameter alone, aligned as leases are. Mapped
+    files can change or be read-only, a part of a tensor would keep the whole alive, and kernels may
+    round differently by alignment.
     """
     if parameter.device.type != "cpu" or parameter.dtype != dtype:
         return False

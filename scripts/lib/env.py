@@ -310,7 +310,7 @@ def _ensure_build(python: Path, needs: Needs) -> None:
 
 
 def lock_of(needs: Needs) -> Path:
-    """Return the file that whoever compiles in the build folder of `needs` has locked."""
+    """Return the lock file of the build folder of `needs`; a build holds it while it compiles."""
     return BUILD / f"{needs.value}.lock"
 
 
