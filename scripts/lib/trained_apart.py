@@ -81,6 +81,8 @@ class Job:
     """Of the model and of what it is trained on."""
     recomputes: bool = True
     """Whether each block computes its forward again in the backward."""
+    checkpoints_blocks: bool = False
+    """Whether torch's checkpoint runs each block again, as a whole."""
     made_in_memory: bool = False
     """Whether the model is made as plain torch makes it, also where its parameters go to drives."""
     dtype: str = "bfloat16"
@@ -277,7 +279,7 @@ def train(job: Job, tell: Callable[..., None]) -> Result:
     data = batches(text.long(), sequences=1, length=job.context, seed=job.seed)
     tell(at="making the model")
     torch.manual_seed(job.seed)
-    trainer = system(job, lambda: _gpt(job.width, job.depth, job.context, job.recomputes))
+    trainer = system(job, lambda: _made(job))
     before = _drive_bytes()
     peak = 0
     for number in range(job.steps):
@@ -325,6 +327,15 @@ def _step(
     times.append(time.perf_counter())
     took = (end - start for start, end in pairwise(times))
     return Step(loss.item(), dict(zip(PHASES, took, strict=True)), trainer.within())
+
+
+def _made(job: Job) -> TinyGPT:
+    import rival_activations
+
+    model = _gpt(job.width, job.depth, job.context, job.recomputes)
+    if job.checkpoints_blocks:
+        rival_activations.whole(model)
+    return model
 
 
 def _gpt(width: int, depth: int, context: int, recomputes: bool = True) -> TinyGPT:
