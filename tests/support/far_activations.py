@@ -33,6 +33,7 @@ from support.far import FAR, FarAccelerator, most_allocated
 __all__ = [
     "GPUS",
     "Gpu",
+    "block_s",
     "gated_shape",
     "most_held",
     "peak_of_gated",
@@ -88,9 +89,14 @@ def seconds_of_ways(
     return {name: _seconds(gpu, hidden, activations) for name, activations in ways.items()}
 
 
-def _seconds(gpu: Gpu, hidden: int, activations: Mapping[str, Any]) -> float:
+def block_s(gpu: Gpu, hidden: int) -> float:
+    """Return the seconds of a block's two products in a forward."""
     tokens = SAVED / (9 * hidden * 2)
-    ns = round(tokens * 8 * hidden**2 / gpu.flops_per_s * 1e9)  # of one of two products
+    return 2 * tokens * 8 * hidden**2 / gpu.flops_per_s
+
+
+def _seconds(gpu: Gpu, hidden: int, activations: Mapping[str, Any]) -> float:
+    ns = round(block_s(gpu, hidden) / 2 * 1e9)  # of one of the products
     rates = Rates(
         h2d_bytes_per_s=gpu.link_bytes_per_s,
         d2h_bytes_per_s=gpu.link_bytes_per_s,
