@@ -29,6 +29,7 @@ from infinity_engine.units import align_up
 
 __all__ = ["ActivationLimits", "ActivationMoves", "SharedRoom"]
 
+_NEWEST = 8  # the part of the limit whose memory does not leave early
 _MOST_MOVES = 64  # at one time: each saved tensor looks at all of them
 
 
@@ -94,6 +95,9 @@ class ActivationMoves:
         self._sizes = _Sizes()
         self._evicting: dict[int, SavedMemory] = {}  # by number, the oldest first
         self._is_saving = True
+        self._most_saved = 0  # bytes in this step, when a backward began
+        self._foreseen = 0  # the same of the step before
+        self._gone = 0  # bytes that began to leave since nothing was saved
         self.resident: ResidentSet[SavedMemory] = ResidentSet(
             self._sizes, limits.resident, beside=self._not_for_members
         )
@@ -131,18 +135,34 @@ class ActivationMoves:
         return sum(memory.record.nbytes for memory in evicting if not memory.stays)
 
     @property
+    def _still_leaves(self) -> bool:
+        """Whether more has to leave, if as much is saved as in the step before."""
+        return self._foreseen - self._gone > self._limits.resident // self._parts()
+
+    @property
     def is_used(self) -> bool:
         """Whether something is saved, or on its way out."""
         return bool(self._sizes)
 
     def note_saving(self, saving: bool) -> None:
         """Note whether tensors are saved now, or needed again."""
+        if self._is_saving and not saving:
+            self._most_saved = max(self._most_saved, sum(self._sizes.values()))
+        elif saving and not self._is_saving:
+            self.give_back()
         self._is_saving = saving
+
+    def end_step(self) -> None:
+        """Expect of the next step what this one has saved."""
+        self._foreseen, self._most_saved = self._most_saved, 0
+        self.resident.end_step()
 
     # --- what is here -----------------------------------------------------------------------------
 
     def admit(self, memory: SavedMemory) -> None:
         """Count memory that was just saved."""
+        if not self._sizes:
+            self._gone = 0
         self._sizes[memory.number] = memory.record.nbytes
         self.resident.admit(memory.number, memory)
 
@@ -239,9 +259,26 @@ class ActivationMoves:
         self._memories.forget_address(memory)
         memory.begin_move(transfer)
         self.resident.remove(memory.number)
+        self._gone += memory.record.nbytes
         self._evicting[memory.number] = memory
         if transfer.done():
             self._end_eviction(memory)
+
+    def evict_early(self) -> None:
+        """Begin to evict what has to leave in any case, as far as that waits for nothing.
+
+        The newest stay: they may be saved again for the next module, and should leave only once.
+        """
+        newest = self._limits.resident // self._parts() // _NEWEST
+        while self._still_leaves:
+            number = next(self.resident.idle(), None)
+            if number is None:
+                return
+            memory = self._memories.by_number[number]
+            nbytes, on_their_way = memory.record.nbytes, self._evicting_bytes
+            if self.resident.used - nbytes < newest or on_their_way + nbytes > self.most_in_flight:
+                return
+            self.evict(memory)
 
     def make_room(self) -> None:
         """Wait until no more is on its way out than there is room for."""

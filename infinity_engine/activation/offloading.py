@@ -97,6 +97,7 @@ class ActivationOffload:
             saved = self._memories.view(memory, tensor)
             if begins:
                 self._moves.claim_part()
+            self._moves.evict_early()
             resident = self._moves.resident
             if resident.free < 0:
                 self._moves.evict_all(resident.evictions(self._most_resident // _SLACK))
@@ -163,7 +164,7 @@ class ActivationOffload:
         with self._lock:
             self._moves.settle()
             self._moves.give_back()
-            self._moves.resident.end_step()
+            self._moves.end_step()
             self._expected = -1
             # What is being evicted keeps its number until that has ended.
             if not self._memories.by_number and not self._moves.evicting:

@@ -59,6 +59,15 @@ def test_half_the_memory_costs_a_tenth_at_most_where_compute_hides_moves(
     assert seconds["auto"] <= 1.05 * min(seconds["kept"], seconds["host"]), seconds
 
 
+def test_what_has_to_leave_begins_to_leave_while_there_is_room(far: ProcessPoolExecutor) -> None:
+    # Here the link needs nearly all of the forward for the half that has no room.
+    ways = {"kept": {}, "host": {"at": "host", "resident_bytes": HALF}}
+
+    seconds = far.submit(seconds_of_ways, GPU, 2048, ways).result()
+
+    assert seconds["host"] <= 1.1 * seconds["kept"], seconds
+
+
 @pytest.mark.parametrize("hidden", [2048, HIDDEN])
 def test_auto_is_about_as_fast_as_the_best_fixed_choice_where_room_is_short(
     far: ProcessPoolExecutor, hidden: int
