@@ -23,7 +23,8 @@ _ALIGNED_FROM = 16 * PAGE  # bytes; of less, the rest of a page would be more th
 
 class ReadBackMemory:
     """Makes flat memory of `device`. On the CPU it begins on a page, so that drives write to it,
-    and what nothing uses any more stays for others of its size, as long as its owner lets it.
+    and what nothing uses any more is kept for the next of its size, until `keep_at_most` lets it
+    go.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +58,7 @@ class ReadBackMemory:
         return torch.from_numpy(used)
 
     def keep_at_most(self, nbytes: int) -> None:
-        """Keep so much of what nothing uses, and give the rest back."""
+        """Of the memory that nothing uses, keep at most so many bytes, and give the rest back."""
         self._note_gone()
         while self._idle_bytes > nbytes:
             # The size that came first: the blocks that had it may all be done.

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from infinity_engine.accel import Accelerator
+from infinity_engine.building.built import built_model_of
 from infinity_engine.config import EngineConfig, Tiling
 from infinity_engine.errors import ConfigError
 from infinity_engine.parameters.parameters import kept_bytes
-from infinity_engine.parameters.precision import asked_dtype
+from infinity_engine.parameters.precision import asked_dtype, dtypes_of
 from infinity_engine.placement.tiles import largest_tile, needs_tiles
 from infinity_engine.planning.planning import room_for_layers
 from infinity_engine.ranks.ranks import Ranks
@@ -42,9 +43,14 @@ def tiled_by_budget(
         yield
         return
     asked = asked_dtype(config.precision)
+    dtypes, built = dtypes_of(model, config.precision), built_model_of(model)
     # Several ranks cut parameters, and keep no memory of theirs.
     parameters = model.parameters() if ranks is None else ()
-    kept = kept_bytes((parameter, asked or parameter.dtype) for parameter in parameters)
+    kept = kept_bytes(
+        (parameter, dtypes[id(parameter)])
+        for parameter in parameters
+        if built is None or parameter not in built
+    )
     room = room_for_layers(config, accelerator, ranks, kept=kept)
 
     def wide(parameter: torch.nn.Parameter) -> int:

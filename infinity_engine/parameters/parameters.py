@@ -141,19 +141,23 @@ class ModelParameter:
 def keeps_memory(parameter: torch.nn.Parameter, dtype: torch.dtype) -> bool:
     """Tell whether modules on the host that compute in `dtype` can go on with this memory.
 
-    They can where PyTorch allocated it, for this parameter alone, aligned as leases are. Mapped
-    files can change or be read-only, a part of a tensor would keep the whole alive, and kernels may
-    round differently by alignment.
+    They can where PyTorch allocated it, for this parameter and process alone, aligned as leases
+    are. Mapped files can change or be read-only, a part of a tensor would keep the whole alive, and
+    kernels may round differently by alignment.
     """
-    if parameter.device.type != "cpu" or parameter.dtype != dtype:
+    is_plain = parameter.device.type == "cpu" and parameter.layout is torch.strided
+    if not is_plain or parameter.dtype != dtype:
         return False
     storage = parameter.untyped_storage()
-    is_alone = storage.resizable() and storage.nbytes() == parameter.numel() * dtype.itemsize
+    is_own = storage.resizable() and not storage.is_shared()
+    is_alone = is_own and storage.nbytes() == parameter.numel() * dtype.itemsize
     return is_alone and parameter.is_contiguous() and storage.data_ptr() % _ALIGNMENT == 0
 
 
 def kept_bytes(parameters: Iterable[tuple[torch.nn.Parameter, torch.dtype]]) -> int:
-    """Return the bytes of the host that these have and keep; memory that several have, once."""
+    """Return the bytes of memory that these parameters keep; what several of them lie in counts
+    once.
+    """
     return sum(
         {
             parameter.data_ptr(): parameter.numel() * dtype.itemsize

@@ -293,10 +293,7 @@ def _ensure_build(python: Path, needs: Needs) -> None:
         return
     checks = "ON" if needs is Needs.CHECK else "OFF"
     folder = f"build/{needs.value}"
-    with _adding("build", recipes[needs]), lock_of(needs).open("w") as lock:
-        # pip keeps it, too, and goes on where this script is killed.
-        os.set_inheritable(lock.fileno(), True)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(lock_of(needs), "is building"), _adding("build", recipes[needs]):
         run_logged(
             "building the native modules and their "
             "tests" if needs is Needs.CHECK else "building the native modules",
@@ -471,22 +468,7 @@ def _changing_environments() -> Iterator[None]:
     """
     try:
         BUILD.mkdir(exist_ok=True)
-        with (BUILD / "environment.lock").open("w") as lock:
-            os.set_inheritable(lock.fileno(), True)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print(
-                    "waiting for another script that is making an environment in this checkout ...",
-                    flush=True,
-                )
-                tells = threading.Timer(_PATIENCE_S, _tell_holders, [lock.fileno()])
-                tells.start()
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-                finally:
-                    tells.cancel()
-                    tells.join()
+        with _locked(BUILD / "environment.lock", "is making an environment"):
             yield
     except OSError as problem:
         raise EnvironmentMissingError(
@@ -494,6 +476,27 @@ def _changing_environments() -> Iterator[None]:
             f"It takes up to 5 GB in .venv, .venvs and build of {ROOT}, all of which you must be "
             "able to write to."
         ) from problem
+
+
+@contextlib.contextmanager
+def _locked(path: Path, doing: str) -> Iterator[None]:
+    """Hold a lock, which programs started meanwhile hold too: they go on where this script is
+    killed. Say what is waited for: `doing` is what its holder does.
+    """
+    with path.open("w") as lock:
+        os.set_inheritable(lock.fileno(), True)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another script that {doing} in this checkout ...", flush=True)
+            tells = threading.Timer(_PATIENCE_S, _tell_holders, [lock.fileno()])
+            tells.start()
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            finally:
+                tells.cancel()
+                tells.join()
+        yield
 
 
 def _tell_holders(lock: int) -> None:
@@ -504,7 +507,7 @@ def _tell_holders(lock: int) -> None:
         print("still waiting for:")
         for number in holders:
             print(f"  process {number}: {_command_of(number)}")
-        print("If none of them makes an environment any more, end them with kill.", flush=True)
+        print("If none of them does that any more, end them with kill.", flush=True)
 
 
 def _holds(process: int, lock: int) -> bool:

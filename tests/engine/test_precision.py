@@ -181,7 +181,13 @@ def part(_folder: Path) -> torch.Tensor:
     return torch.randn(128, 8)[64:72]
 
 
-@pytest.mark.parametrize("source", [mapped, read_only, part])
+def shared(_folder: Path) -> torch.Tensor:
+    values = torch.randn(8, 8)
+    values.share_memory_()  # type: ignore[no-untyped-call]  # torch is
+    return values
+
+
+@pytest.mark.parametrize("source", [mapped, read_only, part, shared])
 def test_memory_that_is_not_a_parameters_alone_is_left_to_its_user(
     source: Callable[[Path], torch.Tensor], tmp_path: Path
 ) -> None:

@@ -466,3 +466,34 @@ def test_layers_are_cut_by_the_memory_that_is_free_and_what_parameters_have(
 
     # 16 MiB of parameters beside 20 MiB.
     assert kinds() == kinds(budget={"host": "36MiB"})
+
+
+def test_layers_of_a_mixed_model_are_cut_by_the_dtypes_that_parameters_compute_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = Capacity(device=0, host=20 << 20, nvme={})
+    monkeypatch.setattr(planning, "probe_capacity", lambda *_, **__: free)
+    # The fp32 layers stay fp32, and keep their 8 MiB, as another one is bf16 already.
+    layers = [nn.Linear(1024, 1024, bias=False).requires_grad_(False) for _ in range(2)]
+    model = nn.Sequential(*layers, nn.Linear(16, 16, bias=False).to(torch.bfloat16))
+    with infinity_engine.initialize(
+        model,
+        torch.optim.SGD(model[2].parameters(), lr=1e-3),
+        accelerator="cpu",
+        calibration="off",
+        tiling="auto",
+        precision="bf16",
+        budget={"host": "24MiB"},
+    ) as engine:
+        assert engine.model is model
+
+
+def test_a_sparse_parameter_is_named_also_where_layers_may_be_cut() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    sparse = torch.eye(16).to_sparse()
+    model[1].weight = nn.Parameter(sparse, requires_grad=False)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=1e-3)
+    with pytest.raises(ConfigError, match=r"1\.weight.*dense"):
+        infinity_engine.initialize(
+            model, optimizer, accelerator="cpu", calibration="off", tiling="auto"
+        )

@@ -52,10 +52,12 @@ class WheelBuilds:
 
     def result(self, name: str) -> Path:
         """Wait for a wheel; fail with what its build said if it failed."""
+        log = self._folder / "log"
         while not self._status(name).exists():
+            has_ended = self._process is not None and self._process.poll() is not None
+            assert self._status(name).exists() or not has_ended, log.read_text(errors="replace")
             time.sleep(0.1)
         status = self._status(name).read_text().strip()
-        log = self._folder / "log"
         assert status == "0", f"exit status {status}\n{log.read_text(errors='replace')}"
         (wheel,) = (self._folder / name).iterdir()
         return wheel
@@ -81,6 +83,7 @@ class WheelBuilds:
         return self._folder / f"{name}.status"
 
     def _begin(self, needed: list[str]) -> subprocess.Popen[bytes]:
+        env.BUILD.mkdir(exist_ok=True)  # where the lock is
         lines = map(self._building, needed)
         with (self._folder / "log").open("wb") as log:
             return subprocess.Popen(
