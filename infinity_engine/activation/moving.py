@@ -29,7 +29,6 @@ from infinity_engine.units import align_up
 
 __all__ = ["ActivationLimits", "ActivationMoves", "SharedRoom"]
 
-_NEWEST = 8  # the part of the limit whose memory does not leave early
 _MOST_MOVES = 64  # at one time: each saved tensor looks at all of them
 
 
@@ -107,10 +106,11 @@ class ActivationMoves:
 
     def _not_for_members(self) -> int:
         of_others = self._limits.resident - self._limits.resident // self._parts()
-        # A forward begins to evict early, so that it need not wait. A backward evicts little, and
-        # what it fetches ahead is resident.
+        # A forward begins to evict early, so that it need not wait, until all has left that there
+        # is no room for. A backward evicts little, and what it fetches ahead is resident.
         if self._is_saving:
-            return of_others + self.most_in_flight
+            leaving = self._evicting_bytes + self._still_to_leave
+            return of_others + min(self.most_in_flight, leaving)
         return of_others + self._evicting_bytes - self._limits.shared.spare()
 
     @property
@@ -135,9 +135,11 @@ class ActivationMoves:
         return sum(memory.record.nbytes for memory in evicting if not memory.stays)
 
     @property
-    def _still_leaves(self) -> bool:
-        """Whether more has to leave, if as much is saved as in the step before."""
-        return self._foreseen - self._gone > self._limits.resident // self._parts()
+    def _still_to_leave(self) -> int:
+        """The bytes that leave yet, if as much is saved as in the step before."""
+        if not self._foreseen:
+            return self.most_in_flight
+        return max(self._foreseen - self._limits.resident // self._parts() - self._gone, 0)
 
     @property
     def is_used(self) -> bool:
@@ -264,21 +266,29 @@ class ActivationMoves:
         if transfer.done():
             self._end_eviction(memory)
 
-    def evict_early(self) -> None:
-        """Begin to evict what has to leave in any case, as far as that waits for nothing.
+    def let_leave(self, slack: int) -> None:
+        """Let leave what there is no room for, and so many bytes more."""
+        if self._still_to_leave:
+            self._evict_excess(slack)
+        self._wait_for_excess()
+        # Where more is saved than in the step before, that was not enough.
+        self._evict_excess(slack)
+        self._wait_for_excess()
 
-        The newest stay: they may be saved again for the next module, and should leave only once.
-        """
-        newest = self._limits.resident // self._parts() // _NEWEST
-        while self._still_leaves:
-            number = next(self.resident.idle(), None)
-            if number is None:
+    def _evict_excess(self, slack: int) -> None:
+        if self.resident.free >= 0:
+            return
+        leaving = slack - self.resident.free
+        # What is on its way may still count, so that evictions alone do not make the room.
+        for number in self.resident.evictions(slack):
+            leaving -= self._sizes[number]
+            self.evict(self._memories.by_number[number])
+            if leaving <= 0:
                 return
-            memory = self._memories.by_number[number]
-            nbytes, on_their_way = memory.record.nbytes, self._evicting_bytes
-            if self.resident.used - nbytes < newest or on_their_way + nbytes > self.most_in_flight:
-                return
-            self.evict(memory)
+
+    def _wait_for_excess(self) -> None:
+        if self.resident.free < 0:
+            self._wait_for_evictions(max(self._evicting_bytes + self.resident.free, 0))
 
     def make_room(self) -> None:
         """Wait until no more is on its way out than there is room for."""

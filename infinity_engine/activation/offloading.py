@@ -97,10 +97,7 @@ class ActivationOffload:
             saved = self._memories.view(memory, tensor)
             if begins:
                 self._moves.claim_part()
-            self._moves.evict_early()
-            resident = self._moves.resident
-            if resident.free < 0:
-                self._moves.evict_all(resident.evictions(self._most_resident // _SLACK))
+            self._moves.let_leave(self._most_resident // _SLACK)
             return saved
 
     def make_room(self) -> None:

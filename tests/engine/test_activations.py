@@ -23,7 +23,7 @@ from infinity_engine.activation.memories import AT_REST, _SmallViews
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.lanes.meter import Cargo
-from infinity_engine.plan import HostOnly, NvmeStreamed, Strategy
+from infinity_engine.plan import HostOnly, Lane, NvmeStreamed, Strategy
 from infinity_engine.storage import Hop, Place, SwapFile
 from support.engine_bits import Bits, bits_of, differing
 from support.nvme_training import Case, emulated, opened
@@ -255,6 +255,26 @@ def test_what_is_here_or_on_its_way_stays_within_the_limit(tmp_path: Path) -> No
             engine.step()
         whole = 6 * 64 * (64 + 2 * 256) * 4  # what the blocks save in a step
         assert most <= limit < whole
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 640 << 10], ids=["all fits", "most fits"])
+def test_a_step_as_the_one_before_moves_no_more_than_there_is_no_room_for(
+    limit: int, tmp_path: Path
+) -> None:
+    largest = 64 * 256 * 4
+    whole = 6 * 64 * (64 + 2 * 256) * 4  # what the blocks save in a step
+    with blocks(
+        tmp_path, activations={"at": "nvme", "resident_bytes": limit, "small_bytes": 0}
+    ) as (engine, _):
+        written = []
+        for seed in range(3):
+            engine.backward(engine(batch(seed)))
+            engine.step()
+            link = engine.report().links.get(Lane.NVME_WRITE)
+            written.append(0 if link is None else link.nbytes[Cargo.ACTIVATIONS])
+    assert written[0] > 0, "nothing was known of the first step"
+    needed = max(whole - limit, 0)
+    assert needed <= written[2] <= needed + (2 * largest if needed else 0)
 
 
 def test_memory_that_was_read_back_into_is_used_again_and_given_back(tmp_path: Path) -> None:

@@ -59,7 +59,9 @@ def test_half_the_memory_costs_a_tenth_at_most_where_compute_hides_moves(
     assert seconds["auto"] <= 1.05 * min(seconds["kept"], seconds["host"]), seconds
 
 
-def test_what_has_to_leave_begins_to_leave_while_there_is_room(far: ProcessPoolExecutor) -> None:
+def test_a_link_that_just_carries_what_has_no_room_costs_a_tenth_at_most(
+    far: ProcessPoolExecutor,
+) -> None:
     # Here the link needs nearly all of the forward for the half that has no room.
     ways = {"kept": {}, "host": {"at": "host", "resident_bytes": HALF}}
 
