@@ -94,9 +94,9 @@ class ActivationMoves:
         self._sizes = _Sizes()
         self._evicting: dict[int, SavedMemory] = {}  # by number, the oldest first
         self._is_saving = True
-        self._most_saved = 0  # bytes in this step, when a backward began
-        self._foreseen = 0  # the same of the step before
-        self._gone = 0  # bytes that began to leave since nothing was saved
+        self._saved = 0  # bytes, wherever they are
+        self._most_saved = 0  # when a backward began in this step
+        self._most_before = 0  # in any step before
         self.resident: ResidentSet[SavedMemory] = ResidentSet(
             self._sizes, limits.resident, beside=self._not_for_members
         )
@@ -106,10 +106,10 @@ class ActivationMoves:
 
     def _not_for_members(self) -> int:
         of_others = self._limits.resident - self._limits.resident // self._parts()
-        # A forward begins to evict early, so that it need not wait, until all has left that there
-        # is no room for. A backward evicts little, and what it fetches ahead is resident.
+        # A forward evicts early what will not fit, so that it need not wait. A backward evicts
+        # little, and what it fetches ahead is resident.
         if self._is_saving:
-            leaving = self._evicting_bytes + self._still_to_leave
+            leaving = self._evicting_bytes + self._bytes_to_evict
             return of_others + min(self.most_in_flight, leaving)
         return of_others + self._evicting_bytes - self._limits.shared.spare()
 
@@ -135,11 +135,12 @@ class ActivationMoves:
         return sum(memory.record.nbytes for memory in evicting if not memory.stays)
 
     @property
-    def _still_to_leave(self) -> int:
-        """The bytes that leave yet, if as much is saved as in the step before."""
-        if not self._foreseen:
+    def _bytes_to_evict(self) -> int:
+        """The bytes that do not fit yet, if as much is saved as in the largest step before."""
+        if not self._most_before:
             return self.most_in_flight
-        return max(self._foreseen - self._limits.resident // self._parts() - self._gone, 0)
+        evicted = self._saved - self.resident.used
+        return max(self._most_before - self._limits.resident // self._parts() - evicted, 0)
 
     @property
     def is_used(self) -> bool:
@@ -149,23 +150,22 @@ class ActivationMoves:
     def note_saving(self, saving: bool) -> None:
         """Note whether tensors are saved now, or needed again."""
         if self._is_saving and not saving:
-            self._most_saved = max(self._most_saved, sum(self._sizes.values()))
+            self._most_saved = max(self._most_saved, self._saved)
         elif saving and not self._is_saving:
             self.give_back()
         self._is_saving = saving
 
     def end_step(self) -> None:
-        """Expect of the next step what this one has saved."""
-        self._foreseen, self._most_saved = self._most_saved, 0
+        """Expect the next step to save as much as the largest one so far."""
+        self._most_before, self._most_saved = max(self._most_before, self._most_saved), 0
         self.resident.end_step()
 
     # --- what is here -----------------------------------------------------------------------------
 
     def admit(self, memory: SavedMemory) -> None:
         """Count memory that was just saved."""
-        if not self._sizes:
-            self._gone = 0
         self._sizes[memory.number] = memory.record.nbytes
+        self._saved += memory.record.nbytes
         self.resident.admit(memory.number, memory)
 
     def claim_part(self) -> None:
@@ -208,7 +208,7 @@ class ActivationMoves:
         self._release(memory)
 
     def _release(self, memory: SavedMemory) -> None:
-        del self._sizes[memory.number]
+        self._saved -= self._sizes.pop(memory.number)
         self._mover.forget(memory.record)
 
     def close(self) -> None:
@@ -261,29 +261,28 @@ class ActivationMoves:
         self._memories.forget_address(memory)
         memory.begin_move(transfer)
         self.resident.remove(memory.number)
-        self._gone += memory.record.nbytes
         self._evicting[memory.number] = memory
         if transfer.done():
             self._end_eviction(memory)
 
-    def let_leave(self, slack: int) -> None:
-        """Let leave what there is no room for, and so many bytes more."""
-        if self._still_to_leave:
+    def make_room_for_saved(self, slack: int) -> None:
+        """Evict what does not fit, and so many bytes more; wait where only that makes room."""
+        if self._bytes_to_evict:
             self._evict_excess(slack)
         self._wait_for_excess()
-        # Where more is saved than in the step before, that was not enough.
+        # More is saved than in the steps before.
         self._evict_excess(slack)
         self._wait_for_excess()
 
     def _evict_excess(self, slack: int) -> None:
         if self.resident.free >= 0:
             return
-        leaving = slack - self.resident.free
+        left = slack - self.resident.free
         # What is on its way may still count, so that evictions alone do not make the room.
         for number in self.resident.evictions(slack):
-            leaving -= self._sizes[number]
+            left -= self._sizes[number]
             self.evict(self._memories.by_number[number])
-            if leaving <= 0:
+            if left <= 0:
                 return
 
     def _wait_for_excess(self) -> None:

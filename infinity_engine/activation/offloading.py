@@ -97,7 +97,7 @@ class ActivationOffload:
             saved = self._memories.view(memory, tensor)
             if begins:
                 self._moves.claim_part()
-            self._moves.let_leave(self._most_resident // _SLACK)
+            self._moves.make_room_for_saved(self._most_resident // _SLACK)
             return saved
 
     def make_room(self) -> None:

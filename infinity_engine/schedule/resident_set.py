@@ -152,6 +152,11 @@ class ResidentSet(Generic[_Entry]):
         left = self.limit - self._used
         return left if self._beside is None else left - self._beside()
 
+    @property
+    def used(self) -> int:
+        """The bytes of members and reservations."""
+        return self._used
+
     def admit(self, number: int, entry: _Entry) -> None:
         """Count a member that is resident from now on, or in flight."""
         self._entries[number] = entry

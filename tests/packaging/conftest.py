@@ -54,8 +54,8 @@ class WheelBuilds:
         """Wait for a wheel; fail with what its build said if it failed."""
         log = self._folder / "log"
         while not self._status(name).exists():
-            has_ended = self._process is not None and self._process.poll() is not None
-            assert self._status(name).exists() or not has_ended, log.read_text(errors="replace")
+            if self._process is not None and self._process.poll() is not None:
+                self._note_missing("of none: the build ended without one")
             time.sleep(0.1)
         status = self._status(name).read_text().strip()
         assert status == "0", f"exit status {status}\n{log.read_text(errors='replace')}"
@@ -74,10 +74,14 @@ class WheelBuilds:
             for each in [shell, *shell.children(recursive=True)]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()
-            for name in SOURCES:  # or others would wait for it
-                if not self._status(name).exists():
-                    self._status(name).write_text("of none: the worker that built was stopped")
+            self._note_missing("of none: the worker that built was stopped")
         self._process.wait()
+
+    def _note_missing(self, status: str) -> None:
+        """Write down how builds ended that say nothing of it: other workers wait for that."""
+        for name in SOURCES:
+            if not self._status(name).exists():
+                self._status(name).write_text(status)
 
     def _status(self, name: str) -> Path:
         return self._folder / f"{name}.status"

@@ -22,6 +22,7 @@ from support.far_activations import (
     POSITIONS,
     SAVED,
     SEQUENCES,
+    TOKENS,
     gated_shape,
     most_held,
     peak_of_gated,
@@ -59,13 +60,18 @@ def test_half_the_memory_costs_a_tenth_at_most_where_compute_hides_moves(
     assert seconds["auto"] <= 1.05 * min(seconds["kept"], seconds["host"]), seconds
 
 
+@pytest.mark.parametrize(
+    "others",
+    [{}, {"tokens": (TOKENS, TOKENS // 2) * 2 + (TOKENS,)}, {"holds": 4}],
+    ids=["alike", "after shorter steps", "beside a graph that is held"],
+)
 def test_a_link_that_just_carries_what_has_no_room_costs_a_tenth_at_most(
-    far: ProcessPoolExecutor,
+    far: ProcessPoolExecutor, others: dict[str, Any]
 ) -> None:
     # Here the link needs nearly all of the forward for the half that has no room.
     ways = {"kept": {}, "host": {"at": "host", "resident_bytes": HALF}}
 
-    seconds = far.submit(seconds_of_ways, GPU, 2048, ways).result()
+    seconds = far.submit(seconds_of_ways, GPU, 2048, ways, **others).result()
 
     assert seconds["host"] <= 1.1 * seconds["kept"], seconds
 

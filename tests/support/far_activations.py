@@ -80,13 +80,22 @@ class _Stack(nn.Module):
 
 
 def seconds_of_ways(
-    gpu: Gpu, hidden: int, ways: Mapping[str, Mapping[str, Any]]
+    gpu: Gpu,
+    hidden: int,
+    ways: Mapping[str, Mapping[str, Any]],
+    *,
+    tokens: Sequence[int] = (TOKENS,) * STEPS,
+    holds: int = 0,
 ) -> dict[str, float]:
     """Return the seconds of the last step with each of these settings of activations.
 
-    A block's products take as long for its bytes as those of a model of `hidden` in bf16.
+    A block's products take as long for its bytes as those of a model of `hidden` in bf16. Each step
+    has so many `tokens`, while the graph of a forward of `holds` tokens is held.
     """
-    return {name: _seconds(gpu, hidden, activations) for name, activations in ways.items()}
+    return {
+        name: _seconds(gpu, hidden, activations, tokens, holds)
+        for name, activations in ways.items()
+    }
 
 
 def block_s(gpu: Gpu, hidden: int) -> float:
@@ -95,7 +104,13 @@ def block_s(gpu: Gpu, hidden: int) -> float:
     return 2 * tokens * 8 * hidden**2 / gpu.flops_per_s
 
 
-def _seconds(gpu: Gpu, hidden: int, activations: Mapping[str, Any]) -> float:
+def _seconds(
+    gpu: Gpu,
+    hidden: int,
+    activations: Mapping[str, Any],
+    tokens: Sequence[int],
+    holds: int,
+) -> float:
     ns = round(block_s(gpu, hidden) / 2 * 1e9)  # of one of the products
     rates = Rates(
         h2d_bytes_per_s=gpu.link_bytes_per_s,
@@ -128,13 +143,16 @@ def _seconds(gpu: Gpu, hidden: int, activations: Mapping[str, Any]) -> float:
 
         _take_time(model, ns, passes)
         batch = torch.randn(TOKENS, WIDTH).to(FAR).requires_grad_()
-        for _ in range(STEPS):
+        held = engine(batch[:holds].detach().requires_grad_()) if holds else None
+        for count in tokens:
+            given = batch[:count].detach().requires_grad_()
             device.synchronize()
             start = device.now_ns
-            engine.backward(engine(batch).square().mean())
+            engine.backward(engine(given).square().mean())
             device.synchronize()
             seconds = (device.now_ns - start) / 1e9
             engine.step()
+        del held
     return seconds
 
 
