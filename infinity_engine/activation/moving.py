@@ -94,9 +94,6 @@ class ActivationMoves:
         self._sizes = _Sizes()
         self._evicting: dict[int, SavedMemory] = {}  # by number, the oldest first
         self._is_saving = True
-        self._saved = 0  # bytes, wherever they are
-        self._most_saved = 0  # when a backward began in this step
-        self._most_before = 0  # in any step before
         self.resident: ResidentSet[SavedMemory] = ResidentSet(
             self._sizes, limits.resident, beside=self._not_for_members
         )
@@ -137,10 +134,10 @@ class ActivationMoves:
     @property
     def _bytes_to_evict(self) -> int:
         """The bytes that do not fit yet, if as much is saved as in the largest step before."""
-        if not self._most_before:
+        if not self._sizes.most_before:
             return self.most_in_flight
-        evicted = self._saved - self.resident.used
-        return max(self._most_before - self._limits.resident // self._parts() - evicted, 0)
+        evicted = self._sizes.total - self.resident.used
+        return max(self._sizes.most_before - self._limits.resident // self._parts() - evicted, 0)
 
     @property
     def is_used(self) -> bool:
@@ -150,22 +147,21 @@ class ActivationMoves:
     def note_saving(self, saving: bool) -> None:
         """Note whether tensors are saved now, or needed again."""
         if self._is_saving and not saving:
-            self._most_saved = max(self._most_saved, self._saved)
+            self._sizes.note_most()
         elif saving and not self._is_saving:
             self.give_back()
         self._is_saving = saving
 
     def end_step(self) -> None:
         """Expect the next step to save as much as the largest one so far."""
-        self._most_before, self._most_saved = max(self._most_before, self._most_saved), 0
+        self._sizes.end_step()
         self.resident.end_step()
 
     # --- what is here -----------------------------------------------------------------------------
 
     def admit(self, memory: SavedMemory) -> None:
         """Count memory that was just saved."""
-        self._sizes[memory.number] = memory.record.nbytes
-        self._saved += memory.record.nbytes
+        self._sizes.add(memory.number, memory.record.nbytes)
         self.resident.admit(memory.number, memory)
 
     def claim_part(self) -> None:
@@ -208,7 +204,7 @@ class ActivationMoves:
         self._release(memory)
 
     def _release(self, memory: SavedMemory) -> None:
-        self._saved -= self._sizes.pop(memory.number)
+        self._sizes.drop(memory.number)
         self._mover.forget(memory.record)
 
     def close(self) -> None:
@@ -445,7 +441,33 @@ class ActivationMoves:
 
 
 class _Sizes(dict[int, int]):
-    """The bytes of each memory; 0 of one that there is not, which a trace may predict."""
+    """The bytes of each memory that is saved, wherever it is; 0 of one that there is not, which a
+    trace may predict.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+        self.most_before = 0
+        """The most bytes that a backward of a step before has found saved."""
+        self._most = 0  # the same of this step
 
     def __missing__(self, number: int) -> int:
         return 0
+
+    def add(self, number: int, nbytes: int) -> None:
+        """Count memory that was just saved."""
+        self[number] = nbytes
+        self.total += nbytes
+
+    def drop(self, number: int) -> None:
+        """Count memory no more."""
+        self.total -= self.pop(number)
+
+    def note_most(self) -> None:
+        """Note what a backward finds saved."""
+        self._most = max(self._most, self.total)
+
+    def end_step(self) -> None:
+        """Count this step among those before."""
+        self.most_before, self._most = max(self.most_before, self._most), 0

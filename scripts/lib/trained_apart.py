@@ -330,10 +330,10 @@ def _step(
 
 
 def _made(job: Job) -> TinyGPT:
-    import rival_activations
-
     model = _gpt(job.width, job.depth, job.context, job.recomputes)
     if job.checkpoints_blocks:
+        import rival_activations
+
         rival_activations.whole(model)
     return model
 
