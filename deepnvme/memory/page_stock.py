@@ -45,6 +45,10 @@ class PageStock:
         """Give idle memory back to the system, longest idle first, until so much is left."""
         self._native.keep_at_most(byte_count("the bytes to keep", nbytes))
 
+    def close(self) -> None:
+        """Give all idle memory back; what is in use goes to the system when its last view goes."""
+        self._native.close()
+
     @property
     def idle_bytes(self) -> int:
         """Bytes in no buffer, kept for buffers to come."""

@@ -183,7 +183,7 @@ class ActivationMoves:
 
     def give_back(self) -> None:
         """Give back the memory that was read back into and that nothing uses."""
-        self._read_back.keep_at_most(0)
+        self._read_back.give_back()
 
     def lease(self, memory: SavedMemory) -> Lease:
         """Return where it lies here, once it is."""
@@ -374,9 +374,8 @@ class ActivationMoves:
     def fetch(self, memory: SavedMemory) -> None:
         """Begin to fetch memory that has left."""
         nbytes = memory.record.nbytes
-        lease = self._borrowed.borrow(self._read_back.take(nbytes), holder=memory.record.name)
-        if self._read_back.idle_bytes:
-            self._read_back.keep_at_most(max(self.resident.free - nbytes, 0))
+        room = self._read_back.take(nbytes, keep=max(self.resident.free - nbytes, 0))
+        lease = self._borrowed.borrow(room, holder=memory.record.name)
         transfer = self._mover.move(
             memory.record, self._borrowed.tier, into=lease, after=self._computed()
         )

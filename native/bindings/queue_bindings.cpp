@@ -416,6 +416,7 @@ void bind_page_stock(py::module_& module) {
              py::call_guard<py::gil_scoped_release>())
         .def("keep_at_most", &PageStock::keep_at_most, py::arg("nbytes"),
              py::call_guard<py::gil_scoped_release>())
+        .def("close", &PageStock::close, py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("idle_bytes", &PageStock::idle_bytes);
 }
 

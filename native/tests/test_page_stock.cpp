@@ -108,6 +108,17 @@ TEST(at_most_what_was_allowed_stays_idle_the_oldest_goes_first) {
     CHECK(holds(*stock->take(huge, 0), 0));
 }
 
+TEST(nothing_stays_idle_once_it_is_closed) {
+    const auto stock = PageStock::make();
+    auto left = stock->take(huge, 0);
+    stock->take(huge, 0).reset();
+    CHECK(stock->idle_bytes() == huge);
+    stock->close();
+    CHECK(stock->idle_bytes() == 0);
+    left.reset();
+    CHECK(stock->idle_bytes() == 0);
+}
+
 TEST(what_is_smaller_than_a_huge_page_is_in_nobodys_way) {
     const auto stock = PageStock::make();
     auto large = stock->take(4 * huge, 0);

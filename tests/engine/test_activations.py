@@ -52,7 +52,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def reading_into_memory_that_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # The models here are so small that their saved tensors would have fresh memory.
-    monkeypatch.setattr(read_back, "_ALIGNED_FROM", 0)
+    monkeypatch.setattr(read_back, "_PAGES_FROM", 0)
 
 
 def offload_of(engine: Engine) -> ActivationOffload:

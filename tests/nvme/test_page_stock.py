@@ -54,6 +54,18 @@ def test_no_more_than_what_was_allowed_stays_idle() -> None:
     assert stock.idle_bytes == 0
 
 
+def test_what_ends_after_it_was_closed_goes_back_to_the_system() -> None:
+    stock = PageStock()
+    left = stock.take(HUGE)
+    stock.take(HUGE)
+    stock.close()
+    assert stock.idle_bytes == 0
+    del left
+    assert stock.idle_bytes == 0
+    stock.take(HUGE)
+    assert stock.idle_bytes == 0
+
+
 def test_drives_read_into_it_directly(tmp_path: Path) -> None:
     stock = PageStock()
     given = np.random.default_rng(3).integers(0, 256, HUGE, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Memory that saved tensors are read back into: used again by its size once nothing has it."""
+"""Memory that saved tensors are read back into: huge pages, used again once nothing has them."""
 
 from __future__ import annotations
 
@@ -7,65 +7,71 @@ import torch
 from deepnvme.sizes import PAGE
 from infinity_engine.activation.read_back import ReadBackMemory
 
-LARGE = 32 * PAGE
+HUGE = 2 << 20
+ALL = 64 * HUGE
 CPU = torch.device("cpu")
+
+
+def test_it_begins_where_a_huge_page_may_begin() -> None:
+    memory = ReadBackMemory(CPU)
+    taken = [memory.take(nbytes, keep=ALL) for nbytes in (HUGE, 3 * HUGE + PAGE)]
+    assert [tensor.data_ptr() % HUGE for tensor in taken] == [0, 0]
+    assert [tensor.numel() for tensor in taken] == [HUGE, 3 * HUGE + PAGE]
 
 
 def test_what_nothing_uses_any_more_is_used_again() -> None:
     memory = ReadBackMemory(CPU)
-    first = memory.take(LARGE)
-    address = first.data_ptr()
-    assert address % PAGE == 0
-    assert first.numel() == LARGE
-    del first
-    assert memory.idle_bytes == LARGE
-    again = memory.take(LARGE)
-    assert again.data_ptr() == address
-    assert memory.idle_bytes == 0
+    memory.take(HUGE, keep=ALL).fill_(7)
+    assert memory.idle_bytes == HUGE
+    assert bool((memory.take(HUGE, keep=ALL) == 7).all())
+    assert memory.idle_bytes == HUGE
+
+
+def test_another_size_has_the_pages_of_what_has_gone() -> None:
+    memory = ReadBackMemory(CPU)
+    small = [memory.take(HUGE, keep=ALL).fill_(7) for _ in range(3)]
+    small.clear()
+    assert memory.idle_bytes == 3 * HUGE
+    assert bool((memory.take(3 * HUGE, keep=ALL) == 7).all())
 
 
 def test_what_a_view_still_shows_is_not_used_again() -> None:
     memory = ReadBackMemory(CPU)
-    first = memory.take(LARGE)
+    first = memory.take(HUGE, keep=ALL)
     view = first[8:24].view(torch.float32).fill_(1.0)
     del first
-    other = memory.take(LARGE).fill_(7)
-    assert memory.idle_bytes == 0
+    memory.take(HUGE, keep=ALL).fill_(7)
     assert view.tolist() == [1.0] * 4
+    assert memory.idle_bytes == HUGE
     del view
-    assert memory.idle_bytes == LARGE
-    assert other.data_ptr() != memory.take(LARGE).data_ptr()
-
-
-def test_another_size_has_memory_of_its_own() -> None:
-    memory = ReadBackMemory(CPU)
-    memory.take(LARGE)
-    assert memory.take(2 * LARGE).numel() == 2 * LARGE
-    assert memory.idle_bytes == 3 * LARGE
+    assert memory.idle_bytes == 2 * HUGE
 
 
 def test_it_keeps_no_more_than_it_may() -> None:
     memory = ReadBackMemory(CPU)
-    taken = [memory.take(nbytes) for nbytes in (LARGE, LARGE, 2 * LARGE)]
+    taken = [memory.take(nbytes, keep=ALL) for nbytes in (HUGE, HUGE, 2 * HUGE)]
     taken.clear()
-    memory.keep_at_most(4 * LARGE)
-    assert memory.idle_bytes == 4 * LARGE
-    memory.keep_at_most(3 * LARGE - 1)
-    assert memory.idle_bytes == 2 * LARGE
-    memory.keep_at_most(0)
+    assert memory.idle_bytes == 4 * HUGE
+    held = memory.take(HUGE, keep=HUGE)
+    assert memory.idle_bytes <= HUGE
+    memory.give_back()
     assert memory.idle_bytes == 0
+    assert held.numel() == HUGE
 
 
-def test_small_memory_is_not_kept() -> None:
+def test_small_memory_is_not_kept_and_leaves_no_more_idle_than_it_may() -> None:
     memory = ReadBackMemory(CPU)
-    memory.take(PAGE)
+    memory.take(PAGE, keep=ALL)
+    assert memory.idle_bytes == 0
+    memory.take(HUGE, keep=ALL)
+    memory.take(PAGE, keep=0)
     assert memory.idle_bytes == 0
 
 
 def test_what_ends_after_it_was_closed_is_not_kept() -> None:
     memory = ReadBackMemory(CPU)
-    left = memory.take(LARGE)
-    memory.take(LARGE)
+    left = memory.take(HUGE, keep=ALL)
+    memory.take(HUGE, keep=ALL)
     memory.close()
     assert memory.idle_bytes == 0
     del left

@@ -65,6 +65,13 @@ void PageStock::keep_at_most(std::size_t nbytes) {
     keep_locked(nbytes);
 }
 
+void PageStock::close() {
+    if (belongs_to_a_parent()) return;
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    keep_locked(0);
+}
+
 std::size_t PageStock::idle_bytes() const {
     if (belongs_to_a_parent()) return 0;
     const std::lock_guard lock(mutex_);
@@ -76,7 +83,7 @@ void PageStock::give_back(std::unique_ptr<Mapping> mapping) noexcept {
     if (belongs_to_a_parent()) return;
     try {
         const std::lock_guard lock(mutex_);
-        idle_.push_back(std::move(mapping));
+        if (!closed_) idle_.push_back(std::move(mapping));
     } catch (const std::exception&) {
         mapping.reset();
     }

@@ -45,6 +45,9 @@ class PageStock : public std::enable_shared_from_this<PageStock> {
     // Gives idle pages back to the system, the longest idle first, until at most `nbytes` are left.
     void keep_at_most(std::size_t nbytes);
 
+    // Gives all idle pages back, and from here on each run's when it goes.
+    void close();
+
     [[nodiscard]] std::size_t idle_bytes() const;
 
   private:
@@ -60,6 +63,7 @@ class PageStock : public std::enable_shared_from_this<PageStock> {
 
     mutable std::mutex mutex_;
     std::deque<std::unique_ptr<Mapping>> idle_;  // longest idle first
+    bool closed_ = false;
     const pid_t owner_;
 };
 
