@@ -56,10 +56,14 @@ Mapping::Mapping(std::size_t nbytes, Untouched /*pages*/) : owner_(::getpid()) {
     reserve(nbytes);
 }
 
+std::size_t Mapping::size_for(std::size_t nbytes) noexcept {
+    return round_up(nbytes, page);
+}
+
 void Mapping::reserve(std::size_t nbytes) {
     if (nbytes == 0) throw std::invalid_argument("memory for I/O has at least one byte");
     if (nbytes > most_bytes) throw std::bad_alloc();
-    size_ = round_up(nbytes, page);
+    size_ = size_for(nbytes);
     // Private and anonymous: shared mappings never become huge pages. One huge page more than
     // asked, and both ends that the alignment leaves over are given back.
     const std::size_t mapped = size_ + huge_page;

@@ -39,14 +39,17 @@ std::shared_ptr<Pages> PageStock::take(std::size_t nbytes, std::size_t keep) {
 
 // Returns null where the kernel refuses to move pages.
 std::unique_ptr<Mapping> PageStock::same_or_filled(std::size_t nbytes, std::size_t keep) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (std::unique_ptr<Mapping> same = same_locked(nbytes)) {
+            keep_locked(keep);
+            return same;
+        }
+    }
     auto fresh = std::make_unique<Mapping>(nbytes, Mapping::Untouched{});
     std::size_t filled = 0;
     {
         const std::lock_guard lock(mutex_);
-        if (std::unique_ptr<Mapping> same = same_locked(fresh->size())) {
-            keep_locked(keep);
-            return same;
-        }
         try {
             filled = fill_locked(*fresh);
         } catch (const std::bad_alloc&) {
@@ -90,9 +93,9 @@ void PageStock::give_back(std::unique_ptr<Mapping> mapping) noexcept {
 }
 
 std::unique_ptr<Mapping> PageStock::same_locked(std::size_t nbytes) {
-    const auto same = std::ranges::find_if(idle_.rbegin(), idle_.rend(), [=](const auto& mapping) {
-        return mapping->size() == nbytes;
-    });
+    const std::size_t size = Mapping::size_for(nbytes);
+    const auto same = std::ranges::find_if(
+        idle_.rbegin(), idle_.rend(), [=](const auto& mapping) { return mapping->size() == size; });
     if (same == idle_.rend()) return nullptr;
     std::unique_ptr<Mapping> found = std::move(*same);
     idle_.erase(std::next(same).base());

@@ -20,6 +20,9 @@ void populate(std::byte* memory, std::size_t nbytes) noexcept;
 // One run of addresses, mapped and touched as a whole.
 class Mapping {
   public:
+    // How large a mapping is that holds so many bytes.
+    [[nodiscard]] static std::size_t size_for(std::size_t nbytes) noexcept;
+
     // Throws std::bad_alloc where the kernel gives no memory, std::invalid_argument for 0 bytes or
     // for a NUMA node that does not exist.
     explicit Mapping(std::size_t nbytes, std::optional<unsigned> numa_node = std::nullopt);
