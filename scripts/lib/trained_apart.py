@@ -45,10 +45,14 @@ __all__ = [
     "Ran",
     "Result",
     "Step",
+    "Trainer",
+    "drive_bytes",
     "main",
     "parameters_of",
+    "take_step",
     "train",
     "train_apart",
+    "trainer_of",
     "words_of",
 ]
 
@@ -244,7 +248,7 @@ def parameters_of(width: int, depth: int, context: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Trainer:
+class Trainer:
     """A model in the hands of one system."""
 
     model: torch.nn.Module
@@ -260,7 +264,7 @@ class _Trainer:
     """The seconds that it waited in its last step, and did beside computing, by cause."""
 
 
-System = Callable[[Job, "Callable[[], TinyGPT]"], _Trainer]
+System = Callable[[Job, "Callable[[], TinyGPT]"], Trainer]
 
 
 def train(job: Job, tell: Callable[..., None]) -> Result:
@@ -271,23 +275,22 @@ def train(job: Job, tell: Callable[..., None]) -> Result:
 
     tell(at="importing and warming up")
     torch.set_num_threads(job.threads)
-    prepare, system = SYSTEMS[job.system]
+    prepare, _ = SYSTEMS[job.system]
     prepare()
     computing = _computing_bytes(job)
     baseline = memory_bytes("VmRSS")
     text = torch.frombuffer(bytearray(Path(job.text).read_bytes()), dtype=torch.uint8)
     data = batches(text.long(), sequences=1, length=job.context, seed=job.seed)
     tell(at="making the model")
-    torch.manual_seed(job.seed)
-    trainer = system(job, lambda: _made(job))
-    before = _drive_bytes()
+    trainer = trainer_of(job)
+    before = drive_bytes()
     peak = 0
     for number in range(job.steps):
         if number == _BEGINNING:
             peak = memory_bytes("VmHWM")
             _begin_peak_anew()
-        tell(step=asdict(_step(trainer, next(data), partial(_tell_phase, tell, number + 1))))
-    after, steady = _drive_bytes(), memory_bytes("VmHWM")
+        tell(step=asdict(take_step(trainer, next(data), partial(_tell_phase, tell, number + 1))))
+    after, steady = drive_bytes(), memory_bytes("VmHWM")
     print(trainer.report())
     tell(at="reading back what it has trained")
     return Result(
@@ -303,13 +306,23 @@ def train(job: Job, tell: Callable[..., None]) -> Result:
     )
 
 
+def trainer_of(job: Job) -> Trainer:
+    """Return a new model in the hands of the job's system."""
+    import torch
+
+    torch.manual_seed(job.seed)
+    _, system = SYSTEMS[job.system]
+    return system(job, lambda: _made(job))
+
+
 def _tell_phase(tell: Callable[..., None], step: int, phase: str) -> None:
     tell(at=f"in {phase} {step}")
 
 
-def _step(
-    trainer: _Trainer, batch: tuple[torch.Tensor, torch.Tensor], begins: Callable[[str], None]
+def take_step(
+    trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor], begins: Callable[[str], None]
 ) -> Step:
+    """Train one step; `begins` hears of each phase before it."""
     from torch.nn import functional
 
     inputs, targets = batch
@@ -375,12 +388,13 @@ def _begin_peak_anew() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _drive_bytes() -> dict[str, int]:
+def drive_bytes() -> dict[str, int]:
+    """Return what this process has read from drives and written to them, as the kernel counts."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return {name: int(count) for name, count in (line.split(": ") for line in lines)}
 
 
-def _ours(job: Job, make: Callable[[], TinyGPT]) -> _Trainer:
+def _ours(job: Job, make: Callable[[], TinyGPT]) -> Trainer:
     import torch
 
     import infinity_engine
@@ -425,7 +439,7 @@ def _ours(job: Job, make: Callable[[], TinyGPT]) -> _Trainer:
         }
         return {wait.value: seconds for wait, seconds in report.waits.items()} | updates
 
-    return _Trainer(
+    return Trainer(
         model,
         engine,
         engine.backward,
@@ -445,7 +459,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 def _plain(
     job: Job, make: Callable[[], TinyGPT], forward_of: Callable[[TinyGPT], Forward] | None = None
-) -> _Trainer:
+) -> Trainer:
     """Train with plain torch; `forward_of` a model says how another library runs its blocks."""
     import torch
 
@@ -460,10 +474,10 @@ def _plain(
         optimizer.step()
         optimizer.zero_grad()
 
-    return _Trainer(model, forward, torch.Tensor.backward, update)
+    return Trainer(model, forward, torch.Tensor.backward, update)
 
 
-def _deepspeed(job: Job, make: Callable[[], TinyGPT]) -> _Trainer:
+def _deepspeed(job: Job, make: Callable[[], TinyGPT]) -> Trainer:
     import torch
 
     deepspeed: Any = import_module("deepspeed")
@@ -474,7 +488,7 @@ def _deepspeed(job: Job, make: Callable[[], TinyGPT]) -> _Trainer:
         # it was gone when the model did that
         torch.nn.init.normal_(model.embedding.weight, std=0.02)
     engine, *_ = deepspeed.initialize(model=model, config=config)
-    return _Trainer(model, engine, engine.backward, engine.step)
+    return Trainer(model, engine, engine.backward, engine.step)
 
 
 def _deepspeed_config(job: Job) -> dict[str, Any]:

@@ -6,12 +6,15 @@ Knows which Python has which system, and what a training takes of the drive. Tra
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 
@@ -106,6 +109,33 @@ class Place:
             raise bench.UnavailableError(str(reason)) from None
         finally:
             shutil.rmtree(folder)
+
+    def steps_in_turns(self, job: Job, *, within_s: float) -> dict[str, float]:
+        """Return the seconds of a step by each way of steps_in_turns.py.
+
+        Raises:
+            UnavailableError: that cannot be done here.
+        """
+        python, environ = self._python(job)
+        folder = Path(job.folder)
+        self._check_room(2 * self._drive_bytes(job))
+        folder.mkdir()
+        program = Path(__file__).with_name("steps_in_turns.py")
+        try:
+            ran = subprocess.run(
+                [python, program, json.dumps(asdict(job))],
+                env=environ,
+                capture_output=True,
+                text=True,
+                timeout=within_s,
+                check=False,
+            )
+        finally:
+            shutil.rmtree(folder)
+        if ran.returncode:
+            raise bench.UnavailableError(ran.stderr[-2000:])
+        found: dict[str, float] = json.loads(ran.stdout)
+        return found
 
     def _drive_bytes(self, job: Job) -> int:
         """Return what it may take of the drive: what its budget says, or what DeepSpeed writes."""
