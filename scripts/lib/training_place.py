@@ -130,6 +130,8 @@ class Place:
                 timeout=within_s,
                 check=False,
             )
+        except subprocess.TimeoutExpired:
+            raise bench.UnavailableError(f"it took longer than {within_s:.0f} s") from None
         finally:
             shutil.rmtree(folder)
         if ran.returncode:
