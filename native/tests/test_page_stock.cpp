@@ -89,19 +89,18 @@ TEST(a_run_that_ends_within_a_huge_page_has_all_of_its_pages) {
 
 TEST(at_most_what_was_allowed_stays_idle_the_oldest_goes_first) {
     const auto stock = PageStock::make();
-    {
-        const auto old = stock->take(2 * huge, 0);
-        fill(*old, 1);
-    }
-    {
-        const auto young = stock->take(3 * huge, everything);
-        fill(*young, 2);
-    }
+    auto old = stock->take(2 * huge, 0);
+    auto young = stock->take(3 * huge, 0);
+    fill(*old, 1);
+    fill(*young, 2);
+    old.reset();
+    young.reset();
     stock->keep_at_most(4 * huge);
-    CHECK(stock->idle_bytes() <= 4 * huge);
+    CHECK(stock->idle_bytes() == 4 * huge);
     {
-        const auto again = stock->take(huge, everything);
-        CHECK(holds(*again, 2));
+        const auto again = stock->take(4 * huge, everything);
+        CHECK(std::count(again->data(), again->data() + again->size(), std::byte{2}) == 3 * huge);
+        CHECK(std::count(again->data(), again->data() + again->size(), std::byte{1}) == huge);
     }
     stock->keep_at_most(0);
     CHECK(stock->idle_bytes() == 0);
@@ -150,8 +149,11 @@ TEST(runs_that_are_made_of_others_are_taken_apart_again) {
     }
 }
 
-TEST(nothing_is_no_run) {
-    CHECK_THROWS((void)PageStock::make()->take(0, 0), std::invalid_argument);
+TEST(nothing_is_no_run_and_neither_is_more_than_there_can_be) {
+    const auto stock = PageStock::make();
+    CHECK_THROWS((void)stock->take(0, 0), std::invalid_argument);
+    for (const std::size_t nbytes : {everything, everything - 4096, everything / 2 + 1})
+        CHECK_THROWS((void)stock->take(nbytes, 0), std::bad_alloc);
 }
 
 TEST(a_forked_child_has_none_of_it_and_disturbs_nothing) {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from deepnvme.sizes import PAGE
 from infinity_engine.activation.read_back import ReadBackMemory
+from infinity_engine.units import MiB
 
-HUGE = 2 << 20
+HUGE = 2 * MiB
 ALL = 64 * HUGE
 CPU = torch.device("cpu")
 
@@ -53,19 +55,29 @@ def test_it_keeps_no_more_than_it_may() -> None:
     taken.clear()
     assert memory.idle_bytes == 4 * HUGE
     held = memory.take(HUGE, keep=HUGE)
-    assert memory.idle_bytes <= HUGE
+    assert memory.idle_bytes == HUGE
     memory.give_back()
     assert memory.idle_bytes == 0
     assert held.numel() == HUGE
 
 
-def test_small_memory_is_not_kept_and_leaves_no_more_idle_than_it_may() -> None:
+@pytest.mark.parametrize("nbytes", [PAGE, MiB, HUGE - PAGE])
+def test_what_is_less_than_a_huge_page_is_not_kept_and_leaves_no_more_idle_than_it_may(
+    nbytes: int,
+) -> None:
     memory = ReadBackMemory(CPU)
-    memory.take(PAGE, keep=ALL)
+    assert memory.take(nbytes, keep=ALL).numel() == nbytes
     assert memory.idle_bytes == 0
     memory.take(HUGE, keep=ALL)
-    memory.take(PAGE, keep=0)
+    memory.take(nbytes, keep=0)
     assert memory.idle_bytes == 0
+
+
+def test_drives_write_to_it_without_a_copy_from_64_kib_on() -> None:
+    memory = ReadBackMemory(CPU)
+    taken = [memory.take(nbytes, keep=ALL) for nbytes in (16 * PAGE, MiB + 1, HUGE - 1, HUGE)]
+    assert [tensor.data_ptr() % PAGE for tensor in taken] == [0] * 4
+    assert [tensor.numel() for tensor in taken] == [16 * PAGE, MiB + 1, HUGE - 1, HUGE]
 
 
 def test_what_ends_after_it_was_closed_is_not_kept() -> None:

@@ -56,13 +56,13 @@ Mapping::Mapping(std::size_t nbytes, Untouched /*pages*/) : owner_(::getpid()) {
     reserve(nbytes);
 }
 
-std::size_t Mapping::size_for(std::size_t nbytes) noexcept {
+std::size_t Mapping::size_for(std::size_t nbytes) {
+    if (nbytes > most_bytes) throw std::bad_alloc();
     return round_up(nbytes, page);
 }
 
 void Mapping::reserve(std::size_t nbytes) {
     if (nbytes == 0) throw std::invalid_argument("memory for I/O has at least one byte");
-    if (nbytes > most_bytes) throw std::bad_alloc();
     size_ = size_for(nbytes);
     // Private and anonymous: shared mappings never become huge pages. One huge page more than
     // asked, and both ends that the alignment leaves over are given back.
@@ -111,6 +111,15 @@ std::size_t Mapping::take_over(Mapping& donor, std::size_t at) {
         donor.size_ = 0;
     }
     return moved;
+}
+
+std::size_t Mapping::shrink(std::size_t at_least) noexcept {
+    const std::size_t given = round_up(at_least, huge_page);
+    if (given >= size_) return 0;
+    ::munmap(data_, given);
+    data_ += given;
+    size_ -= given;
+    return given;
 }
 
 // Preferred, not required: a node that is full costs speed, and no memory at all would cost the

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <exception>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -47,18 +48,14 @@ std::unique_ptr<Mapping> PageStock::same_or_filled(std::size_t nbytes, std::size
         }
     }
     auto fresh = std::make_unique<Mapping>(nbytes, Mapping::Untouched{});
-    std::size_t filled = 0;
+    std::optional<std::size_t> filled;
     {
         const std::lock_guard lock(mutex_);
-        try {
-            filled = fill_locked(*fresh);
-        } catch (const std::bad_alloc&) {
-            keep_locked(keep);
-            return nullptr;
-        }
+        filled = fill_locked(*fresh);
         keep_locked(keep);
     }
-    fresh->touch(filled);
+    if (!filled) return nullptr;
+    fresh->touch(*filled);
     return fresh;
 }
 
@@ -78,7 +75,7 @@ void PageStock::close() {
 std::size_t PageStock::idle_bytes() const {
     if (belongs_to_a_parent()) return 0;
     const std::lock_guard lock(mutex_);
-    return idle_locked();
+    return idle_bytes_;
 }
 
 // Where there is no memory for the bookkeeping, the pages go back to the system.
@@ -86,7 +83,10 @@ void PageStock::give_back(std::unique_ptr<Mapping> mapping) noexcept {
     if (belongs_to_a_parent()) return;
     try {
         const std::lock_guard lock(mutex_);
-        if (!closed_) idle_.push_back(std::move(mapping));
+        if (closed_) return;
+        const std::size_t size = mapping->size();
+        idle_.push_back(std::move(mapping));
+        idle_bytes_ += size;
     } catch (const std::exception&) {
         mapping.reset();
     }
@@ -99,30 +99,36 @@ std::unique_ptr<Mapping> PageStock::same_locked(std::size_t nbytes) {
     if (same == idle_.rend()) return nullptr;
     std::unique_ptr<Mapping> found = std::move(*same);
     idle_.erase(std::next(same).base());
+    idle_bytes_ -= size;
     return found;
 }
 
-// Moves idle pages to the front of `fresh`; returns how many bytes of it have pages now.
-std::size_t PageStock::fill_locked(Mapping& fresh) {
-    std::size_t filled = 0;
-    for (auto donor = idle_.rbegin(); donor != idle_.rend(); ++donor)
-        filled += fresh.take_over(**donor, filled);
+// Moves idle pages to the front of `fresh`; returns how many bytes of it have pages now, nothing
+// where the kernel refuses.
+std::optional<std::size_t> PageStock::fill_locked(Mapping& fresh) {
+    std::optional<std::size_t> filled = 0;
+    try {
+        for (auto donor = idle_.rbegin(); donor != idle_.rend(); ++donor)
+            *filled += fresh.take_over(**donor, *filled);
+    } catch (const std::bad_alloc&) {
+        filled.reset();
+    }
     std::erase_if(idle_, [](const auto& mapping) { return mapping->size() == 0; });
+    idle_bytes_ = 0;
+    for (const auto& mapping : idle_) idle_bytes_ += mapping->size();
     return filled;
 }
 
 void PageStock::keep_locked(std::size_t nbytes) {
-    std::size_t left = idle_locked();
-    while (left > nbytes) {
-        left -= idle_.front()->size();
-        idle_.pop_front();
+    while (idle_bytes_ > nbytes) {
+        Mapping& oldest = *idle_.front();
+        if (const std::size_t given = oldest.shrink(idle_bytes_ - nbytes)) {
+            idle_bytes_ -= given;
+        } else {
+            idle_bytes_ -= oldest.size();
+            idle_.pop_front();
+        }
     }
-}
-
-std::size_t PageStock::idle_locked() const noexcept {
-    std::size_t nbytes = 0;
-    for (const auto& mapping : idle_) nbytes += mapping->size();
-    return nbytes;
 }
 
 bool PageStock::belongs_to_a_parent() const noexcept {

@@ -20,8 +20,9 @@ void populate(std::byte* memory, std::size_t nbytes) noexcept;
 // One run of addresses, mapped and touched as a whole.
 class Mapping {
   public:
-    // How large a mapping is that holds so many bytes.
-    [[nodiscard]] static std::size_t size_for(std::size_t nbytes) noexcept;
+    // How large a mapping is that holds so many bytes. Throws std::bad_alloc for more than one can
+    // hold.
+    [[nodiscard]] static std::size_t size_for(std::size_t nbytes);
 
     // Throws std::bad_alloc where the kernel gives no memory, std::invalid_argument for 0 bytes or
     // for a NUMA node that does not exist.
@@ -49,6 +50,10 @@ class Mapping {
     // moved. What is left of the donor is unmapped where it is less than a huge page. Throws
     // std::bad_alloc where the kernel refuses; this mapping can then only be destroyed.
     [[nodiscard]] std::size_t take_over(Mapping& donor, std::size_t at);
+
+    // Gives huge pages from its front back to the system, at least so many bytes, while it is
+    // neither used nor registered. Returns the bytes given; 0 where none would be left.
+    std::size_t shrink(std::size_t at_least) noexcept;
 
   private:
     void reserve(std::size_t nbytes);

@@ -9,6 +9,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "deepnvme/arena.hpp"
 
@@ -56,13 +57,13 @@ class PageStock : public std::enable_shared_from_this<PageStock> {
     void give_back(std::unique_ptr<Mapping> mapping) noexcept;
     [[nodiscard]] std::unique_ptr<Mapping> same_or_filled(std::size_t nbytes, std::size_t keep);
     [[nodiscard]] std::unique_ptr<Mapping> same_locked(std::size_t nbytes);
-    [[nodiscard]] std::size_t fill_locked(Mapping& fresh);
+    [[nodiscard]] std::optional<std::size_t> fill_locked(Mapping& fresh);
     void keep_locked(std::size_t nbytes);
-    [[nodiscard]] std::size_t idle_locked() const noexcept;
     [[nodiscard]] bool belongs_to_a_parent() const noexcept;
 
     mutable std::mutex mutex_;
     std::deque<std::unique_ptr<Mapping>> idle_;  // longest idle first
+    std::size_t idle_bytes_ = 0;
     bool closed_ = false;
     const pid_t owner_;
 };
