@@ -31,6 +31,7 @@ KEPT, DRIVE, BESIDE = "kept", "on the drive", "kept beside a stream"
 WARMING_UP = 2  # steps
 PIECE, PENDING = 4 << 20, 4
 SPREAD = 0.9  # of the time of a forward, or a backward, the stream moves its bytes
+LATE = 0.02  # of a step; a stream that ends later was not beside it
 _STREAM = "stream"
 _WRITTEN, _READ = "write_bytes", "read_bytes"
 
@@ -48,20 +49,26 @@ def main(job: Job) -> dict[str, float]:
     data = batches(text.long(), sequences=1, length=job.context, seed=job.seed)
     steps: dict[str, list[Step]] = {name: [] for name in trainers}
     moved = {_WRITTEN: 0, _READ: 0}
+    late: list[float] = []
+    ways = list(trainers)
     with _stream(Path(job.folder) / "stream") as stream:
-        for _ in range(job.steps):
-            batch = next(data)
-            for name, trainer in trainers.items():
+        for number in range(job.steps):
+            batch, first = next(data), number % len(ways)
+            for name in ways[first:] + ways[:first]:  # each begins in turn
                 before = drive_bytes()
                 begins = stream.beside(steps[KEPT][-1], moved) if name == BESIDE else _nothing
-                steps[name].append(take_step(trainer, batch, begins))
-                stream.end()
+                steps[name].append(take_step(trainers[name], batch, begins))
+                if name == BESIDE:
+                    late.append(stream.end_s())
                 if name == DRIVE:
                     moved = {way: drive_bytes()[way] - before[way] for way in moved}
-    return {
+    seconds = {
         name: statistics.median(sum(step.seconds.values()) for step in taken[WARMING_UP:])
         for name, taken in steps.items()
     }
+    if statistics.median(late[WARMING_UP:]) > LATE * seconds[BESIDE]:
+        raise RuntimeError(f"the stream went on after its steps had ended, in seconds: {late}")
+    return seconds
 
 
 def _nothing(phase: str) -> None:
@@ -87,12 +94,14 @@ class _Stream:
 
         return begin
 
-    def end(self) -> None:
-        """Wait until it has moved all."""
+    def end_s(self) -> float:
+        """Wait until it has moved all; return for how long."""
+        start = time.perf_counter()
         while self._begun:
             if not self._tells.readline():
                 raise RuntimeError("the process that moves bytes over the drive has ended early")
             self._begun -= 1
+        return time.perf_counter() - start
 
 
 @contextmanager
@@ -133,7 +142,7 @@ def move(path: Path) -> None:
             for future in futures:
                 future.result()
             print("moved", flush=True)
-    path.unlink()
+    path.unlink(missing_ok=True)  # who asked may have ended, and removed the folder
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ class Place:
         except subprocess.TimeoutExpired:
             raise bench.UnavailableError(f"it took longer than {within_s:.0f} s") from None
         finally:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # its own process may be about to end
         if ran.returncode:
             raise bench.UnavailableError(ran.stderr[-2000:])
         found: dict[str, float] = json.loads(ran.stdout)
