@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -19,7 +19,7 @@ from infinity_engine.calibration.device import DTYPES
 from infinity_engine.calibration.effort import MeasuringTime
 from infinity_engine.plan import BlockFigures, BlockShape, ComputeRate, Figure, Unit, block_flops
 
-__all__ = ["measure_blocks"]
+__all__ = ["host_computing", "measure_blocks"]
 
 _WIDTHS = MappingProxyType({"cpu": (512, 1024, 1536, 2048), "cuda": (1024, 2048, 4096)})
 _TOKENS = MappingProxyType({"cpu": (256, 1024), "cuda": (512, 2048)})
@@ -48,13 +48,36 @@ def measure_blocks(
     # Once before any sample: the first run of a shape pays for torch's own preparations.
     for block in blocks.values():
         block.rate(0.0)
-    found = part.in_turn(points, lambda point, sample_s: blocks[point].rate(sample_s))
     figures: dict[str, dict[BlockShape, BlockFigures]] = {name: {} for name in DTYPES}
+    found: dict[tuple[str, BlockShape], list[ComputeRate]] = {}
+    for dtype in DTYPES:
+        # Apart: without AVX-512, one round in bf16 takes longer than all the time.
+        own = [point for point in points if point[0] == dtype]
+        found |= part.share(1 / len(DTYPES)).in_turn(
+            own, lambda point, sample_s: blocks[point].rate(sample_s)
+        )
     for (name, shape), samples in found.items():
         # A rate for each way, forward first.
         ways = (Figure.of([sample[way] for sample in samples], Unit.FLOPS) for way in range(2))
         figures[name][shape] = BlockFigures(**dict(zip(("forward", "backward"), ways, strict=True)))
     return figures
+
+
+def host_computing(nbytes: int) -> Callable[[float], float]:
+    """Return what computes on the CPU for so many seconds, and gives the rate: the smallest block,
+    forward and backward, in about so much memory.
+    """
+    cpu = torch.device("cpu")
+    shape = BlockShape(_WIDTHS["cpu"][0], _TOKENS["cpu"][0])
+    # In fp32: without AVX-512, CPUs multiply bf16 a hundred times slower than models compute.
+    block = _Block(shape, _weights(cpu, torch.float32, nbytes // _PARTS))
+    block.rate(0.0)  # pays for torch's own preparations
+
+    def rate(seconds: float) -> float:
+        found = block.rate(seconds)
+        return _PASSES / (1 / found.forward + 2 / found.backward)
+
+    return rate
 
 
 def _shapes(

@@ -129,11 +129,12 @@ def calibrated(
             machine = bench.machine(identity, accelerator)
             # Kept at once: a drive that fails does not cost what was measured before.
             cache.keep_machine(machine)
+        computing = bench.host_computing(accelerator) if missing else None
         for name, place in missing.items():
             assert queue is not None, "there is a queue for directories"
             # Equal parts of the time, whatever is missing.
             part = effort.part(_DRIVES_SHARE / len(missing))
-            measured = bench.drive(name, place, drives[name], queue, part)
+            measured = bench.drive(name, place, drives[name], queue, part=part, computing=computing)
             found[name] = measured
             cache.keep_drive(identity, measured)
     return machine.with_drives({name: drive for name, drive in found.items() if drive is not None})
@@ -192,7 +193,9 @@ class _Bench:
         place: Path,
         identity: Mapping[str, str],
         queue: IOQueue,
+        *,
         part: MeasuringTime,
+        computing: Callable[[float], float] | None,
     ) -> DriveFigures:
         """Measure the drive of a directory, in `place`, which is its real path."""
         memory = self._taken()
@@ -206,6 +209,7 @@ class _Bench:
                 queue=queue,
                 memory=memory.io,
                 updates=memory.updates,
+                computing=computing,
                 effort=self._effort,
                 part=part,
                 report=self._report,
@@ -213,6 +217,14 @@ class _Bench:
         finally:
             # Also after a failure: the queue may be the caller's, and the pool is ours.
             queue.forget_pool(memory.pool)
+
+    def host_computing(self, accelerator: Accelerator | None) -> Callable[[float], float] | None:
+        """Return what lets modules compute on the host, None where they compute elsewhere."""
+        if accelerator is None or not accelerator.unified:
+            return None
+        from infinity_engine.calibration.blocks import host_computing
+
+        return host_computing(self._effort.beside_bytes)
 
     def _taken(self) -> _Memory:
         if self._memory is None:

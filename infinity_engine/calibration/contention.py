@@ -1,4 +1,4 @@
-"""What updates of the host and other work lose to one another: alone and together, in turn.
+"""What work of the host and other work lose to one another: alone and together, in turn.
 
 The samples of a comparison follow one another, so that whatever else the machine does disturbs all
 of them alike.
@@ -12,13 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from infinity_engine.calibration.effort import MeasuringTime
 from infinity_engine.calibration.host import HostPoint, HostUpdates
 from infinity_engine.plan import Figure, Unit
 
-__all__ = ["Contention", "Pair", "Stops", "meanwhile", "measure_contention", "until"]
+__all__ = [
+    "Contention",
+    "Pair",
+    "Stops",
+    "meanwhile",
+    "measure_contention",
+    "part_kept",
+    "until",
+]
 
 _SAMPLES = 4  # of a comparison: updates alone, with the other, and alone again; the other alone
 _Result = TypeVar("_Result")
@@ -47,29 +56,49 @@ def measure_contention(
     points: Sequence[HostPoint],
     work: Callable[[Stops], _Result],
     part: MeasuringTime,
+    *,
+    rate_beside: Callable[[HostPoint, float], float] | None = None,
 ) -> Contention[_Result]:
-    """Measure the points beside `work`, which goes on until it is stopped."""
+    """Measure the points beside `work`, which goes on until it is stopped.
+
+    `rate_beside` is what updates do meanwhile, where that is more than they do alone.
+    """
+    rate_beside = rate_beside or updates.rate
     others: list[Pair[_Result]] = []
 
     def part_left(point: HostPoint, sample_s: float) -> float:
-        # Before and after: what changes slowly on the machine is half in each.
-        before = updates.rate(point, sample_s)
-        with meanwhile(work) as going_on:
-            beside = updates.rate(point, sample_s)
-        after = updates.rate(point, sample_s)
+        alone, beside = partial(updates.rate, point), partial(rate_beside, point)
+        part, done = part_kept(alone, work, sample_s, beside=beside)
         # What the other work loses is measured beside updates by all threads only.
         if point.threads == max(updates.counts):
-            others.append(Pair(going_on.result(), work(until(sample_s))))
-        else:
-            # Raises what the work failed with: else its error would be lost.
-            going_on.result()
-        # Beside against the mean of both: 1 where nothing is lost.
-        return 2 * beside / (before + after)
+            others.append(Pair(done, work(until(sample_s))))
+        return part
 
     found = part.in_turn(points, part_left, samples=_SAMPLES)
     return Contention(
         {point: Figure.of(parts, Unit.PART) for point, parts in found.items()}, others
     )
+
+
+def part_kept(
+    alone: Callable[[float], float],
+    work: Callable[[Stops], _Result],
+    sample_s: float,
+    *,
+    beside: Callable[[float], float] | None = None,
+) -> tuple[float, _Result]:
+    """Return the part of its rate that something keeps beside `work`, and what that did meanwhile.
+
+    `alone` does it for so many seconds and returns its rate; beside the work it is done by `beside`
+    where that is another way.
+    """
+    # Before and after: what changes slowly on the machine is half in each.
+    before = alone(sample_s)
+    with meanwhile(work) as going_on:
+        kept = (beside or alone)(sample_s)
+    after = alone(sample_s)
+    # Beside against the mean of both: 1 where nothing is lost. Raises what the work failed with.
+    return 2 * kept / (before + after), going_on.result()
 
 
 def until(seconds: float) -> Stops:

@@ -1,4 +1,4 @@
-"""How fast the drive behind a directory is, alone and beside updates of the host, through deepnvme.
+"""How fast the drive behind a directory is, alone and beside work of the host, through deepnvme.
 
 Writes one file there, and removes it when it is done, fails or is interrupted. Imports no torch.
 """
@@ -16,7 +16,7 @@ from deepnvme import File, IOQueue
 from deepnvme.cli.scratch import scratch_file
 from deepnvme.measuring.measure import Workload, cut, fill, pending_for, transfers
 from deepnvme.sizes import PAGE
-from infinity_engine.calibration.contention import Stops, measure_contention, until
+from infinity_engine.calibration.contention import Stops, measure_contention, part_kept, until
 from infinity_engine.calibration.effort import Effort, MeasuringTime
 from infinity_engine.calibration.host import RULES, HostUpdates
 from infinity_engine.plan import DriveFigures, Figure, Unit
@@ -27,8 +27,9 @@ __all__ = ["FILE_PREFIX", "measure_drive"]
 FILE_PREFIX = "infinity-calibrate-"
 _OPERATION_BYTES = 4 * MiB
 _APART_BYTES = 5 * MiB + PAGE  # of single reads
-_FILE_SHARE, _ALONE_SHARE, _START_SHARE, _BESIDE_SHARE = 0.15, 0.4, 0.03, 0.42
-"""Of the time for a directory."""
+_FILE_SHARE, _ALONE_SHARE, _START_SHARE = 0.15, 0.35, 0.03  # of the time for a directory
+_BESIDE_SHARE, _COMPUTING_SHARE = 0.35, 0.12
+_SAMPLES = 3  # of modules: alone, beside the drive, and alone again
 _Report = Callable[[str], object]
 
 
@@ -83,11 +84,15 @@ def measure_drive(
     queue: IOQueue,
     memory: memoryview,
     updates: HostUpdates,
+    computing: Callable[[float], float] | None,
     effort: Effort,
     part: MeasuringTime,
     report: _Report,
 ) -> DriveFigures:
     """Measure a directory in `place`, its real path, through `memory`, which the queue's pool has.
+
+    `computing` lets modules compute on the host for so many seconds and gives their rate; None
+    where they compute elsewhere.
 
     Raises:
         OSError: an operation failed there.
@@ -110,6 +115,10 @@ def measure_drive(
         start = _start(load, part.share(_START_SHARE))
         report(f"{directory}: updates beside its reads and writes")
         drive, beside = _beside(load, updates, part.share(_BESIDE_SHARE))
+        blocks = Figure.missing("modules do not compute on the host", Unit.PART)
+        if computing is not None:
+            report(f"{directory}: modules beside its reads and writes")
+            blocks = _computing(load, computing, part.share(_COMPUTING_SHARE))
     return DriveFigures(
         drive=identity,
         read=alone[Workload.READ],
@@ -118,6 +127,7 @@ def measure_drive(
         mixed_beside_updates=drive,
         start=start,
         host_updates=beside,
+        blocks=blocks,
     )
 
 
@@ -138,14 +148,28 @@ def _start(load: _DriveLoad, part: MeasuringTime) -> Figure:
 def _beside(
     load: _DriveLoad, updates: HostUpdates, part: MeasuringTime
 ) -> tuple[Figure, dict[str, dict[int, Figure]]]:
-    """Return the parts that the drive, and that updates keep of their rates where both work."""
+    """Return the parts that the drive, and that updates keep of their rates where both work: those
+    of states on the drive, with their checksums.
+    """
     points = updates.points(RULES)
-    found = measure_contention(updates, points, partial(load.bytes_per_s, Workload.MIXED), part)
+    work = partial(load.bytes_per_s, Workload.MIXED)
+    found = measure_contention(updates, points, work, part, rate_beside=updates.rate_from_drives)
     parts: dict[str, dict[int, Figure]] = {name: {} for name in RULES}
     for point, left in found.updates.items():
         parts[str(point.optimizer)][point.threads] = left
     # The part that is left, not the rate: rates of two moments on a shared machine do not compare.
     return Figure.of([pair.beside / pair.alone for pair in found.others], Unit.PART), parts
+
+
+def _computing(
+    load: _DriveLoad, computing: Callable[[float], float], part: MeasuringTime
+) -> Figure:
+    """Return the part of their rate that modules keep beside reads and writes."""
+    work = partial(load.bytes_per_s, Workload.MIXED)
+    [parts] = part.in_turn(
+        ["modules"], lambda _, sample_s: part_kept(computing, work, sample_s)[0], samples=_SAMPLES
+    ).values()
+    return Figure.of(parts, Unit.PART)
 
 
 def _write(file: File, buffers: Sequence[memoryview], nbytes: int, seconds: float) -> int:

@@ -68,13 +68,14 @@ class Effort:
     io_bytes: int  # that copies, reads and writes go through
     file_bytes: int
     compute_bytes: int = 64 * MiB  # that computing goes through, before all else and not beside it
+    beside_bytes: int = 64 * MiB  # that computing beside drives goes through
     shortest_s: float = 0.02  # of a sample
 
     @property
     def memory_bytes(self) -> int:
         """Host memory that is held at most."""
         # Not their sum: computing is measured before the memory for the rest is taken.
-        return max(self.update_bytes + self.io_bytes, self.compute_bytes)
+        return max(self.update_bytes + self.io_bytes + self.beside_bytes, self.compute_bytes)
 
     def beside_a_gpu(self) -> Effort:
         """Return it with the memory that the host of a GPU has for it.
@@ -85,6 +86,7 @@ class Effort:
             self,
             update_bytes=max(self.update_bytes, GiB),
             io_bytes=max(self.io_bytes, 128 * MiB),
+            beside_bytes=0,  # the host computes nothing
         )
 
     def part(self, share: float) -> MeasuringTime:

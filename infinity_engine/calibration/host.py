@@ -5,7 +5,7 @@ Holds the memory that is measured on until it is forgotten. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from deepnvme import Pool
+from deepnvme.memory.checksum import CHECKSUM_BYTES
 from infinity_engine import _native
 from infinity_engine.calibration.effort import MeasuringTime, repeated
 from infinity_engine.errors import ConfigError
@@ -30,6 +31,7 @@ from infinity_engine.optim import (
     Segment,
     Subgroup,
     SubgroupState,
+    SummedMemory,
     Update,
     UpdateThreads,
     Values,
@@ -112,6 +114,7 @@ class HostUpdates:
             )
             for name, rule in RULES.items()
         }
+        self._held = master, first, second
         self._smallest = steps_of(
             RULES["adamw"],
             updates_state(
@@ -159,6 +162,33 @@ class HostUpdates:
             )
         step = self._steps[point.optimizer]
         return repeated(lambda: step(kernels), self.numel, seconds)
+
+    def rate_from_drives(self, point: HostPoint, seconds: float) -> float:
+        """Measure updates as they are of states on drives: with the checksums of what was read and
+        of what is to be written.
+        """
+        assert point.optimizer is not None, "a sweep has no states"
+        step = self._steps[point.optimizer]
+        kernels = _SummingKernels(
+            self._kernels[point.threads],
+            [
+                SummedMemory(values.address, 4 * self.numel, CHECKSUM_BYTES, with_before=True)
+                for values in self._held[: 1 + len(RULES[point.optimizer].states)]
+            ],
+        )
+        return repeated(lambda: step(kernels), self.numel, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _SummingKernels:
+    """Kernels of the host whose updates make the checksums of these memories as well."""
+
+    kernels: HostKernels
+    memories: Sequence[SummedMemory]
+
+    def update(self, update: Update) -> None:
+        """Carry out an update."""
+        self.kernels.update_and_sum(update, self.memories)
 
 
 def name_of(rule: Rule) -> str:

@@ -242,11 +242,11 @@ def _tables(measured: Calibration) -> Iterator[_Rows]:
     for name, drive in drives.items():
         yield _Rows(
             f"Drive of {name}, GB/s",
-            ("alone", "left beside updates"),
+            ("alone", "left beside updates", "left to modules beside it"),
             {
-                "reads": (drive.read, None),
-                "writes": (drive.write, None),
-                "both at once": (drive.mixed, drive.mixed_beside_updates),
+                "reads": (drive.read, None, None),
+                "writes": (drive.write, None, None),
+                "both at once": (drive.mixed, drive.mixed_beside_updates, drive.blocks),
             },
         )
     yield _Rows(

@@ -160,6 +160,7 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
         flops_per_s=compute.flops_per_s,
         blocks=compute.blocks,
         alone=compute.alone,
+        computing_beside_io=compute.beside_io,
         wire_bytes_per_s=known.model.wire_bytes_per_s(ranks) if found.wire else None,
         unified=gpus == 0,  # without GPUs, device and host are one memory
         io_bytes=_QUEUE_BYTES if drives else 0,
@@ -356,11 +357,14 @@ def _given(given: str | None, known: _Known, field: str) -> int:
 
 
 class _Compute(NamedTuple):
-    """How fast modules compute, in operations or blocks, and what all else does alone."""
+    """How fast modules compute, in operations or blocks, and what part of that is left beside
+    drives; and what all else does alone.
+    """
 
     flops_per_s: float | None = None
     blocks: BlockRates | None = None
     alone: Rates | None = None
+    beside_io: float = 1.0
 
 
 class _FoundRates(NamedTuple):
@@ -517,5 +521,10 @@ def _measured(
     )
     # Only these two are measured: fp16 is taken to compute as bf16.
     dtype = "fp32" if precision == "fp32" else "bf16"
-    compute = _Compute(calibration.flops_per_s(dtype), calibration.block_rates(dtype), alone)
+    compute = _Compute(
+        calibration.flops_per_s(dtype),
+        calibration.block_rates(dtype),
+        alone,
+        calibration.computing_beside_io(),
+    )
     return _FoundRates(rates, compute, note, RateSource.MEASURED)

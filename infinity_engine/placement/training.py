@@ -189,6 +189,10 @@ class Means:
     io_bytes: int = 0
     alone: Rates | None = None
     """The rates of each while nothing else works; None: `rates` hold whatever else works."""
+    computing_beside_io: float = 1.0
+    """The part of their rate that modules keep while drives work, where device and host are one
+    memory and `alone` is known.
+    """
     wire_bytes_per_s: float | None = None
     """What one rank sends the others, one way; None: not known, so that takes no time."""
     for_all: bool = True

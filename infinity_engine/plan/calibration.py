@@ -31,7 +31,7 @@ __all__ = [
     "Unit",
 ]
 
-CALIBRATION_VERSION = 3
+CALIBRATION_VERSION = 4
 """Of the JSON form: raised when a figure changes its meaning or goes."""
 
 _Key = TypeVar("_Key")
@@ -166,8 +166,10 @@ class DriveFigures:
     mixed: Figure
     mixed_beside_updates: Figure  # the part of it that is left while all threads update
     start: Figure
-    # by optimizer and threads: the part left beside reads and writes
+    # by optimizer and threads: the part left beside reads and writes, to updates that also make the
+    # checksums of what is on drives
     host_updates: Mapping[str, Mapping[int, Figure]]
+    blocks: Figure  # the part that transformer blocks on the host keep beside reads and writes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drive", FrozenMapping(self.drive))
@@ -206,6 +208,7 @@ _DRIVE_UNITS = MappingProxyType(
         "mixed": Unit.BYTES,
         "mixed_beside_updates": Unit.PART,
         "start": Unit.SECONDS,
+        "blocks": Unit.PART,
     }
 )
 _LINK_UNITS = MappingProxyType(
@@ -431,6 +434,14 @@ class Calibration:
             if figures.forward.median is not None and figures.backward.median is not None
         }
         return BlockRates(measured) if measured else None
+
+    def computing_beside_io(self, directories: Iterable[str] | None = None) -> float:
+        """Return the part of their rate that modules on the host keep while the drives of these
+        directories work, by default of all that were measured; 1 where none was.
+        """
+        # The one that takes the most: an operation goes over all drives, and takes as much for a
+        # byte of each.
+        return min((_left(drive.blocks) for drive in self._drives(directories).values()), default=1)
 
     def _drives(self, directories: Iterable[str] | None) -> Mapping[str, DriveFigures]:
         if directories is None:

@@ -320,13 +320,16 @@ class _TimedStep:
     ) -> None:
         self._plan = plan
         self._steps_micro_batches = training.accumulation_steps
-        self._duration_ns = ComputeTime(means.compute_rate(training))
+        self._means = means
+        self._compute_rate = means.compute_rate(training)
+        self._duration_ns = ComputeTime(self._compute_rate)
         self._compute = Lane.HOST if means.unified else Lane.DEVICE
         self._modules = work.modules
         self._amounts = work.amounts
         self._deferred = training.overlap is not False and _defers(plan, work.modules, means)
+        rates, self._kept_beside_update = self._beside_update()
         clocks = LaneClocks(
-            self._rates_of_update(means),
+            rates,
             free=means.free_lanes(),
             instead=means.lanes_instead(),
         )
@@ -390,46 +393,83 @@ class _TimedStep:
             gathering_ns=gathering_ns,
         )
 
-    def _rates_of_update(self, means: Means) -> Rates:
+    def _beside_update(self) -> tuple[Rates, float]:
         """Return the rates of an update, whose parts disturb one another as far as they work at the
-        same time.
-
-        The host's updates, and all that is moved, take the longer of the two together; each of them
-        is disturbed for as much of its time as the other one works.
+        same time, and the part of their own that modules keep on the host beside it.
         """
+        means = self._means
         beside = means.rates.both_at_once()
         if means.alone is None:
-            return beside
-        alone, free, instead = means.alone.both_at_once(), means.free_lanes(), means.lanes_instead()
+            return beside, 1.0
+        free, instead = means.free_lanes(), means.lanes_instead()
         amounts: dict[Lane, int] = {}
         for own, amount in self._amounts.items():
             lane = instead.get(own, own)
-            if lane not in free:
+            if lane not in free and lane is not Lane.DEVICE:
                 amounts[lane] = amounts.get(lane, 0) + amount
-        computing_s = 0.0
-        if self._deferred and self._compute is Lane.HOST:
-            computing_s = (
-                sum(self._duration_ns(needs.flops, 0) for needs in self._modules) / NS_PER_S
+        on_host = self._deferred and self._compute is Lane.HOST
+        computing_ns = self._computing_ns(backward=False) if on_host else 0
+        return self._disturbed(means.alone.both_at_once(), beside, amounts, computing_ns)
+
+    def _beside_moves(self, *, backward: bool) -> ComputeTime:
+        """Return how long modules compute in a pass beside which nothing is updated: on the host,
+        what they read and write disturbs them.
+        """
+        means = self._means
+        if self._compute is Lane.DEVICE or means.alone is None:
+            return self._duration_ns
+        passing = [needs.of_backward() if backward else needs for needs in self._modules]
+        read = sum(needs.fetches * needs.read for needs in passing)
+        written = sum(needs.gradient_written for needs in passing) if backward else 0
+        stays = self._room.resident.limit if backward else 0  # from the forward at most
+        amounts = {Lane.NVME_READ: max(read - stays, 0), Lane.NVME_WRITE: written}
+        moved = {lane: amount for lane, amount in amounts.items() if amount}
+        if not moved:
+            return self._duration_ns
+        computing_ns = self._computing_ns(backward=backward)
+        _, kept = self._disturbed(means.alone, means.rates, moved, computing_ns)
+        return ComputeTime(self._compute_rate, kept)
+
+    def _computing_ns(self, *, backward: bool) -> int:
+        """Return how long all modules compute in a pass while nothing disturbs them."""
+        if backward:
+            return sum(
+                self._duration_ns(needs.again * needs.flops, needs.backward_flops)
+                for needs in self._modules
             )
-        rates, disturbed, before = alone, (0.0, 0.0), (-1.0, -1.0)
+        return sum(self._duration_ns(needs.flops, 0) for needs in self._modules)
+
+    def _disturbed(
+        self, alone: Rates, beside: Rates, amounts: Mapping[Lane, int], computing_ns: int
+    ) -> tuple[Rates, float]:
+        """Return the rates of what is updated and moved while modules compute for so long on the
+        host, and the part of their own that they keep.
+
+        What the host does, and all that is moved, take the longer of the two together; each of them
+        is disturbed for as much of its time as the other one works.
+        """
+        means, rates, kept = self._means, alone, 1.0
+        free, computing_s = means.free_lanes(), computing_ns / NS_PER_S
+        disturbed, before = (0.0, 0.0), (-1.0, -1.0)
         for _ in range(_ROUNDS):
             if disturbed == before:
                 break
             before = disturbed
+            of_host, _ = disturbed
             rates = _rates_between(alone, beside, *disturbed)
+            kept = 1 / (1 - of_host + of_host / means.computing_beside_io)
             clocks = LaneClocks(rates, free=free)
             seconds = {
                 lane: clocks.duration_ns(lane, amount) / NS_PER_S
                 for lane, amount in amounts.items()
             }
-            updating_s = seconds.pop(Lane.HOST, 0.0)
-            seconds.pop(Lane.DEVICE, None)
+            host_s = seconds.pop(Lane.HOST, 0.0) + computing_s / kept
             moving_s = max(seconds.values(), default=0.0)
-            every_s = max(updating_s + computing_s, moving_s)
+            every_s = max(host_s, moving_s)
             if not every_s:
                 break
-            disturbed = (min(moving_s / every_s, 1.0), min(updating_s / every_s, 1.0))
-        return rates
+            disturbed = moving_s / every_s, host_s / every_s
+        return rates, kept
 
     def _forward(self, begin_ns: int, *, deferred: bool) -> int:
         """Run all modules, from `begin_ns` on at the earliest; return when the last has ended.
@@ -440,6 +480,11 @@ class _TimedStep:
         numbered = enumerate(self._plan.steps.ops if deferred else ())
         updates = {op.subgroup: number for number, op in numbered if isinstance(op, UpdateOp)}
         end_ns = begin_ns
+        duration_ns = (
+            ComputeTime(self._compute_rate, self._kept_beside_update)
+            if deferred
+            else self._beside_moves(backward=False)
+        )
         self._room.begin_pass()
         for number, needs in enumerate(self._modules):
             fetched, ready_ns = needs, begin_ns
@@ -449,7 +494,7 @@ class _TimedStep:
                 ready_ns = max(self._lanes.clocks.times[op].end_ns for op in ops)
                 fetched = needs._replace(read=0)
             arrived_ns = max(self._fetch(number, fetched, ready_ns), begin_ns)
-            end_ns = self._run(number, needs, self._duration_ns(needs.flops, 0), arrived_ns)
+            end_ns = self._run(number, needs, duration_ns(needs.flops, 0), arrived_ns)
         if deferred:
             self._update.finish()
         return end_ns
@@ -592,11 +637,12 @@ class _TimedStep:
         """
         all_made_ns = end_ns = begin_ns
         has_wire = self._wire.is_timed
+        computing_ns = self._beside_moves(backward=True)
         self._room.begin_pass(backward=True)
         for number in reversed(range(len(self._modules))):
             needs = self._modules[number].of_backward()
             arrived_ns = max(self._fetch(number, needs, 0), begin_ns)
-            duration_ns = self._duration_ns(needs.again * needs.flops, needs.backward_flops)
+            duration_ns = computing_ns(needs.again * needs.flops, needs.backward_flops)
             made_ns = self._run(number, needs, duration_ns, arrived_ns)
             if has_wire:
                 made_ns = self._wire.exchange(needs.reduced, made_ns)

@@ -71,12 +71,12 @@ class TimedCarrier:
 
 
 class ComputeTime:
-    """Calls return how long so many operations of forwards and of backwards take, in nanoseconds;
-    no time where the rate is unknown.
+    """Calls return how long so many operations of forwards and of backwards take, in nanoseconds,
+    at a `part` of the rate; no time where that is unknown.
     """
 
-    def __init__(self, rate: ComputeRate | None) -> None:
-        self._rate = None if rate is None else (Fraction(rate.forward), Fraction(rate.backward))
+    def __init__(self, rate: ComputeRate | None, part: float = 1.0) -> None:
+        self._rate = None if rate is None else [Fraction(each) * Fraction(part) for each in rate]
         self._known: dict[tuple[int, int], int] = {}  # modules are mostly alike
 
     def __call__(self, forward: int, backward: int) -> int:

@@ -39,7 +39,13 @@ from infinity_engine.units import GiB, MiB
 from support.calibrations import calibration, measure_small_blocks
 
 TINY = Effort(
-    seconds=0.1, rounds=1, update_bytes=MiB, io_bytes=MiB, file_bytes=2 * MiB, shortest_s=0.001
+    seconds=0.1,
+    rounds=1,
+    update_bytes=MiB,
+    io_bytes=MiB,
+    file_bytes=2 * MiB,
+    beside_bytes=0,
+    shortest_s=0.001,
 )
 DEVICE = Rates(h2d_bytes_per_s=1.2e9, d2h_bytes_per_s=1e9, device_update_params_per_s=20e9)
 INTERLEAVED = {"strategy": "interleaved", "subgroup_numel": 4096, "precision": "bf16"}

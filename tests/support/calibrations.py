@@ -72,8 +72,8 @@ def calibration() -> Calibration:
 
 
 def drive() -> DriveFigures:
-    """Return the figures of a drive beside which a fifth of the updates' rate, and half of its own,
-    is lost.
+    """Return the figures of a drive beside which a fifth of the updates' rate, half of its own and
+    two fifths of the modules' are lost.
     """
     return DriveFigures(
         drive={"drive": "serial 1"},
@@ -83,6 +83,7 @@ def drive() -> DriveFigures:
         mixed_beside_updates=figure(0.5, Unit.PART),
         start=figure(1e-4, Unit.SECONDS),
         host_updates={"adamw": {4: figure(0.8, Unit.PART)}},
+        blocks=figure(0.6, Unit.PART),
     )
 
 

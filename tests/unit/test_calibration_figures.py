@@ -54,6 +54,7 @@ DRIVES = st.builds(
     mixed_beside_updates=PARTS,
     start=SECONDS,
     host_updates=st.dictionaries(RULE, st.dictionaries(COUNT, PARTS, max_size=3), max_size=3),
+    blocks=PARTS,
 )
 UPDATES = st.builds(HostUpdateFigures, alone=PARAMETERS, beside_copies=PARTS)
 CALIBRATIONS = st.builds(
@@ -142,11 +143,11 @@ def test_a_calibration_is_a_value() -> None:
         one.date = "today"  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 4, "3", None, True])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 5, "4", None, True])
 def test_another_version_is_refused_with_what_to_do(version: object) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^calibration\.version: expected version 3, .* `infinity calibrate` again",
+        match=r"^calibration\.version: expected version 4, .* `infinity calibrate` again",
     ):
         Calibration.from_mapping({**calibration().to_mapping(), "version": version})
 
@@ -332,14 +333,27 @@ def test_disturbances_add_up_in_time_per_parameter() -> None:
     assert rates.host_update_params_per_s == pytest.approx(1 / expected)
 
 
+def test_modules_keep_what_the_drive_that_takes_most_leaves_them() -> None:
+    part = figure(0.4, Unit.PART)
+    slower = dataclasses.replace(drive(), blocks=part)
+    both = calibration().with_drives({"/mnt/a": drive(), "/mnt/b": slower})
+
+    assert both.computing_beside_io(["/mnt/a"]) == 0.6
+    assert both.computing_beside_io() == 0.4
+    assert both.with_drives({}).computing_beside_io() == 1
+    elsewhere = dataclasses.replace(drive(), blocks=Figure.missing("a GPU computes", Unit.PART))
+    assert both.with_drives({"/mnt/a": elsewhere}).computing_beside_io() == 1
+
+
 def test_a_disturbance_never_makes_anything_faster() -> None:
     more = figure(1.5, Unit.PART)
     lucky = dataclasses.replace(
-        drive(), mixed_beside_updates=more, host_updates={"adamw": {4: more}}
+        drive(), mixed_beside_updates=more, host_updates={"adamw": {4: more}}, blocks=more
     )
     measured = calibration().with_drives({"/mnt/a": lucky})
 
     assert measured.rates(threads=4, beside_io=True) == measured.rates(threads=4)
+    assert measured.computing_beside_io() == 1
 
 
 def test_what_is_missing_gives_no_rate_and_disturbs_nothing() -> None:

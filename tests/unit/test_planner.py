@@ -176,6 +176,37 @@ def test_on_one_memory_computing_beside_an_update_from_drives_is_disturbed_as_we
     assert ns(replace(there, rates=alone)) <= ns(replace(there, alone=alone)) <= ns(there)
 
 
+def test_on_one_memory_modules_keep_a_part_of_their_rate_as_long_as_drives_work() -> None:
+    there = means(0, 3.0, 100, unified=True)
+    there = replace(there, alone=there.rates, flops_per_s=2e12)
+    choice = Choice(strategy=NvmeStreamed(), parameters=Tier.NVME, subgroup_numel=2**22)
+
+    def phases(given: Means, overlap: bool) -> list[int]:
+        training = replace(training_of(SMALL, checkpointing=False), overlap=overlap)
+        timeline = Planner(training, given).candidate(choice).timeline
+        return [phase.ns for phase in timeline.phases]
+
+    for overlap in (False, True):
+        before = phases(there, overlap)
+        disturbed = phases(replace(there, computing_beside_io=0.5), overlap)
+        # Nothing computes beside an update that the forward waits for.
+        first = 0 if overlap else 1
+        assert disturbed[:first] == before[:first]
+        for none, some in zip(before[first:], disturbed[first:], strict=True):
+            assert none < some <= 2 * none
+
+
+def test_on_a_device_drives_take_nothing_from_modules() -> None:
+    there = means(2.0, 2.5, 100)
+    there = replace(there, alone=there.rates)
+    choice = Choice(strategy=NvmeStreamed(), parameters=Tier.NVME, subgroup_numel=2**22)
+
+    def ns(given: Means) -> int:
+        return Planner(training_of(SMALL), given).candidate(choice).timeline.ns
+
+    assert ns(replace(there, computing_beside_io=0.5)) == ns(there)
+
+
 def test_what_is_asked_for_is_kept_to() -> None:
     found = decide(
         training_of(SMALL),
