@@ -1,7 +1,7 @@
 """`ReadBackMemory`: host memory that saved tensors are read back into, used again in a backward.
 
-On the CPU its pages are huge ones where the system has them, and are used again whatever the size:
-a new page costs as much time as filling it, and drives take several times as long for many small
+On the CPU its pages are huge ones where the system has them, and are used again for other sizes: a
+new page costs as much time as filling it, and drives take several times as long for many small
 pages. What is smaller than a huge page has memory of its own. See decision 0045.
 """
 

@@ -56,19 +56,12 @@ def measure_contention(
     points: Sequence[HostPoint],
     work: Callable[[Stops], _Result],
     part: MeasuringTime,
-    *,
-    rate_beside: Callable[[HostPoint, float], float] | None = None,
 ) -> Contention[_Result]:
-    """Measure the points beside `work`, which goes on until it is stopped.
-
-    `rate_beside` is what updates do meanwhile, where that is more than they do alone.
-    """
-    rate_beside = rate_beside or updates.rate
+    """Measure the points beside `work`, which goes on until it is stopped."""
     others: list[Pair[_Result]] = []
 
     def part_left(point: HostPoint, sample_s: float) -> float:
-        alone, beside = partial(updates.rate, point), partial(rate_beside, point)
-        part, done = part_kept(alone, work, sample_s, beside=beside)
+        part, done = part_kept(partial(updates.rate, point), work, sample_s)
         # What the other work loses is measured beside updates by all threads only.
         if point.threads == max(updates.counts):
             others.append(Pair(done, work(until(sample_s))))
@@ -81,24 +74,19 @@ def measure_contention(
 
 
 def part_kept(
-    alone: Callable[[float], float],
-    work: Callable[[Stops], _Result],
-    sample_s: float,
-    *,
-    beside: Callable[[float], float] | None = None,
+    rate: Callable[[float], float], work: Callable[[Stops], _Result], sample_s: float
 ) -> tuple[float, _Result]:
     """Return the part of its rate that something keeps beside `work`, and what that did meanwhile.
 
-    `alone` does it for so many seconds and returns its rate; beside the work it is done by `beside`
-    where that is another way.
+    `rate` does it for so many seconds and returns its rate.
     """
     # Before and after: what changes slowly on the machine is half in each.
-    before = alone(sample_s)
+    before = rate(sample_s)
     with meanwhile(work) as going_on:
-        kept = (beside or alone)(sample_s)
-    after = alone(sample_s)
+        beside = rate(sample_s)
+    after = rate(sample_s)
     # Beside against the mean of both: 1 where nothing is lost. Raises what the work failed with.
-    return 2 * kept / (before + after), going_on.result()
+    return 2 * beside / (before + after), going_on.result()
 
 
 def until(seconds: float) -> Stops:

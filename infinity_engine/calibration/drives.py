@@ -115,7 +115,7 @@ def measure_drive(
         start = _start(load, part.share(_START_SHARE))
         report(f"{directory}: updates beside its reads and writes")
         drive, beside = _beside(load, updates, part.share(_BESIDE_SHARE))
-        blocks = Figure.missing("modules do not compute on the host", Unit.PART)
+        blocks = Figure.missing("no modules were measured on the host", Unit.PART)
         if computing is not None:
             report(f"{directory}: modules beside its reads and writes")
             blocks = _computing(load, computing, part.share(_COMPUTING_SHARE))
@@ -148,12 +148,9 @@ def _start(load: _DriveLoad, part: MeasuringTime) -> Figure:
 def _beside(
     load: _DriveLoad, updates: HostUpdates, part: MeasuringTime
 ) -> tuple[Figure, dict[str, dict[int, Figure]]]:
-    """Return the parts that the drive, and that updates keep of their rates where both work: those
-    of states on the drive, with their checksums.
-    """
+    """Return the parts that the drive, and that updates keep of their rates where both work."""
     points = updates.points(RULES)
-    work = partial(load.bytes_per_s, Workload.MIXED)
-    found = measure_contention(updates, points, work, part, rate_beside=updates.rate_from_drives)
+    found = measure_contention(updates, points, partial(load.bytes_per_s, Workload.MIXED), part)
     parts: dict[str, dict[int, Figure]] = {name: {} for name in RULES}
     for point, left in found.updates.items():
         parts[str(point.optimizer)][point.threads] = left

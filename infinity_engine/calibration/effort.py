@@ -103,6 +103,7 @@ FULL = Effort(
     io_bytes=64 * MiB,
     file_bytes=GiB,
     compute_bytes=320 * MiB,
+    beside_bytes=128 * MiB,
 )
 QUICK = Effort(seconds=4.0, rounds=3, update_bytes=32 * MiB, io_bytes=16 * MiB, file_bytes=64 * MiB)
 

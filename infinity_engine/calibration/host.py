@@ -163,7 +163,18 @@ class HostUpdates:
         step = self._steps[point.optimizer]
         return repeated(lambda: step(kernels), self.numel, seconds)
 
-    def rate_from_drives(self, point: HostPoint, seconds: float) -> float:
+    def measure_summing(self, part: MeasuringTime) -> dict[HostPoint, Figure]:
+        """Measure the part of its rate that each optimizer keeps with the checksums of states."""
+
+        def part_left(point: HostPoint, seconds: float) -> float:
+            before = self.rate(point, seconds)
+            summing = self.summing_rate(point, seconds)
+            return 2 * summing / (before + self.rate(point, seconds))
+
+        found = part.in_turn(self.points(RULES), part_left, samples=3)
+        return {point: Figure.of(parts, Unit.PART) for point, parts in found.items()}
+
+    def summing_rate(self, point: HostPoint, seconds: float) -> float:
         """Measure updates as they are of states on drives: with the checksums of what was read and
         of what is to be written.
         """

@@ -161,6 +161,7 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
         blocks=compute.blocks,
         alone=compute.alone,
         computing_beside_io=compute.beside_io,
+        summing=compute.summing,
         wire_bytes_per_s=known.model.wire_bytes_per_s(ranks) if found.wire else None,
         unified=gpus == 0,  # without GPUs, device and host are one memory
         io_bytes=_QUEUE_BYTES if drives else 0,
@@ -358,13 +359,14 @@ def _given(given: str | None, known: _Known, field: str) -> int:
 
 class _Compute(NamedTuple):
     """How fast modules compute, in operations or blocks, and what part of that is left beside
-    drives; and what all else does alone.
+    drives; what all else does alone, and what part is left to updates that make checksums.
     """
 
     flops_per_s: float | None = None
     blocks: BlockRates | None = None
     alone: Rates | None = None
     beside_io: float = 1.0
+    summing: float = 1.0
 
 
 class _FoundRates(NamedTuple):
@@ -526,5 +528,6 @@ def _measured(
         calibration.block_rates(dtype),
         alone,
         calibration.computing_beside_io(),
+        calibration.summing(optimizer=optimizer),
     )
     return _FoundRates(rates, compute, note, RateSource.MEASURED)

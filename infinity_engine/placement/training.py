@@ -193,6 +193,10 @@ class Means:
     """The part of their rate that modules keep while drives work, where device and host are one
     memory and `alone` is known.
     """
+    summing: float = 1.0
+    """The part of its rate that an update on the host keeps of states on drives, as it makes their
+    checksums.
+    """
     wire_bytes_per_s: float | None = None
     """What one rank sends the others, one way; None: not known, so that takes no time."""
     for_all: bool = True

@@ -138,10 +138,14 @@ class LinkFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostUpdateFigures:
-    """Parameters per second of a number of threads, and the part left while both links are busy."""
+    """Parameters per second of a number of threads, and the part left while both links are busy.
+
+    `summing`: the part left to updates that make the checksums of states on drives as well.
+    """
 
     alone: Figure
     beside_copies: Figure
+    summing: Figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,8 +170,7 @@ class DriveFigures:
     mixed: Figure
     mixed_beside_updates: Figure  # the part of it that is left while all threads update
     start: Figure
-    # by optimizer and threads: the part left beside reads and writes, to updates that also make the
-    # checksums of what is on drives
+    # by optimizer and threads: the part left beside reads and writes
     host_updates: Mapping[str, Mapping[int, Figure]]
     blocks: Figure  # the part that transformer blocks on the host keep beside reads and writes
 
@@ -218,7 +221,9 @@ _LINK_UNITS = MappingProxyType(
         "start": Unit.SECONDS,
     }
 )
-_UPDATE_UNITS = MappingProxyType({"alone": Unit.PARAMETERS, "beside_copies": Unit.PART})
+_UPDATE_UNITS = MappingProxyType(
+    {"alone": Unit.PARAMETERS, "beside_copies": Unit.PART, "summing": Unit.PART}
+)
 _BLOCK_UNITS = MappingProxyType({"forward": Unit.FLOPS, "backward": Unit.FLOPS})
 
 
@@ -434,6 +439,15 @@ class Calibration:
             if figures.forward.median is not None and figures.backward.median is not None
         }
         return BlockRates(measured) if measured else None
+
+    def summing(self, *, optimizer: str = "adamw", threads: int | None = None) -> float:
+        """Return the part of its rate that an update keeps which makes the checksums of states on
+        drives as well; 1 where that was not measured.
+        """
+        updates = self.host_updates.get(optimizer, {})
+        count = max(updates, default=1) if threads is None else threads
+        part = _at({number: figures.summing for number, figures in updates.items()}, count)
+        return 1.0 if part is None else min(part, 1.0)
 
     def computing_beside_io(self, directories: Iterable[str] | None = None) -> float:
         """Return the part of their rate that modules on the host keep while the drives of these

@@ -204,6 +204,8 @@ class _StepWork(NamedTuple):
 
     modules: Sequence[_Needs]
     amounts: Mapping[Lane, int]
+    summed: int
+    """Of what the host updates, whose states come from drives."""
 
 
 class _Lanes:
@@ -326,6 +328,8 @@ class _TimedStep:
         self._compute = Lane.HOST if means.unified else Lane.DEVICE
         self._modules = work.modules
         self._amounts = work.amounts
+        self._summed = work.summed
+        self._has_passed = False  # once: what fits stays from then on
         self._deferred = training.overlap is not False and _defers(plan, work.modules, means)
         rates, self._kept_beside_update = self._beside_update()
         clocks = LaneClocks(
@@ -398,18 +402,32 @@ class _TimedStep:
         same time, and the part of their own that modules keep on the host beside it.
         """
         means = self._means
-        beside = means.rates.both_at_once()
+        beside = self._summing(means.rates.both_at_once())
         if means.alone is None:
             return beside, 1.0
+        alone = self._summing(means.alone.both_at_once())
         free, instead = means.free_lanes(), means.lanes_instead()
         amounts: dict[Lane, int] = {}
         for own, amount in self._amounts.items():
             lane = instead.get(own, own)
             if lane not in free and lane is not Lane.DEVICE:
                 amounts[lane] = amounts.get(lane, 0) + amount
-        on_host = self._deferred and self._compute is Lane.HOST
-        computing_ns = self._computing_ns(backward=False) if on_host else 0
-        return self._disturbed(means.alone.both_at_once(), beside, amounts, computing_ns)
+        computing_ns = 0
+        if self._deferred and self._compute is Lane.HOST:
+            computing_ns = self._computing_ns(backward=False)
+            # What is updated is handed over; other modules read theirs.
+            read = sum(needs.fetches * needs.read for needs in self._modules if not needs.subgroups)
+            amounts[Lane.NVME_READ] = amounts.get(Lane.NVME_READ, 0) + read
+        return self._disturbed(alone, beside, amounts, computing_ns)
+
+    def _summing(self, rates: Rates) -> Rates:
+        """Return the rates of updates that make the checksums of those states from drives."""
+        rate, updated = rates.host_update_params_per_s, self._amounts.get(Lane.HOST, 0)
+        if rate is None or not self._summed:
+            return rates
+        part = self._summed / updated
+        kept = 1 / (1 - part + part / self._means.summing)
+        return replace(rates, host_update_params_per_s=rate * kept)
 
     def _beside_moves(self, *, backward: bool) -> ComputeTime:
         """Return how long modules compute in a pass beside which nothing is updated: on the host,
@@ -421,13 +439,13 @@ class _TimedStep:
         passing = [needs.of_backward() if backward else needs for needs in self._modules]
         read = sum(needs.fetches * needs.read for needs in passing)
         written = sum(needs.gradient_written for needs in passing) if backward else 0
-        stays = self._room.resident.limit if backward else 0  # from the forward at most
+        stays = self._room.resident.limit if self._has_passed else 0  # of the last pass, at most
         amounts = {Lane.NVME_READ: max(read - stays, 0), Lane.NVME_WRITE: written}
         moved = {lane: amount for lane, amount in amounts.items() if amount}
         if not moved:
             return self._duration_ns
         computing_ns = self._computing_ns(backward=backward)
-        _, kept = self._disturbed(means.alone, means.rates, moved, computing_ns)
+        _, kept = self._disturbed(means.alone, means.alone, moved, computing_ns)
         return ComputeTime(self._compute_rate, kept)
 
     def _computing_ns(self, *, backward: bool) -> int:
@@ -445,8 +463,8 @@ class _TimedStep:
         """Return the rates of what is updated and moved while modules compute for so long on the
         host, and the part of their own that they keep.
 
-        What the host does, and all that is moved, take the longer of the two together; each of them
-        is disturbed for as much of its time as the other one works.
+        What the host does, and all that is moved, take the longer of the two together. The host is
+        disturbed for as much of that as something is moved, and moves as something is updated.
         """
         means, rates, kept = self._means, alone, 1.0
         free, computing_s = means.free_lanes(), computing_ns / NS_PER_S
@@ -463,12 +481,12 @@ class _TimedStep:
                 lane: clocks.duration_ns(lane, amount) / NS_PER_S
                 for lane, amount in amounts.items()
             }
-            host_s = seconds.pop(Lane.HOST, 0.0) + computing_s / kept
+            updating_s = seconds.pop(Lane.HOST, 0.0)
             moving_s = max(seconds.values(), default=0.0)
-            every_s = max(host_s, moving_s)
+            every_s = max(updating_s + computing_s / kept, moving_s)
             if not every_s:
                 break
-            disturbed = moving_s / every_s, host_s / every_s
+            disturbed = moving_s / every_s, updating_s / every_s
         return rates, kept
 
     def _forward(self, begin_ns: int, *, deferred: bool) -> int:
@@ -497,6 +515,7 @@ class _TimedStep:
             end_ns = self._run(number, needs, duration_ns(needs.flops, 0), arrived_ns)
         if deferred:
             self._update.finish()
+        self._has_passed = True
         return end_ns
 
     # --- beside an update, on a device with memory of its own -------------------------------------
@@ -684,10 +703,13 @@ class _TimedStep:
 
 def _work_of(plan: Plan, sizing: Sizing, training: Training) -> _StepWork:
     amounts: dict[Lane, int] = {}
+    summed, layouts = 0, plan.layouts
     for op in plan.steps.ops:
         lane = op.lane
         amounts[lane] = amounts.get(lane, 0) + op.amount
-    return _StepWork(_needs(plan, sizing, training), amounts)
+        if lane is Lane.HOST and op.subgroup in layouts:
+            summed += op.amount
+    return _StepWork(_needs(plan, sizing, training), amounts, summed)
 
 
 class _ModuleWork(NamedTuple):

@@ -4,7 +4,8 @@ drive, and with activations kept while another process moves as many bytes over 
     python steps_in_turns.py JOB
 
 JOB is one of trained_apart.py's, as JSON, whose settings let activations wait on the drive. Prints
-the seconds of each way as JSON, medians of the steps after the first two. What makes the machine
+the seconds of each way as JSON, medians of the steps after the first two, and how long the other
+process still moved bytes when its steps had ended. What makes the machine
 slower for a while makes all ways slower, as their steps take turns. The third way shows what moving
 the bytes costs by itself: a virtual drive needs the processors that modules compute on.
 """
@@ -25,13 +26,12 @@ from typing import IO
 
 from trained_apart import Job, Step, drive_bytes, take_step, trainer_of
 
-__all__ = ["BESIDE", "DRIVE", "KEPT", "main"]
+__all__ = ["BESIDE", "DRIVE", "KEPT", "LATE", "main"]
 
-KEPT, DRIVE, BESIDE = "kept", "on the drive", "kept beside a stream"
+KEPT, DRIVE, BESIDE, LATE = "kept", "on the drive", "kept beside a stream", "the stream is late"
 WARMING_UP = 2  # steps
 PIECE, PENDING = 4 << 20, 4
 SPREAD = 0.9  # of the time of a forward, or a backward, the stream moves its bytes
-LATE = 0.02  # of a step; a stream that ends later was not beside it
 _STREAM = "stream"
 _WRITTEN, _READ = "write_bytes", "read_bytes"
 
@@ -66,9 +66,7 @@ def main(job: Job) -> dict[str, float]:
         name: statistics.median(sum(step.seconds.values()) for step in taken[WARMING_UP:])
         for name, taken in steps.items()
     }
-    if statistics.median(late[WARMING_UP:]) > LATE * seconds[BESIDE]:
-        raise RuntimeError(f"the stream went on after its steps had ended, in seconds: {late}")
-    return seconds
+    return {**seconds, LATE: statistics.median(late[WARMING_UP:])}
 
 
 def _nothing(phase: str) -> None:

@@ -98,5 +98,7 @@ def _flops(median: float) -> Figure:
 
 def _updates(alone: float, part: float) -> HostUpdateFigures:
     return HostUpdateFigures(
-        alone=figure(alone, Unit.PARAMETERS), beside_copies=figure(part, Unit.PART)
+        alone=figure(alone, Unit.PARAMETERS),
+        beside_copies=figure(part, Unit.PART),
+        summing=figure(0.5, Unit.PART),
     )

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepnvme import FaultPlan, IOQueue, Requests
+from deepnvme import FaultPlan, IOQueue, Pool, Requests
 from deepnvme.cli.scratch import UnusableError, scratch_file
 from infinity_engine import calibration
 from infinity_engine.accel import CpuAccelerator, Emulation, StreamKind, emulated_accelerator
@@ -31,14 +31,14 @@ from infinity_engine.calibration import (
     kept_calibration,
 )
 from infinity_engine.calibration import calibrate as module
-from infinity_engine.calibration.contention import meanwhile
+from infinity_engine.calibration.contention import meanwhile, part_kept
 from infinity_engine.calibration.drives import FILE_PREFIX
 from infinity_engine.calibration.effort import MeasuringTime, repeated, thread_counts
-from infinity_engine.calibration.host import RULES, name_of
+from infinity_engine.calibration.host import RULES, HostPoint, HostUpdates, name_of
 from infinity_engine.calibration.links import Links, measure_links
 from infinity_engine.cli.main import main
 from infinity_engine.errors import ConfigError
-from infinity_engine.optim import SGD, AdamW
+from infinity_engine.optim import SGD, AdamW, HostKernels, SummedMemory, Sums, Update
 from infinity_engine.plan import BlockShape, Calibration, Figure, Rates, Unit
 from infinity_engine.units import MiB
 from paced_device import PacedAccelerator
@@ -171,6 +171,41 @@ def test_what_is_measured_are_all_optimizers_with_each_number_of_threads(
     assert list(found.matmul) == list(found.blocks) == ["fp32", "bf16"]
     for blocks in found.blocks.values():  # in no time, the smallest one at least
         assert BlockShape(512, 256) in blocks
+
+
+def test_what_drives_leave_to_modules_is_measured_where_these_compute_on_the_host(
+    measured: Measured, drive: Path
+) -> None:
+    found = measured.calibration.drives[measured.directory].blocks
+    assert found.median is not None
+    assert 0 < measured.calibration.computing_beside_io() <= 1
+
+    with emulated_accelerator(Emulation(rates=RATES, capacity_bytes=4 * MiB)) as device:
+        [elsewhere] = calibrated([str(drive)], accelerator=device, effort=TINY).drives.values()
+    assert elsewhere.blocks.reason == "no modules were measured on the host"
+
+
+def test_a_part_that_is_kept_is_of_the_rates_before_and_after() -> None:
+    rates = iter([4.0, 3.0, 8.0])
+    part, done = part_kept(lambda _: next(rates), lambda stops: "worked", 0.0)
+    assert (part, done) == (0.5, "worked")
+
+
+def test_checksums_are_measured_over_all_that_an_update_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = HostKernels.update_and_sum
+    summed: list[int] = []
+
+    def note(kernels: HostKernels, update: Update, memories: Sequence[SummedMemory]) -> list[Sums]:
+        summed[:] = [memory.nbytes for memory in memories]
+        return original(kernels, update, memories)
+
+    monkeypatch.setattr(HostKernels, "update_and_sum", note)
+    updates = HostUpdates(Pool(MiB), MiB, [1])
+    for name, rule in RULES.items():
+        assert updates.summing_rate(HostPoint(name, 1), 0.0) > 0
+        assert summed == [4 * updates.numel] * (1 + len(rule.states))
 
 
 def test_rates_follow_for_every_optimizer(measured: Measured) -> None:

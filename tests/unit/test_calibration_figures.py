@@ -56,7 +56,7 @@ DRIVES = st.builds(
     host_updates=st.dictionaries(RULE, st.dictionaries(COUNT, PARTS, max_size=3), max_size=3),
     blocks=PARTS,
 )
-UPDATES = st.builds(HostUpdateFigures, alone=PARAMETERS, beside_copies=PARTS)
+UPDATES = st.builds(HostUpdateFigures, alone=PARAMETERS, beside_copies=PARTS, summing=PARTS)
 CALIBRATIONS = st.builds(
     Calibration,
     machine=st.dictionaries(TEXT, TEXT, max_size=3),
@@ -345,6 +345,13 @@ def test_modules_keep_what_the_drive_that_takes_most_leaves_them() -> None:
     assert both.with_drives({"/mnt/a": elsewhere}).computing_beside_io() == 1
 
 
+def test_checksums_take_as_much_from_updates_however_many_drives_there_are() -> None:
+    two = calibration().with_drives({"/mnt/a": drive(), "/mnt/b": drive()})
+
+    assert two.summing(threads=4) == calibration().with_drives({}).summing(threads=4) == 0.5
+    assert two.summing(optimizer="lion") == 1  # not measured
+
+
 def test_a_disturbance_never_makes_anything_faster() -> None:
     more = figure(1.5, Unit.PART)
     lucky = dataclasses.replace(
@@ -375,12 +382,15 @@ def test_what_is_missing_gives_no_rate_and_disturbs_nothing() -> None:
         host_start=no_start,
         device_start=no_start,
         dram={1: nothing},
-        host_updates={"adamw": {1: HostUpdateFigures(alone=alone, beside_copies=no_part)}},
+        host_updates={
+            "adamw": {1: HostUpdateFigures(alone=alone, beside_copies=no_part, summing=no_part)}
+        },
         device_updates={},
         drives={},
     )
 
     assert measured.rates(beside_io=True, beside_copies=True) == Rates(host_update_params_per_s=1e9)
+    assert measured.summing() == measured.computing_beside_io() == 1
 
 
 def test_matrix_products_have_a_rate_for_each_dtype() -> None:

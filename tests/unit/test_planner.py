@@ -196,6 +196,38 @@ def test_on_one_memory_modules_keep_a_part_of_their_rate_as_long_as_drives_work(
             assert none < some <= 2 * none
 
 
+def test_in_a_pass_without_updates_modules_are_disturbed_as_long_as_drives_move_alone() -> None:
+    there = means(0, 3.0, 100, unified=True)
+    alone = replace(
+        there.rates, nvme={"a": DriveRates(read_bytes_per_s=14e9, write_bytes_per_s=10e9)}
+    )
+    choice = Choice(strategy=NvmeStreamed(), parameters=Tier.NVME, subgroup_numel=2**22)
+    training = replace(training_of(SMALL, checkpointing=False), overlap=False)
+
+    def forward_ns(given: Means) -> int:
+        given = replace(given, flops_per_s=2e12, computing_beside_io=0.5)
+        return Planner(training, given).candidate(choice).timeline.phases[1].ns
+
+    # What drives are beside updates does not matter where nothing is updated.
+    assert forward_ns(replace(there, alone=alone)) == forward_ns(
+        replace(there, alone=alone, rates=replace(there.rates, nvme=alone.nvme))
+    )
+
+
+def test_checksums_take_their_time_from_updates_of_states_on_drives_alone() -> None:
+    slow = replace(DESKTOP, host_update_params_per_s=0.1e9)  # so that updates bind
+    training = replace(training_of(SMALL), overlap=False)
+
+    def update_ns(host: float, strategy: Strategy, summing: float) -> int:
+        given = replace(means(2.0, host, 100), rates=slow, alone=slow, summing=summing)
+        choice = Choice(strategy=strategy, parameters=Tier.DEVICE, subgroup_numel=2**22)
+        return Planner(training, given).candidate(choice).timeline.update_ns
+
+    assert update_ns(8, HostOnly(), 0.5) == update_ns(8, HostOnly(), 1.0)
+    before, after = (update_ns(2.5, NvmeStreamed(), summing) for summing in (1.0, 0.5))
+    assert 1.2 * before < after < 2.1 * before
+
+
 def test_on_a_device_drives_take_nothing_from_modules() -> None:
     there = means(2.0, 2.5, 100)
     there = replace(there, alone=there.rates)
