@@ -230,6 +230,10 @@ class _Lanes:
         """Let a lane move so many bytes in so many copies; return when it has."""
         return self.work(lane, self._alone.duration_ns(lane, nbytes, copies), after_ns, nbytes)
 
+    def move_at(self, rates: Rates) -> None:
+        """Let what moves from here on take as long as at these rates."""
+        self._alone = LaneClocks(rates)
+
     def moving_ns(self, lane: Lane, nbytes: int) -> int:
         """Return how long a lane moves so many bytes; 0 where there are none."""
         return self._alone.duration_ns(lane, nbytes) if nbytes > 0 else 0
@@ -445,7 +449,8 @@ class _TimedStep:
         if not moved:
             return self._duration_ns
         computing_ns = self._computing_ns(backward=backward)
-        _, kept = self._disturbed(means.alone, means.alone, moved, computing_ns)
+        rates, kept = self._disturbed(means.alone, means.rates, moved, computing_ns)
+        self._lanes.move_at(rates)
         return ComputeTime(self._compute_rate, kept)
 
     def _computing_ns(self, *, backward: bool) -> int:
@@ -463,8 +468,8 @@ class _TimedStep:
         """Return the rates of what is updated and moved while modules compute for so long on the
         host, and the part of their own that they keep.
 
-        What the host does, and all that is moved, take the longer of the two together. The host is
-        disturbed for as much of that as something is moved, and moves as something is updated.
+        What the host does, and all that is moved, take the longer of the two together; each of them
+        is disturbed for as much of its time as the other one works.
         """
         means, rates, kept = self._means, alone, 1.0
         free, computing_s = means.free_lanes(), computing_ns / NS_PER_S
@@ -481,12 +486,14 @@ class _TimedStep:
                 lane: clocks.duration_ns(lane, amount) / NS_PER_S
                 for lane, amount in amounts.items()
             }
-            updating_s = seconds.pop(Lane.HOST, 0.0)
+            updating_s = working_s = seconds.pop(Lane.HOST, 0.0)
+            if means.computing_beside_io < 1:  # then modules take as much from drives as updates do
+                working_s += computing_s / kept
             moving_s = max(seconds.values(), default=0.0)
             every_s = max(updating_s + computing_s / kept, moving_s)
             if not every_s:
                 break
-            disturbed = moving_s / every_s, updating_s / every_s
+            disturbed = moving_s / every_s, working_s / every_s
         return rates, kept
 
     def _forward(self, begin_ns: int, *, deferred: bool) -> int:

@@ -196,7 +196,7 @@ def test_on_one_memory_modules_keep_a_part_of_their_rate_as_long_as_drives_work(
             assert none < some <= 2 * none
 
 
-def test_in_a_pass_without_updates_modules_are_disturbed_as_long_as_drives_move_alone() -> None:
+def test_drives_that_take_from_modules_are_slower_beside_them_too() -> None:
     there = means(0, 3.0, 100, unified=True)
     alone = replace(
         there.rates, nvme={"a": DriveRates(read_bytes_per_s=14e9, write_bytes_per_s=10e9)}
@@ -204,14 +204,13 @@ def test_in_a_pass_without_updates_modules_are_disturbed_as_long_as_drives_move_
     choice = Choice(strategy=NvmeStreamed(), parameters=Tier.NVME, subgroup_numel=2**22)
     training = replace(training_of(SMALL, checkpointing=False), overlap=False)
 
-    def forward_ns(given: Means) -> int:
-        given = replace(given, flops_per_s=2e12, computing_beside_io=0.5)
+    def forward_ns(given: Means, left: float) -> int:
+        given = replace(given, flops_per_s=20e12, alone=alone, computing_beside_io=left)
         return Planner(training, given).candidate(choice).timeline.phases[1].ns
 
-    # What drives are beside updates does not matter where nothing is updated.
-    assert forward_ns(replace(there, alone=alone)) == forward_ns(
-        replace(there, alone=alone, rates=replace(there.rates, nvme=alone.nvme))
-    )
+    undisturbed = replace(there, rates=replace(there.rates, nvme=alone.nvme))
+    assert forward_ns(there, 1.0) == forward_ns(undisturbed, 1.0)
+    assert forward_ns(there, 0.5) > forward_ns(undisturbed, 0.5)
 
 
 def test_checksums_take_their_time_from_updates_of_states_on_drives_alone() -> None:
