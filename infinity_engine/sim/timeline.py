@@ -426,12 +426,11 @@ class _TimedStep:
 
     def _summing(self, rates: Rates) -> Rates:
         """Return the rates of updates that make the checksums of those states from drives."""
-        rate, updated = rates.host_update_params_per_s, self._amounts.get(Lane.HOST, 0)
-        if rate is None or not self._summed:
+        rate, summing = rates.host_update_params_per_s, self._means.summing
+        if rate is None or summing == 1 or not self._summed:
             return rates
-        part = self._summed / updated
-        kept = 1 / (1 - part + part / self._means.summing)
-        return replace(rates, host_update_params_per_s=rate * kept)
+        part = self._summed / self._amounts[Lane.HOST]
+        return replace(rates, host_update_params_per_s=rate / (1 - part + part / summing))
 
     def _beside_moves(self, *, backward: bool) -> ComputeTime:
         """Return how long modules compute in a pass beside which nothing is updated: on the host,
