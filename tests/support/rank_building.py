@@ -402,7 +402,7 @@ def fail(what: str, drive: str) -> dict[str, Any]:
                 else None
             ),
             infinity_engine.init_context(
-                budget=budget(place, nvme=nvme), cache=0, ranks={"timeout_s": 20}
+                budget=budget(place, nvme=nvme), cache=0, ranks={"timeout_s": 40}
             ),
         ):
             model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
