@@ -256,10 +256,16 @@ def _tables(measured: Calibration) -> Iterator[_Rows]:
     )
     yield _Rows(
         "Updates on the host, billions of parameters per second",
-        ("alone", "left beside copies", *(f"left beside I/O in {name}" for name in drives)),
+        (
+            "alone",
+            "left with checksums",
+            "left beside copies",
+            *(f"left beside I/O in {name}" for name in drives),
+        ),
         {
             f"{name}, {_threads(count)}": (
                 figures.alone,
+                figures.summing,
                 figures.beside_copies,
                 *(drive.host_updates[name][count] for drive in drives.values()),
             )

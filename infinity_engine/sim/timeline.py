@@ -313,6 +313,110 @@ class _TimedUpdate:
             self.spans.append(_new(Span, (lane, start_ns, end_ns, nbytes)))
 
 
+class _Disturbance:
+    """What the parts of a step on the host leave one another: updates, modules, what is moved."""
+
+    def __init__(self, training: Training, means: Means, work: _StepWork) -> None:
+        self._means = means
+        self._work = work
+        self._compute_rate = means.compute_rate(training)
+        self.alone = ComputeTime(self._compute_rate)
+        """How long modules compute while nothing disturbs them."""
+
+    def beside_update(self, *, computes: bool) -> tuple[Rates, ComputeTime]:
+        """Return the rates of an update, and how long modules compute beside it where the host
+        `computes` meanwhile.
+        """
+        means = self._means
+        beside = self._summing(means.rates.both_at_once())
+        if means.alone is None:
+            return beside, self.alone
+        alone = self._summing(means.alone.both_at_once())
+        free, instead = means.free_lanes(), means.lanes_instead()
+        amounts: dict[Lane, int] = {}
+        for own, amount in self._work.amounts.items():
+            lane = instead.get(own, own)
+            if lane not in free and lane is not Lane.DEVICE:
+                amounts[lane] = amounts.get(lane, 0) + amount
+        computing_ns = 0
+        if computes:
+            computing_ns = self._computing_ns(backward=False)
+            modules = self._work.modules
+            # What is updated is handed over; other modules read theirs.
+            read = sum(needs.fetches * needs.read for needs in modules if not needs.subgroups)
+            amounts[Lane.NVME_READ] = amounts.get(Lane.NVME_READ, 0) + read
+        rates, kept = self._shared(alone, beside, amounts, computing_ns)
+        return rates, ComputeTime(self._compute_rate, kept)
+
+    def beside_moves(self, *, backward: bool, stays: int) -> tuple[Rates | None, ComputeTime]:
+        """Return the rates of what modules read and write in a pass without updates, None where
+        that is nothing, and how long they compute. So many bytes are there already.
+        """
+        means = self._means
+        if not means.unified or means.alone is None:
+            return None, self.alone
+        modules = self._work.modules
+        passing = [needs.of_backward() if backward else needs for needs in modules]
+        read = sum(needs.fetches * needs.read for needs in passing)
+        written = sum(needs.gradient_written for needs in passing) if backward else 0
+        amounts = {Lane.NVME_READ: max(read - stays, 0), Lane.NVME_WRITE: written}
+        moved = {lane: amount for lane, amount in amounts.items() if amount}
+        if not moved:
+            return None, self.alone
+        computing_ns = self._computing_ns(backward=backward)
+        rates, kept = self._shared(means.alone, means.rates, moved, computing_ns)
+        return rates, ComputeTime(self._compute_rate, kept)
+
+    def _summing(self, rates: Rates) -> Rates:
+        """Return the rates of updates that make the checksums of those states from drives."""
+        rate, summing, work = rates.host_update_params_per_s, self._means.summing, self._work
+        if rate is None or summing == 1 or not work.summed:
+            return rates
+        part = work.summed / work.amounts[Lane.HOST]
+        return replace(rates, host_update_params_per_s=rate / (1 - part + part / summing))
+
+    def _computing_ns(self, *, backward: bool) -> int:
+        """Return how long all modules compute in a pass while nothing disturbs them."""
+        alone, modules = self.alone, self._work.modules
+        if backward:
+            return sum(alone(each.again * each.flops, each.backward_flops) for each in modules)
+        return sum(alone(needs.flops, 0) for needs in modules)
+
+    def _shared(
+        self, alone: Rates, beside: Rates, amounts: Mapping[Lane, int], computing_ns: int
+    ) -> tuple[Rates, float]:
+        """Return the rates of what is updated and moved while modules compute for so long on the
+        host, and the part of their own that they keep.
+
+        What the host does, and all that is moved, take the longer of the two together; each of them
+        is disturbed for as much of its time as the other one works.
+        """
+        means, rates, kept = self._means, alone, 1.0
+        free, computing_s = means.free_lanes(), computing_ns / NS_PER_S
+        disturbed, before = (0.0, 0.0), (-1.0, -1.0)
+        for _ in range(_ROUNDS):
+            if disturbed == before:
+                break
+            before = disturbed
+            of_host, _ = disturbed
+            rates = _rates_between(alone, beside, *disturbed)
+            kept = 1 / (1 - of_host + of_host / means.computing_beside_io)
+            clocks = LaneClocks(rates, free=free)
+            seconds = {
+                lane: clocks.duration_ns(lane, amount) / NS_PER_S
+                for lane, amount in amounts.items()
+            }
+            updating_s = working_s = seconds.pop(Lane.HOST, 0.0)
+            if means.computing_beside_io < 1:  # then modules take as much from drives as updates do
+                working_s += computing_s / kept
+            moving_s = max(seconds.values(), default=0.0)
+            every_s = max(updating_s + computing_s / kept, moving_s)
+            if not every_s:
+                break
+            disturbed = moving_s / every_s, working_s / every_s
+        return rates, kept
+
+
 class _TimedStep:
     """The clocks of one step, and what has been written down."""
 
@@ -326,16 +430,14 @@ class _TimedStep:
     ) -> None:
         self._plan = plan
         self._steps_micro_batches = training.accumulation_steps
-        self._means = means
-        self._compute_rate = means.compute_rate(training)
-        self._duration_ns = ComputeTime(self._compute_rate)
+        self._disturbance = _Disturbance(training, means, work)
         self._compute = Lane.HOST if means.unified else Lane.DEVICE
         self._modules = work.modules
         self._amounts = work.amounts
-        self._summed = work.summed
-        self._has_passed = False  # once: what fits stays from then on
         self._deferred = training.overlap is not False and _defers(plan, work.modules, means)
-        rates, self._kept_beside_update = self._beside_update()
+        rates, self._beside_update_ns = self._disturbance.beside_update(
+            computes=self._deferred and means.unified
+        )
         clocks = LaneClocks(
             rates,
             free=means.free_lanes(),
@@ -385,7 +487,9 @@ class _TimedStep:
         if more:
             gathered_ns = self._wire.busy_ns
             # The next forward does not wait for gradients to come down.
-            again_ns, again_end_ns = self._backward(self._forward(made_ns, deferred=False))
+            again_ns, again_end_ns = self._backward(
+                self._forward(made_ns, deferred=False, first=False)
+            )
             # Made, or sent: where a link is slower than computing, its gradients queue up.
             repeated_ns = more * max(again_ns - made_ns, again_end_ns - end_ns)
             gathering_ns += more * (self._wire.busy_ns - gathered_ns)
@@ -401,101 +505,17 @@ class _TimedStep:
             gathering_ns=gathering_ns,
         )
 
-    def _beside_update(self) -> tuple[Rates, float]:
-        """Return the rates of an update, whose parts disturb one another as far as they work at the
-        same time, and the part of their own that modules keep on the host beside it.
+    def _beside_moves(self, *, backward: bool, first: bool = False) -> ComputeTime:
+        """Return how long modules compute in a pass without updates, and let what they read and
+        write take its time beside them.
         """
-        means = self._means
-        beside = self._summing(means.rates.both_at_once())
-        if means.alone is None:
-            return beside, 1.0
-        alone = self._summing(means.alone.both_at_once())
-        free, instead = means.free_lanes(), means.lanes_instead()
-        amounts: dict[Lane, int] = {}
-        for own, amount in self._amounts.items():
-            lane = instead.get(own, own)
-            if lane not in free and lane is not Lane.DEVICE:
-                amounts[lane] = amounts.get(lane, 0) + amount
-        computing_ns = 0
-        if self._deferred and self._compute is Lane.HOST:
-            computing_ns = self._computing_ns(backward=False)
-            # What is updated is handed over; other modules read theirs.
-            read = sum(needs.fetches * needs.read for needs in self._modules if not needs.subgroups)
-            amounts[Lane.NVME_READ] = amounts.get(Lane.NVME_READ, 0) + read
-        return self._disturbed(alone, beside, amounts, computing_ns)
+        stays = 0 if first else self._room.resident.limit  # of the last pass, at most
+        rates, computing_ns = self._disturbance.beside_moves(backward=backward, stays=stays)
+        if rates is not None:
+            self._lanes.move_at(rates)
+        return computing_ns
 
-    def _summing(self, rates: Rates) -> Rates:
-        """Return the rates of updates that make the checksums of those states from drives."""
-        rate, summing = rates.host_update_params_per_s, self._means.summing
-        if rate is None or summing == 1 or not self._summed:
-            return rates
-        part = self._summed / self._amounts[Lane.HOST]
-        return replace(rates, host_update_params_per_s=rate / (1 - part + part / summing))
-
-    def _beside_moves(self, *, backward: bool) -> ComputeTime:
-        """Return how long modules compute in a pass beside which nothing is updated: on the host,
-        what they read and write disturbs them.
-        """
-        means = self._means
-        if self._compute is Lane.DEVICE or means.alone is None:
-            return self._duration_ns
-        passing = [needs.of_backward() if backward else needs for needs in self._modules]
-        read = sum(needs.fetches * needs.read for needs in passing)
-        written = sum(needs.gradient_written for needs in passing) if backward else 0
-        stays = self._room.resident.limit if self._has_passed else 0  # of the last pass, at most
-        amounts = {Lane.NVME_READ: max(read - stays, 0), Lane.NVME_WRITE: written}
-        moved = {lane: amount for lane, amount in amounts.items() if amount}
-        if not moved:
-            return self._duration_ns
-        computing_ns = self._computing_ns(backward=backward)
-        rates, kept = self._disturbed(means.alone, means.rates, moved, computing_ns)
-        self._lanes.move_at(rates)
-        return ComputeTime(self._compute_rate, kept)
-
-    def _computing_ns(self, *, backward: bool) -> int:
-        """Return how long all modules compute in a pass while nothing disturbs them."""
-        if backward:
-            return sum(
-                self._duration_ns(needs.again * needs.flops, needs.backward_flops)
-                for needs in self._modules
-            )
-        return sum(self._duration_ns(needs.flops, 0) for needs in self._modules)
-
-    def _disturbed(
-        self, alone: Rates, beside: Rates, amounts: Mapping[Lane, int], computing_ns: int
-    ) -> tuple[Rates, float]:
-        """Return the rates of what is updated and moved while modules compute for so long on the
-        host, and the part of their own that they keep.
-
-        What the host does, and all that is moved, take the longer of the two together; each of them
-        is disturbed for as much of its time as the other one works.
-        """
-        means, rates, kept = self._means, alone, 1.0
-        free, computing_s = means.free_lanes(), computing_ns / NS_PER_S
-        disturbed, before = (0.0, 0.0), (-1.0, -1.0)
-        for _ in range(_ROUNDS):
-            if disturbed == before:
-                break
-            before = disturbed
-            of_host, _ = disturbed
-            rates = _rates_between(alone, beside, *disturbed)
-            kept = 1 / (1 - of_host + of_host / means.computing_beside_io)
-            clocks = LaneClocks(rates, free=free)
-            seconds = {
-                lane: clocks.duration_ns(lane, amount) / NS_PER_S
-                for lane, amount in amounts.items()
-            }
-            updating_s = working_s = seconds.pop(Lane.HOST, 0.0)
-            if means.computing_beside_io < 1:  # then modules take as much from drives as updates do
-                working_s += computing_s / kept
-            moving_s = max(seconds.values(), default=0.0)
-            every_s = max(updating_s + computing_s / kept, moving_s)
-            if not every_s:
-                break
-            disturbed = moving_s / every_s, working_s / every_s
-        return rates, kept
-
-    def _forward(self, begin_ns: int, *, deferred: bool) -> int:
+    def _forward(self, begin_ns: int, *, deferred: bool, first: bool = True) -> int:
         """Run all modules, from `begin_ns` on at the earliest; return when the last has ended.
 
         Beside an update, modules are handed what it has made: they wait for no drive to have
@@ -505,9 +525,7 @@ class _TimedStep:
         updates = {op.subgroup: number for number, op in numbered if isinstance(op, UpdateOp)}
         end_ns = begin_ns
         duration_ns = (
-            ComputeTime(self._compute_rate, self._kept_beside_update)
-            if deferred
-            else self._beside_moves(backward=False)
+            self._beside_update_ns if deferred else self._beside_moves(backward=False, first=first)
         )
         self._room.begin_pass()
         for number, needs in enumerate(self._modules):
@@ -521,7 +539,6 @@ class _TimedStep:
             end_ns = self._run(number, needs, duration_ns(needs.flops, 0), arrived_ns)
         if deferred:
             self._update.finish()
-        self._has_passed = True
         return end_ns
 
     # --- beside an update, on a device with memory of its own -------------------------------------
@@ -560,7 +577,7 @@ class _TimedStep:
                 while not all(map(walk.has_arrived, needs.subgroups)):
                     if not walk.poll():
                         walk.arrive(needs.subgroups)
-            duration_ns = self._duration_ns(needs.flops, 0)
+            duration_ns = self._disturbance.alone(needs.flops, 0)
             end_ns = self._run(number, needs, duration_ns, self._thread.now_ns)
         walk.finish()
         end_ns = max(end_ns, self._thread.now_ns)
@@ -570,7 +587,7 @@ class _TimedStep:
 
     def _least(self) -> _LeastStep:
         """Return what the step takes at least while its lanes wait for nothing."""
-        duration_ns, moving_ns = self._duration_ns, self._lanes.moving_ns
+        duration_ns, moving_ns = self._disturbance.alone, self._lanes.moving_ns
         forward_ns = backward_ns = fetched = read = down = written = 0
         for needs in self._modules:
             forward_ns += duration_ns(needs.flops, 0)

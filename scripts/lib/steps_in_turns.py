@@ -5,9 +5,9 @@ drive, and with activations kept while another process moves as many bytes over 
 
 JOB is one of trained_apart.py's, as JSON, whose settings let activations wait on the drive. Prints
 the seconds of each way as JSON, medians of the steps after the first two, and how long the other
-process still moved bytes when its steps had ended. What makes the machine
-slower for a while makes all ways slower, as their steps take turns. The third way shows what moving
-the bytes costs by itself: a virtual drive needs the processors that modules compute on.
+process still moved bytes when its steps had ended. What makes the machine slower for a while makes
+all ways slower, as their steps take turns. The third way shows what moving the bytes costs by
+itself: a virtual drive needs the processors that modules compute on.
 """
 
 from __future__ import annotations
