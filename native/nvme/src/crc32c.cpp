@@ -55,12 +55,14 @@ constexpr std::array<Table, 8> tables = [] {
 }
 
 struct Kernels {
-    std::array<Crc32cKernel, 3> known = {Crc32cKernel{"tables", &sum, &copy}};
+    std::array<Crc32cKernel, 4> known = {Crc32cKernel{"tables", &sum, &copy}};
     std::size_t count = 1;
 
     Kernels() noexcept {
-        if (const Crc32cKernel* hardware = crc32c_hardware_kernel()) known[count++] = *hardware;
-        if (const Crc32cKernel* wide = crc32c_wide_kernel()) known[count++] = *wide;
+        for (const Crc32cKernel* kernel :
+             {crc32c_hardware_kernel(), crc32c_fused_kernel(), crc32c_wide_kernel()}) {
+            if (kernel != nullptr) known[count++] = *kernel;
+        }
     }
 };
 

@@ -13,7 +13,7 @@ namespace deepnvme {
 
 // One way of computing it; the contracts are those of crc32c() and crc32c_copy().
 struct Crc32cKernel {
-    std::string_view name;  // "avx512", "sse4.2", "aarch64" or "tables"
+    std::string_view name;  // "avx512", "avx2", "sse4.2", "aarch64" or "tables"
     std::uint32_t (*sum)(std::uint32_t crc, const std::byte* data, std::size_t nbytes) noexcept;
     std::uint32_t (*copy)(std::uint32_t crc, std::byte* destination, const std::byte* source,
                           std::size_t nbytes) noexcept;
@@ -24,6 +24,9 @@ struct Crc32cKernel {
 
 // The one that uses the CPU's crc32c instruction, or null where there is none.
 [[nodiscard]] const Crc32cKernel* crc32c_hardware_kernel() noexcept;
+
+// The one that uses it beside products in vectors of 32 bytes, or null where the CPU cannot.
+[[nodiscard]] const Crc32cKernel* crc32c_fused_kernel() noexcept;
 
 // The one that multiplies in vectors of 64 bytes, or null where the CPU cannot.
 [[nodiscard]] const Crc32cKernel* crc32c_wide_kernel() noexcept;
