@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +29,13 @@ AT_REST = Transfer(())
 _SMALLEST_PART = 4  # less than a fourth of a memory stays: the rest is not autograd's
 
 
+class _Place(NamedTuple):
+    """Where a memory lies. Others may begin at its address, such as slices of one numpy array."""
+
+    address: int
+    nbytes: int
+
+
 @dataclass(eq=False, slots=True)
 class SavedMemory:
     """One memory that autograd has saved, and how many saved tensors lie in it."""
@@ -35,7 +43,7 @@ class SavedMemory:
     number: int
     use: Use
     record: ShardRecord
-    address: int  # of the memory that was saved
+    place: _Place  # of the memory that was saved
     shape: tuple[int, ...]  # of the first tensor in it
     # A tensor in it that knows its version, and that when it was saved. Once the memory is a copy
     # of ours, the tensor has no memory any more.
@@ -84,9 +92,13 @@ class SavedMemory:
 
 
 class SavedView:
-    """What autograd holds in place of a tensor: a view of a saved memory."""
+    """What autograd holds in place of a tensor: a view of a saved memory.
 
-    __slots__ = ("_dtype", "_gone", "_offset", "_stride", "memory", "shape")
+    Not all tensors in one memory have one version: what `.data` returns has its own. So all but the
+    first that was saved of a memory are watched as well.
+    """
+
+    __slots__ = ("_dtype", "_gone", "_offset", "_stride", "_watched", "memory", "shape")
 
     def __init__(self, memory: SavedMemory, tensor: torch.Tensor, gone: deque[SavedMemory]) -> None:
         self.memory = memory
@@ -95,6 +107,28 @@ class SavedView:
         self._stride = tensor.stride()
         self._offset = int(tensor.storage_offset())
         self._gone = gone
+        self._watched: tuple[torch.Tensor, int] | None = None
+
+    def watch(self, alias: torch.Tensor, version: int) -> None:
+        """Note in-place changes of a tensor since this version, by an alias, whose memory goes."""
+        self._watched = alias, version
+        # Without memory it still knows its version.
+        with torch.inference_mode(False):
+            alias.data = alias.new_empty(0)
+
+    def check(self) -> None:
+        """Refuse a tensor that was changed in place since it was saved.
+
+        Raises:
+            ChangedInPlaceError: it was.
+        """
+        self.memory.note_change()
+        if self.memory.changed is not None:
+            raise self.memory.changed
+        if self._watched is not None:
+            alias, version = self._watched
+            if alias._version != version:
+                raise changed_since(self.shape, version, alias._version)
 
     # Runs wherever a graph goes, also within a call of the offload: it only appends.
     def __del__(self) -> None:
@@ -126,22 +160,13 @@ class SavedPiece:
 
     def become_view(self, make_view: Callable[[torch.Tensor], SavedView]) -> None:
         """Be a view of saved memory from here on."""
-        alias = self._alias
-        self._held = make_view(alias)
-        # Without memory it still knows its version: not all tensors in a memory have the same one.
-        with torch.inference_mode(False):
-            alias.data = alias.new_empty(0)
+        view = self._held = make_view(self._alias)
+        view.watch(self._alias, self._version)
 
+    @property
     def held(self) -> object:
-        """Return what is kept, or the view.
-
-        Raises:
-            ChangedInPlaceError: the tensor was changed in place since it was saved.
-        """
-        held, now = self._held, self._alias._version
-        if isinstance(held, SavedView) and now != self._version:
-            raise changed_since(held.shape, self._version, now)
-        return held
+        """What is kept, or the view."""
+        return self._held
 
 
 @dataclass(slots=True)
@@ -171,38 +196,38 @@ class SavedMemories:
         self.by_number: dict[int, SavedMemory] = {}
         self._borrowed = borrowed
         # Of those that are still the original, so that a tensor saved again is recognized.
-        self._by_address: dict[int, SavedMemory] = {}
-        # Of the memories that stay for now, by address.
-        self._small_views: dict[int, _SmallViews] = {}
+        self._by_place: dict[_Place, SavedMemory] = {}
+        # Of the memories that stay for now.
+        self._small_views: dict[_Place, _SmallViews] = {}
         self._next = 0
         self._gone: deque[SavedMemory] = deque()  # once for each saved view that has gone
 
     def find(self, tensor: torch.Tensor) -> SavedMemory | None:
         """Return the memory of a tensor, where it was saved at the same version and is here."""
-        memory = self._by_address.get(tensor.untyped_storage().data_ptr())
+        memory = self._by_place.get(_place_of(tensor))
         if memory is None or not memory.is_original or memory.watched[1] != tensor._version:
             return None
         return memory
 
     def may_leave(self, tensor: torch.Tensor) -> bool:
         """Tell whether enough of a tensor's memory is saved for it to leave, with this tensor."""
-        storage, extent = tensor.untyped_storage(), _extent_of(tensor)
-        if extent * _SMALLEST_PART >= storage.nbytes():
+        place, extent = _place_of(tensor), _extent_of(tensor)
+        if extent * _SMALLEST_PART >= place.nbytes:
             return True
-        known = self._small_views.get(storage.data_ptr())
+        known = self._small_views.get(place)
         # Where all of them are gone, another memory may have got the address.
         if known is None or not known.pieces or known.version != tensor._version:
-            known = self._small_views[storage.data_ptr()] = _SmallViews(tensor._version)
+            known = self._small_views[place] = _SmallViews(tensor._version)
         begin = int(tensor.storage_offset()) * tensor.element_size()
         known.cover(begin, begin + extent)
-        return known.covered * _SMALLEST_PART >= storage.nbytes()
+        return known.covered * _SMALLEST_PART >= place.nbytes
 
     def keep_piece(self, tensor: torch.Tensor, kept: object) -> SavedPiece:
         """Return what autograd saves in place of a tensor whose memory may not leave yet, and that
         was `kept`.
         """
         piece = SavedPiece(tensor, kept)
-        self._small_views[tensor.untyped_storage().data_ptr()].pieces.add(piece)
+        self._small_views[_place_of(tensor)].pieces.add(piece)
         return piece
 
     def forget_pieces(self) -> None:
@@ -221,17 +246,17 @@ class SavedMemories:
             number,
             Use(name, (number,)),
             ShardRecord(name, self._borrowed.borrow(flat, holder=name)),
-            storage.data_ptr(),
+            _place_of(tensor),
             tuple(tensor.shape),
             # Detached: the tensor itself would hold its graph, and the graph holds what is saved.
             (tensor.detach(), tensor._version),
         )
-        self.by_number[number] = self._by_address[memory.address] = memory
+        self.by_number[number] = self._by_place[memory.place] = memory
         self._move_pieces_to(memory)
         return memory
 
     def _move_pieces_to(self, memory: SavedMemory) -> None:
-        known = self._small_views.pop(memory.address, None)
+        known = self._small_views.pop(memory.place, None)
         if known is None or known.version != memory.watched[1]:
             return
         # One that is there has its memory, so no other tensor has got the address.
@@ -243,6 +268,12 @@ class SavedMemories:
         memory.add_view()
         return SavedView(memory, tensor, self._gone)
 
+    def another_view(self, memory: SavedMemory, tensor: torch.Tensor) -> SavedView:
+        """Return the same for a tensor that was not the first in `memory`."""
+        view = self.view(memory, tensor)
+        view.watch(tensor.detach(), tensor._version)
+        return view
+
     def drop_unused(self) -> Iterator[SavedMemory]:
         """Yield every memory whose last saved tensor has gone; it is not among these any more."""
         while self._gone:
@@ -250,13 +281,13 @@ class SavedMemories:
             memory.drop_view()
             if not memory.views and memory.number in self.by_number:
                 del self.by_number[memory.number]
-                self.forget_address(memory)
+                self.forget_place(memory)
                 yield memory
 
-    def forget_address(self, memory: SavedMemory) -> None:
+    def forget_place(self, memory: SavedMemory) -> None:
         """Share the memory with no tensor that is saved from here on."""
-        if self._by_address.get(memory.address) is memory:
-            del self._by_address[memory.address]
+        if self._by_place.get(memory.place) is memory:
+            del self._by_place[memory.place]
 
     def uses_down_from(self, number: int) -> list[Use]:
         """Return the uses of what was saved up to `number`, the last first."""
@@ -273,8 +304,13 @@ class SavedMemories:
     def clear(self) -> None:
         """Forget them all."""
         self.by_number.clear()
-        self._by_address.clear()
+        self._by_place.clear()
         self._small_views.clear()
+
+
+def _place_of(tensor: torch.Tensor) -> _Place:
+    storage = tensor.untyped_storage()
+    return _Place(storage.data_ptr(), storage.nbytes())
 
 
 def _extent_of(tensor: torch.Tensor) -> int:

@@ -98,6 +98,7 @@ class ActivationMoves:
             self._sizes, limits.resident, beside=self._not_for_members
         )
         self._failed: InfinityError | None = None
+        self._same_failure: set[int] = set()  # of those on their way out when another one failed
         self._read_back = ReadBackMemory(lanes.accelerator.torch_device)
         limits.shared.moves.append(self)
 
@@ -211,7 +212,10 @@ class ActivationMoves:
         """Forget all that is saved, once it moves no more."""
         self._mover.drain()
         for memory in [*self._memories.by_number.values(), *self._evicting.values()]:
+            memory.drop_original()  # a graph may still hold it
             self._mover.forget(memory.record)
+            if memory.number in self.resident:
+                self.resident.remove(memory.number)
         self._memories.clear()
         self._evicting.clear()
         self._borrowed.close()
@@ -254,7 +258,7 @@ class ActivationMoves:
             transfer = self._begin_eviction(memory)
         # From here on its bytes are those of now. A change that no version tells, such as by numpy,
         # makes the memory another one for what is saved later.
-        self._memories.forget_address(memory)
+        self._memories.forget_place(memory)
         memory.begin_move(transfer)
         self.resident.remove(memory.number)
         self._evicting[memory.number] = memory
@@ -317,11 +321,16 @@ class ActivationMoves:
     def _end_eviction(self, memory: SavedMemory) -> None:
         """Note the end of a move.
 
+        A failure is told once for all that were on their way then: a graph may outlive it, while
+        its batches run again.
+
         Raises:
             CapacityError: there was no room. The memory is still here.
             TransferError: the I/O failed. The memory is still here.
         """
         del self._evicting[memory.number]
+        is_told = memory.number in self._same_failure
+        self._same_failure.discard(memory.number)
         stays = memory.stays
         memory.stay(False)
         error = memory.end_move().take_error()
@@ -337,7 +346,9 @@ class ActivationMoves:
             )  # it is still here, so nothing moves
         if not stays:
             self.resident.admit(memory.number, memory)
-        raise again(error)
+        if not is_told:
+            self._same_failure.update(self._evicting)
+            raise again(error)
 
     def _end_there(self, memory: SavedMemory, *, stays: bool) -> None:
         """Give its memory here back, which has a copy at home now; or let it stay as it is."""

@@ -8,6 +8,7 @@ needs one after the other: what comes next is fetched ahead. See decision 0045.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch
@@ -63,6 +64,7 @@ class ActivationOffload:
         self._expected = -1
         self._lock = limits.shared.lock
         self._closed = False
+        self._process = os.getpid()
 
     # --- what autograd asks -----------------------------------------------------------------------
 
@@ -94,7 +96,9 @@ class ActivationOffload:
             if memory is None:
                 memory = self._memories.add(tensor)
                 self._moves.admit(memory)
-            saved = self._memories.view(memory, tensor)
+                saved = self._memories.view(memory, tensor)
+            else:
+                saved = self._memories.another_view(memory, tensor)
             if begins:
                 self._moves.claim_part()
             self._moves.make_room_for_saved(self._most_resident // _SLACK)
@@ -126,22 +130,16 @@ class ActivationOffload:
             TransferError: it could not be read back; it can be asked for again.
         """
         if isinstance(saved, SavedPiece):
-            saved = saved.held()
+            saved = saved.held
         if not isinstance(saved, SavedView):
             return self._kept.unpack(saved)
-        if self._closed:
-            raise RuntimeError(
-                "The engine was closed before this backward, and with it went what the forward "
-                "has saved. Call backward() before close(), or run the model again"
-            )
+        self._check_open()
         with self._lock:
             self._moves.settle()
             self._moves.raise_failure()
             self._moves.note_saving(False)
+            saved.check()
             memory = saved.memory
-            memory.note_change()
-            if memory.changed is not None:
-                raise memory.changed
             self._meter.count_need(
                 Cargo.ACTIVATIONS, memory.record.nbytes, found=memory.is_original
             )
@@ -154,7 +152,20 @@ class ActivationOffload:
                 self._prefetch()
             finally:
                 resident.let_go((memory.number,))
+            self._check_open()  # the collector may have closed it meanwhile, in this thread
             return saved.tensor(self._moves.lease(memory))
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"This graph belongs to process {self._process}, and this one was forked from it: "
+                f"it has no memory that was saved. Call backward() in {self._process}"
+            )
+        if self._closed:
+            raise RuntimeError(
+                "The engine was closed before this backward, and with it went what the forward "
+                "has saved. Call backward() before close(), or run the model again"
+            )
 
     def end_step(self) -> None:
         """Predict the next step by this one. Numbers begin anew where nothing is saved."""
@@ -274,6 +285,7 @@ class _Movable:
         if (
             type(tensor) is not torch.Tensor  # what a subclass has besides would be lost
             or tensor.layout != torch.strided
+            or tensor.is_nested
             or tensor.device != self.device
             # A conjugated or negated view shows other values than its memory has.
             or tensor.is_conj()

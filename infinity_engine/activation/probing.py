@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from infinity_engine.activation.moving import SharedRoom
 from infinity_engine.activation.offloading import ActivationOffload
 from infinity_engine.errors import InfinityError
@@ -59,6 +57,7 @@ def _rates_of(offload: ActivationOffload) -> tuple[float | None, float | None]:
         # Twice: the first time, the drive's room grows.
         offload.time_moves(nbytes)
         out_s, back_s = offload.time_moves(nbytes)
-    except (InfinityError, torch.OutOfMemoryError):
+    # Torch has no error of its own for a CPU without memory.
+    except (InfinityError, MemoryError, RuntimeError):
         return _NO_RATES
     return nbytes / max(out_s, 1e-9), nbytes / max(back_s, 1e-9)

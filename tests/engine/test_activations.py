@@ -5,7 +5,9 @@ in which order, within the limit; what fails is named and can be repeated.
 from __future__ import annotations
 
 import errno
+import os
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +32,7 @@ from support.nvme_training import Case, emulated, opened
 from support.small_models import MODELS, Task
 
 Use = Callable[[Engine, Task], Bits]
+PAGES_FROM = read_back._PAGES_FROM
 ON_DRIVES: dict[str, object] = {
     "at": "nvme",
     "resident_bytes": 1024,  # so little that almost all of it leaves
@@ -436,11 +439,24 @@ def change_another_alias(y: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("compute", [change_between, change_another_alias])
-def test_a_change_of_a_small_view_is_an_error_as_in_torch(
+def change_another_alias_of_all(y: torch.Tensor) -> torch.Tensor:
+    alias = y.data
+    loss = y.square().sum() + (y * alias).sum()
+    alias.add_(1.0)
+    return loss
+
+
+@pytest.mark.parametrize(
+    "compute", [change_between, change_another_alias, change_another_alias_of_all]
+)
+def test_a_change_of_a_view_is_an_error_as_in_torch(
     compute: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
 ) -> None:
-    cases: tuple[dict[str, Any], ...] = ({}, {"activations": ALL_STAYS})
+    cases: tuple[dict[str, Any], ...] = (
+        {},
+        {"activations": ALL_STAYS},
+        {"activations": ON_DRIVES},
+    )
     for settings in cases:
         with engine_of(OfParts(compute), tmp_path, **settings) as engine:
             loss = engine(batch(0))
@@ -475,9 +491,63 @@ def test_memory_that_left_in_small_views_comes_back_whenever_it_is_needed(
     assert differing(trained(), trained(activations=ON_DRIVES)) == []
 
 
-def test_many_tiny_tensors_take_about_the_memory_that_they_are_counted_with(
-    tmp_path: Path,
+class OfTwo(torch.nn.Module):
+    """Saves both of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(64, 8), torch.nn.Linear(64, 8)
+
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(
+            self.first(first).square().sum() + self.second(second).square().sum()
+        )
+
+
+@pytest.mark.parametrize("rows", [64, 2048])
+@pytest.mark.parametrize("settings", [ALL_STAYS, ON_DRIVES], ids=["stays", "leaves"])
+def test_storages_of_two_sizes_at_one_address_are_two(
+    rows: int, settings: dict[str, object], tmp_path: Path
 ) -> None:
+    values = np.random.default_rng(0).standard_normal((rows, 64)).astype(np.float32)
+
+    def trained(**more: Any) -> Bits:
+        torch.manual_seed(0)
+        with engine_of(OfTwo(), tmp_path, **more) as engine:
+            for _ in range(2):
+                part, whole = torch.from_numpy(values[: rows // 2]), torch.from_numpy(values)
+                engine.backward(engine(part, whole))
+                engine.step()
+            return bits_of(engine)
+
+    assert differing(trained(), trained(activations=settings)) == []
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_stay_where_they_are(tmp_path: Path) -> None:
+    class Nested(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(64, 64)
+
+        def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+            y = self.linear(torch.nested.as_nested_tensor([first, second]))
+            return torch.nested.to_padded_tensor(y * y, 0.0).sum()
+
+    def trained(**settings: Any) -> Bits:
+        torch.manual_seed(0)
+        with engine_of(Nested(), tmp_path, parameters="device", **settings) as engine:
+            engine.backward(engine(batch(0, rows=3).detach(), batch(1, rows=5).detach()))
+            engine.step()
+            return bits_of(engine)
+
+    assert differing(trained(), trained(activations=ON_DRIVES)) == []
+
+
+def test_many_tiny_tensors_take_about_the_memory_that_they_are_counted_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_back, "_PAGES_FROM", PAGES_FROM)  # as for users
     class Tiny(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -565,7 +635,7 @@ def test_a_change_of_what_has_left_is_an_error_as_in_torch(tmp_path: Path) -> No
         moves = offload_of(engine)._moves
         moves._wait_for_evictions(0)
         saved = moves._memories.by_number.values()
-        left = {memory.address for memory in saved if not memory.is_original}
+        left = {memory.place.address for memory in saved if not memory.is_original}
         changed = next(each for each in model.results if each.data_ptr() in left)
         with torch.no_grad():
             changed.add_(1.0)
@@ -669,6 +739,37 @@ def test_failed_moves_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert offload_of(engine)._moves._mover._transfers == []
 
 
+class Late:
+    """A write that fails when it is waited for, and has ended when a test says so."""
+
+    def __init__(self, hop: Hop) -> None:
+        self._hop = hop
+        self.over = False
+
+    def done(self) -> bool:
+        return self.over
+
+    def wait(self) -> int:
+        self._hop.wait()
+        raise TransferError(
+            errno=errno.EIO, path="drive", offset=0, asked=1, done=0, what="activation"
+        )
+
+
+def write_late(patch: pytest.MonkeyPatch, writes: list[Late]) -> None:
+    """Let writes of activations fail so, and note them."""
+    real = SwapFile.write
+
+    def write(swap: SwapFile, place: Place, memory: Any, *, what: str = "") -> Any:
+        hop = real(swap, place, memory, what=what)
+        if not what.startswith("activation"):
+            return hop
+        writes.append(Late(hop))
+        return writes[-1]
+
+    patch.setattr(SwapFile, "write", write)
+
+
 def test_a_write_that_fails_late_does_not_fail_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -676,31 +777,12 @@ def test_a_write_that_fails_late_does_not_fail_the_step(
         tmp_path, activations={"at": "nvme", "resident_bytes": 1_600_000, "small_bytes": 0}
     ) as (engine, _):
         engine.backward(engine(batch(0)))
-        ended: list[bool] = []
-
-        class Late(Unhurried):
-            def done(self) -> bool:
-                return bool(ended)
-
-            def wait(self) -> int:
-                self._hop.wait()
-                raise TransferError(
-                    errno=errno.EIO, path="drive", offset=0, asked=1, done=0, what="activation"
-                )
-
-        real = SwapFile.write
+        writes: list[Late] = []
         with monkeypatch.context() as patch:
-            patch.setattr(
-                SwapFile,
-                "write",
-                lambda swap, place, memory, *, what="": (
-                    Late(real(swap, place, memory, what=what))
-                    if what.startswith("activation")
-                    else real(swap, place, memory, what=what)
-                ),
-            )
+            write_late(patch, writes)
             kept = engine(batch(7))
-        ended.append(True)
+        for write in writes:
+            write.over = True
         assert engine.step().outcome is infinity_engine.Outcome.UPDATED
         with pytest.raises(TransferError, match="activation"):
             engine(batch(1))
@@ -752,9 +834,55 @@ def test_a_read_that_failed_can_be_asked_for_again(
             with pytest.raises(TransferError, match="activation"):
                 engine.backward(loss, retain_graph=True)
         engine.zero_grad()
-        engine.backward(engine(batch(0)))
+        engine.backward(loss)
         engine.step()
         assert differing(expected, bits_of(engine)) == []
+
+
+def test_writes_that_fail_together_are_told_once_though_their_graph_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with blocks(tmp_path) as (engine, _):
+        engine.backward(engine(batch(0)))
+        engine.step()
+        expected = bits_of(engine)
+    writes: list[Late] = []
+    few = {"at": "nvme", "resident_bytes": 1_200_000, "small_bytes": 0}
+    with blocks(tmp_path, activations=few) as (engine, _):
+        with monkeypatch.context() as patch:
+            write_late(patch, writes)
+            loss = engine(batch(0))
+        assert len(writes) > 1
+        writes[0].over = True
+        with pytest.raises(TransferError, match="activation"):
+            engine.backward(loss)
+        for write in writes:
+            write.over = True
+        engine.zero_grad()
+        loss = engine(batch(0))  # the graph that failed is there until this returns
+        engine.backward(loss)
+        engine.step()
+        assert differing(expected, bits_of(engine)) == []
+
+
+def test_a_graph_in_a_forked_child_says_whose_it_is(tmp_path: Path) -> None:
+    with blocks(tmp_path, activations=ON_DRIVES) as (engine, _):
+        loss = engine(batch(0))
+        reads, writes = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                loss.backward()
+            except BaseException as error:
+                os.write(writes, f"{type(error).__name__}: {error}".encode())
+            os._exit(0)
+        os.close(writes)
+        with open(reads, "rb") as pipe:
+            said = pipe.read().decode()
+        os.waitpid(child, 0)
+        assert said.startswith(f"RuntimeError: This graph belongs to process {os.getpid()}")
+        engine.backward(loss)
+        engine.step()
 
 
 def test_drives_that_are_too_small_refuse_by_name(tmp_path: Path) -> None:
@@ -775,6 +903,21 @@ def test_what_an_engine_has_saved_goes_when_it_is_closed(tmp_path: Path) -> None
     with pytest.raises(RuntimeError, match="The engine was closed before this backward"):
         loss.backward()
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
+
+
+def test_what_stays_goes_with_its_engine_too(tmp_path: Path) -> None:
+    held: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def note(y: torch.Tensor) -> torch.Tensor:
+        z = y.exp()
+        held.append(weakref.ref(z.untyped_storage()))
+        return z.sum()
+
+    with engine_of(OfParts(note), tmp_path, activations=ALL_STAYS) as engine:
+        loss = engine(batch(0))
+        assert offload_of(engine)._moves.resident.used
+    assert [held[0]() is None, offload_of(engine)._moves.resident.used] == [True, 0]
+    del loss
 
 
 @pytest.mark.parametrize(
