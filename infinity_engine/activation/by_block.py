@@ -84,8 +84,12 @@ class WatchedModules(Protocol):
     def saving_again(self) -> AbstractContextManager[None]:
         """Return the context in which a second run saves what it saves."""
 
-    def versions_in(self, module: torch.nn.Module) -> Mapping[str, int]:
-        """Return the version of each parameter and buffer in a module, by its name there."""
+    def versions_in(
+        self, module: torch.nn.Module, given: Sequence[torch.Tensor]
+    ) -> Mapping[str, int]:
+        """Return the version of each parameter and buffer in a module, by its name there, and of
+        the others that it uses: those registered as external, and those that it was `given`.
+        """
 
 
 class FixedWays:
@@ -388,7 +392,8 @@ class BlockActivations:
             self._decider.refuse_recompute(block, "it ran with other buffers than its own")
             call.keep()
         if call.runs_again:
-            call.drop_saved(self._watched.versions_in(running.module), buffers)
+            given = call.given_parameters
+            call.drop_saved(self._watched.versions_in(running.module, given), buffers)
 
     # --- what autograd asks -----------------------------------------------------------------------
 
@@ -427,6 +432,7 @@ class BlockActivations:
 
     def begin_backward(self) -> None:
         """Let what was moved begin to come back."""
+        self._running.clear()  # of a call that was interrupted
         for keeper in self._every:
             keeper.begin_backward()
 
@@ -457,7 +463,8 @@ class BlockActivations:
         if placeholder.packed is not None:
             return call.unpack(placeholder, self._watched.saving_again)
         module = call.block.module
-        call.check_values(self._watched.versions_in(module), dict(module.named_buffers()))
+        versions = self._watched.versions_in(module, call.given_parameters)
+        call.check_values(versions, dict(module.named_buffers()))
         before, at = self._second, len(self._running)
         self._second, start = call, self._decider.now()
         call.life.make_again()
@@ -472,6 +479,7 @@ class BlockActivations:
 
     def end_step(self) -> None:
         """Note that a step has ended, and begin to count anew."""
+        self._running.clear()
         self._lifetimes.settle()
         for keeper in self._every:
             keeper.end_step()

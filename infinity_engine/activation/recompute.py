@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -96,7 +96,9 @@ class _Like(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Like:
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.device)
+        # A nested tensor has no shape, but a number of parts.
+        shape = (tensor.size(0),) if tensor.is_nested else tuple(tensor.shape)
+        return cls(tensor.dtype, shape, tensor.device)
 
 
 class BlockCall:
@@ -135,6 +137,11 @@ class BlockCall:
         placeholder = Placeholder(self, tensor, self._kept.pack(tensor))
         self._placeholders.append(weakref.ref(placeholder))
         return placeholder
+
+    @property
+    def given_parameters(self) -> Sequence[torch.Tensor]:
+        """What it was given that is not saved: parameters, and those and buffers of modules."""
+        return self._arguments.parameters
 
     @property
     def saves_nothing(self) -> bool:
@@ -282,10 +289,14 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True)
 class _Arguments:
-    """Positional and keyword arguments with `_Saved` in place of tensors, and the device of one."""
+    """Positional and keyword arguments with `_Saved` in place of tensors, and the device of one.
+
+    `parameters` are not saved, nor are those and the buffers of modules: they stay anyway.
+    """
 
     given: Any
     device: torch.device
+    parameters: Sequence[torch.Tensor]
 
     @classmethod
     def of(
@@ -307,7 +318,8 @@ class _Arguments:
         stored = _mapped((args, dict(kwargs)), torch.Tensor, saved)
         # A position or a mask may be on the CPU beside states on a device.
         on_device = (device for device in devices if device.type != "cpu")
-        return cls(stored, next(on_device, torch.device("cpu")))
+        parameters = {id(tensor): tensor for tensor in _parameters_in((args, kwargs))}
+        return cls(stored, next(on_device, torch.device("cpu")), tuple(parameters.values()))
 
     def restored(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         by_id: dict[int, torch.Tensor] = {}
@@ -334,6 +346,19 @@ def _mapped(value: Any, kind: type, change: Callable[[Any], object]) -> Any:
     if type(value) is dict:
         return {name: _mapped(part, kind, change) for name, part in value.items()}
     raise UnknownArgument(type(value).__name__)
+
+
+def _parameters_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.nn.Parameter):
+        yield value
+    elif isinstance(value, torch.nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, Mapping):
+        yield from _parameters_in(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _parameters_in(part)
 
 
 def without_cache(

@@ -482,13 +482,23 @@ class ModuleParameters:
         """Save in the body as `saving` does. The body runs modules again for a backward."""
         return self._saved.saving()
 
-    def versions_in(self, module: torch.nn.Module) -> dict[str, int]:
-        """Return how often each parameter and buffer in a module was changed, by its name there."""
-        numbers = self._numbers
-        return _versions_in(module) | {
-            name: self._fetcher.version_of(numbers[id(parameter)])
-            for name, parameter in module.named_parameters()
-            if id(parameter) in numbers
+    def versions_in(
+        self, module: torch.nn.Module, given: Sequence[torch.Tensor]
+    ) -> dict[str, int]:
+        """Return how often each parameter and buffer was changed that a module has or was `given`,
+        by its name there, and each external one by its own.
+        """
+        numbers, version_of_number = self._numbers, self._fetcher.version_of
+        uses = (self._uses.get(id(inner)) for inner in module.modules())
+        used = {number for use in uses if use is not None for number in use.parameters}
+        return {
+            **{
+                name: version_of_number(numbers[id(tensor)])
+                if id(tensor) in numbers
+                else version_of(tensor)
+                for name, tensor in _named_in(module, given)
+            },
+            **{self._parameters[number].name: version_of_number(number) for number in used},
         }
 
     def close(self) -> None:
@@ -637,9 +647,13 @@ class UnwatchedModules:
         self._model = weakref.ref(model)
         self._hooks = hooks
         self._activations = activations
+        self._external: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Parameter]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def register_external(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-        """Do nothing: the module finds the parameter where it is."""
+        """Note it for second runs: the module finds the parameter where it is."""
+        self._external.setdefault(module, []).append(parameter)
 
     def gathered(self, numbers: Iterable[int]) -> None:
         """Do nothing."""
@@ -666,9 +680,15 @@ class UnwatchedModules:
         """Save in the body as `saving` does. The body runs modules again for a backward."""
         return self._hooks.saving(self._activations.pack, self._activations.unpack)
 
-    def versions_in(self, module: torch.nn.Module) -> dict[str, int]:
-        """Return how often each parameter and buffer in a module was changed, by its name there."""
-        return _versions_in(module)
+    def versions_in(
+        self, module: torch.nn.Module, given: Sequence[torch.Tensor]
+    ) -> dict[str, int]:
+        """Return how often each parameter and buffer was changed that a module has, was `given`, or
+        uses as an external one.
+        """
+        external = (self._external.get(inner, ()) for inner in module.modules())
+        others = (*given, *(parameter for found in external for parameter in found))
+        return {name: version_of(tensor) for name, tensor in _named_in(module, others)}
 
     def let_go(self) -> None:
         """Do nothing."""
@@ -690,11 +710,14 @@ def _own_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     yield from model.buffers()
 
 
-def _versions_in(module: torch.nn.Module) -> dict[str, int]:
-    return {
-        name: version_of(tensor)
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    }
+def _named_in(
+    module: torch.nn.Module, others: Sequence[torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and buffers of a module, and what it uses besides, with their names."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+    for number, tensor in enumerate(others):
+        yield f"parameter {number} of those from elsewhere", tensor
 
 
 def tensors_in(output: object) -> Iterator[torch.Tensor]:

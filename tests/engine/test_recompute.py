@@ -523,6 +523,65 @@ def test_a_block_does_not_run_again_with_newer_parameters(tmp_path: Path) -> Non
         engine.step()
 
 
+class Frozen(Block):
+    """Has nothing to train, and adds a parameter of the model: its argument, or one in a list."""
+
+    scales: list[nn.Parameter]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.tanh(super().forward(x) + (self.scales[0] if scale is None else scale))
+
+
+class Given(Stack):
+    """Gives its blocks a parameter of its own, as an argument or by themselves."""
+
+    gives = True
+
+    def __init__(self, block: Callable[[], Any]) -> None:
+        super().__init__(block)
+        self.scale = nn.Parameter(torch.ones(32))
+        for each in self.blocks:
+            each.scales = [self.scale]
+        for parameter in self.last.parameters():
+            parameter.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        for each in self.blocks:
+            y = each(y, self.scale) if self.gives else each(y)
+        return torch.as_tensor(self.last(y).square().mean())
+
+
+class Taking(Given):
+    """Lets its blocks take the parameter themselves."""
+
+    gives = False
+
+
+@pytest.mark.parametrize("parameters", ["device", "host"])
+@pytest.mark.parametrize("kind", [Given, Taking])
+def test_a_block_does_not_run_again_with_a_newer_parameter_from_elsewhere(
+    kind: type[Given], parameters: str, tmp_path: Path
+) -> None:
+    with stack_of(
+        tmp_path, Frozen, model_class=kind, parameters=parameters, activations=AGAIN
+    ) as (engine, model):
+        for block in model.blocks:
+            engine.register_external(block, model.scale)  # type: ignore[arg-type]
+        older = engine(batch(1))
+        engine.backward(engine(batch(0)))
+        engine.step()
+        with pytest.raises(RuntimeError, match=r"has to run again .* has changed"):
+            engine.backward(older)
+        engine.zero_grad()
+        engine.backward(engine(batch(1)))
+        engine.step()
+
+
 class Scaled(Block):
     """Has a factor in a buffer, which it leaves alone."""
 
@@ -788,6 +847,22 @@ def test_an_error_in_a_block_leaves_nothing_behind(tmp_path: Path) -> None:
     assert differing(expected, found) == []
 
 
+def test_an_interrupted_block_is_forgotten_by_the_next_backward(tmp_path: Path) -> None:
+    with stack_of(tmp_path, activations=AGAIN, parameters="device") as (engine, model):
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        handle = model.blocks[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine(batch(0))
+        handle.remove()
+        engine.backward(model(batch(0)))
+        activations = engine._parts.activations
+        assert isinstance(activations, BlockActivations)
+        assert activations._running == []
+
+
 def test_an_error_in_a_second_run_can_be_repeated(tmp_path: Path) -> None:
     class FailsOnce(Block):
         fails = False
@@ -807,8 +882,7 @@ def test_an_error_in_a_second_run_can_be_repeated(tmp_path: Path) -> None:
                 engine.backward(loss, retain_graph=True)
             let_fail(model.blocks[1], False)
             engine.zero_grad()
-            torch.manual_seed(seed)
-            engine.backward(engine(batch(seed)))
+            engine.backward(loss)
             engine.step()
         assert differing(expected, bits_of(engine)) == []
 
