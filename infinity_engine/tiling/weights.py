@@ -6,7 +6,7 @@ tiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -97,29 +97,49 @@ class _JoinedWeight(torch.Tensor):
     """A copy of a weight in tiles, to be read only: a change of it would be lost without a word."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> torch.Tensor:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name, given = func.__name__, (*args, *kwargs.values())
         changes = name in _CHANGING or (name.endswith("_") and not name.endswith("__"))
-        if isinstance(kwargs.get("out"), cls) or (changes and isinstance(given[0], cls)):
+        changed = [*_tensors_in(given[0] if changes else ()), *_tensors_in(kwargs.get("out"))]
+        if any(isinstance(tensor, cls) for tensor in changed):
             raise RuntimeError(
                 f"{name} would change a copy of a weight that is in tiles, and no tile. Change "
                 "each tile: `for tile in layer.tiles: tile.weight`; merge adapters before layers "
                 "are cut into tiles"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            found: torch.Tensor = func(*args, **kwargs)
-        # What stands for the same weight is not to be changed either; what is computed of it may.
-        return found.as_subclass(cls) if func in _ALIASES else found
+            found = func(*args, **kwargs)
+            copies = {
+                tensor.untyped_storage().data_ptr()
+                for tensor in _tensors_in(given)
+                if isinstance(tensor, cls) and tensor.numel()
+            }
+            # A view of the copy is not to be changed either; what is computed of it may.
+            return _with_views_as(cls, found, copies)
 
 
 _CHANGING = frozenset(
     {"__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 )
-# torch declares no methods of properties
-_ALIASES = (torch.Tensor.data.__get__, torch.Tensor.detach)  # type: ignore[attr-defined]
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors_in(part)
+
+
+def _with_views_as(kind: type[torch.Tensor], found: Any, copies: Collection[int]) -> Any:
+    """Return what a function has returned, with the tensors in these copies as ones of a kind."""
+    if isinstance(found, torch.Tensor):
+        is_view = found.layout == torch.strided and found.untyped_storage().data_ptr() in copies
+        return found.as_subclass(kind) if is_view else found
+    if type(found) in {tuple, list}:
+        return type(found)(_with_views_as(kind, part, copies) for part in found)
+    return found
 
 
 class TiledWeight(torch.nn.Module):
