@@ -108,11 +108,12 @@ def chunked_cross_entropy(
     autocast's; logits, losses and sums over tiles are in fp32.
 
     The gradients are computed here, if autograd is on: the backward needs no logits and no weight.
-    Gradients of gradients are refused.
+    Gradients of gradients are refused, and so are weights and divisors that require one.
 
     Raises:
         ConfigError: shapes that do not fit together, another head, a reduction that tiles cannot
-            have, or a workspace in which not one logit fits.
+            have, a weight or divisor that requires a gradient, or a workspace in which not one
+            logit fits.
         IndexError: a label is no entry of the vocabulary.
     """
     entries, features, bias = _sizes(head, bias)
@@ -273,6 +274,8 @@ class _LossCall:
     ) -> _LossCall:
         """Check the arguments, and find the tokens that count."""
         _check_shapes(hidden, labels, features, token_weights)
+        _check_constant("token_weights", token_weights)
+        _check_constant("divide_by", divide_by)
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         dtype = dtype or hidden.dtype
@@ -777,6 +780,13 @@ def _check_shapes(
         raise ConfigError(field="labels", value=str(labels.dtype), expected=expected)
     if weights is not None and weights.shape != labels.shape:
         raise ConfigError(field="token_weights", value=tuple(weights.shape), expected=expected)
+
+
+def _check_constant(name: str, value: object) -> None:
+    # Gradients are computed with the losses, of the hidden states and the head alone.
+    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+        expected = "a tensor that requires no gradient, as it would get none: detach() it"
+        raise ConfigError(field=name, value="a tensor that requires one", expected=expected)
 
 
 def _check_labels(labels: torch.Tensor, entries: int) -> None:

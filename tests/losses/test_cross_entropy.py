@@ -424,6 +424,20 @@ def test_each_loss_for_itself_is_refused_with_what_to_do() -> None:
         chunked(reduction="none")(**made())
 
 
+@pytest.mark.parametrize("name", ["token_weights", "divide_by"])
+def test_what_would_get_no_gradient_is_refused(name: str) -> None:
+    hidden, head = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
+    labels = torch.tensor([0, 1, 2])
+    weight = torch.ones(3 if name == "token_weights" else (), requires_grad=True)
+    options: Given = {name: weight}
+
+    with pytest.raises(ConfigError, match=rf"{name}.*requires no gradient"):
+        chunked_cross_entropy(hidden, head, labels, **options)
+
+    with torch.no_grad():
+        chunked_cross_entropy(hidden, head, labels, **options)
+
+
 def test_an_unknown_reduction_is_refused() -> None:
     with pytest.raises(ConfigError, match="nearest: mean"):
         chunked(reduction="means")(**made())
