@@ -432,8 +432,7 @@ class _TimedStep:
         self._steps_micro_batches = training.accumulation_steps
         self._disturbance = _Disturbance(training, means, work)
         self._compute = Lane.HOST if means.unified else Lane.DEVICE
-        self._modules = work.modules
-        self._amounts = work.amounts
+        self._work = work
         self._deferred = training.overlap is not False and _defers(plan, work.modules, means)
         rates, self._beside_update_ns = self._disturbance.beside_update(
             computes=self._deferred and means.unified
@@ -528,7 +527,7 @@ class _TimedStep:
             self._beside_update_ns if deferred else self._beside_moves(backward=False, first=first)
         )
         self._room.begin_pass()
-        for number, needs in enumerate(self._modules):
+        for number, needs in enumerate(self._work.modules):
             fetched, ready_ns = needs, begin_ns
             if deferred and needs.subgroups:
                 ops = [updates[index] for index in needs.subgroups]
@@ -554,7 +553,7 @@ class _TimedStep:
         for lane in dict.fromkeys(op.lane for op in self._plan.steps.ops):
             # A missing rate is refused here: within the walk it would be a failed op.
             self._lanes.clocks.duration_ns(lane, 0)
-        least, last = self._least(), len(self._modules) - 1
+        least, last = self._least(), len(self._work.modules) - 1
         number = 0
 
         def check() -> None:
@@ -568,7 +567,7 @@ class _TimedStep:
         walk.poll()
         self._fetch_ahead(walk)
         end_ns = 0
-        for number, needs in enumerate(self._modules):
+        for number, needs in enumerate(self._work.modules):
             if least.earliest_end_ns() > most_ns:
                 raise _LongerStepError
             if needs.fetched:
@@ -589,7 +588,7 @@ class _TimedStep:
         """Return what the step takes at least while its lanes wait for nothing."""
         duration_ns, moving_ns = self._disturbance.alone, self._lanes.moving_ns
         forward_ns = backward_ns = fetched = read = down = written = 0
-        for needs in self._modules:
+        for needs in self._work.modules:
             forward_ns += duration_ns(needs.flops, 0)
             backward_ns += duration_ns(needs.again * needs.flops, needs.backward_flops)
             fetched += needs.fetched
@@ -598,7 +597,7 @@ class _TimedStep:
             written += needs.gradient_written
         ready = {
             lane: self._lanes.clocks.duration_ns(lane, amount)
-            for lane, amount in self._amounts.items()
+            for lane, amount in self._work.amounts.items()
         }
         for lane, ns in (
             (Lane.H2D, moving_ns(Lane.H2D, fetched)),
@@ -623,7 +622,7 @@ class _TimedStep:
         """Let the thread wait until what a module needs has been updated, and is there; then begin
         to fetch what comes next.
         """
-        needs, resident = self._modules[number], self._room.resident
+        needs, resident = self._work.modules[number], self._room.resident
         walk.poll()
         resident.hold((number,))
         if not self._room.need(number):
@@ -644,7 +643,7 @@ class _TimedStep:
         """Begin to fetch what the next modules need, as far as there is room for it and it has been
         updated.
         """
-        resident, modules, has_arrived = self._room.resident, self._modules, walk.has_arrived
+        resident, modules, has_arrived = self._room.resident, self._work.modules, walk.has_arrived
         chosen = resident.choose(resident.upcoming(LOOK_AHEAD))
         self._give_up(chosen.evicted)
         left_out = None  # the first of those that cannot be fetched yet: it is needed first
@@ -660,7 +659,7 @@ class _TimedStep:
             resident.fetch_again(left_out)
 
     def _fetch_now(self, number: int) -> None:
-        needs, after_ns = self._modules[number], self._thread.now_ns
+        needs, after_ns = self._work.modules[number], self._thread.now_ns
         if needs.read:
             after_ns = self._lanes.move(Lane.NVME_READ, needs.fetches * needs.read, after_ns)
         nbytes, copies = needs.fetches * needs.fetched, needs.fetches * needs.fetched_copies
@@ -681,8 +680,8 @@ class _TimedStep:
         has_wire = self._wire.is_timed
         computing_ns = self._beside_moves(backward=True)
         self._room.begin_pass(backward=True)
-        for number in reversed(range(len(self._modules))):
-            needs = self._modules[number].of_backward()
+        for number in reversed(range(len(self._work.modules))):
+            needs = self._work.modules[number].of_backward()
             arrived_ns = max(self._fetch(number, needs, 0), begin_ns)
             duration_ns = computing_ns(needs.again * needs.flops, needs.backward_flops)
             made_ns = self._run(number, needs, duration_ns, arrived_ns)
