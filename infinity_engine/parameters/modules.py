@@ -482,9 +482,7 @@ class ModuleParameters:
         """Save in the body as `saving` does. The body runs modules again for a backward."""
         return self._saved.saving()
 
-    def versions_in(
-        self, module: torch.nn.Module, given: Sequence[torch.Tensor]
-    ) -> dict[str, int]:
+    def versions_in(self, module: torch.nn.Module, given: Sequence[torch.Tensor]) -> dict[str, int]:
         """Return how often each parameter and buffer was changed that a module has or was `given`,
         by its name there, and each external one by its own.
         """
@@ -680,9 +678,7 @@ class UnwatchedModules:
         """Save in the body as `saving` does. The body runs modules again for a backward."""
         return self._hooks.saving(self._activations.pack, self._activations.unpack)
 
-    def versions_in(
-        self, module: torch.nn.Module, given: Sequence[torch.Tensor]
-    ) -> dict[str, int]:
+    def versions_in(self, module: torch.nn.Module, given: Sequence[torch.Tensor]) -> dict[str, int]:
         """Return how often each parameter and buffer was changed that a module has, was `given`, or
         uses as an external one.
         """

@@ -532,7 +532,7 @@ def test_nested_tensors_stay_where_they_are(tmp_path: Path) -> None:
 
         def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
             y = self.linear(torch.nested.as_nested_tensor([first, second]))
-            return torch.nested.to_padded_tensor(y * y, 0.0).sum()
+            return torch.as_tensor(torch.nested.to_padded_tensor(y * y, 0.0).sum())
 
     def trained(**settings: Any) -> Bits:
         torch.manual_seed(0)
@@ -548,6 +548,7 @@ def test_many_tiny_tensors_take_about_the_memory_that_they_are_counted_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read_back, "_PAGES_FROM", PAGES_FROM)  # as for users
+
     class Tiny(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

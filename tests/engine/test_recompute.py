@@ -545,15 +545,13 @@ class Given(Stack):
         super().__init__(block)
         self.scale = nn.Parameter(torch.ones(32))
         for each in self.blocks:
+            assert isinstance(each, Frozen)
             each.scales = [self.scale]
         for parameter in self.last.parameters():
             parameter.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.first(x)
-        for each in self.blocks:
-            y = each(y, self.scale) if self.gives else each(y)
-        return torch.as_tensor(self.last(y).square().mean())
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        return super().forward(x, **({"scale": self.scale} if self.gives else {}))
 
 
 class Taking(Given):
@@ -567,9 +565,10 @@ class Taking(Given):
 def test_a_block_does_not_run_again_with_a_newer_parameter_from_elsewhere(
     kind: type[Given], parameters: str, tmp_path: Path
 ) -> None:
-    with stack_of(
-        tmp_path, Frozen, model_class=kind, parameters=parameters, activations=AGAIN
-    ) as (engine, model):
+    with stack_of(tmp_path, Frozen, model_class=kind, parameters=parameters, activations=AGAIN) as (
+        engine,
+        model,
+    ):
         for block in model.blocks:
             engine.register_external(block, model.scale)  # type: ignore[arg-type]
         older = engine(batch(1))
