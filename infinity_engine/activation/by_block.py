@@ -313,13 +313,15 @@ class BlockActivations:
         life: CallLife,
     ) -> BlockCall:
         if not way.recomputes:
-            nothing = BlockCall.arguments(((), {}), lambda tensor: (_KEPT, _KEPT.pack(tensor)))
+            nothing = BlockCall.arguments(
+                block, ((), {}), lambda tensor: (_KEPT, _KEPT.pack(tensor))
+            )
             call = BlockCall(block, nothing, life)
             call.keep()
             return call
         try:
             arguments = BlockCall.arguments(
-                (args, kwargs), lambda tensor: self._save_input(tensor, way)
+                block, (args, kwargs), lambda tensor: self._save_input(tensor, way)
             )
         except UnknownArgument as unknown:
             self._decider.refuse_recompute(

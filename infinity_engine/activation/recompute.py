@@ -120,6 +120,7 @@ class BlockCall:
 
     @staticmethod
     def arguments(
+        block: RepeatedBlock,
         given: tuple[tuple[Any, ...], Mapping[str, Any]],
         save: Callable[[torch.Tensor], tuple[SavedTensors, object]],
     ) -> _Arguments:
@@ -128,7 +129,7 @@ class BlockCall:
         Raises:
             UnknownArgument: one is an object that the engine does not know.
         """
-        return _Arguments.of(given, save)
+        return _Arguments.of(block, given, save)
 
     # --- the first run ----------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class BlockCall:
 
     @property
     def given_parameters(self) -> Sequence[torch.Tensor]:
-        """What it was given that is not saved: parameters, and those and buffers of modules."""
+        """The parameters that it was given, and those of modules, which are not saved."""
         return self._arguments.parameters
 
     @property
@@ -190,7 +191,8 @@ class BlockCall:
                 'activations.recompute to "nothing"'
             )
         before = self._versions or {}
-        changed = next((name for name in versions if versions[name] != before.get(name)), None)
+        # One that was registered as external since is of later calls.
+        changed = next((name for name in before if versions.get(name) != before[name]), None)
         if changed is not None:
             raise ChangedInPlaceError(
                 f"{self.block.name} has to run again for the backward, but its {changed} has "
@@ -291,7 +293,7 @@ class _Saved:
 class _Arguments:
     """Positional and keyword arguments with `_Saved` in place of tensors, and the device of one.
 
-    `parameters` are not saved, nor are those and the buffers of modules: they stay anyway.
+    `parameters` are not saved, nor are those of modules: they stay anyway.
     """
 
     given: Any
@@ -301,6 +303,7 @@ class _Arguments:
     @classmethod
     def of(
         cls,
+        block: RepeatedBlock,
         given: tuple[tuple[Any, ...], Mapping[str, Any]],
         save: Callable[[torch.Tensor], tuple[SavedTensors, object]],
     ) -> _Arguments:
@@ -318,7 +321,7 @@ class _Arguments:
         stored = _mapped((args, dict(kwargs)), torch.Tensor, saved)
         # A position or a mask may be on the CPU beside states on a device.
         on_device = (device for device in devices if device.type != "cpu")
-        parameters = {id(tensor): tensor for tensor in _parameters_in((args, kwargs))}
+        parameters = {id(tensor): tensor for tensor in _parameters_in((args, kwargs), block)}
         return cls(stored, next(on_device, torch.device("cpu")), tuple(parameters.values()))
 
     def restored(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -348,17 +351,18 @@ def _mapped(value: Any, kind: type, change: Callable[[Any], object]) -> Any:
     raise UnknownArgument(type(value).__name__)
 
 
-def _parameters_in(value: object) -> Iterator[torch.Tensor]:
+def _parameters_in(value: object, block: RepeatedBlock) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.nn.Parameter):
         yield value
     elif isinstance(value, torch.nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()
+        # Of a model that gives itself to its blocks, one block uses next to nothing.
+        if all(inner is not block.module for inner in value.modules()):
+            yield from value.parameters()
     elif isinstance(value, Mapping):
-        yield from _parameters_in(tuple(value.values()))
+        yield from _parameters_in(tuple(value.values()), block)
     elif isinstance(value, tuple | list):
         for part in value:
-            yield from _parameters_in(part)
+            yield from _parameters_in(part, block)
 
 
 def without_cache(

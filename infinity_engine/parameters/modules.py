@@ -651,7 +651,9 @@ class UnwatchedModules:
 
     def register_external(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
         """Note it for second runs: the module finds the parameter where it is."""
-        self._external.setdefault(module, []).append(parameter)
+        known = self._external.setdefault(module, [])
+        if all(other is not parameter for other in known):
+            known.append(parameter)
 
     def gathered(self, numbers: Iterable[int]) -> None:
         """Do nothing."""
@@ -682,9 +684,14 @@ class UnwatchedModules:
         """Return how often each parameter and buffer was changed that a module has, was `given`, or
         uses as an external one.
         """
-        external = (self._external.get(inner, ()) for inner in module.modules())
-        others = (*given, *(parameter for found in external for parameter in found))
-        return {name: version_of(tensor) for name, tensor in _named_in(module, others)}
+        return {
+            **{name: version_of(tensor) for name, tensor in _named_in(module, given)},
+            **{
+                f"external parameter {number} of {name or 'its own'}": version_of(parameter)
+                for name, inner in module.named_modules()
+                for number, parameter in enumerate(self._external.get(inner, ()))
+            },
+        }
 
     def let_go(self) -> None:
         """Do nothing."""
@@ -707,13 +714,13 @@ def _own_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _named_in(
-    module: torch.nn.Module, others: Sequence[torch.Tensor]
+    module: torch.nn.Module, given: Sequence[torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers of a module, and what it uses besides, with their names."""
+    """Yield the parameters and buffers of a module, and what it was given, with their names."""
     yield from module.named_parameters()
     yield from module.named_buffers()
-    for number, tensor in enumerate(others):
-        yield f"parameter {number} of those from elsewhere", tensor
+    for number, tensor in enumerate(given):
+        yield f"parameter {number} among its arguments", tensor
 
 
 def tensors_in(output: object) -> Iterator[torch.Tensor]:

@@ -101,8 +101,13 @@ class _JoinedWeight(torch.Tensor):
         kwargs = kwargs or {}
         name, given = func.__name__, (*args, *kwargs.values())
         changes = name in _CHANGING or (name.endswith("_") and not name.endswith("__"))
-        changed = [*_tensors_in(given[0] if changes else ()), *_tensors_in(kwargs.get("out"))]
-        if any(isinstance(tensor, cls) for tensor in changed):
+        changed = given[:1] if changes or kwargs.get("inplace") is True else ()
+        if torch.compiler.is_compiling():  # which cannot trace what looks at storages
+            is_refused = any(isinstance(tensor, cls) for tensor in changed)
+        else:
+            tensors = [*_tensors_in(changed), *_tensors_in(kwargs.get("out"))]
+            is_refused = any(isinstance(tensor, cls) for tensor in tensors)
+        if is_refused:
             raise RuntimeError(
                 f"{name} would change a copy of a weight that is in tiles, and no tile. Change "
                 "each tile: `for tile in layer.tiles: tile.weight`; merge adapters before layers "
@@ -110,11 +115,13 @@ class _JoinedWeight(torch.Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                return found
             copies = {
                 tensor.untyped_storage().data_ptr()
                 for tensor in _tensors_in(given)
-                if isinstance(tensor, cls) and tensor.numel()
-            }
+                if isinstance(tensor, cls)
+            } - {0}  # memory that there is not, such as on the meta device
             # A view of the copy is not to be changed either; what is computed of it may.
             return _with_views_as(cls, found, copies)
 
@@ -137,7 +144,7 @@ def _with_views_as(kind: type[torch.Tensor], found: Any, copies: Collection[int]
     if isinstance(found, torch.Tensor):
         is_view = found.layout == torch.strided and found.untyped_storage().data_ptr() in copies
         return found.as_subclass(kind) if is_view else found
-    if type(found) in {tuple, list}:
+    if type(found) in {tuple, list} and found and isinstance(found[0], torch.Tensor):
         return type(found)(_with_views_as(kind, part, copies) for part in found)
     return found
 

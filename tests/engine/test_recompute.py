@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import infinity_engine
 from infinity_engine.activation import KeptActivations
+from infinity_engine.activation.blocks import RepeatedBlock
 from infinity_engine.activation.by_block import BlockActivations, _Forward
 from infinity_engine.activation.recompute import BlockCall
 from infinity_engine.engine.engine import Engine
@@ -284,7 +285,8 @@ def test_a_mask_of_inference_mode_comes_to_the_second_run(tmp_path: Path) -> Non
 def test_the_random_state_is_that_of_the_device_beside_the_cpu() -> None:
     position, states = torch.zeros(1), torch.zeros(1, device="meta")
     kept = KeptActivations()
-    given = BlockCall.arguments(((position, states), {}), lambda one: (kept, kept.pack(one)))
+    block = RepeatedBlock("block", Block(), 0, ())
+    given = BlockCall.arguments(block, ((position, states), {}), lambda one: (kept, kept.pack(one)))
     assert given.device == states.device
 
 
@@ -579,6 +581,53 @@ def test_a_block_does_not_run_again_with_a_newer_parameter_from_elsewhere(
         engine.zero_grad()
         engine.backward(engine(batch(1)))
         engine.step()
+
+
+class Normed(Block):
+    """Normalizes with a module that it is given, and that counts in a buffer."""
+
+    def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+        return torch.as_tensor(scale(super().forward(x)))
+
+
+class Norms(Stack):
+    """Gives all blocks one batch normalization, and itself."""
+
+    def __init__(self, block: Callable[[], Any]) -> None:
+        super().__init__(block)
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        return super().forward(x, scale=self.norm)
+
+
+def test_a_given_module_may_change_its_buffers(tmp_path: Path) -> None:
+    with stack_of(tmp_path, Normed, model_class=Norms, activations=AGAIN) as (engine, _):
+        for seed in range(2):
+            engine.backward(engine(batch(seed)))
+            engine.step()
+
+
+def test_an_external_parameter_may_be_registered_again_and_later(tmp_path: Path) -> None:
+    for parameters in ("device", "host"):
+        with stack_of(
+            tmp_path, Frozen, model_class=Taking, parameters=parameters, activations=AGAIN
+        ) as (engine, model):
+
+            def register(engine: Engine = engine, model: Any = model) -> None:
+                for block in model.blocks:
+                    engine.register_external(block, model.scale)
+                    engine.register_external(block, model.first.bias)
+
+            register()
+            older = engine(batch(0))
+            register()
+            later: Any = model.first.weight
+            engine.register_external(model.blocks[0].get_submodule("norm"), later)
+            newer = engine(batch(1))
+            engine.backward(older)
+            engine.backward(newer)
+            engine.step()
 
 
 class Scaled(Block):

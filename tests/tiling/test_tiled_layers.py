@@ -262,6 +262,7 @@ def assign(layer: Any) -> None:
         lambda layer: layer.weight.data.t().mul_(2.0),
         lambda layer: layer.weight.data.unbind(0)[1].zero_(),
         lambda layer: nn.init.zeros_(layer.weight[:2]),
+        lambda layer: functional.relu(layer.weight, inplace=True),
         lambda layer: torch._foreach_mul_([torch.zeros(1), layer.weight.data], 2.0),
         lambda layer: torch.max(torch.zeros(1, 5, 24), 0, out=(layer.weight.data, torch.zeros(0))),
     ],
@@ -286,6 +287,27 @@ def test_what_is_computed_of_a_whole_weight_can_be_changed() -> None:
 
     assert type(doubled) is type(copied) is type(part) is torch.Tensor
     torch.testing.assert_close(copied.mul_(2.0), doubled)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own look
+def test_a_whole_weight_can_be_read_where_a_model_is_compiled() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = TiledLinear(24, 5, output_tiles=2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.linear(x, self.layer.weight).exp()
+
+    model, x = Reads(), torch.randn(3, 24)
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_a_weight_without_memory_can_be_computed_with() -> None:
+    layer = TiledLinear(24, 5, output_tiles=2).to("meta")
+    doubled = layer.weight * 2
+    assert doubled.add_(1.0).shape == (5, 24)
 
 
 def test_a_copy_of_a_tiled_model_is_of_its_own() -> None:

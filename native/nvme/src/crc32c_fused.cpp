@@ -103,7 +103,7 @@ constexpr std::uint64_t high_factor = std::uint64_t{polynomial::shift_by(carried
                                                std::size_t nbytes) noexcept {
     std::uint64_t state = std::uint32_t{~crc};
     std::size_t at = 0;
-    // Two blocks ahead, and never past the end.
+    // Two blocks ahead, and at the end hardly past it.
     for (; nbytes - at >= block; at += block)
         state = after_block(state, data + at, data + std::min(at + 2 * block, nbytes - block));
     return crc32c_hardware_kernel()->sum(~static_cast<std::uint32_t>(state), data + at,
