@@ -151,22 +151,17 @@ class SavedPiece:
     That is the tensor, as it was `kept`, until so much is saved of the memory that it may leave.
     """
 
-    __slots__ = ("__weakref__", "_alias", "_held", "_version")
+    __slots__ = ("__weakref__", "_alias", "_version", "held")
 
     def __init__(self, tensor: torch.Tensor, kept: object) -> None:
-        self._held = kept
+        self.held = kept  # or the view that it has become
         self._alias = tensor.detach()
         self._version = self._alias._version
 
     def become_view(self, make_view: Callable[[torch.Tensor], SavedView]) -> None:
         """Be a view of saved memory from here on."""
-        view = self._held = make_view(self._alias)
+        view = self.held = make_view(self._alias)
         view.watch(self._alias, self._version)
-
-    @property
-    def held(self) -> object:
-        """What is kept, or the view."""
-        return self._held
 
 
 @dataclass(slots=True)

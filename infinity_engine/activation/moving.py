@@ -321,8 +321,8 @@ class ActivationMoves:
     def _end_eviction(self, memory: SavedMemory) -> None:
         """Note the end of a move.
 
-        A failure is told once for all that were on their way then: a graph may outlive it, while
-        its batches run again.
+        The first failed move raises; moves that were under way at that time raise no more. The
+        caller may still have their graph while it runs the step's batches again.
 
         Raises:
             CapacityError: there was no room. The memory is still here.
