@@ -71,6 +71,15 @@ def short_collections() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_kept_calibration(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let plans find no figures that this machine's user, or another module, has kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = request.config.stash[SHARED] / "caches" / request.node.name.replace("/", ".")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield
+
+
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     """Let torch compute the same bits each time."""

@@ -43,7 +43,6 @@ def infinity(
 ) -> Command:
     """Return what runs `infinity train` in an empty directory: status, output and errors."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("INFINITY_CACHE", str(tmp_path / "cache"))
 
     def run(*arguments: object) -> tuple[int, str, str]:
         try:
