@@ -29,6 +29,8 @@ _LAYERS, _VECTORS = 12, 13
 # of the memory: parameters in each of two dtypes, gradients, and two for what lies between
 _PARTS = 5
 _LONGEST = 0.1  # of all the time, for one forward and backward
+_SLOW = 10  # times: a dtype whose products are so much slower than the fastest is not trained in
+_LITTLE = 0.1  # of the time of a dtype that is trained in
 _PASSES = 3  # forwards that one forward with its backward computes as much as
 
 
@@ -50,10 +52,10 @@ def measure_blocks(
         block.rate(0.0)
     figures: dict[str, dict[BlockShape, BlockFigures]] = {name: {} for name in DTYPES}
     found: dict[tuple[str, BlockShape], list[ComputeRate]] = {}
-    for dtype in DTYPES:
-        # Apart: without AVX-512, one round in bf16 takes longer than all the time.
+    for dtype, share in _shares(products).items():
+        # Apart: without AVX-512, one round in bf16 may take longer than its time.
         own = [point for point in points if point[0] == dtype]
-        found |= part.share(1 / len(DTYPES)).in_turn(
+        found |= part.share(share).in_turn(
             own, lambda point, sample_s: blocks[point].rate(sample_s)
         )
     for (name, shape), samples in found.items():
@@ -61,6 +63,16 @@ def measure_blocks(
         ways = (Figure.of([sample[way] for sample in samples], Unit.FLOPS) for way in range(2))
         figures[name][shape] = BlockFigures(**dict(zip(("forward", "backward"), ways, strict=True)))
     return figures
+
+
+def _shares(products: Mapping[str, Figure]) -> dict[str, float]:
+    """Return the part of the time for each dtype: little for one in which nobody trains here."""
+    rates = {name: products[name].median or 0.0 for name in DTYPES}
+    weights = {
+        name: 1.0 if _SLOW * rate >= max(rates.values()) else _LITTLE
+        for name, rate in rates.items()
+    }
+    return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
 
 def host_computing(nbytes: int) -> Callable[[float], float]:

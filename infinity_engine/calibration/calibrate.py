@@ -254,7 +254,9 @@ class _Bench:
         return measure_blocks(
             accelerator.torch_device,
             matmul,
-            self._effort.part(_BLOCKS_SHARE),
+            # One memory has no links and no updates of its own, which leaves their time. Speeds
+            # change for seconds at a time on shared machines.
+            self._effort.part(_BLOCKS_SHARE + (_LINKS_SHARE + _DEVICE_SHARE) * accelerator.unified),
             self._effort.compute_bytes,
         )
 

@@ -97,7 +97,7 @@ class Effort:
 
 
 FULL = Effort(
-    seconds=40.0,
+    seconds=60.0,
     rounds=5,
     update_bytes=128 * MiB,
     io_bytes=64 * MiB,
