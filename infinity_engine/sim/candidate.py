@@ -1,8 +1,8 @@
 """`Choice`, `Candidate` and `Evaluator`: settings of the engine, placed and simulated.
 
 Pure. A choice is placed as the engine would place it, by the same policies and the same bytes, and
-its StepPlan is simulated; nothing is taken from a formula alone. Called by search.py, planner.py
-and remedies.py.
+its StepPlan is simulated; nothing is taken from a formula alone. Called by forms.py,
+search.py, planner.py and remedies.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Pure. Adds up the bytes, updates and operations of each lane for a family of plans, and the memory
 that they need. Chooses nothing: what the search picks is always placed and simulated. Called by
-search.py.
+forms.py.
 """
 
 from __future__ import annotations
@@ -148,8 +148,6 @@ class StepEstimate:
         self._micro_batches = training.accumulation_steps
         largest = sizing.largest
         self._largest = largest.numel
-        self._parameters = sum(sizing.parameters)
-        self._largest_passing = sum(sorted(sizing.parameters)[-PASSING:])
         gradient = sum(sizing.all_gradients.values()) / sizing.numel
         has_copies = sizing.formats.has_copies and not sizing.unified
         width = sizing.width if has_copies else 0
@@ -213,6 +211,14 @@ class StepEstimate:
     def _at_home(self) -> bool:
         """Whether parameters reside elsewhere, and come to the device for their modules."""
         return self._tier is not Tier.DEVICE
+
+    @cached_property
+    def _parameters(self) -> int:
+        return sum(self._sizing.parameters)
+
+    @cached_property
+    def _largest_passing(self) -> int:
+        return sum(sorted(self._sizing.parameters)[-PASSING:])
 
     @cached_property
     def _drives_there(self) -> int:

@@ -17,6 +17,7 @@ from infinity_engine.plan import Lane, Strategy, Tier
 from infinity_engine.plan.step import BytesPerParameter, Home
 from infinity_engine.sim.bound import update_bound
 from infinity_engine.sim.candidate import Candidate, Evaluator
+from infinity_engine.sim.forms import Forms
 from infinity_engine.sim.search import Search
 from infinity_engine.sim.simulate import simulate
 
@@ -89,11 +90,11 @@ class Planner(Evaluator):
 
     def seems_to_fit(self) -> bool:
         """Tell the same by estimates alone, which are off by a hundredth or two."""
-        return Search(self).seems_to_fit()
+        return Forms(self).seems_to_fit()
 
     def least(self, tier: Tier) -> float:
         """Return by estimates about how many bytes of a tier are enough; inf: no amount is."""
-        return Search(self).least(tier)
+        return Forms(self).least(tier)
 
     def look(self, *, below_ns: float = inf) -> Candidate | None:
         """Return the best of a short search; None: it finds nothing that fits.
@@ -106,7 +107,7 @@ class Planner(Evaluator):
         """Return the best estimate of a step with subgroups of this size; inf: nothing seems to
         fit.
         """
-        return Search(self).least_estimate_ns(subgroup_numel)
+        return Forms(self).least_estimate_ns(subgroup_numel)
 
     def with_means(self, means: Means) -> Planner:
         """Return the same with other rates and other memory, for as many ranks."""

@@ -2,8 +2,8 @@
 its corners.
 
 Pure, and approximate: to whole subgroups, and with parameters of one size. It says what is worth
-trying; what fits and how long it takes is for placing.py and timeline.py to say. Called by the
-planner.
+trying; what fits and how long it takes is for placing.py and timeline.py to say. Called by
+forms.py and search.py.
 """
 
 from __future__ import annotations
