@@ -34,6 +34,7 @@ from infinity_engine.partition.rounds import (
     AllGather,
     Exchange,
     HostWork,
+    Issuer,
     NoWire,
     Pending,
     Round,
@@ -343,6 +344,40 @@ def _join_nothing(_number: int) -> None:
     """Start nothing: this sequence cannot help another rank."""
 
 
+class _Waiting:
+    """What a rank does while it waits in one sequence."""
+
+    def __init__(self) -> None:
+        self.call: Callable[[], object] = nothing
+        """Called again and again."""
+        self.join: Callable[[int], object] = _join_nothing
+        """Called with the number of a collective that another rank waits for."""
+        self._looked_s = self._asked_s = 0.0
+
+    def set_call(self, call: Callable[[], object]) -> None:
+        """Call this again and again from now on."""
+        self.call = call
+
+    def set_join(self, join: Callable[[int], object]) -> None:
+        """Call this from now on with what another rank waits for."""
+        self.join = join
+
+    def must_look(self, now_s: float) -> bool:
+        """Tell, now and then, that it is time to look whether another rank has failed."""
+        if now_s - self._looked_s <= _LOOK_S:
+            return False
+        self._looked_s = now_s
+        return True
+
+    def must_ask(self, since_s: float) -> bool:
+        """Tell that it is time to ask who waits for whom; the wait has begun at `since_s`."""
+        # Neither at once nor often: each time asks the store, perhaps over the network.
+        if time.monotonic() - max(since_s, self._asked_s) <= _STALL_S:
+            return False
+        self._asked_s = time.monotonic()
+        return True
+
+
 # --- all of them ----------------------------------------------------------------------------------
 
 
@@ -377,9 +412,7 @@ class Collectives:
         self._closed = False
         self._polling = False
         self._started = 0
-        self._looked = self._asked = 0.0
-        self._join: Callable[[int], object] = _join_nothing
-        self._while_waiting: Callable[[], object] = nothing
+        self._waiting = _Waiting()
         self._headers: deque[tuple[Pending, HostWork, torch.Tensor]] = deque()
         self._under_way: deque[Pending] = deque()
         # A wait in one sequence polls all of them, so each has to know the others.
@@ -464,7 +497,7 @@ class Collectives:
 
     def on_wait(self, call: Callable[[], object]) -> None:
         """Call this again and again while this rank waits here; what it raises ends the wait."""
-        self._while_waiting = call
+        self._waiting.set_call(call)
 
     def on_stall(self, join: Callable[[int], object]) -> None:
         """Call `join` with the number of a collective here that another rank waits for.
@@ -475,7 +508,7 @@ class Collectives:
         not come to, so that neither would go on. Where there are replicas, their collectives have
         the numbers of those of this sequence that they follow. [Note: who waits for whom]
         """
-        self._join = join
+        self._waiting.set_join(join)
 
     @property
     def started(self) -> int:
@@ -546,7 +579,7 @@ class Collectives:
             return rounds if announces is None or any(announced) else ()
 
         pending = self._begin(
-            op, rounds_if_any, self._issue, key=key, nbytes=announces or 0, ended=ended
+            op, rounds_if_any, self._data_issuer, key=key, nbytes=announces or 0, ended=ended
         )
         # At once: headers of other ranks may be here already.
         self.poll()
@@ -559,7 +592,7 @@ class Collectives:
             CollectiveError: they have not; names which rank has what.
         """
         text = f"agreement on {what}" + (f": {value}" if str(value) else "")
-        self.wait_for(self._begin(text, lambda _: (), self._issue_on_host, key=digest(value)))
+        self.wait_for(self._begin(text, lambda _: (), self._host_issuer, key=digest(value)))
 
     def share(self, op: str, payload: bytes | memoryview) -> tuple[bytes, ...]:
         """Return the payload of each rank, in the ranks' order. Lengths may differ.
@@ -589,7 +622,7 @@ class Collectives:
 
             return (Round(AllGather(mine, into), unpack=unpack),)
 
-        self.wait_for(self._begin(op, rounds, self._issue_on_host, nbytes=len(payload)))
+        self.wait_for(self._begin(op, rounds, self._host_issuer, nbytes=len(payload)))
         return tuple(payloads)
 
     # [Note: what is under way goes on while a rank polls] Data of a collective starts to move when
@@ -658,12 +691,10 @@ class Collectives:
             if reached():
                 return
             self._look()
-            self._while_waiting()
-            # Neither at once nor often: each look asks the store, perhaps over the network.
-            if time.monotonic() - max(since, self._asked) > _STALL_S and pending.waits_for_headers:
-                self._asked = time.monotonic()
+            self._waiting.call()
+            if pending.waits_for_headers and self._waiting.must_ask(since):
                 self._resolve_stall(pending)
-            # `_while_waiting` may have brought it about.
+            # What was called may have brought it about.
             if not reached():
                 self._block()
 
@@ -688,7 +719,7 @@ class Collectives:
         for other in self._related.sequences:
             # Not started here, and this rank is past where the other one waits.
             if number > other._started and pending.position > position:
-                other._join(number)
+                other._waiting.join(number)
 
     @property
     def _position(self) -> int:
@@ -722,7 +753,7 @@ class Collectives:
         self,
         op: str,
         rounds: Rounds,
-        issue: Callable[[Round], Work],
+        issuer: Issuer,
         *,
         key: bytes = b"",
         nbytes: int = 0,
@@ -742,16 +773,7 @@ class Collectives:
         # exchange on the host beside the data, which several collectives overlap (figures:
         # docs/decisions/0014-many-ranks.md). It waits for the ranks' programs, never for a device.
         header = Header(self._started, op, digest(op, key.hex()), nbytes)
-        # `==`, as every access of a method makes another object.
-        in_stream = self._related.lane is not None and issue == self._issue
-        pending = Pending(
-            header,
-            rounds,
-            issue,
-            ended=ended,
-            in_stream=in_stream,
-            position=self._position,
-        )
+        pending = Pending(header, rounds, issuer, ended=ended, position=self._position)
         self._under_way.append(pending)
         mine = torch.frombuffer(bytearray(header.pack() * self.size), dtype=torch.uint8)
         into = torch.empty(self.size * Header.SIZE, dtype=torch.uint8)
@@ -807,6 +829,14 @@ class Collectives:
                 return
             pending.agreed([header.nbytes for header in headers])
 
+    @property
+    def _data_issuer(self) -> Issuer:
+        return Issuer(self._issue, in_stream=self._related.lane is not None)
+
+    @property
+    def _host_issuer(self) -> Issuer:
+        return Issuer(self._issue_on_host, in_stream=False)
+
     def _issue(self, round_: Round) -> Work:
         if self._related.lane is None:
             round_.pack()
@@ -834,8 +864,7 @@ class Collectives:
         oldest = next(pending for pending in self._under_way if not pending.ended)
         if now - oldest.since > self.timeout_s:
             self._fail(oldest, TimeoutError(f"not all ranks came within {self.timeout_s:g} s"))
-        elif now - self._looked > _LOOK_S:
-            self._looked = now
+        elif self._waiting.must_look(now):
             if not self._related.failures.seen():
                 return
             # Not at the first look: that rank may have done its part of this one, which then ends

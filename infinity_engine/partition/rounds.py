@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ __all__ = [
     "AllGather",
     "Exchange",
     "HostWork",
+    "Issuer",
     "NoWire",
     "Pending",
     "Round",
@@ -97,6 +98,15 @@ class HostWork(Protocol):
 Work = HostWork | Event  # Something under way: events are of a device.
 
 
+class Issuer(NamedTuple):
+    """What starts a round; `in_stream`: rounds follow one another in a GPU's stream, without the
+    host.
+    """
+
+    issue: Callable[[Round], Work]
+    in_stream: bool
+
+
 class Pending:
     """One collective under way: first the headers, then one round after another."""
 
@@ -104,14 +114,12 @@ class Pending:
         self,
         header: Header,
         rounds: Rounds,
-        issue: Callable[[Round], Work],
+        issuer: Issuer,
         *,
         ended: Callable[[BaseException | None], object],
-        in_stream: bool,
         position: int,
     ) -> None:
-        self.op = header.op
-        self.number = header.number
+        self._header = header
         self.position = position  # among those of all sequences that keep the order of all ranks
         self.ended = False
         self._doubted = False
@@ -120,10 +128,19 @@ class Pending:
         self.announced: Sequence[int] = ()
         self._make_rounds = rounds
         self._rounds: list[Round] | None = None
-        self._issue = issue
+        self._issuer = issuer
         self._tell = ended
-        self._in_stream = in_stream  # rounds follow one another without the host
         self._work: Work | None = None
+
+    @property
+    def op(self) -> str:
+        """What it is, in messages."""
+        return self._header.op
+
+    @property
+    def number(self) -> int:
+        """Which one it is of its sequence."""
+        return self._header.number
 
     @property
     def work(self) -> Work | None:
@@ -157,7 +174,7 @@ class Pending:
         assert self._rounds is not None, "the ranks have agreed"
         while True:
             # In a stream the next round may be started behind one that is under way.
-            if self._work is not None and not (self._in_stream and self._rounds):
+            if self._work is not None and not (self._issuer.in_stream and self._rounds):
                 if not self._work.done():
                     return False
                 # Raises what it failed with, and unpacks.
@@ -167,7 +184,7 @@ class Pending:
                 return True
             if not may_issue:
                 return False
-            self._work = self._issue(self._rounds.pop(0))
+            self._work = self._issuer.issue(self._rounds.pop(0))
             self.since = time.monotonic()
 
     def end(self, error: CollectiveError | None) -> None:
