@@ -66,11 +66,11 @@ class ActivationLimits:
 
 
 class ActivationMoves:
-    """Moves saved memory between where modules compute, as `borrowed`, and `home`, HOST or NVME.
+    """Moves saved memory between where modules compute, as `borrowed`, and home.
 
-    `room` is where it lies on drives. Memory that leaves stops being resident when its move begins;
-    it stays among the evictions until the move has ended. What is needed until then stays, and is
-    resident again.
+    Home are the drives if there is `room` on them, else the host. Memory that leaves stops being
+    resident when its move begins; it stays among the evictions until the move has ended. What is
+    needed until then stays, and is resident again.
     """
 
     def __init__(
@@ -81,7 +81,6 @@ class ActivationMoves:
         borrowed: BorrowedMemory,
         limits: ActivationLimits,
         *,
-        home: Tier,
         room: DriveRoom | None,
     ) -> None:
         self._lanes = lanes
@@ -89,7 +88,6 @@ class ActivationMoves:
         self._memories = memories
         self._borrowed = borrowed
         self._limits = limits
-        self._home = home
         self._room = room
         self._sizes = _Sizes()
         self._evicting: dict[int, SavedMemory] = {}  # by number, the oldest first
@@ -97,10 +95,13 @@ class ActivationMoves:
         self.resident: ResidentSet[SavedMemory] = ResidentSet(
             self._sizes, limits.resident, beside=self._not_for_members
         )
-        self._failed: InfinityError | None = None
-        self._same_failure: set[int] = set()  # of those on their way out when another one failed
+        self._failure = _Failure()
         self._read_back = ReadBackMemory(lanes.accelerator.torch_device)
         limits.shared.moves.append(self)
+
+    @property
+    def _home(self) -> Tier:
+        return Tier.HOST if self._room is None else Tier.NVME
 
     def _not_for_members(self) -> int:
         of_others = self._limits.resident - self._limits.resident // self._parts()
@@ -329,8 +330,7 @@ class ActivationMoves:
             TransferError: the I/O failed. The memory is still here.
         """
         del self._evicting[memory.number]
-        is_told = memory.number in self._same_failure
-        self._same_failure.discard(memory.number)
+        was_raised = self._failure.was_raised_for(memory.number)
         stays = memory.stays
         memory.stay(False)
         error = memory.end_move().take_error()
@@ -346,8 +346,8 @@ class ActivationMoves:
             )  # it is still here, so nothing moves
         if not stays:
             self.resident.admit(memory.number, memory)
-        if not is_told:
-            self._same_failure.update(self._evicting)
+        if not was_raised:
+            self._failure.note(self._evicting)
             raise again(error)
 
     def _end_there(self, memory: SavedMemory, *, stays: bool) -> None:
@@ -371,14 +371,12 @@ class ActivationMoves:
                     self._end_eviction(memory)
                 # Not here: an update that was made must not look as if it had failed.
                 except InfinityError as error:
-                    self._failed = self._failed or kept(error)
+                    self._failure.keep(error)
         self._borrowed.release_ended()
 
     def raise_failure(self) -> None:
         """Raise why something could not be evicted, once."""
-        error, self._failed = self._failed, None
-        if error is not None:
-            raise again(error)
+        self._failure.raise_kept()
 
     # --- what comes back --------------------------------------------------------------------------
 
@@ -448,6 +446,35 @@ class ActivationMoves:
             name="activation",
             number=memory.number,
         )
+
+
+class _Failure:
+    """Why memory could not be evicted: raised once for all that was on its way out by then."""
+
+    def __init__(self) -> None:
+        self._error: InfinityError | None = None  # not raised yet
+        # The numbers of what was on its way out when another memory failed.
+        self._under_way: set[int] = set()
+
+    def note(self, under_way: Iterable[int]) -> None:
+        """Note that one is raised now, also for these, if they fail too."""
+        self._under_way.update(under_way)
+
+    def was_raised_for(self, number: int) -> bool:
+        """Tell whether the failure of this memory was raised with that of another; once."""
+        was_raised = number in self._under_way
+        self._under_way.discard(number)
+        return was_raised
+
+    def keep(self, error: InfinityError) -> None:
+        """Keep the first error until it can be raised."""
+        self._error = self._error or kept(error)
+
+    def raise_kept(self) -> None:
+        """Raise what was kept, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise again(error)
 
 
 class _Sizes(dict[int, int]):

@@ -26,7 +26,6 @@ from infinity_engine.activation.saved import BlockUse, KeptActivations, addresse
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Cargo
 from infinity_engine.memory import BorrowedMemory
-from infinity_engine.plan import Tier
 from infinity_engine.residence import Mover
 from infinity_engine.schedule import NEVER
 from infinity_engine.schedule.prefetch import LOOK_AHEAD
@@ -37,7 +36,7 @@ _SLACK = 8  # part of the room that is made at once, as each time looks at all t
 
 
 class ActivationOffload:
-    """Moves saved tensors to `home`, HOST or NVME; `room` is where they lie on drives."""
+    """Moves saved tensors to drives, where `room` is for them, or else to the host."""
 
     offloads = True
 
@@ -48,7 +47,6 @@ class ActivationOffload:
         borrowed: BorrowedMemory,
         limits: ActivationLimits,
         *,
-        home: Tier,
         room: DriveRoom | None,
     ) -> None:
         self._meter = lanes.meter
@@ -57,9 +55,7 @@ class ActivationOffload:
         self._kept = KeptActivations()
         self._movable = _Movable(lanes.accelerator.torch_device, limits.small)
         self._memories = SavedMemories(borrowed)
-        self._moves = ActivationMoves(
-            lanes, mover, self._memories, borrowed, limits, home=home, room=room
-        )
+        self._moves = ActivationMoves(lanes, mover, self._memories, borrowed, limits, room=room)
         # What a first step expects: everything up to this number has its place in the trace.
         self._expected = -1
         self._lock = limits.shared.lock

@@ -25,6 +25,22 @@ __all__ = ["BuiltParameter", "absent", "is_plain", "nbytes_of", "plainly"]
 _LONGEST_WAIT = 1024  # so often at most a parameter is passed over after it could not leave
 
 
+class _PassedOver:
+    """How often a parameter is passed over before the next attempt to evict it."""
+
+    def __init__(self) -> None:
+        self._left = self._before = 0  # from now on, and before the last attempt
+
+    def count_down(self) -> bool:
+        """Count a call; tell whether to make an attempt."""
+        self._left -= 1
+        return self._left < 0
+
+    def note_failure(self) -> None:
+        """Pass it over twice as often as before: 1, 3, 7 times and so on."""
+        self._before = self._left = min(2 * self._before + 1, _LONGEST_WAIT)
+
+
 class BuiltParameter:
     """Where one parameter's values are: `held` bytes of host memory, and `place` on the drives.
 
@@ -36,8 +52,7 @@ class BuiltParameter:
         self.name = name
         self.held = 0
         self.place = place
-        self.spec: ShardSpec | None = None
-        self.part: Shard | None = None
+        self._sharding: tuple[ShardSpec, int] | None = None
         # On all ranks: a use gathers it, although its memory may still be here.
         self.is_away = False
         self.digest = ""  # of the whole values, where this rank has seen all of them
@@ -49,8 +64,17 @@ class BuiltParameter:
         # Strides of dense memory, as files have values; evict() notes the parameter's own.
         self._stride = torch.empty(parameter.shape, device="meta").stride()
         self._pinned = False
-        # How often it is still passed over, and how often it was after the last attempt.
-        self._wait = self._waited = 0
+        self._passed_over = _PassedOver()
+
+    @property
+    def spec(self) -> ShardSpec | None:
+        """How it is cut over ranks, where it is."""
+        return None if self._sharding is None else self._sharding[0]
+
+    @property
+    def part(self) -> Shard | None:
+        """Of a cut parameter, the part of this rank."""
+        return None if self._sharding is None else self._sharding[0].shards[self._sharding[1]]
 
     # --- the parameter ----------------------------------------------------------------------------
 
@@ -77,7 +101,7 @@ class BuiltParameter:
     def is_absent(self) -> bool:
         """Whether its values are on the drives alone."""
         # A shard of no elements has a part and no place.
-        return not self.held and (self.place is not None or self.part is not None)
+        return not self.held and (self.place is not None or self._sharding is not None)
 
     # --- what is counted --------------------------------------------------------------------------
 
@@ -92,8 +116,7 @@ class BuiltParameter:
 
     def cut(self, spec: ShardSpec | None, rank: int) -> None:
         """Have this part on the drives; None: it was never there."""
-        self.spec = spec
-        self.part = None if spec is None else spec.shards[rank]
+        self._sharding = None if spec is None else (spec, rank)
 
     def mark_away(self, digest: str | None = None) -> None:
         """Mark it as away, on all ranks; `digest` is of the values that this rank has all seen."""
@@ -118,8 +141,7 @@ class BuiltParameter:
 
     def count_down_to_retry(self) -> bool:
         """Count a call; tell whether to try to evict it. A failed try doubles the calls between."""
-        self._wait -= 1
-        return self._wait < 0
+        return self._passed_over.count_down()
 
     def may_leave(self, parameter: torch.Tensor) -> bool:
         """Tell whether it can be evicted, provided that no other tensor shows its memory."""
@@ -169,12 +191,12 @@ class BuiltParameter:
         # Alive without us: a view, a graph or other code has it.
         kept = storage()
         if kept is None:
-            self.held = self._wait = self._waited = 0
+            self.held, self._passed_over = 0, _PassedOver()
             return True
         with plainly():
             values = torch.empty(0, dtype=parameter.dtype, device="cpu")
             parameter.data = values.set_(kept, offset, parameter.shape, self._stride)
-        self._waited = self._wait = min(2 * self._waited + 1, _LONGEST_WAIT)
+        self._passed_over.note_failure()
         return False
 
     def show_nan(self, parameter: torch.Tensor) -> None:

@@ -36,6 +36,39 @@ _MANY = 64  # after so many new parameters, look for those that are not referenc
 _HOLDER = "parameters being built"
 
 
+class _Records(dict[int, BuiltParameter]):
+    """The record of each parameter, by its id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = 0
+        """How many were added since `note_pruned` was called."""
+        # Filled by finalizers, which may run anywhere.
+        self._gone: deque[tuple[int, BuiltParameter]] = deque()
+
+    def add(self, parameter: torch.Tensor, record: BuiltParameter) -> BuiltParameter:
+        """Add the record of a parameter; return it."""
+        self.new += 1
+        self[id(parameter)] = record
+        # The finalizer runs anywhere, so it only appends. It gets the record as well: by then the
+        # id may be another parameter's.
+        weakref.finalize(parameter, self._gone.append, (id(parameter), record))
+        return record
+
+    def note_pruned(self) -> None:
+        """Note that the caller looks for parameters without references now."""
+        self.new = 0
+
+    def pop_gone(self) -> tuple[int, BuiltParameter] | None:
+        """Return the record of a parameter that has died, which the caller drops; None: of none."""
+        while self._gone:
+            number, record = self._gone.popleft()
+            # Another parameter may have got the id, and its record, since.
+            if self.get(number) is record:
+                return number, record
+        return None
+
+
 class BuiltParameters:
     """Keeps up to `cache` bytes of values in host memory; more where calls or tensors need it.
 
@@ -57,17 +90,14 @@ class BuiltParameters:
         self._ledger = ledger
         self._budget = dict(budget)
         self._written = written
-        self._records: dict[int, BuiltParameter] = {}
+        self._records = _Records()
         # ids of the parameters in memory, least recently used first
         self._here: dict[int, None] = {}
         # Those of all calls that are under way: a hook may call torch within a call.
         self._in_use: frozenset[int] = frozenset()
-        # Filled by finalizers, which may run anywhere; _bury() empties it.
-        self._gone: deque[tuple[int, BuiltParameter]] = deque()
         # By address, what shows NaN there: the storage, and the record that it stands for.
         self._shown: dict[int, tuple[weakref.ref[torch.UntypedStorage], BuiltParameter]] = {}
         self._freed = FreedMemory(_RETURNED)
-        self._new = 0  # parameters added since unreferenced ones were last looked for
         free = ledger.free(Tier.HOST)
         self._cache = free // CACHE_PART if cache is None else cache
         if self._cache > free:
@@ -94,14 +124,14 @@ class BuiltParameters:
         # Made of an evicted parameter, it gets the memory that it should share.
         self.revive(parameter)
         # Kept alive until the model is built: [Note: what is made of absent parameters].
-        self._add(parameter, BuiltParameter(parameter, name)).keep_reference()
+        self._records.add(parameter, BuiltParameter(parameter, name)).keep_reference()
         with self._using([parameter]):
             # Counts it, which may evict others, but not this one: it is in use.
             self._note(parameter)
 
     def adopt_absent(self, parameter: torch.Tensor, name: str, place: Place) -> None:
         """Take over a parameter with its values in `place` alone, in its dimensions' order."""
-        self._add(parameter, BuiltParameter(parameter, name, place))
+        self._records.add(parameter, BuiltParameter(parameter, name, place))
 
     # [Note: what is made of absent parameters] `torch.nn.Parameter(parameter)` shares the memory
     # and makes no call that a mode could see. Made of an evicted parameter, the new one shows the
@@ -220,7 +250,7 @@ class BuiltParameters:
         """
         self._shrink(self._cache - nbytes)
         # Only after many new ones: a look over all parameters each time would take quadratic time.
-        if self._host.held > self._cache - nbytes and self._new >= _MANY:
+        if self._host.held > self._cache - nbytes and self._records.new >= _MANY:
             self._prune()
             self._shrink(self._cache - nbytes)
         # Beyond the whole budget, all that is idle has to go.
@@ -370,14 +400,6 @@ class BuiltParameters:
 
     # --- one parameter ----------------------------------------------------------------------------
 
-    def _add(self, parameter: torch.Tensor, record: BuiltParameter) -> BuiltParameter:
-        self._new += 1
-        self._records[id(parameter)] = record
-        # The finalizer runs anywhere, so it only appends; _bury gives back what the parameter had.
-        # It gets the record as well: by then the id may be another parameter's.
-        weakref.finalize(parameter, self._gone.append, (id(parameter), record))
-        return record
-
     def _of(self, parameter: torch.Tensor) -> BuiltParameter:
         if parameter not in self:
             raise ConfigError(
@@ -483,7 +505,7 @@ class BuiltParameters:
 
     def _prune(self) -> None:
         """Drop parameters without references of which no other parameter was made."""
-        self._new = 0
+        self._records.note_pruned()
         for record in self._records.values():
             parameter = record.parameter
             if record.is_kept and record.is_absent and parameter is not None:
@@ -503,11 +525,8 @@ class BuiltParameters:
 
     def _bury(self) -> None:
         """Give back the memory and room of parameters that are not alive any more."""
-        while self._gone:
-            number, record = self._gone.popleft()
-            # Another parameter may have got the id, and its record, since.
-            if self._records.get(number) is record:
-                self._drop(number, record)
+        while (gone := self._records.pop_gone()) is not None:
+            self._drop(*gone)
 
     def _drop(self, number: int, record: BuiltParameter) -> None:
         del self._records[number]

@@ -66,7 +66,7 @@ class ShardedParameters(BuiltParameters):
         self, parameter: torch.Tensor, name: str, spec: ShardSpec, place: Place | None
     ) -> None:
         """Take over a parameter of which this rank's part is in `place`, and nothing in memory."""
-        record = self._add(parameter, BuiltParameter(parameter, name, place))
+        record = self._records.add(parameter, BuiltParameter(parameter, name, place))
         record.cut(spec, self._ranks.shards.rank)
         # Stands for a digest: the ranks have compared the files.
         record.mark_away("values of files")

@@ -197,7 +197,6 @@ class _Assembling:
                 small=settings.small_bytes,
                 shared=shared,
             ),
-            home=home,
             room=room,
         )
         self.resources.callback(offload.close)

@@ -309,6 +309,37 @@ class PolicyRegistry(Mapping[str, OffloadPolicy]):
         return PolicyRegistry([*self._policies.values(), policy])
 
 
+class _Turns:
+    """Places that serve in turn, such as staging sets: what was filled first is empty first."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.taken = 0
+        """How often one of them was taken."""
+        # For each place, the newest op that empties it.
+        self._emptied_by: list[int | None] = [None] * count
+
+    @property
+    def following(self) -> int:
+        """The place that serves next."""
+        return self.taken % self.count
+
+    def next_emptied_by(self) -> int | None:
+        """Return the op that empties the place that serves next; None: it is empty."""
+        return self._emptied_by[self.taken % self.count] if self.count else None
+
+    def take(self) -> tuple[int, tuple[int, ...]]:
+        """Take the next place; return it, and the op that empties it, if it is not empty."""
+        place = self.taken % self.count
+        self.taken += 1
+        op = self._emptied_by[place]
+        return place, () if op is None else (op,)
+
+    def note_emptied(self, place: int, op: int) -> None:
+        """Note which op empties a place."""
+        self._emptied_by[place] = op
+
+
 class PlanDraft:
     """A plan in the making: each call adds the ops of one subgroup, in the order of their lanes."""
 
@@ -322,14 +353,10 @@ class PlanDraft:
         self._updated: dict[int, int] = {}
         largest = max((subgroup.numel for subgroup in subgroups), default=1)
         self._set_bytes = limits.device_bytes(largest)
-        # For each set, the newest download out of it.
-        self._left: list[int | None] = [None] * limits.sets_for(largest)
-        self._visits = 0
+        self._sets = _Turns(limits.sets_for(largest))
         on_drives = [subgroup for subgroup in subgroups if subgroup.on_drives]
         self._buffer_bytes = max((subgroup.buffer_bytes for subgroup in on_drives), default=0)
-        # For each host buffer, the newest op that empties it.
-        self._stored: list[int | None] = [None] * min(limits.host_buffers, len(on_drives))
-        self._loads = 0
+        self._buffers = _Turns(min(limits.host_buffers, len(on_drives)))
         # The buffer of each subgroup, and its load's number.
         self._in_buffer: dict[int, tuple[int, int]] = {}
         # By buffer: what is updated there, and not yet stored.
@@ -338,7 +365,7 @@ class PlanDraft:
     @property
     def next_set_after(self) -> int | None:
         """The number of the op that empties the next visit's staging set; None if it is empty."""
-        return self._left[self._visits % len(self._left)] if self._left else None
+        return self._sets.next_emptied_by()
 
     def update_on_host(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
         """Update a subgroup on the CPU; the caller adds `upload_parameters` at any later time.
@@ -384,11 +411,9 @@ class PlanDraft:
         """
         self._check_staging()
         loaded = self._load(subgroup)
-        # Sets serve in turn: the one that was filled first is empty first.
-        staging = self._visits % len(self._left)
-        before = self._left[staging]
+        staging, emptied_by = self._sets.take()
         nbytes = subgroup.numel * self._limits.per_parameter.states
-        after = (*(() if before is None else (before,)), *self._loaded_at(subgroup))
+        after = (*emptied_by, *self._loaded_at(subgroup))
         uploaded = self._add(
             UploadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=after)
         )
@@ -398,13 +423,12 @@ class PlanDraft:
         left = self._add(
             DownloadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=newest)
         )
-        self._left[staging] = len(self._ops) - 1
-        self._visits += 1
+        self._sets.note_emptied(staging, len(self._ops) - 1)
         return *loaded, uploaded, *updates, left, *self._store(subgroup)
 
     def _check_staging(self) -> None:
         """Refuse a visit where the limits allow no staging set."""
-        if not self._left:
+        if not self._sets.count:
             change = (
                 "keep more on the host, use smaller subgroups, or give the device a larger budget"
             )
@@ -452,18 +476,14 @@ class PlanDraft:
         if not subgroup.on_drives:
             return ()
         self._check_buffers()
-        # Buffers serve in turn, as staging sets do.
-        buffer = self._loads % len(self._stored)
-        occupant = self._occupants.get(buffer)
+        occupant = self._occupants.get(self._buffers.following)
         # A subgroup is stored after its upload, which has to be in the plan before its buffer is
         # reused.
         made_way = () if occupant is None else self.upload_parameters(occupant)
-        before = self._stored[buffer]
+        buffer, after = self._buffers.take()
         self._occupants[buffer] = subgroup
-        self._loads += 1
         # The number that the load will have.
         self._in_buffer[subgroup.index] = buffer, len(self._ops)
-        after = () if before is None else (before,)
         loaded = self._add(
             LoadStates(
                 subgroup=subgroup.index, buffer=buffer, nbytes=subgroup.load_bytes, after=after
@@ -473,7 +493,7 @@ class PlanDraft:
 
     def _check_buffers(self) -> None:
         """Refuse to load states where the limits allow no host buffer."""
-        if not self._stored:
+        if not self._buffers.count:
             raise ConfigError(
                 field="Limits.host_buffers",
                 value=0,
@@ -489,7 +509,7 @@ class PlanDraft:
             return ()
         buffer, _ = self._in_buffer[subgroup.index]
         after = (len(self._ops) - 1,)
-        self._stored[buffer] = len(self._ops)
+        self._buffers.note_emptied(buffer, len(self._ops))
         self._occupants.pop(buffer, None)
         return (
             self._add(
@@ -508,9 +528,9 @@ class PlanDraft:
         return StepPlan(
             subgroups=self._subgroups,
             ops=tuple(self._ops),
-            staging_bytes=self._staging_bytes(self._visits),
+            staging_bytes=self._staging_bytes(self._sets.taken),
             parameters=self._limits.parameters,
-            buffer_bytes=(self._buffer_bytes,) * len(self._stored),
+            buffer_bytes=(self._buffer_bytes,) * self._buffers.count,
         )
 
     def outline(self, homes: Mapping[int, Home]) -> PlanOutline:
@@ -529,11 +549,11 @@ class PlanDraft:
             homes=homes,
             parameters=self._limits.parameters,
             staging_bytes=self._staging_bytes(visits),
-            buffer_bytes=(self._buffer_bytes,) * len(self._stored),
+            buffer_bytes=(self._buffer_bytes,) * self._buffers.count,
         )
 
     def _staging_bytes(self, visits: int) -> tuple[int, ...]:
-        return (self._set_bytes,) * min(visits, len(self._left))
+        return (self._set_bytes,) * min(visits, self._sets.count)
 
     def _add(self, op: Op) -> Op:
         self._ops.append(op)
