@@ -74,8 +74,9 @@ class Pending:
 
     def __init__(self, native: _native.Queue, backend: str, max_pending: int) -> None:
         self._native = native
-        self._backend = backend
+        self.backend = backend
         self._max_pending = max_pending
+        self._completer: threading.Thread | None = None
         # Each holds the memory of its operation. The file is held by the native operation.
         # No lock: any thread adds, pops and looks up, each in one step under the GIL. So does
         # next() below.
@@ -88,6 +89,23 @@ class Pending:
         self._listeners = weakref.WeakKeyDictionary()
         self._latest = _NO_LOOP  # the loop that was used last, which is found faster here
         Pending._living.add(self)
+
+    def start(self) -> None:
+        """Complete futures on a thread of its own from now on, until the native queue closes."""
+        # A daemon, as the interpreter waits for other threads before it runs finalizers, and a
+        # finalizer may be what ends this one.
+        completer = threading.Thread(target=self.run, name="deepnvme-futures", daemon=True)
+        completer.start()
+        self._completer = completer
+
+    def is_completer(self) -> bool:
+        """Tell whether the calling thread is the one that `start` has started."""
+        return threading.current_thread() is self._completer
+
+    def join(self) -> None:
+        """Wait for the end of that thread."""
+        if self._completer is not None:
+            self._completer.join()
 
     def submit(
         self,
@@ -445,7 +463,7 @@ class Pending:
         offset = place if isinstance(place, int) else place.offset_of(done)
         if ending == _END_OF_FILE:
             return short_read_error(
-                at_end, path=path, offset=offset, asked=asked, done=done, backend=self._backend
+                at_end, path=path, offset=offset, asked=asked, done=done, backend=self.backend
             )
         return io_error(
             error,
@@ -454,7 +472,7 @@ class Pending:
             offset=offset,
             asked=asked,
             done=done,
-            backend=self._backend,
+            backend=self.backend,
         )
 
 

@@ -22,7 +22,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from deepnvme import _native
 from deepnvme.choices import byte_count, chosen, whole_number
@@ -142,6 +142,17 @@ class QueueStats:
     drives: dict[int, DriveStats]
 
 
+class _DriveSettings(NamedTuple):
+    """How a queue uses each drive: what its caller gave, over what was measured of the drive."""
+
+    over: Callable[[Settings | None], Settings]
+    measured: Profile
+
+    def of(self, path: str | os.PathLike[str]) -> Settings:
+        """Return the settings of the drive that holds `path`, or would hold it."""
+        return self.over(self.measured.for_path(path))
+
+
 class IOQueue(Closing):
     """Asynchronous I/O on files: a ring and a thread per drive, bounded bytes in flight.
 
@@ -179,19 +190,19 @@ class IOQueue(Closing):
                 raise ValueError(
                     f"max_requests must be at most {_MOST_REQUESTS}, got {max_requests}"
                 )
-        self.when_full = chosen(WhenFull, when_full, "when_full")
+        block = chosen(WhenFull, when_full, "when_full") is WhenFull.BLOCK
+        self._patience_s = None if block else 0.0
         if user_memory is not None:
             user_memory = chosen(UserMemory, user_memory, "user_memory")
         if not isinstance(faults, FaultPlan | None):
             raise TypeError(f"faults: expected a FaultPlan, got {type(faults).__name__}")
         if not isinstance(pool, Pool | None):
             raise TypeError(f"pool: expected a Pool, got {type(pool).__name__}")
-        self._patience_s = None if self.when_full is WhenFull.BLOCK else 0.0
         self._require = require
         self._closed = False
         # Backends: one warning for each, not one for each file.
         self._warned_of: set[str] = set()
-        self._effective_settings = partial(
+        given = partial(
             effective_settings,
             chunk_bytes=chunk_bytes,
             inflight_bytes=inflight_bytes,
@@ -205,7 +216,7 @@ class IOQueue(Closing):
             partial(
                 _native.Queue,
                 fallbacks=fallbacks(backend, require),
-                drive=self._effective_settings(None).native(),
+                drive=given(None).native(),
                 max_pending=max_pending,
                 max_requests=max_requests or 0,
                 faults=None if faults is None else faults.native,
@@ -213,24 +224,15 @@ class IOQueue(Closing):
         )
         # Where the caller gives all settings, the file of measured ones is not read.
         all_given = None not in (chunk_bytes, inflight_bytes, user_memory)
-        self._profile = Profile() if all_given or self.backend == "memory" else load_profile()
+        measured = Profile() if all_given or self.backend == "memory" else load_profile()
+        self._settings = _DriveSettings(given, measured)
         self._pending = Pending(self._native, self.backend, max_pending)
-        # It has `Pending` and not the queue, which could never be collected otherwise. A daemon, as
-        # the interpreter waits for other threads before it runs finalizers, and a finalizer may be
-        # what ends this one.
-        self._completer = threading.Thread(
-            target=self._pending.run, name="deepnvme-futures", daemon=True
-        )
-        self._completer.start()
+        # The thread has `Pending` and not the queue, which could never be collected otherwise.
+        self._pending.start()
         self._staging = Staging(
-            self._native,
-            self._pending,
-            self._completer,
-            backend=self.backend,
-            max_pending=max_pending,
-            patience_s=self._patience_s,
+            self._native, self._pending, max_pending=max_pending, patience_s=self._patience_s
         )
-        drain = partial(_drain, self._native, self._pending, self._completer, self._staging)
+        drain = partial(_drain, self._native, self._pending, self._staging)
         self._shut_down = partial(_shut_down, drain, self._staging, [], os.getpid())
         # Runs when the queue is collected, and at the interpreter's exit. It holds no queue.
         self._finalizer = weakref.finalize(self, self._shut_down)
@@ -305,7 +307,7 @@ class IOQueue(Closing):
 
     def settings_for(self, path: str | os.PathLike[str]) -> Settings:
         """Return how this queue uses the drive that holds `path`, or would hold it."""
-        return self._effective_settings(self._profile.for_path(path))
+        return self._settings.of(path)
 
     def _warn_of_fallback(self, file: File) -> None:
         # A queue with faults wraps its backend, which is called fault(NAME) then. On FUSE, threads
@@ -357,6 +359,11 @@ class IOQueue(Closing):
         # Pieces of device arrays count twice: as operations of a drive, and by the operation they
         # are of.
         return QueueStats(self.backend, self._native.pending + self._staging.pending, drives)
+
+    @property
+    def when_full(self) -> WhenFull:
+        """What submitting does where `max_pending` operations are pending."""
+        return WhenFull.BLOCK if self._patience_s is None else WhenFull.RAISE
 
     @property
     def closed(self) -> bool:
@@ -916,16 +923,14 @@ def _shut_down(
     return True
 
 
-def _drain(
-    native: _native.Queue, pending: Pending, completer: threading.Thread, staging: Staging
-) -> None:
+def _drain(native: _native.Queue, pending: Pending, staging: Staging) -> None:
     # What a batch gathered counts as submitted, so it is drained as well.
     pending.send()
     # Before the drives, which its pieces still need.
     staging.close()
     while not native.close(SLICE_S):  # in slices: Ctrl-C may end the wait
         pass
-    completer.join()
+    pending.join()
     # After the last future has ended: until then a loop may complete some.
     pending.leave_loops()
 

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from deepnvme import _native
 from deepnvme.errors import ClosedError, ForkedError, NVMeError, QueueFull, ShortReadError, io_error
@@ -128,32 +128,34 @@ class _PieceMemory:
 _Copy: TypeAlias = tuple[_Piece, int, CopyEvent]
 
 
+class _Limit(NamedTuple):
+    """How many operations may be pending, and how long one more waits."""
+
+    most: int
+    patience_s: float | None
+
+
 class Staging:
     """The operations on device arrays of one queue: in order, as many pieces under way as the pool
     has room for.
 
     At most `max_pending` operations are pending, besides their pieces in the queue itself. Where
-    these are all, submitting waits `patience_s` for room; None: for ever. The thread `completer`,
-    which completes the futures of `drives`, never waits.
+    these are all, submitting waits `patience_s` for room; None: for ever. The thread that completes
+    the futures of `drives` never waits.
     """
 
     def __init__(
         self,
         native: _native.Queue,
         drives: Pending,
-        completer: threading.Thread,
         *,
-        backend: str,
         max_pending: int,
         patience_s: float | None,
         staging_bytes: int = DEVICE_STAGING_BYTES,
     ) -> None:
         self._memory = _PieceMemory(native, staging_bytes)
         self._drives = drives
-        self._completer = completer
-        self._backend = backend
-        self._max_pending = max_pending
-        self._patience_s = patience_s
+        self._limit = _Limit(max_pending, patience_s)
         self._owner = os.getpid()
         self._threads: list[threading.Thread] = []  # none until the first array comes
         # One for each direction: copies to the device must not wait for what is yet to be computed
@@ -227,7 +229,7 @@ class Staging:
 
     def needs_this_thread(self) -> bool:
         """Whether `close()` would wait for the calling thread itself: it is in a callback."""
-        return threading.current_thread() in (self._completer, *self._threads)
+        return self._drives.is_completer() or threading.current_thread() in self._threads
 
     def close(self) -> None:
         """Take nothing more, wait for everything pending, give the memory back.
@@ -262,10 +264,10 @@ class Staging:
 
     def _wait_for_room(self) -> None:
         has_room = self._changed.wait_for(
-            lambda: len(self._pending) < self._max_pending or self._closing, self._patience_s
+            lambda: len(self._pending) < self._limit.most or self._closing, self._limit.patience_s
         )
         if not has_room:
-            raise QueueFull(self._max_pending)
+            raise QueueFull(self._limit.most)
         self._refuse_if_unusable()
 
     def _prepare(self) -> None:
@@ -459,7 +461,7 @@ class Staging:
     def _end_if_over(self, operation: _Operation) -> None:
         if operation.in_flight or operation is self._current:
             return
-        error = _error_of(operation, self._backend)
+        error = _error_of(operation, self._drives.backend)
         done = operation.done()
         # Before the future ends: a thread that it wakes finds room, and the array free.
         self._forget(operation)

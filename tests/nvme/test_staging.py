@@ -244,8 +244,6 @@ def rig(
             staged = Staging(
                 queue._native,
                 queue._pending,
-                queue._completer,
-                backend=queue.backend,
                 max_pending=max_pending,
                 patience_s=patience_s,
                 staging_bytes=staging_bytes,
@@ -991,9 +989,7 @@ class Array:
         return Event()
 
 queue = IOQueue("threads")
-staging = Staging(
-    queue._native, queue._pending, queue._completer, backend="threads", max_pending=9, patience_s=None
-)
+staging = Staging(queue._native, queue._pending, max_pending=9, patience_s=None)
 os.register_at_fork(after_in_child=staging.end_in_child)
 file = queue.open(sys.argv[1], "w")
 future = staging.submit(_native.Verb.WRITE, file._native, Array(), 0)
