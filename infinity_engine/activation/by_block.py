@@ -85,7 +85,7 @@ class WatchedModules(Protocol):
         """Return the context in which a second run saves what it saves."""
 
     def versions_in(
-        self, module: torch.nn.Module, given: Sequence[torch.Tensor]
+        self, module: torch.nn.Module, given: Mapping[str, torch.Tensor]
     ) -> Mapping[str, int]:
         """Return the version of each parameter and buffer in a module, by its name there, and of
         the others that it uses: those registered as external, and those that it was `given`.
@@ -283,16 +283,17 @@ class BlockActivations:
         life = CallLife(block.name, self._lifetimes)
         given = [(tensor, version_of(tensor)) for tensor in _tensors((args, kwargs))]
         stays = way.recomputes or way is BlockWay.KEEP
+        call = self._call_of(block, way, args, kwargs, life) if stays else None
         running = _FirstRun(
             block,
             way,
             self._keepers[way.home],
             life,
-            self._call_of(block, way, args, kwargs, life) if stays else None,
+            call,
             inputs=sum(inputs),
             given=given,
             own=self._forward.own,
-            buffers=_buffers_of(module) if way.recomputes else (),
+            buffers=_buffers_of(call) if call is not None and call.runs_again else (),
             started=self._decider.now(),
         )
         self._running.append(running)
@@ -376,8 +377,10 @@ class BlockActivations:
         if call.runs_again and any(version_of(tensor) != then for tensor, then in running.given):
             self._decider.refuse_recompute(block, "it changes its inputs in place")
             call.keep()
-        if call.runs_again and _has_changed(running.module, running.buffers):
-            self._decider.refuse_recompute(block, "it changes its buffers")
+        if call.runs_again and _has_changed(call, running.buffers):
+            self._decider.refuse_recompute(
+                block, "it changes its buffers, or those of a module among its arguments"
+            )
             call.keep()
         if call.runs_again and not block.has_its_parameters():
             self._decider.refuse_recompute(
@@ -389,13 +392,11 @@ class BlockActivations:
         # Of frozen blocks, or where the model's own hooks keep it.
         if call.saves_nothing:
             call.keep()
-        buffers = {name: buffer for name, buffer, _ in running.buffers}
-        if call.runs_again and not all(map(self._forward.began_with, buffers.values())):
+        if call.runs_again and not all(map(self._forward.began_with, running.module.buffers())):
             self._decider.refuse_recompute(block, "it ran with other buffers than its own")
             call.keep()
         if call.runs_again:
-            given = call.given_parameters
-            call.drop_saved(self._watched.versions_in(running.module, given), buffers)
+            call.drop_saved(self._watched.versions_in(running.module, call.given()))
 
     # --- what autograd asks -----------------------------------------------------------------------
 
@@ -465,8 +466,7 @@ class BlockActivations:
         if placeholder.packed is not None:
             return call.unpack(placeholder, self._watched.saving_again)
         module = call.block.module
-        versions = self._watched.versions_in(module, call.given_parameters)
-        call.check_values(versions, dict(module.named_buffers()))
+        call.check_values(self._watched.versions_in(module, call.given()))
         before, at = self._second, len(self._running)
         self._second, start = call, self._decider.now()
         call.life.make_again()
@@ -501,8 +501,13 @@ class BlockActivations:
         return self._decider.described()
 
     def close(self) -> None:
-        """Run no block again. Other keepers are closed by what has opened them."""
+        """Run no block again, and hold nothing of calls that were interrupted. Other keepers are
+        closed by what has opened them.
+        """
         self._closed = True
+        self._running.clear()
+        self._second = None
+        self._forward = _Forward(())
 
 
 class _Forward:
@@ -584,7 +589,7 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 class _BufferNow(NamedTuple):
-    """A buffer of a block, and its version."""
+    """A buffer that a block uses, and its version."""
 
     name: str
     buffer: torch.Tensor
@@ -596,10 +601,15 @@ class _BufferNow(NamedTuple):
         return is_same and (self.name, self.version) == (before.name, before.version)
 
 
-def _buffers_of(module: torch.nn.Module) -> list[_BufferNow]:
-    return [_BufferNow(name, buffer, version_of(buffer)) for name, buffer in module.named_buffers()]
+def _buffers_of(call: BlockCall) -> list[_BufferNow]:
+    named = (*call.block.module.named_buffers(), *call.given().items())
+    return [
+        _BufferNow(name, tensor, version_of(tensor))
+        for name, tensor in named
+        if not isinstance(tensor, torch.nn.Parameter)
+    ]
 
 
-def _has_changed(module: torch.nn.Module, before: Sequence[_BufferNow]) -> bool:
-    now = _buffers_of(module)
+def _has_changed(call: BlockCall, before: Sequence[_BufferNow]) -> bool:
+    now = _buffers_of(call)
     return len(now) != len(before) or not all(map(_BufferNow.is_as, now, before))

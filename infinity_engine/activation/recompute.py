@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -47,6 +47,7 @@ _CONSTANT = (
     types.BuiltinFunctionType,
 )
 _CACHE = ("transformers.cache_utils", "Cache")
+_Kind = TypeVar("_Kind")
 
 
 # An Exception: torch runs the hooks that end a module's call after these only.
@@ -110,13 +111,13 @@ class BlockCall:
         self.runs_again = True
         self._arguments = arguments
         self._kept = KeptActivations()
-        self._surroundings = Surroundings.now(block.module, arguments.device)
+        self._surroundings = Surroundings.now((block.module, *arguments.modules), arguments.device)
         self._placeholders: list[weakref.ref[Placeholder]] = []
         self._made = 0  # of a second run
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # to a second run
         self._task = -1  # the backward that a second run is for
         self._versions: Mapping[str, int] | None = None  # after the first run
-        self._buffers: Mapping[str, torch.Tensor] = {}  # of the first run
+        self._used: Mapping[str, torch.Tensor] = {}  # by the first run
 
     @staticmethod
     def arguments(
@@ -139,10 +140,20 @@ class BlockCall:
         self._placeholders.append(weakref.ref(placeholder))
         return placeholder
 
-    @property
-    def given_parameters(self) -> Sequence[torch.Tensor]:
-        """The parameters that it was given, and those of modules, which are not saved."""
-        return self._arguments.parameters
+    def given(self) -> dict[str, torch.Tensor]:
+        """Return the parameters among its arguments, and the parameters and buffers that modules
+        among them have now, by name: they are not saved.
+        """
+        return self._arguments.stays()
+
+    def used(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers that the block has now, and what it was given."""
+        module = self.block.module
+        return {
+            **dict(module.named_parameters()),
+            **dict(module.named_buffers()),
+            **self.given(),
+        }
 
     @property
     def saves_nothing(self) -> bool:
@@ -158,11 +169,11 @@ class BlockCall:
         """Keep what the block has saved: it cannot run again, or need not."""
         self.runs_again = False
 
-    def drop_saved(self, versions: Mapping[str, int], buffers: Mapping[str, torch.Tensor]) -> None:
-        """Let what the block has saved go: from here on, it is made again, with these buffers, and
-        with the parameters and buffers of these versions.
+    def drop_saved(self, versions: Mapping[str, int]) -> None:
+        """Let what the block has saved go: from here on, it is made again, with the parameters and
+        buffers of now, in these versions.
         """
-        self._versions, self._buffers = versions, buffers
+        self._versions, self._used = versions, self.used()
         for reference in self._placeholders:
             placeholder = reference()
             if placeholder is not None:
@@ -170,19 +181,16 @@ class BlockCall:
 
     # --- the second run ---------------------------------------------------------------------------
 
-    def check_values(
-        self, versions: Mapping[str, int], buffers: Mapping[str, torch.Tensor]
-    ) -> None:
+    def check_values(self, versions: Mapping[str, int]) -> None:
         """Refuse a second run with other parameters or buffers than those of the first.
 
         Raises:
             ChangedInPlaceError: one of them has changed since.
-            RuntimeError: a buffer was replaced since.
+            RuntimeError: one was added, removed or replaced since.
         """
-        names = (*buffers, *self._buffers)
-        replaced = next(
-            (name for name in names if buffers.get(name) is not self._buffers.get(name)), None
-        )
+        before, now = self._used, self.used()
+        names = (*now, *before)
+        replaced = next((name for name in names if now.get(name) is not before.get(name)), None)
         if replaced is not None:
             raise RuntimeError(
                 f"{self.block.name} has to run again for the backward, but its {replaced} is "
@@ -190,9 +198,9 @@ class BlockCall:
                 'let blocks keep what they save: set activations.at to "device" and '
                 'activations.recompute to "nothing"'
             )
-        before = self._versions or {}
+        then = self._versions or {}
         # One that was registered as external since is of later calls.
-        changed = next((name for name in before if versions.get(name) != before[name]), None)
+        changed = next((name for name in then if versions.get(name) != then[name]), None)
         if changed is not None:
             raise ChangedInPlaceError(
                 f"{self.block.name} has to run again for the backward, but its {changed} has "
@@ -293,12 +301,15 @@ class _Saved:
 class _Arguments:
     """Positional and keyword arguments with `_Saved` in place of tensors, and the device of one.
 
-    `parameters` are not saved, nor are those of modules: they stay anyway.
+    `parameters` are not saved, nor is anything of modules: they stay anyway. Those `around` the
+    block have it inside them.
     """
 
     given: Any
     device: torch.device
     parameters: Sequence[torch.Tensor]
+    modules: Sequence[torch.nn.Module]
+    around: Sequence[torch.nn.Module]
 
     @classmethod
     def of(
@@ -321,8 +332,36 @@ class _Arguments:
         stored = _mapped((args, dict(kwargs)), torch.Tensor, saved)
         # A position or a mask may be on the CPU beside states on a device.
         on_device = (device for device in devices if device.type != "cpu")
-        parameters = {id(tensor): tensor for tensor in _parameters_in((args, kwargs), block)}
-        return cls(stored, next(on_device, torch.device("cpu")), tuple(parameters.values()))
+        parameters = _once(_within((args, kwargs), torch.nn.Parameter))
+        modules, around = [], []
+        for module in _once(_within((args, kwargs), torch.nn.Module)):
+            # Of a model that gives itself to its blocks, one block uses next to nothing.
+            way = _way_to(block.module, module)
+            if way is None:
+                modules.append(module)
+            else:
+                around += way
+        return cls(
+            stored,
+            next(on_device, torch.device("cpu")),
+            parameters,
+            tuple(modules),
+            tuple(_once(around)),
+        )
+
+    def stays(self) -> dict[str, torch.Tensor]:
+        """Return what is not saved as it is now, by name."""
+        found: dict[str, torch.Tensor] = {
+            f"parameter {number} among its arguments": parameter
+            for number, parameter in enumerate(self.parameters)
+        }
+        named = [(*module.named_parameters(), *module.named_buffers()) for module in self.modules]
+        # Buffers of what is around blocks change after them, as a count of batches does.
+        named += [tuple(module.named_parameters(recurse=False)) for module in self.around]
+        for number, tensors in enumerate(named):
+            place = f"of module {number} among its arguments"
+            found |= {f"{name} {place}": tensor for name, tensor in tensors}
+        return found
 
     def restored(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         by_id: dict[int, torch.Tensor] = {}
@@ -351,18 +390,31 @@ def _mapped(value: Any, kind: type, change: Callable[[Any], object]) -> Any:
     raise UnknownArgument(type(value).__name__)
 
 
-def _parameters_in(value: object, block: RepeatedBlock) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.nn.Parameter):
+def _within(value: object, kind: type[_Kind]) -> Iterator[_Kind]:
+    """Yield what there is of a kind in containers within one another."""
+    if isinstance(value, kind):
         yield value
-    elif isinstance(value, torch.nn.Module):
-        # Of a model that gives itself to its blocks, one block uses next to nothing.
-        if all(inner is not block.module for inner in value.modules()):
-            yield from value.parameters()
     elif isinstance(value, Mapping):
-        yield from _parameters_in(tuple(value.values()), block)
+        yield from _within(tuple(value.values()), kind)
     elif isinstance(value, tuple | list):
         for part in value:
-            yield from _parameters_in(part, block)
+            yield from _within(part, kind)
+
+
+def _once(found: Iterable[_Kind]) -> tuple[_Kind, ...]:
+    """Return each object once: tensors are not to be compared by value."""
+    return tuple({id(each): each for each in found}.values())
+
+
+def _way_to(block: torch.nn.Module, module: torch.nn.Module) -> list[torch.nn.Module] | None:
+    """Return a module and those inside it that have a block inside them; None: it has not."""
+    if module is block:
+        return []
+    for child in module.children():
+        way = _way_to(block, child)
+        if way is not None:
+            return [module, *way]
+    return None
 
 
 def without_cache(

@@ -39,8 +39,8 @@ class Surroundings:
     modes: Sequence[tuple[torch.nn.Module, bool]]
 
     @classmethod
-    def now(cls, block: torch.nn.Module, device: torch.device) -> Surroundings:
-        """Return those of a call of `block` that computes on `device`."""
+    def now(cls, modules: Sequence[torch.nn.Module], device: torch.device) -> Surroundings:
+        """Return those of a call of these modules that computes on `device`."""
         kinds = dict.fromkeys(("cpu", device.type))
         return cls(
             random=_Random.now(device),
@@ -53,7 +53,7 @@ class Surroundings:
             caches_casts=torch.is_autocast_cache_enabled(),
             default_device=torch.get_default_device(),
             attention=_Attention.now(),
-            modes=[(module, module.training) for module in block.modules()],
+            modes=[(inner, inner.training) for module in modules for inner in module.modules()],
         )
 
     @contextmanager

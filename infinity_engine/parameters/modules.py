@@ -482,7 +482,9 @@ class ModuleParameters:
         """Save in the body as `saving` does. The body runs modules again for a backward."""
         return self._saved.saving()
 
-    def versions_in(self, module: torch.nn.Module, given: Sequence[torch.Tensor]) -> dict[str, int]:
+    def versions_in(
+        self, module: torch.nn.Module, given: Mapping[str, torch.Tensor]
+    ) -> dict[str, int]:
         """Return how often each parameter and buffer was changed that a module has or was `given`,
         by its name there, and each external one by its own.
         """
@@ -680,7 +682,9 @@ class UnwatchedModules:
         """Save in the body as `saving` does. The body runs modules again for a backward."""
         return self._hooks.saving(self._activations.pack, self._activations.unpack)
 
-    def versions_in(self, module: torch.nn.Module, given: Sequence[torch.Tensor]) -> dict[str, int]:
+    def versions_in(
+        self, module: torch.nn.Module, given: Mapping[str, torch.Tensor]
+    ) -> dict[str, int]:
         """Return how often each parameter and buffer was changed that a module has, was `given`, or
         uses as an external one.
         """
@@ -714,13 +718,12 @@ def _own_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _named_in(
-    module: torch.nn.Module, given: Sequence[torch.Tensor]
+    module: torch.nn.Module, given: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and buffers of a module, and what it was given, with their names."""
     yield from module.named_parameters()
     yield from module.named_buffers()
-    for number, tensor in enumerate(given):
-        yield f"parameter {number} among its arguments", tensor
+    yield from given.items()
 
 
 def tensors_in(output: object) -> Iterator[torch.Tensor]:

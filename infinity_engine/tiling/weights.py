@@ -99,9 +99,12 @@ class _JoinedWeight(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name, given = func.__name__, (*args, *kwargs.values())
+        # an operator of torch.ops has an overload in its name, such as "mul_.Tensor"
+        name, given = func.__name__.partition(".")[0], (*args, *kwargs.values())
         changes = name in _CHANGING or (name.endswith("_") and not name.endswith("__"))
         changed = given[:1] if changes or kwargs.get("inplace") is True else ()
+        if kwargs.get("max_norm") is not None:  # of embeddings, which then scale their weight
+            changed = given[:2]
         if torch.compiler.is_compiling():  # which cannot trace what looks at storages
             is_refused = any(isinstance(tensor, cls) for tensor in changed)
         else:
@@ -115,7 +118,7 @@ class _JoinedWeight(torch.Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
-            if torch.compiler.is_compiling():
+            if not _has_storages():
                 return found
             copies = {
                 tensor.untyped_storage().data_ptr()
@@ -124,6 +127,13 @@ class _JoinedWeight(torch.Tensor):
             } - {0}  # memory that there is not, such as on the meta device
             # A view of the copy is not to be changed either; what is computed of it may.
             return _with_views_as(cls, found, copies)
+
+
+def _has_storages() -> bool:
+    """Tell whether tensors have memory here: none in a compiler, nor under torch.func."""
+    return (
+        not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 _CHANGING = frozenset(

@@ -601,11 +601,122 @@ class Norms(Stack):
         return super().forward(x, scale=self.norm)
 
 
-def test_a_given_module_may_change_its_buffers(tmp_path: Path) -> None:
-    with stack_of(tmp_path, Normed, model_class=Norms, activations=AGAIN) as (engine, _):
-        for seed in range(2):
-            engine.backward(engine(batch(seed)))
-            engine.step()
+def test_blocks_are_kept_that_change_the_buffers_of_a_module_they_are_given(tmp_path: Path) -> None:
+    same_bits(tmp_path, Normed, model_class=Norms)
+    with stack_of(tmp_path, Normed, model_class=Norms, activations=AGAIN) as (engine, model):
+        engine.backward(engine(batch(0)))
+        assert model.get_submodule("norm").get_buffer("num_batches_tracked") == 4
+        engine.step()
+        assert "buffers, or those of a module among its arguments" in str(engine.report())
+
+
+class Spectral(Norms):
+    """Gives all blocks one layer that goes on with a power iteration at each call."""
+
+    def __init__(self, block: Callable[[], Any]) -> None:
+        super().__init__(block)
+        self.norm = nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32))
+
+
+def test_a_given_module_that_iterates_has_the_same_bits(tmp_path: Path) -> None:
+    same_bits(tmp_path, Normed, model_class=Spectral)
+
+
+class Gate(nn.Module):
+    """Computes something else in evaluation, and saves as much for it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * (2 if self.training else 3)).tanh()
+
+
+class Gated(Norms):
+    """Gives all blocks one gate."""
+
+    def __init__(self, block: Callable[[], Any]) -> None:
+        super().__init__(block)
+        self.norm = nn.Sequential(Gate(), nn.Dropout(0.2))
+
+
+def test_a_given_module_is_in_the_mode_of_the_first_run(tmp_path: Path) -> None:
+    def use(engine: Engine, seed: int) -> None:
+        loss = engine(batch(seed))
+        engine.module.eval()
+        engine.backward(loss)
+        assert not any(module.training for module in engine.module.modules())
+        engine.module.train()
+
+    same_bits(tmp_path, Normed, model_class=Gated, use=use)
+    assert ways_of(tmp_path, Normed, model_class=Gated) == {"recomputed"}
+
+
+class Shifting(Block):
+    """Adds a parameter that it may have, and has nothing to train itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+        shift = getattr(self if scale is None else scale, "shift", None)
+        return super().forward(x if shift is None else (x + shift).tanh())
+
+
+class Itself(Stack):
+    """Gives itself to its blocks, and counts its calls in a buffer."""
+
+    def __init__(self, block: Callable[[], Any]) -> None:
+        super().__init__(block)
+        self.shift = nn.Parameter(torch.ones(32))
+        self.calls = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        found = super().forward(x, scale=self)
+        self.calls += 1
+        return found
+
+
+@pytest.mark.parametrize("parameters", ["device", "host"])
+def test_a_block_that_is_given_the_model_does_not_run_again_with_its_newer_parameter(
+    parameters: str, tmp_path: Path
+) -> None:
+    with stack_of(
+        tmp_path, Shifting, model_class=Itself, parameters=parameters, activations=AGAIN
+    ) as (engine, model):
+        for block in model.blocks:
+            engine.register_external(block, model.get_parameter("shift"))
+        older = engine(batch(1))
+        engine.backward(engine(batch(0)))
+        engine.step()
+        with pytest.raises(RuntimeError, match=r"has to run again .* has changed"):
+            engine.backward(older)
+
+
+@pytest.mark.parametrize("name", ["shift", "norm.bias"])
+def test_a_block_does_not_run_again_with_a_parameter_that_came_since(
+    name: str, tmp_path: Path
+) -> None:
+    place, _, last = name.rpartition(".")
+    with stack_of(tmp_path, Shifting, activations=AGAIN) as (engine, model):
+        loss = engine(batch(0))
+        for block in model.blocks:
+            parameter = nn.Parameter(torch.zeros(32), requires_grad=False)
+            block.get_submodule(place).register_parameter(last, parameter)
+        with pytest.raises(RuntimeError, match=rf"blocks\.3 .* its {name} is another tensor"):
+            engine.backward(loss)
+
+
+def test_a_closed_engine_holds_nothing_of_an_interrupted_forward(tmp_path: Path) -> None:
+    with stack_of(tmp_path, activations=AGAIN, parameters="device") as (engine, model):
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        model.blocks[3].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine(batch(0))
+        activations = engine._parts.activations
+    assert isinstance(activations, BlockActivations)
+    assert activations._running == []
 
 
 def test_an_external_parameter_may_be_registered_again_and_later(tmp_path: Path) -> None:

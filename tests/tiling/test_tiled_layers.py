@@ -264,6 +264,8 @@ def assign(layer: Any) -> None:
         lambda layer: nn.init.zeros_(layer.weight[:2]),
         lambda layer: functional.relu(layer.weight, inplace=True),
         lambda layer: torch._foreach_mul_([torch.zeros(1), layer.weight.data], 2.0),
+        lambda layer: torch.ops.aten.mul_.Tensor(layer.weight.detach(), torch.zeros(())),
+        lambda layer: functional.embedding(torch.arange(2), layer.weight.detach(), max_norm=0.1),
         lambda layer: torch.max(torch.zeros(1, 5, 24), 0, out=(layer.weight.data, torch.zeros(0))),
     ],
 )
@@ -302,6 +304,25 @@ def test_a_whole_weight_can_be_read_where_a_model_is_compiled() -> None:
     model, x = Reads(), torch.randn(3, 24)
     compiled = torch.compile(model, backend="eager")
     assert torch.equal(compiled(x), model(x))
+
+
+def test_a_whole_weight_can_be_read_under_transforms() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = TiledLinear(24, 5, output_tiles=2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.layer.weight.T).exp()
+
+    model, x = Reads(), torch.randn(3, 2, 24)
+    torch.testing.assert_close(torch.vmap(model)(x), model(x))
+    found = torch.func.grad(
+        lambda parameters: torch.func.functional_call(model, parameters, (x,)).sum()
+    )(dict(model.named_parameters()))
+    torch.autograd.backward(model(x).sum())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
 
 
 def test_a_weight_without_memory_can_be_computed_with() -> None:
