@@ -33,7 +33,7 @@ __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
 NAME = "calibrate"
 HELP = (
-    "Measure what this machine and its drives can do, in less than a minute, and keep it for every "
+    "Measure what this machine and its drives can do, in about a minute, and keep it for every "
     "plan."
 )
 _FAILED, _INTERRUPTED = 1, 130

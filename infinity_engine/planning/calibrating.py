@@ -234,7 +234,7 @@ def _calibration(
         _check(budget, directories)
         where = CalibrationCache.of_user().folder
         _LOG.warning(
-            "measuring what this machine can do, in less than a minute; kept in %s, so that it is "
+            "measuring what this machine can do, in about a minute; kept in %s, so that it is "
             "done once. "
             "`infinity calibrate` does it beforehand; rates= or calibration='off' does without",
             where,

@@ -301,7 +301,7 @@ def test_what_was_not_kept_is_measured_once_and_said(
     with caplog.at_level(logging.WARNING), engine(device) as first:
         assert first.plan.ops
     [said] = caplog.messages
-    assert said.startswith("measuring what this machine can do, in less than a minute; kept in ")
+    assert said.startswith("measuring what this machine can do, in about a minute; kept in ")
 
     caplog.clear()
     with caplog.at_level(logging.WARNING), engine(device):
