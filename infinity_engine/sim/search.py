@@ -150,7 +150,8 @@ class Search:
         numel = coarsest_near_the_best(entries)
         alike = [entry for entry in entries if entry.numel == numel]
         for entry in best_of_each_kind(alike)[:_LOOKS]:
-            self._simulate(entry)
+            if entry.estimate_ns < _GAIN * self._least_ns:
+                self._simulate(entry)
         # Smaller subgroups make room for more, and take longer to simulate.
         for smaller in sorted({entry.numel for entry in entries if entry.numel < numel})[::-1]:
             best = min(
