@@ -668,6 +668,8 @@ class Itself(Stack):
         super().__init__(block)
         self.shift = nn.Parameter(torch.ones(32))
         self.calls = nn.Buffer(torch.zeros(()))
+        for parameter in self.last.parameters():
+            parameter.requires_grad_(False)
 
     def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
         found = super().forward(x, scale=self)
