@@ -75,7 +75,7 @@ def short_collections() -> None:
 def no_kept_calibration(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let plans find no figures that this machine's user, or another module, has kept."""
     with pytest.MonkeyPatch.context() as patch:
-        folder = request.config.stash[SHARED] / "caches" / request.node.name.replace("/", ".")
+        folder = request.config.stash[SHARED] / "caches" / request.node.nodeid.replace("/", ".")
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield
 

@@ -84,11 +84,11 @@ class WatchedModules(Protocol):
     def saving_again(self) -> AbstractContextManager[None]:
         """Return the context in which a second run saves what it saves."""
 
-    def versions_in(
-        self, module: torch.nn.Module, given: Mapping[str, torch.Tensor]
+    def versions_of(
+        self, used: Mapping[str, torch.Tensor], modules: Mapping[str, torch.nn.Module]
     ) -> Mapping[str, int]:
-        """Return the version of each parameter and buffer in a module, by its name there, and of
-        the others that it uses: those registered as external, and those that it was `given`.
+        """Return the version of each parameter and buffer that is used, by name, and of those that
+        are registered as external of these modules, each by itself.
         """
 
 
@@ -293,7 +293,7 @@ class BlockActivations:
             inputs=sum(inputs),
             given=given,
             own=self._forward.own,
-            buffers=_buffers_of(call) if call is not None and call.runs_again else (),
+            buffers=_buffers_of(module) if way.recomputes else (),
             started=self._decider.now(),
         )
         self._running.append(running)
@@ -377,9 +377,12 @@ class BlockActivations:
         if call.runs_again and any(version_of(tensor) != then for tensor, then in running.given):
             self._decider.refuse_recompute(block, "it changes its inputs in place")
             call.keep()
-        if call.runs_again and _has_changed(call, running.buffers):
+        if call.runs_again and _has_changed(running.module, running.buffers):
+            self._decider.refuse_recompute(block, "it changes its buffers")
+            call.keep()
+        if call.runs_again and call.given_buffers:
             self._decider.refuse_recompute(
-                block, "it changes its buffers, or those of a module among its arguments"
+                block, "a module among its arguments has buffers, which anything may change"
             )
             call.keep()
         if call.runs_again and not block.has_its_parameters():
@@ -395,8 +398,14 @@ class BlockActivations:
         if call.runs_again and not all(map(self._forward.began_with, running.module.buffers())):
             self._decider.refuse_recompute(block, "it ran with other buffers than its own")
             call.keep()
+        if call.runs_again and not all(map(self._forward.began_with, call.given().values())):
+            self._decider.refuse_recompute(
+                block, "a module among its arguments has other parameters than the model's own"
+            )
+            call.keep()
         if call.runs_again:
-            call.drop_saved(self._watched.versions_in(running.module, call.given()))
+            used = call.used()
+            call.drop_saved(used, self._watched.versions_of(used, call.modules()))
 
     # --- what autograd asks -----------------------------------------------------------------------
 
@@ -465,8 +474,8 @@ class BlockActivations:
             )
         if placeholder.packed is not None:
             return call.unpack(placeholder, self._watched.saving_again)
-        module = call.block.module
-        call.check_values(self._watched.versions_in(module, call.given()))
+        used = call.used()
+        call.check_values(used, self._watched.versions_of(used, call.modules()))
         before, at = self._second, len(self._running)
         self._second, start = call, self._decider.now()
         call.life.make_again()
@@ -589,7 +598,7 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 class _BufferNow(NamedTuple):
-    """A buffer that a block uses, and its version."""
+    """A buffer of a block, and its version."""
 
     name: str
     buffer: torch.Tensor
@@ -601,15 +610,10 @@ class _BufferNow(NamedTuple):
         return is_same and (self.name, self.version) == (before.name, before.version)
 
 
-def _buffers_of(call: BlockCall) -> list[_BufferNow]:
-    named = (*call.block.module.named_buffers(), *call.given().items())
-    return [
-        _BufferNow(name, tensor, version_of(tensor))
-        for name, tensor in named
-        if not isinstance(tensor, torch.nn.Parameter)
-    ]
+def _buffers_of(module: torch.nn.Module) -> list[_BufferNow]:
+    return [_BufferNow(name, buffer, version_of(buffer)) for name, buffer in module.named_buffers()]
 
 
-def _has_changed(call: BlockCall, before: Sequence[_BufferNow]) -> bool:
-    now = _buffers_of(call)
+def _has_changed(module: torch.nn.Module, before: Sequence[_BufferNow]) -> bool:
+    now = _buffers_of(module)
     return len(now) != len(before) or not all(map(_BufferNow.is_as, now, before))

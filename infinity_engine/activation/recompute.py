@@ -111,7 +111,8 @@ class BlockCall:
         self.runs_again = True
         self._arguments = arguments
         self._kept = KeptActivations()
-        self._surroundings = Surroundings.now((block.module, *arguments.modules), arguments.device)
+        modules = (block.module, *(module for module, _ in arguments.modules))
+        self._surroundings = Surroundings.now(modules, arguments.device)
         self._placeholders: list[weakref.ref[Placeholder]] = []
         self._made = 0  # of a second run
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # to a second run
@@ -140,20 +141,30 @@ class BlockCall:
         self._placeholders.append(weakref.ref(placeholder))
         return placeholder
 
+    @property
+    def given_buffers(self) -> bool:
+        """Whether a module among its arguments has buffers."""
+        return self._arguments.have_buffers
+
     def given(self) -> dict[str, torch.Tensor]:
-        """Return the parameters among its arguments, and the parameters and buffers that modules
-        among them have now, by name: they are not saved.
-        """
-        return self._arguments.stays()
+        """Return the parameters that modules among its arguments have now, by name."""
+        return self._arguments.parameters_of_modules()
 
     def used(self) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers that the block has now, and what it was given."""
+        """Return by name what the block uses and what is not saved: the parameters and buffers that
+        it has now, and parameters that it was given.
+        """
         module = self.block.module
         return {
             **dict(module.named_parameters()),
             **dict(module.named_buffers()),
+            **self._arguments.parameters,
             **self.given(),
         }
+
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """Return by name the modules in the block, and those that it was given with it."""
+        return {**dict(self.block.module.named_modules()), **self._arguments.single_modules()}
 
     @property
     def saves_nothing(self) -> bool:
@@ -169,11 +180,11 @@ class BlockCall:
         """Keep what the block has saved: it cannot run again, or need not."""
         self.runs_again = False
 
-    def drop_saved(self, versions: Mapping[str, int]) -> None:
-        """Let what the block has saved go: from here on, it is made again, with the parameters and
-        buffers of now, in these versions.
+    def drop_saved(self, used: Mapping[str, torch.Tensor], versions: Mapping[str, int]) -> None:
+        """Let what the block has saved go: from here on, it is made again, with what it has `used`,
+        in these versions.
         """
-        self._versions, self._used = versions, self.used()
+        self._versions, self._used = versions, used
         for reference in self._placeholders:
             placeholder = reference()
             if placeholder is not None:
@@ -181,14 +192,14 @@ class BlockCall:
 
     # --- the second run ---------------------------------------------------------------------------
 
-    def check_values(self, versions: Mapping[str, int]) -> None:
+    def check_values(self, now: Mapping[str, torch.Tensor], versions: Mapping[str, int]) -> None:
         """Refuse a second run with other parameters or buffers than those of the first.
 
         Raises:
             ChangedInPlaceError: one of them has changed since.
             RuntimeError: one was added, removed or replaced since.
         """
-        before, now = self._used, self.used()
+        before = self._used
         names = (*now, *before)
         replaced = next((name for name in names if now.get(name) is not before.get(name)), None)
         if replaced is not None:
@@ -205,7 +216,9 @@ class BlockCall:
             raise ChangedInPlaceError(
                 f"{self.block.name} has to run again for the backward, but its {changed} has "
                 "changed since it ran, by engine.step(), by a body of engine.gathered(modify=True) "
-                "or by your code. Call backward() before that, or run the model again"
+                "or by your code. Call backward() before that, or run the model again. Or let "
+                'blocks keep what they save: set activations.at to "device" and '
+                'activations.recompute to "nothing"'
             )
 
     def unpack(
@@ -301,15 +314,14 @@ class _Saved:
 class _Arguments:
     """Positional and keyword arguments with `_Saved` in place of tensors, and the device of one.
 
-    `parameters` are not saved, nor is anything of modules: they stay anyway. Those `around` the
-    block have it inside them.
+    `parameters`, by name, are not saved, nor is anything of `modules`: they stay anyway. Each of
+    these has its way to the block, if that is inside it.
     """
 
     given: Any
     device: torch.device
-    parameters: Sequence[torch.Tensor]
-    modules: Sequence[torch.nn.Module]
-    around: Sequence[torch.nn.Module]
+    parameters: Mapping[str, torch.Tensor]
+    modules: Sequence[tuple[torch.nn.Module, Sequence[torch.nn.Module] | None]]
 
     @classmethod
     def of(
@@ -332,36 +344,38 @@ class _Arguments:
         stored = _mapped((args, dict(kwargs)), torch.Tensor, saved)
         # A position or a mask may be on the CPU beside states on a device.
         on_device = (device for device in devices if device.type != "cpu")
-        parameters = _once(_within((args, kwargs), torch.nn.Parameter))
-        modules, around = [], []
-        for module in _once(_within((args, kwargs), torch.nn.Module)):
-            # Of a model that gives itself to its blocks, one block uses next to nothing.
-            way = _way_to(block.module, module)
-            if way is None:
-                modules.append(module)
-            else:
-                around += way
+        parameters = enumerate(_once(_within((args, kwargs), torch.nn.Parameter)))
+        modules = _once(_within((args, kwargs), torch.nn.Module))
         return cls(
             stored,
             next(on_device, torch.device("cpu")),
-            parameters,
-            tuple(modules),
-            tuple(_once(around)),
+            {f"parameter {number} among its arguments": tensor for number, tensor in parameters},
+            tuple((module, _way_to(block.module, module, set())) for module in modules),
         )
 
-    def stays(self) -> dict[str, torch.Tensor]:
-        """Return what is not saved as it is now, by name."""
-        found: dict[str, torch.Tensor] = {
-            f"parameter {number} among its arguments": parameter
-            for number, parameter in enumerate(self.parameters)
+    @property
+    def have_buffers(self) -> bool:
+        """Whether modules have buffers, but those that have the block inside."""
+        outside = (module for module, way in self.modules if way is None)
+        return any(next(module.buffers(), None) is not None for module in outside)
+
+    def single_modules(self) -> dict[str, torch.nn.Module]:
+        """Return by name the modules that the block may use: of one that has it inside, such as the
+        model, those on the way to it. One block uses next to nothing of the others.
+        """
+        return {
+            f"module {place} of module {number} among its arguments": inner
+            for number, (module, way) in enumerate(self.modules)
+            for place, inner in enumerate(module.modules() if way is None else way)
         }
-        named = [(*module.named_parameters(), *module.named_buffers()) for module in self.modules]
-        # Buffers of what is around blocks change after them, as a count of batches does.
-        named += [tuple(module.named_parameters(recurse=False)) for module in self.around]
-        for number, tensors in enumerate(named):
-            place = f"of module {number} among its arguments"
-            found |= {f"{name} {place}": tensor for name, tensor in tensors}
-        return found
+
+    def parameters_of_modules(self) -> dict[str, torch.Tensor]:
+        """Return the parameters that these have now, by name."""
+        return {
+            f"{name} of {place}": parameter
+            for place, inner in self.single_modules().items()
+            for name, parameter in inner.named_parameters(recurse=False)
+        }
 
     def restored(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         by_id: dict[int, torch.Tensor] = {}
@@ -406,12 +420,17 @@ def _once(found: Iterable[_Kind]) -> tuple[_Kind, ...]:
     return tuple({id(each): each for each in found}.values())
 
 
-def _way_to(block: torch.nn.Module, module: torch.nn.Module) -> list[torch.nn.Module] | None:
+def _way_to(
+    block: torch.nn.Module, module: torch.nn.Module, seen: set[int]
+) -> list[torch.nn.Module] | None:
     """Return a module and those inside it that have a block inside them; None: it has not."""
     if module is block:
         return []
+    if id(module) in seen:
+        return None
+    seen.add(id(module))
     for child in module.children():
-        way = _way_to(block, child)
+        way = _way_to(block, child, seen)
         if way is not None:
             return [module, *way]
     return None

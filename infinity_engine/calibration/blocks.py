@@ -28,7 +28,7 @@ _HEAD = 64
 _LAYERS, _VECTORS = 12, 13
 # of the memory: parameters in each of two dtypes, gradients, and two for what lies between
 _PARTS = 5
-_LONGEST = 0.1  # of all the time, for one forward and backward
+_LONGEST = 0.1  # of a dtype's time, for one forward and backward
 _SLOW = 10  # times: a dtype whose products are so much slower than the fastest is not trained in
 _LITTLE = 0.1  # of the time of a dtype that is trained in
 _PASSES = 3  # forwards that one forward with its backward computes as much as
@@ -38,11 +38,12 @@ def measure_blocks(
     device: torch.device, products: Mapping[str, Figure], part: MeasuringTime, nbytes: int
 ) -> dict[str, dict[BlockShape, BlockFigures]]:
     """Measure blocks of several shapes, as far as these products' rates and memory allow."""
+    parts = {name: part.share(share) for name, share in _shares(products).items()}
     points = [
         (name, shape)
         for name, dtype in DTYPES.items()
         for shape in _shapes(
-            device, dtype, products[name].median or 0.0, part.seconds, nbytes // _PARTS
+            device, dtype, products[name].median or 0.0, parts[name].seconds, nbytes // _PARTS
         )
     ]
     weights = {name: _weights(device, dtype, nbytes // _PARTS) for name, dtype in DTYPES.items()}
@@ -52,12 +53,10 @@ def measure_blocks(
         block.rate(0.0)
     figures: dict[str, dict[BlockShape, BlockFigures]] = {name: {} for name in DTYPES}
     found: dict[tuple[str, BlockShape], list[ComputeRate]] = {}
-    for dtype, share in _shares(products).items():
+    for dtype, own_part in parts.items():
         # Apart: without AVX-512, one round in bf16 may take longer than its time.
         own = [point for point in points if point[0] == dtype]
-        found |= part.share(share).in_turn(
-            own, lambda point, sample_s: blocks[point].rate(sample_s)
-        )
+        found |= own_part.in_turn(own, lambda point, sample_s: blocks[point].rate(sample_s))
     for (name, shape), samples in found.items():
         # A rate for each way, forward first.
         ways = (Figure.of([sample[way] for sample in samples], Unit.FLOPS) for way in range(2))

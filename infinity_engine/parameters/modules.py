@@ -482,23 +482,23 @@ class ModuleParameters:
         """Save in the body as `saving` does. The body runs modules again for a backward."""
         return self._saved.saving()
 
-    def versions_in(
-        self, module: torch.nn.Module, given: Mapping[str, torch.Tensor]
+    def versions_of(
+        self, used: Mapping[str, torch.Tensor], modules: Mapping[str, torch.nn.Module]
     ) -> dict[str, int]:
-        """Return how often each parameter and buffer was changed that a module has or was `given`,
-        by its name there, and each external one by its own.
+        """Return how often each of these was changed, and each parameter that is registered as
+        external of these modules, by its own name.
         """
         numbers, version_of_number = self._numbers, self._fetcher.version_of
-        uses = (self._uses.get(id(inner)) for inner in module.modules())
-        used = {number for use in uses if use is not None for number in use.parameters}
+        uses = (self._uses.get(id(module)) for module in modules.values())
+        needed = {number for use in uses if use is not None for number in use.parameters}
         return {
             **{
                 name: version_of_number(numbers[id(tensor)])
                 if id(tensor) in numbers
                 else version_of(tensor)
-                for name, tensor in _named_in(module, given)
+                for name, tensor in used.items()
             },
-            **{self._parameters[number].name: version_of_number(number) for number in used},
+            **{self._parameters[number].name: version_of_number(number) for number in needed},
         }
 
     def close(self) -> None:
@@ -682,18 +682,18 @@ class UnwatchedModules:
         """Save in the body as `saving` does. The body runs modules again for a backward."""
         return self._hooks.saving(self._activations.pack, self._activations.unpack)
 
-    def versions_in(
-        self, module: torch.nn.Module, given: Mapping[str, torch.Tensor]
+    def versions_of(
+        self, used: Mapping[str, torch.Tensor], modules: Mapping[str, torch.nn.Module]
     ) -> dict[str, int]:
-        """Return how often each parameter and buffer was changed that a module has, was `given`, or
-        uses as an external one.
+        """Return how often each of these was changed, and each parameter that is registered as
+        external of these modules.
         """
         return {
-            **{name: version_of(tensor) for name, tensor in _named_in(module, given)},
+            **{name: version_of(tensor) for name, tensor in used.items()},
             **{
                 f"external parameter {number} of {name or 'its own'}": version_of(parameter)
-                for name, inner in module.named_modules()
-                for number, parameter in enumerate(self._external.get(inner, ()))
+                for name, module in modules.items()
+                for number, parameter in enumerate(self._external.get(module, ()))
             },
         }
 
@@ -715,15 +715,6 @@ def _own_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors that are the model's own."""
     yield from model.parameters()
     yield from model.buffers()
-
-
-def _named_in(
-    module: torch.nn.Module, given: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers of a module, and what it was given, with their names."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-    yield from given.items()
 
 
 def tensors_in(output: object) -> Iterator[torch.Tensor]:

@@ -150,7 +150,7 @@ class Search:
         numel = coarsest_near_the_best(entries)
         alike = [entry for entry in entries if entry.numel == numel]
         for entry in best_of_each_kind(alike)[:_LOOKS]:
-            if entry.estimate_ns < _GAIN * self._least_ns:
+            if self._may_take_ns(entry) < _GAIN * self._least_ns:
                 self._simulate(entry)
         # Smaller subgroups make room for more, and take longer to simulate.
         for smaller in sorted({entry.numel for entry in entries if entry.numel < numel})[::-1]:
@@ -288,15 +288,23 @@ class Search:
             # Nor does a large subgroup at an edge tell what small ones of its kind take.
             smallest = min((entry for entry in entries if entry.form.kind == kind), key=_by_size)
             tried.append((smallest.estimate_ns, smallest.inside, smallest.numel))
-        if self._planner.training.overlap is not False:
-            tried += [
-                (_BESIDE * entry.estimate_ns, entry.form, entry.numel)
-                for entry in entries
-                if entry.form.family.tier is Tier.HOST and entry.form.parts == Parts()
-            ]
+        tried += [
+            (self._may_take_ns(entry), entry.form, entry.numel)
+            for entry in entries
+            if self._may_update_beside(entry.form)
+        ]
         for least_ns, form, numel in sorted(tried, key=itemgetter(0))[:_MOST_LAST]:
             if least_ns < self._least_ns:
                 self._try(form, numel)
+
+    def _may_update_beside(self, form: Form) -> bool:
+        """Tell whether an update on the host may go on beside a forward."""
+        is_asked = self._planner.training.overlap is not False
+        return is_asked and form.family.tier is Tier.HOST and form.parts == Parts()
+
+    def _may_take_ns(self, entry: Ranked) -> float:
+        """Return what an entry may take at least: estimates have one after the other."""
+        return (_BESIDE if self._may_update_beside(entry.form) else 1.0) * entry.estimate_ns
 
     def _polish(self, entries: Sequence[Ranked]) -> None:
         """Look once more around the best, and at what is alike and apart from it.

@@ -601,13 +601,13 @@ class Norms(Stack):
         return super().forward(x, scale=self.norm)
 
 
-def test_blocks_are_kept_that_change_the_buffers_of_a_module_they_are_given(tmp_path: Path) -> None:
+def test_blocks_are_kept_that_are_given_a_module_with_buffers(tmp_path: Path) -> None:
     same_bits(tmp_path, Normed, model_class=Norms)
     with stack_of(tmp_path, Normed, model_class=Norms, activations=AGAIN) as (engine, model):
         engine.backward(engine(batch(0)))
         assert model.get_submodule("norm").get_buffer("num_batches_tracked") == 4
         engine.step()
-        assert "buffers, or those of a module among its arguments" in str(engine.report())
+        assert "a module among its arguments has buffers" in str(engine.report())
 
 
 class Spectral(Norms):
@@ -657,8 +657,10 @@ class Shifting(Block):
         self.requires_grad_(False)
 
     def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
-        shift = getattr(self if scale is None else scale, "shift", None)
-        return super().forward(x if shift is None else (x + shift).tanh())
+        source = self if scale is None else scale
+        shift = getattr(source, "shift", None)
+        times = 2 if source.training else 3
+        return super().forward(x if shift is None else (times * x + shift).tanh())
 
 
 class Itself(Stack):
@@ -675,6 +677,71 @@ class Itself(Stack):
         found = super().forward(x, scale=self)
         self.calls += 1
         return found
+
+
+def test_a_second_run_has_the_mode_of_a_model_that_gives_itself(tmp_path: Path) -> None:
+    def use(engine: Engine, seed: int) -> None:
+        loss = engine(batch(seed))
+        engine.module.eval()
+        engine.backward(loss)
+        assert not any(module.training for module in engine.module.modules())
+        engine.module.train()
+
+    same_bits(tmp_path, Shifting, model_class=Itself, use=use)
+    assert ways_of(tmp_path, Shifting, model_class=Itself) == {"recomputed"}
+
+
+class Hidden(nn.Module):
+    """Adds a parameter that is registered as external."""
+
+    scales: list[nn.Parameter]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.scales[0]).tanh()
+
+
+class Hiding(Itself):
+    """Gives its blocks a module that has a parameter from elsewhere."""
+
+    def __init__(self, block: Callable[[], Any]) -> None:
+        super().__init__(block)
+        for parameter in self.blocks.parameters():
+            parameter.requires_grad_(False)
+        self.gate = Hidden()
+        self.gate.scales = [self.shift]
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        return Stack.forward(self, x, scale=self.gate)
+
+
+@pytest.mark.parametrize("parameters", ["device", "host"])
+def test_a_block_does_not_run_again_with_a_newer_parameter_of_a_given_module(
+    parameters: str, tmp_path: Path
+) -> None:
+    with stack_of(
+        tmp_path, Normed, model_class=Hiding, parameters=parameters, activations=AGAIN
+    ) as (engine, model):
+        gate: Any = model.get_submodule("gate")
+        engine.register_external(gate, model.get_parameter("shift"))
+        older = engine(batch(1))
+        engine.backward(engine(batch(0)))
+        engine.step()
+        with pytest.raises(RuntimeError, match=r"has to run again .* has changed"):
+            engine.backward(older)
+
+
+def test_blocks_are_kept_whose_given_module_has_other_parameters(tmp_path: Path) -> None:
+    class Replaced(Norms):
+        def __init__(self, block: Callable[[], Any]) -> None:
+            super().__init__(block)
+            self.norm = nn.LayerNorm(32)
+
+    def use(engine: Engine, seed: int) -> None:
+        weight = torch.full((32,), 2.0)
+        loss = torch.func.functional_call(engine.module, {"norm.weight": weight}, (batch(seed),))
+        engine.backward(loss)
+
+    same_bits(tmp_path, Normed, model_class=Replaced, use=use, parameters="device")
 
 
 def test_a_block_that_is_given_the_model_does_not_run_again_with_its_newer_parameter(
