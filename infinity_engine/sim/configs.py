@@ -147,6 +147,15 @@ class _Fields:
             )
         return frozenset(value)
 
+    def word(self, name: str, *, default: str) -> str:
+        """Return a text."""
+        value = self._given.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise ConfigError(field=f"config.{name}", value=value, expected="a text")
+        return value
+
     def flag(self, name: str, *, default: bool) -> bool:
         """Return true or false."""
         value = self._given.get(name)
@@ -470,15 +479,16 @@ def _gpt2(config: _Fields) -> _Model:
         _head("lm_head", vocabulary, hidden, tied=config.flag("tie_word_embeddings", default=True))
     )
     # The activation function of this family is made of elementary operations, each of which saves
-    # its input.
-    saved = 4 * hidden + 5 * hidden + 6 * inner
+    # its input; torch's own saves one.
+    whole = config.word("activation_function", default="gelu_new") in _WHOLE
+    made = (2 if whole else 6) * inner
     activations = Activations(
         blocks=layers,
         hidden=hidden,
-        elements=saved,
+        elements=4 * hidden + 5 * hidden + made,
         fp32=0,
         logits=vocabulary,
-        inner=6 * inner,
+        inner=made,
         gradients=2 * inner,
     )
     return modules, activations, positions
@@ -622,6 +632,8 @@ def _alike(config: Mapping[str, object], kind: str) -> tuple[Mapping[str, object
 
 # Types of models that have linear layers of a class of their own.
 _OWN_LINEARS = frozenset({"falcon", "gpt2", "openai-gpt"})
+# Activation functions that are one operation of torch.
+_WHOLE = frozenset({"gelu", "gelu_pytorch_tanh", "relu", "silu", "tanh"})
 _GATES = frozenset({"silu", "swiglu", "geglu", "swish"})
 _OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

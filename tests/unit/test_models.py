@@ -156,6 +156,27 @@ def test_activations_are_those_of_the_layer_that_keeps_most() -> None:
     assert many.elements > few.elements
 
 
+@pytest.mark.parametrize(("function", "inner"), [("gelu", 2), ("gelu_new", 6), (None, 6)])
+def test_an_activation_function_of_one_operation_saves_less(
+    function: str | None, inner: int
+) -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100}
+    config |= {"n_positions": 128, "activation_function": function}
+
+    activations = model_of_config(config, name="small").activations
+
+    assert activations is not None
+    assert activations.inner == inner * 4 * 64
+    assert activations.elements == 9 * 64 + activations.inner
+
+
+def test_an_activation_function_that_is_no_text_is_refused() -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100}
+
+    with pytest.raises(ConfigError, match="activation_function"):
+        model_of_config({**config, "n_positions": 128, "activation_function": 3}, name="small")
+
+
 @pytest.mark.parametrize(("kind", "sizes"), [("qwen3", (16, 16)), ("olmo2", (64, 32))])
 def test_queries_and_keys_have_norms_of_a_head_or_of_all(kind: str, sizes: tuple[int, int]) -> None:
     model = model_of_config({**LLAMA, "model_type": kind}, name="small")
