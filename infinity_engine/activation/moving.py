@@ -95,7 +95,7 @@ class ActivationMoves:
         self.resident: ResidentSet[SavedMemory] = ResidentSet(
             self._sizes, limits.resident, beside=self._not_for_members
         )
-        self._failure = _Failure()
+        self._failure = _FailedEvictions()
         self._read_back = ReadBackMemory(lanes.accelerator.torch_device)
         limits.shared.moves.append(self)
 
@@ -448,7 +448,7 @@ class ActivationMoves:
         )
 
 
-class _Failure:
+class _FailedEvictions:
     """Why memory could not be evicted: raised once for all that was on its way out by then."""
 
     def __init__(self) -> None:

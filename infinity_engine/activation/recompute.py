@@ -417,7 +417,7 @@ def _within(value: object, kind: type[_Kind]) -> Iterator[_Kind]:
 
 def _once(found: Iterable[_Kind]) -> tuple[_Kind, ...]:
     """Return each object once: tensors are not to be compared by value."""
-    return tuple({id(each): each for each in found}.values())
+    return tuple({id(value): value for value in found}.values())
 
 
 def _way_to(

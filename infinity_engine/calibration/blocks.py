@@ -29,7 +29,7 @@ _LAYERS, _VECTORS = 12, 13
 # of the memory: parameters in each of two dtypes, gradients, and two for what lies between
 _PARTS = 5
 _LONGEST = 0.1  # of a dtype's time, for one forward and backward
-_SLOW = 10  # times: a dtype whose products are so much slower than the fastest is not trained in
+_SLOW = 10  # times: products that much slower than the fastest are too slow to train with
 _LITTLE = 0.1  # of the time of a dtype that is trained in
 _PASSES = 3  # forwards that one forward with its backward computes as much as
 
@@ -65,7 +65,7 @@ def measure_blocks(
 
 
 def _shares(products: Mapping[str, Figure]) -> dict[str, float]:
-    """Return the part of the time for each dtype: little for one in which nobody trains here."""
+    """Return the part of the time for each dtype: little for one that is too slow to train in."""
     rates = {name: products[name].median or 0.0 for name in DTYPES}
     weights = {
         name: 1.0 if _SLOW * rate >= max(rates.values()) else _LITTLE
