@@ -593,6 +593,8 @@ class Normed(Block):
 class Norms(Stack):
     """Gives all blocks one batch normalization, and itself."""
 
+    norm: nn.Module
+
     def __init__(self, block: Callable[[], Any]) -> None:
         super().__init__(block)
         self.norm = nn.BatchNorm1d(32)
@@ -666,16 +668,18 @@ class Shifting(Block):
 class Itself(Stack):
     """Gives itself to its blocks, and counts its calls in a buffer."""
 
+    calls: torch.Tensor
+
     def __init__(self, block: Callable[[], Any]) -> None:
         super().__init__(block)
         self.shift = nn.Parameter(torch.ones(32))
-        self.calls = nn.Buffer(torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()))
         for parameter in self.last.parameters():
             parameter.requires_grad_(False)
 
     def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
         found = super().forward(x, scale=self)
-        self.calls += 1
+        self.calls.add_(1)
         return found
 
 
