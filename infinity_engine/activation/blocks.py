@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 
 import torch
 
-__all__ = ["RepeatedBlock", "find_blocks", "recomputing_modules"]
+__all__ = ["RepeatedBlock", "blocks_held_whole", "find_blocks", "recomputing_modules"]
 
 _LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 
@@ -58,6 +59,23 @@ def recomputing_modules(model: torch.nn.Module) -> tuple[str, ...]:
         for name, module in model.named_modules()
         if getattr(module, "gradient_checkpointing", False) is True
     )
+
+
+def blocks_held_whole(model: torch.nn.Module) -> frozenset[str]:
+    """Return the names of the blocks all of whose parameters a backward needs at one time: torch's
+    checkpoint, by which a model recomputes itself, holds what a block read until its backward ends,
+    unless it is the reentrant one.
+    """
+    recomputing = [
+        module
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False) is True
+    ]
+    # Where Transformers keeps what a layer recomputes itself by.
+    kinds = [getattr(module, "_gradient_checkpointing_func", None) for module in recomputing]
+    if all(isinstance(kind, partial) and kind.keywords.get("use_reentrant") for kind in kinds):
+        return frozenset()
+    return frozenset(block.name for block in find_blocks(model))
 
 
 def _candidates(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import torch
 
+from infinity_engine.activation.blocks import blocks_held_whole
 from infinity_engine.config import EngineConfig, ParametersAt
 from infinity_engine.optim import FloatFormat, Rule
 from infinity_engine.optim.policy import OffloadPolicy
@@ -57,7 +58,7 @@ def sizing_of(
             default=(),
         ),
         parameters=tuple(nbytes.values()),
-        deepest=deepest_of(model, nbytes),
+        deepest=deepest_of(model, nbytes, blocks_held_whole(model)),
         unified=unified,
         sums=config.accumulation_steps > 1,
         activations=config.activation_bytes,

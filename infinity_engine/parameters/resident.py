@@ -126,7 +126,8 @@ class ResidentParameters(ABC, Generic[_Entry]):
                 holders=error.holders,
                 change=f"raise the budget's {self._memory.reservation.tier.name.lower()}. {name} "
                 "is needed together with these: what a module uses stays until it returns, what "
-                "your code reads outside of modules until engine.step()",
+                "torch's checkpoint runs again until its backward has ended, what your code reads "
+                "outside of modules until engine.step()",
             ) from None
 
     @abstractmethod

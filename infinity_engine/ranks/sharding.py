@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from infinity_engine.activation import SavedTensors
+from infinity_engine.activation.blocks import blocks_held_whole
 from infinity_engine.config import EngineConfig, ParametersAt, ShardingStage
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.gradients.keeper import GradientKeeper
@@ -146,15 +147,16 @@ class Sharding:
             members = [replace(member, dtype=torch.float32) for member in members]
         by_module = ranks.config.stage is ShardingStage.PARAMETERS
         # The same walk for shards and for wholes, with other sizes.
+        together = leaves | blocks_held_whole(model)
         shards = deepest_of(
             model,
             {id(parameter.whole.parameter): parameter.largest_shard for parameter in parameters},
-            leaves,
+            together,
         )
         wholes = deepest_of(
             model,
             {id(parameter.whole.parameter): parameter.nbytes for parameter in parameters},
-            leaves,
+            together,
         )
         gathers = (
             room_of_wires(model, parameters, ranks, leaves)

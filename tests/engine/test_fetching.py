@@ -14,6 +14,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -451,6 +452,42 @@ def test_blocks_that_are_computed_again_have_the_same_bits(outer: bool, inner: b
         return squares(made, batch.requires_grad_(True))
 
     assert_the_same(lambda: Checkpointed(outer, inner), lambda made: train(made, loss))
+
+
+class Marked(nn.Module):
+    """Deep blocks that are computed again, marked as Transformers marks them."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.gradient_checkpointing = True
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=reentrant)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.as_tensor(self._gradient_checkpointing_func(block, x))
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_least_room_holds_a_whole_block_of_a_model_that_recomputes_itself(
+    reentrant: bool,
+) -> None:
+    with fetching(partial(Marked, reentrant), subgroup_numel=4096) as made:
+        for step in range(STEPS):
+            made.backward(squares(made, noise(step, 4, 64).requires_grad_(True)))
+            made.step()
+
+
+def test_a_block_that_is_recomputed_by_the_reentrant_kind_needs_one_module_at_a_time() -> None:
+    apart = {
+        reentrant: least(partial(Marked, reentrant), subgroup_numel=4096)
+        for reentrant in (False, True)
+    }
+
+    assert apart[False] - apart[True] >= 4 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
