@@ -15,7 +15,9 @@ import torch
 
 from infinity_engine.cli.main import main
 from infinity_engine.cli.runs import train as command
+from infinity_engine.cli.runs.plan_first import _question
 from infinity_engine.errors import ConfigError
+from infinity_engine.training.settings import TrainingSettings
 from support.families import transformers
 from support.tiny_directory import LINES, TEXT, json_lines, tiny_directory
 
@@ -289,3 +291,12 @@ def test_a_terminal_has_one_line_that_changes(
     assert [line[:8] for line in shown] == ["step 1/3", "step 2/3", "step 3/3"]
     assert [line.count("\n") for line in shown] == [0, 0, 3]
     assert all(len(line) < 40 for line in shown[:2])
+
+
+def test_a_run_is_planned_for_the_one_process_that_it_has() -> None:
+    settings = TrainingSettings(
+        model=Path("model"), data=(Path("text"),), run=Path("run"), sequence=16
+    )
+
+    assert _question(settings, {}, uses_gpu=True).gpus == 1
+    assert _question(settings, {}, uses_gpu=False).gpus == 0

@@ -128,7 +128,7 @@ def _question(
         "overlap": "off" if engine.get("overlap") == "off" else "auto",
         "subgroup": engine.get("subgroup_numel"),
         "here": list(drives),
-        "gpus": None if uses_gpu else 0,
+        "gpus": 1 if uses_gpu else 0,  # it trains in one process
         # The planner's rating is that of all drives together.
         "tbw": None
         if endurance is None or not drives
