@@ -26,9 +26,11 @@ __all__ = [
     "GpuSheet",
     "find_drive",
     "find_gpu",
+    "larger_gpus",
 ]
 
 _TERA = 10**12  # operations
+_LARGER = 1.2  # times as much memory is the next size
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,11 @@ class GpuSheet:
     pcie: int
     watts: int
     source: str
+
+    @property
+    def gpu_gpu_bytes_per_s(self) -> float | None:
+        """What one sends the others of a node over NVLink, one way; None: nothing joins all."""
+        return _NVLINK_BYTES_PER_S.get(self.name)
 
     @property
     def compared(self) -> str:
@@ -165,9 +172,20 @@ _GA102 = "NVIDIA Ampere GA102 white paper V2 (2020)"
 _ADA = "NVIDIA Ada white paper V2 (2023)"
 _BLACKWELL = "NVIDIA RTX Blackwell white paper (2025)"
 
+_NVLINK_BYTES_PER_S: Mapping[str, float] = MappingProxyType(
+    {
+        "A100 SXM 80 GB": 300 * GB,
+        "H100 SXM 80 GB": 450 * GB,
+        "H200 SXM 141 GB": 450 * GB,
+        "B200 180 GB": 900 * GB,
+    }
+)
+"""Half of what the data sheets of the lines say, which is of both ways together."""
+
 # name, GiB, Tflop/s in bf16 and in fp32, GB/s of its memory, PCIe, W. Of several that fit a name
-# the first is taken.
-_GPUS: tuple[tuple[str, int, float, float, float, int, int, str], ...] = (
+# the first is taken. Where drivers show less than the name says, as checks of errors take a part,
+# the memory is what they show: 23,028 MiB and so on.
+_GPUS: tuple[tuple[str, float, float, float, float, int, int, str], ...] = (
     ("RTX 3080 10 GB", 10, 59.5, 29.8, 760, 4, 320, _GA102),
     ("RTX 3090 24 GB", 24, 71, 35.6, 936, 4, 350, _GA102),
     ("RTX 4070 Ti 12 GB", 12, 80.2, 40.1, 504, 4, 285, _ADA),
@@ -185,25 +203,25 @@ _GPUS: tuple[tuple[str, int, float, float, float, int, int, str], ...] = (
         *(96, 500, 125, 1792, 5, 600),
         "NVIDIA RTX PRO 6000 data sheet (2025): an eighth of its sparse FP4",
     ),
-    ("A10 24 GB", 24, 125, 31.2, 600, 4, 150, "NVIDIA A10 data sheet (2021)"),
+    ("A10 24 GB", 23028 / 1024, 125, 31.2, 600, 4, 150, "NVIDIA A10 data sheet (2021)"),
     ("A30 24 GB", 24, 165, 10.3, 933, 4, 165, "NVIDIA A30 data sheet (2022)"),
-    ("A40 48 GB", 48, 149.7, 37.4, 696, 4, 300, "NVIDIA A40 data sheet (2022)"),
+    ("A40 48 GB", 46068 / 1024, 149.7, 37.4, 696, 4, 300, "NVIDIA A40 data sheet (2022)"),
     ("A100 PCIe 80 GB", 80, 312, 19.5, 1935, 4, 300, "NVIDIA A100 data sheet (2022)"),
     ("A100 SXM 80 GB", 80, 312, 19.5, 2039, 4, 400, "NVIDIA A100 data sheet (2022)"),
     ("A100 PCIe 40 GB", 40, 312, 19.5, 1555, 4, 250, "NVIDIA A100 40GB PCIe brief (2020)"),
-    ("L4 24 GB", 24, 121, 30.3, 300, 4, 72, "NVIDIA L4 data sheet (2023)"),
-    ("L40 48 GB", 48, 181.05, 90.5, 864, 4, 300, "NVIDIA L40 data sheet (2023)"),
-    ("L40S 48 GB", 48, 362.05, 91.6, 864, 4, 350, "NVIDIA L40S data sheet (2023)"),
+    ("L4 24 GB", 23034 / 1024, 121, 30.3, 300, 4, 72, "NVIDIA L4 data sheet (2023)"),
+    ("L40 48 GB", 46068 / 1024, 181.05, 90.5, 864, 4, 300, "NVIDIA L40 data sheet (2023)"),
+    ("L40S 48 GB", 46068 / 1024, 362.05, 91.6, 864, 4, 350, "NVIDIA L40S data sheet (2023)"),
     ("H100 SXM 80 GB", 80, 989.4, 67, 3350, 5, 700, "NVIDIA H100 data sheet (2023)"),
     ("H100 PCIe 80 GB", 80, 756, 51, 2000, 5, 350, "NVIDIA H100 data sheet (2023)"),
     ("H100 NVL 94 GB", 94, 835, 60, 3900, 5, 400, "NVIDIA H100 data sheet (2024)"),
-    ("H200 SXM 141 GB", 141, 989.4, 67, 4800, 5, 700, "NVIDIA H200 data sheet (2024)"),
+    ("H200 SXM 141 GB", 143771 / 1024, 989.4, 67, 4800, 5, 700, "NVIDIA H200 data sheet (2024)"),
     ("B200 180 GB", 180, 2250, 75, 7700, 5, 1000, "NVIDIA HGX B200 data sheet (2025)"),
 )
 
 
 GPU_SHEETS = tuple(
-    GpuSheet(name, gib * GiB, bf16 * _TERA, fp32 * _TERA, gb_per_s * GB, pcie, watts, source)
+    GpuSheet(name, round(gib * GiB), bf16 * _TERA, fp32 * _TERA, gb_per_s * GB, pcie, watts, source)
     for name, gib, bf16, fp32, gb_per_s, pcie, watts, source in _GPUS
 )
 
@@ -264,6 +282,19 @@ def find_gpu(name: str, *, field: str = "gpu") -> tuple[GpuSheet, ...]:
         ConfigError: it fits none.
     """
     return _found(name, GPU_SHEETS, field)
+
+
+def larger_gpus(memory_bytes: int) -> tuple[GpuSheet, ...]:
+    """Return the GPU that computes fastest of each of the next two sizes of memory."""
+    found: list[GpuSheet] = []
+    for _ in range(2):
+        least = _LARGER * (found[-1].memory_bytes if found else memory_bytes)
+        larger = [other for other in GPU_SHEETS if other.memory_bytes >= least]
+        if larger:
+            most = _LARGER * min(other.memory_bytes for other in larger)
+            alike = [other for other in larger if other.memory_bytes <= most]
+            found.append(max(alike, key=lambda other: other.flops_per_s))
+    return tuple(found)
 
 
 def find_drive(name: str, *, field: str = "drive") -> tuple[DriveSheet, ...]:

@@ -191,7 +191,9 @@ class MachineModel:
             update_params_per_s=sheet.memory_bytes_per_s / GPU_UPDATE_BYTES,
             fp32_flops_per_s=sheet.fp32_flops_per_s,
         )
-        return replace(self, gpu=gpu).with_link(PCIE_BYTES_PER_S[sheet.pcie])
+        between = sheet.gpu_gpu_bytes_per_s
+        changed = replace(self, gpu=gpu, gpu_gpu_bytes_per_s=between)
+        return changed.with_link(PCIE_BYTES_PER_S[sheet.pcie])
 
     def with_link(self, bytes_per_s: float) -> MachineModel:
         """Return the same machine with links of this rate, each way."""
@@ -293,7 +295,7 @@ H200_NODE = MachineModel(
     gpus=8,
     gpu=GpuModel(
         name="H200 SXM 141 GB",
-        memory_bytes=141 * GB,
+        memory_bytes=143_771 << 20,
         peak_flops_per_s=H100_PEAK_FLOPS_PER_S,
         achieved_flops_per_s=H100_ACHIEVED_FLOPS_PER_S,
         fp32_flops_per_s=67 * _TERA,
@@ -312,7 +314,7 @@ H200_NODE = MachineModel(
     sources=MappingProxyType(
         {
             "gpus": "NVIDIA DGX H200 data sheet",
-            "gpu.memory_bytes": "NVIDIA H200 data sheet; one GPU's",
+            "gpu.memory_bytes": "as its driver shows it; one GPU's",
             "gpu.peak_flops_per_s": "NVIDIA H200 data sheet, dense; one GPU's",
             "gpu.achieved_flops_per_s": f"{H100_UTILISATION}; the H200 computes as fast",
             "gpu.fp32_flops_per_s": "NVIDIA H200 data sheet; one GPU's",

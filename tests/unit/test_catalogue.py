@@ -17,8 +17,9 @@ from infinity_engine.machine.catalogue import (
     GpuSheet,
     find_drive,
     find_gpu,
+    larger_gpus,
 )
-from infinity_engine.sim.hardware import DESKTOP_4090, machine
+from infinity_engine.sim.hardware import DESKTOP_4090, H200_NODE, machine
 from infinity_engine.units import GB, GiB
 
 
@@ -30,7 +31,8 @@ def test_a_gpu_has_a_dated_source_and_sound_figures(gpu: GpuSheet) -> None:
     assert 250 * GB <= gpu.memory_bytes_per_s <= 8000 * GB
     assert gpu.pcie in PCIE_BYTES_PER_S
     assert 70 <= gpu.watts <= 1000
-    assert gpu.name.endswith(f"{gpu.memory_bytes // GiB} GB")
+    named = float(gpu.name.split()[-2])
+    assert 0.93 * named <= gpu.memory_bytes / GiB <= named  # checks of errors take a part
 
 
 @pytest.mark.parametrize("drive", DRIVE_SHEETS, ids=[drive.name for drive in DRIVE_SHEETS])
@@ -125,3 +127,24 @@ def test_several_drives_add_up() -> None:
     assert found.read_bytes_per_s == pytest.approx(2 * 7.45 * GB)
     assert found.write_bytes_per_s == pytest.approx(2 * SUSTAINED_BYTES_PER_S)
     assert found.capacity_bytes == 4 * 10**12
+
+
+def test_gpus_that_nvlink_joins_exchange_over_it_and_others_through_the_host() -> None:
+    [h100] = find_gpu("h100 sxm")
+    [rtx] = find_gpu("4090")
+
+    assert DESKTOP_4090.with_gpu(h100).wire_bytes_per_s(1) == 450 * GB
+    assert H200_NODE.with_gpu(rtx).wire_bytes_per_s(1) < 30 * GB
+
+
+def test_the_next_larger_gpus_are_the_fastest_of_the_next_two_sizes() -> None:
+    assert [gpu.name for gpu in larger_gpus(24 * GiB)] == [
+        "RTX 5090 32 GB",
+        "RTX 6000 Ada 48 GB",
+    ]
+    assert [gpu.name for gpu in larger_gpus(140 * GiB)] == ["B200 180 GB"]
+    assert larger_gpus(180 * GiB) == ()
+
+
+def test_an_h200_has_the_same_memory_as_a_part_and_in_its_node() -> None:
+    assert find_gpu("h200")[0].memory_bytes == H200_NODE.gpu.memory_bytes
