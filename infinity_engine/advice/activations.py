@@ -137,7 +137,7 @@ def _rates(means: Means, report: PlanReport) -> ActivationRates:
         busy = sum(
             found.utilisation.get(resource(lane), 0.0)
             for found in report.phases
-            if found.name == phase
+            if phase in found.name.split(" and ")
         )
         return rate * max(1.0 - busy, _LEAST_LEFT) if rate else None
 

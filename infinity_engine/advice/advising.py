@@ -5,11 +5,14 @@ Pure. Called by the command line, after the planner.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from infinity_engine.advice.course import RunForecast, TrainingRun, forecast
 from infinity_engine.advice.doubt import RateSource, StepRange, step_range
 from infinity_engine.advice.purchases import Purchase, Worth, purchases, worths
+from infinity_engine.placement.training import Means
 from infinity_engine.sim.planner import Decision
 
 __all__ = ["Advice", "advise"]
@@ -20,7 +23,8 @@ class Advice:
     """How sure a step is, what to buy next, what a little more is worth, and what a run takes."""
 
     source: RateSource
-    step_range: StepRange
+    step_range: StepRange | None
+    """None where the rate of computing is not known."""
     purchases: tuple[Purchase, ...]
     worths: tuple[Worth, ...]
     run: RunForecast | None
@@ -29,7 +33,7 @@ class Advice:
         """Return it as lists and mappings, ready for JSON."""
         return {
             "rates_are": self.source.value,
-            "step_range_s": list(self.step_range),
+            "step_range_s": None if self.step_range is None else list(self.step_range),
             "purchases": [
                 {
                     "what": purchase.what,
@@ -44,8 +48,15 @@ class Advice:
         }
 
 
-def advise(decision: Decision, source: RateSource, run: TrainingRun | None = None) -> Advice:
-    """Return the advice; `source` says where the rates come from.
+def advise(
+    decision: Decision,
+    source: RateSource,
+    run: TrainingRun | None = None,
+    *,
+    larger_gpus: Mapping[str, Means] = MappingProxyType({}),
+) -> Advice:
+    """Return the advice; `source` says where the rates come from, `larger_gpus` which means the
+    machine would have with GPUs that can be bought for it.
 
     Where the rate of computing is not known, nothing is said of a run: its steps lack most of their
     time.
@@ -53,8 +64,10 @@ def advise(decision: Decision, source: RateSource, run: TrainingRun | None = Non
     computes = decision.means.compute_rate(decision.training) is not None
     return Advice(
         source=source,
-        step_range=step_range(decision.best, decision.training, decision.means, source),
-        purchases=purchases(decision),
+        step_range=step_range(decision.best, decision.training, decision.means, source)
+        if computes
+        else None,
+        purchases=purchases(decision, larger_gpus),
         worths=worths(decision),
         run=forecast(decision, run) if run is not None and computes else None,
     )

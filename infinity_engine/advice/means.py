@@ -11,7 +11,15 @@ from dataclasses import replace
 from infinity_engine.placement.training import Means
 from infinity_engine.plan import BlockRates, ComputeRate, DriveRates, Rates
 
-__all__ = ["with_compute", "with_drives", "with_links", "with_more_drives", "with_updates"]
+__all__ = [
+    "with_compute",
+    "with_drives",
+    "with_faster_writes",
+    "with_links",
+    "with_more_drives",
+    "with_updates",
+    "with_wire",
+]
 
 _LINKS = (
     "h2d_bytes_per_s",
@@ -53,6 +61,33 @@ def with_drives(means: Means, times: float) -> Means:
             rates, nvme={name: _drive(drive, times) for name, drive in rates.nvme.items()}
         ),
     )
+
+
+def with_faster_writes(means: Means, times: float) -> Means:
+    """Return the means with drives that write so many times as fast, and read as before."""
+
+    def faster(drive: DriveRates) -> DriveRates:
+        write, mixed = drive.write_bytes_per_s, drive.mixed_bytes_per_s
+        if write is None:
+            return drive
+        more = (times - 1) * write
+        return replace(
+            drive,
+            write_bytes_per_s=write + more,
+            mixed_bytes_per_s=None if mixed is None else mixed + more,
+        )
+
+    return _with_rates(
+        means,
+        lambda rates: replace(
+            rates, nvme={name: faster(drive) for name, drive in rates.nvme.items()}
+        ),
+    )
+
+
+def with_wire(means: Means, times: float) -> Means:
+    """Return the means with ranks that exchange so many times as fast."""
+    return replace(means, wire_bytes_per_s=_times(means.wire_bytes_per_s, times))
 
 
 def with_more_drives(means: Means, times: float) -> Means:

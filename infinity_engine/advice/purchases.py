@@ -7,12 +7,18 @@ estimates alone, scaled to the simulated step. Called by the command line where 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import isinf, log2
+from types import MappingProxyType
 
 from infinity_engine.advice.doubt import retimed
-from infinity_engine.advice.means import with_compute, with_drives, with_links, with_more_drives
+from infinity_engine.advice.means import (
+    with_compute,
+    with_faster_writes,
+    with_links,
+    with_more_drives,
+)
 from infinity_engine.machine.capacity import capacity_of
 from infinity_engine.placement.training import Means
 from infinity_engine.plan import Auto, Lane
@@ -31,12 +37,13 @@ _HOPELESS = 0.02  # of an estimate: what saves less is not simulated
 class Purchase:
     """Something to buy, and the step and the writes with it.
 
-    `written_per_day` counts bytes that a day of steps without a pause writes to all drives.
+    `written_per_day` counts bytes that a day of steps without a pause writes to all drives: None
+    where the rate of computing is not known.
     """
 
     what: str
     step_s: float
-    written_per_day: float
+    written_per_day: float | None
     saved: float
     """The part of today's step that it saves; 0: nothing."""
 
@@ -55,8 +62,10 @@ class _Offer:
     means: Means
 
 
-def purchases(decision: Decision) -> tuple[Purchase, ...]:
-    """Return what each purchase would bring, the best first."""
+def purchases(
+    decision: Decision, larger_gpus: Mapping[str, Means] = MappingProxyType({})
+) -> tuple[Purchase, ...]:
+    """Return what each purchase would bring, the best first; `larger_gpus` as for `advise`."""
     best, means = decision.best, decision.means
     planner = decision.planner
     numel = best.choice.subgroup_numel
@@ -65,10 +74,11 @@ def purchases(decision: Decision) -> tuple[Purchase, ...]:
     is_given = not isinstance(planner.strategy, Auto | None)
     found = []
     computes = means.compute_rate(decision.training) is not None
-    for offer in _offers(means, computes=computes):
+    for offer in _offers(means, larger_gpus, computes=computes):
         there = planner.with_means(offer.means)
         ns, written = best.timeline.ns, best.timeline.moved.get(Lane.NVME_WRITE, 0)
-        if is_given or there.least_estimate_ns(numel) < (1 - _HOPELESS) * before_ns:
+        is_open = is_given or isinf(before_ns)
+        if is_open or there.least_estimate_ns(numel) < (1 - _HOPELESS) * before_ns:
             # Today's plan can still be carried out, so no purchase is a loss.
             plans = [_of_today(decision, offer.means)]
             if (shorter := there.look(below_ns=plans[0].ns)) is not None:
@@ -77,7 +87,7 @@ def purchases(decision: Decision) -> tuple[Purchase, ...]:
             ns, written = shortest.ns, shortest.moved.get(Lane.NVME_WRITE, 0)
         saved = max(1 - ns / best.timeline.ns, 0.0) if best.timeline.ns else 0.0
         per_day = written * means.ranks * DAY_S / (ns / 1e9) if ns else 0.0
-        found.append(Purchase(offer.what, ns / 1e9, per_day, saved))
+        found.append(Purchase(offer.what, ns / 1e9, per_day if computes else None, saved))
     return tuple(sorted(found, key=lambda purchase: -purchase.saved))
 
 
@@ -92,7 +102,7 @@ def _of_today(decision: Decision, means: Means) -> StepTimeline:
 # --- what can be bought ---------------------------------------------------------------------------
 
 
-def _offers(means: Means, *, computes: bool) -> Iterator[_Offer]:
+def _offers(means: Means, larger_gpus: Mapping[str, Means], *, computes: bool) -> Iterator[_Offer]:
     budget = means.budget
     # The power of two nearest to what there is: modules of memory are sold in such sizes.
     more = GiB << max(round(log2(max(budget.host / GiB, 1))), 2)
@@ -103,10 +113,12 @@ def _offers(means: Means, *, computes: bool) -> Iterator[_Offer]:
         yield _Offer("as many drives again", with_more_drives(means, 2))
     if means.unified:
         return
-    larger = replace(means, budget=replace(budget, device=2 * budget.device))
-    yield _Offer("twice the GPU memory", larger)
-    if computes:
-        yield _Offer("a GPU that computes twice as fast", with_compute(means, 2.0))
+    yield from (_Offer(name, larger) for name, larger in larger_gpus.items())
+    if not larger_gpus:
+        larger = replace(means, budget=replace(budget, device=2 * budget.device))
+        yield _Offer("twice the GPU memory", larger)
+        if computes:
+            yield _Offer("a GPU that computes twice as fast", with_compute(means, 2.0))
     yield _Offer("a link twice as fast", with_links(means, 2.0))
 
 
@@ -159,7 +171,7 @@ def _more(means: Means, part: float) -> Iterator[tuple[str, tuple[float, Means]]
     writes = means.ranks * sum(drive.write_bytes_per_s or 0 for drive in rates.nvme.values()) / GB
     if budget.nvme and writes:
         faster = grown(writes)
-        yield "GB/s of drive writes", (faster * writes, with_drives(means, 1 + faster))
+        yield "GB/s of drive writes", (faster * writes, with_faster_writes(means, 1 + faster))
     if not means.unified and rates.h2d_bytes_per_s:
         link = rates.h2d_bytes_per_s / GB
         yield "GB/s of the link", (grown(link) * link, with_links(means, 1 + grown(link)))

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from infinity_engine.cli.plan_answer import seconds_in_words, show
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
@@ -29,6 +30,9 @@ from infinity_engine.cli.plan_question import (
 )
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.units import TB
+
+if TYPE_CHECKING:
+    from infinity_engine.sim.report import PlanReport
 
 __all__ = ["HELP", "NAME", "SCHEMA", "ComparedMachine", "add_arguments", "run"]
 
@@ -107,17 +111,23 @@ def _compared(options: argparse.Namespace, machine: str) -> ComparedMachine:
         notes = (*found.notes, *model.notes)
         return ComparedMachine(machine=machine, fits=False, notes=notes)
     report = report_of(decision)
-    longest = max(report.phases, key=lambda phase: phase.seconds)
+    computes = report.tokens_per_s is not None
     return ComparedMachine(
         machine=machine,
         fits=True,
         step_s=report.step_s,
-        step_range_s=step_range(decision.best, training, found.means, found.source),
+        step_range_s=step_range(decision.best, training, found.means, found.source)
+        if computes
+        else None,
         tokens_per_s=report.tokens_per_s,
-        written_bytes_per_day=0.0 if report.wear is None else report.wear.written_per_day,
-        bound_by=longest.binding,
+        written_bytes_per_day=_written(report) if computes else None,
+        bound_by=report.bound_by,
         notes=(*found.notes, *report.notes),
     )
+
+
+def _written(report: PlanReport) -> float:
+    return 0.0 if report.wear is None else report.wear.written_per_day
 
 
 def _arguments(machine: str) -> Iterator[str]:
@@ -200,18 +210,19 @@ def _notes(found: Sequence[ComparedMachine]) -> Iterator[tuple[str, str]]:
 
 
 def _cells(machine: ComparedMachine) -> tuple[str, ...]:
-    if machine.step_s is None or machine.step_range_s is None:
+    if machine.step_s is None:
         return (machine.machine, "does not fit", "", "", "", "")
+    step, bound_by = seconds_in_words(machine.step_s), machine.bound_by or ""
+    if machine.step_range_s is None or machine.tokens_per_s is None:
+        # without a rate of computing, a step is its update and transfers alone
+        return (machine.machine, f"{step} and computing", "unknown", "unknown", "unknown", bound_by)
     least, most = map(seconds_in_words, machine.step_range_s)
-    written = machine.written_bytes_per_day or 0.0
-    rate = "unknown" if machine.tokens_per_s is None else f"{machine.tokens_per_s:,.0f}"
-    # without a rate of computing, a step is its update and transfers alone
-    step = seconds_in_words(machine.step_s) + (" and computing" if rate == "unknown" else "")
+    written = machine.written_bytes_per_day
     return (
         machine.machine,
         step,
         f"{least} to {most}",
-        rate,
+        f"{machine.tokens_per_s:,.0f}",
         f"{written / TB:,.1f} TB" if written else "nothing",
-        machine.bound_by or "",
+        bound_by,
     )

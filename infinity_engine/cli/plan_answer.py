@@ -179,7 +179,16 @@ def _phases(report: PlanReport) -> Rows:
             yield phase.name, _UNKNOWN
             continue
         yield phase.name, f"{seconds_in_words(phase.seconds)}, bound by {phase.binding}"
+    yield from _again(report)
     yield from _between_ranks(report)
+
+
+def _again(report: PlanReport) -> Rows:
+    """Yield what the phases do not show: the micro-batches after the first."""
+    if report.micro_batches > 1 and report.tokens_per_s is not None:
+        seconds = seconds_in_words(report.repeated_s)
+        more = report.micro_batches - 1
+        yield "and again", f"{seconds}, forward and backward of {more} more micro-batches"
 
 
 def _between_ranks(report: PlanReport) -> Rows:
@@ -247,8 +256,7 @@ def _times(report: PlanReport) -> Rows:
         ranked = sorted(report.update_utilisation.items(), key=lambda it: -it[1])
         used = ", ".join(f"{resource(lane)} {part:.0%}" for lane, part in ranked)
         yield "of which the update", f"{seconds_in_words(report.update_s)} ({used})"
-    if report.micro_batches > 1:
-        yield "", f"forward and backward again for {report.micro_batches - 1} more micro-batches"
+    yield from _again(report)
     yield from _between_ranks(report)
     if report.least_update_s is not None:
         yield (
@@ -329,7 +337,7 @@ def range_in_words(report: PlanReport, advice: Advice) -> str:
     """Return between which seconds a step is expected, and by which rates; nothing where a step
     is not known.
     """
-    if report.tokens_per_s is None:
+    if advice.step_range is None:
         return ""
     least, most = map(seconds_in_words, advice.step_range)
     return f" ({least} to {most} with {_SOURCES[advice.source.value]})"
@@ -345,7 +353,7 @@ def _purchases(report: PlanReport, advice: Advice) -> Rows:
     gains = [purchase for purchase in advice.purchases if purchase.saved >= _WORTH_SHOWING]
     for purchase in gains[:_MOST_PURCHASES]:
         change = f"{now} -> {seconds_in_words(purchase.step_s)} {step}"
-        if written:
+        if written and purchase.written_per_day is not None:
             day = f"{written / TB:,.1f} -> {purchase.written_per_day / TB:,.1f}"
             change += f", {day} TB written a day"
         yield purchase.what, change
@@ -423,16 +431,20 @@ def with_options(refusal: Refusal, machine: AskedMachine) -> Refusal:
     """
 
     def words(remedy: Remedy) -> str:
-        more, there = remedy.more, refusal.there
+        more, there, moved = remedy.more, refusal.there, machine.moved_bytes
+        device, host, nvme = there.device + more.device, there.host + more.host, there.nvme
+        nvme += more.nvme
+        # Moved inputs are taken off what is given, and go to drives that have room for them.
+        if machine.moved_to_drives or nvme > moved:
+            nvme += moved
+        else:
+            host += moved
         added = {
-            "--gpu-mem {}": (
-                more.device,
-                _to_give(there.device + more.device, lambda free: free.device),
-            ),
-            "--ram {}": (more.host, _to_give(there.host + more.host, lambda free: free.host)),
+            "--gpu-mem {}": (more.device, _to_give(device, lambda free: free.device)),
+            "--ram {}": (more.host, _to_give(host, lambda free: free.host)),
             machine.nvme_option: (
                 more.nvme,
-                _to_give(there.nvme + more.nvme, lambda free: sum(free.nvme.values())),
+                _to_give(nvme, lambda free: sum(free.nvme.values())),
             ),
         }
         options = " ".join(option.format(size) for option, (much, size) in added.items() if much)

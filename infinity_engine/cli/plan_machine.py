@@ -7,6 +7,7 @@ Needs no torch, and imports the planner only when it is asked. Called by plan.py
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from infinity_engine.plan import BlockRates, Calibration, Capacity, Rates
     from infinity_engine.sim.hardware import MachineModel
 
-__all__ = ["AskedMachine", "add_arguments", "free", "machine_of"]
+__all__ = ["AskedMachine", "add_arguments", "free", "larger_gpus_of", "machine_of"]
 
 _ASSUMED = "desktop_4090"
 _QUEUE_BYTES = 16 << 20  # of the host for each drive, as deepnvme's queues take them
@@ -99,6 +100,9 @@ class AskedMachine(NamedTuple):
     """Whether it is the machine at hand, as none was described: a size alone describes another."""
     nvme_option: str = "--nvme {}"
     """What gives it drives that hold so much."""
+    moved_bytes: int = 0
+    """Inputs of blocks that are taken off its drives, or off its host."""
+    moved_to_drives: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,16 +171,39 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
         io_bytes=_QUEUE_BYTES if drives else 0,
     )
     watts = None if known.watts is None else float(known.watts * gpus)
-    means = beside_inputs(training, means)
+    beside = beside_inputs(training, means)
     return AskedMachine(
-        means,
+        beside,
         (*known.notes, found.note),
         found.source,
         rated_bytes,
         watts,
         is_implied=known.capacity is not None and options.here is None,
         nvme_option=_nvme_option(options, known, found.rates),
+        moved_bytes=ranks * training.input_bytes() if training.inputs_moved else 0,
+        moved_to_drives=beside.budget.nvme != means.budget.nvme,
     )
+
+
+def larger_gpus_of(
+    options: argparse.Namespace, precision: str, training: Training
+) -> dict[str, Means]:
+    """Return the means with each of the next larger GPUs, where the GPU is one of the catalogue's
+    and its rates are published ones.
+    """
+    from infinity_engine.machine.catalogue import find_gpu, larger_gpus
+
+    if options.gpu is None or options.rates is not None or options.tflops is not None:
+        return {}
+    memory = find_gpu(options.gpu)[0].memory_bytes
+    if options.gpu_mem is not None:
+        memory = size_of(options.gpu_mem, "--gpu-mem")
+    found = {}
+    for sheet in larger_gpus(memory):
+        changed = copy.copy(options)
+        changed.gpu, changed.gpu_mem = sheet.name, None
+        found[sheet.name] = machine_of(changed, precision, training).means
+    return found
 
 
 def _nvme_option(options: argparse.Namespace, known: _Known, rates: Rates) -> str:

@@ -101,6 +101,9 @@ def _phases(report: PlanReport) -> Iterator[Sequence[str]]:
             yield phase.name, f"{phase.seconds:,.3g}", phase.binding
         else:
             yield phase.name, "unknown", ""
+    if report.micro_batches > 1 and report.tokens_per_s is not None:
+        again = f"forward and backward of {report.micro_batches - 1} more micro-batches"
+        yield again, f"{report.repeated_s:,.3g}", ""
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ class WhatIf:
             else {
                 "step_s": step.ns / 1e9,
                 "phases": {phase.name: phase.ns / 1e9 for phase in step.phases},
+                "repeated_s": step.repeated_ns / 1e9,
             }
             for name, step in steps.items()
         }
@@ -199,8 +200,10 @@ def _rows(found: WhatIf) -> Iterator[tuple[str, str]]:
 
 
 def _in_words(step: StepTimeline) -> str:
-    phases = ", ".join(f"{phase.name} {seconds_in_words(phase.ns / 1e9)}" for phase in step.phases)
-    return f"{seconds_in_words(step.ns / 1e9)} a step: {phases}"
+    parts = [f"{phase.name} {seconds_in_words(phase.ns / 1e9)}" for phase in step.phases]
+    if step.repeated_ns:
+        parts.append(f"further micro-batches {seconds_in_words(step.repeated_ns / 1e9)}")
+    return f"{seconds_in_words(step.ns / 1e9)} a step: {', '.join(parts)}"
 
 
 def _without_computing(step: StepTimeline) -> str:

@@ -300,8 +300,7 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
     yield from _tiles_of_sequence(planner)
     if not training.chunked_loss and training.model.activations is not None:
         yield "a loss without whole logits (--loss chunked)", replace(training, chunked_loss=True)
-    if training.batch > 1:
-        yield "a micro-batch of 1 (--batch 1)", replace(training, batch=1)
+    yield from _smaller_batches(planner)
     sequence = _longest(planner)
     if sequence:
         shorter = replace(training, sequence=sequence)
@@ -340,6 +339,35 @@ def _tiles_of_sequence(planner: Planner) -> Iterator[tuple[str, Training]]:
             f"(--tile-sequence {tiled.tile_positions})",
             tiled,
         )
+
+
+def _smaller_batches(planner: Planner) -> Iterator[tuple[str, Training]]:
+    """Yield the largest smaller micro-batch that fits, with as many sequences in a step; where sums
+    of gradients leave no room for that, one sequence a step.
+    """
+    training = planner.training
+    if training.batch == 1:
+        return
+    sequences = training.batch * training.accumulation_steps
+
+    def smaller(batch: int) -> Training:
+        return replace(training, batch=batch, accumulation_steps=-(-sequences // batch))
+
+    sizes = range(1, training.batch)
+    # Larger ones take more.
+    enough = bisect_left(
+        sizes, True, key=lambda batch: not planner.with_training(smaller(batch)).fits()
+    )
+    if enough:
+        found = smaller(sizes[enough - 1])
+        batch, steps = found.batch, found.accumulation_steps
+        yield (
+            f"{steps:,} micro-batches of {batch:,} in a step "
+            f"(--batch {batch} --accumulation {steps})",
+            found,
+        )
+    else:
+        yield "a micro-batch of 1 (--batch 1)", replace(training, batch=1)
 
 
 def _longest(planner: Planner) -> int:

@@ -120,6 +120,21 @@ class PlanReport:
     alternatives: tuple[Alternative, ...]
     notes: tuple[str, ...]
 
+    @property
+    def repeated_s(self) -> float:
+        """Seconds of a step that forward and backward of its further micro-batches take."""
+        return self.timeline.repeated_ns / 1e9
+
+    @property
+    def bound_by(self) -> str:
+        """What works longest in the longest part of the step."""
+        last = self.phases[-1]  # the backward: most of what further micro-batches repeat
+        longest = max(
+            self.phases,
+            key=lambda phase: phase.seconds + (self.repeated_s if phase is last else 0),
+        )
+        return longest.binding
+
     def knows(self, phase: PhaseReport) -> bool:
         """Tell whether the time of a phase is known: all but updates need a rate of computing."""
         return self.tokens_per_s is not None or phase.name.startswith("update")
@@ -168,6 +183,7 @@ class PlanReport:
             "tokens_per_s": self.tokens_per_s,
             "gathering_s": self.gathering_s,
             "micro_batches": self.micro_batches,
+            "repeated_s": self.repeated_s,
             "phases": [
                 {
                     "name": phase.name,
@@ -214,6 +230,7 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
     tokens = training.tokens * training.accumulation_steps * means.ranks
     budget = means.of_one_rank()
     least = decision.least_update_ns
+    computes = means.compute_rate(training) is not None
     return PlanReport(
         model=training.model.name,
         parameters=training.model.size,
@@ -235,11 +252,7 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
         host_buffers=len(steps.buffer_bytes),
         fetched_ahead=demand.fetched,
         step_s=best.step_s,
-        tokens_per_s=None
-        if means.compute_rate(training) is None
-        else tokens / best.step_s
-        if best.step_s
-        else 0.0,
+        tokens_per_s=tokens / best.step_s if computes else None,
         gathering_s=best.timeline.gathering_ns / 1e9,
         phases=tuple(_phases(best, means)),
         micro_batches=training.accumulation_steps,
@@ -255,7 +268,7 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
         moved=MappingProxyType(dict(best.timeline.moved)),
         timeline=best.timeline,
         host_bytes_per_parameter=_on_host(best, means) / numel,
-        wear=_wear(best, means, rated_bytes),
+        wear=_wear(best, means, rated_bytes, computes=computes),
         alternatives=tuple(
             Alternative(other.choice.strategy.to_plain(), other.choice.parameters, other.step_s)
             for other in decision.others
@@ -294,9 +307,12 @@ def _io_bytes(best: Candidate, means: Means) -> int:
     return means.io_bytes if best.plan.demand.nvme else 0
 
 
-def _wear(best: Candidate, means: Means, rated_bytes: int | None) -> WearForecast | None:
+def _wear(
+    best: Candidate, means: Means, rated_bytes: int | None, *, computes: bool
+) -> WearForecast | None:
+    """Return what wears out; None where nothing does, or a step lacks the time of computing."""
     written = best.timeline.moved.get(Lane.NVME_WRITE, 0) * means.ranks
-    if not written or not best.step_s:
+    if not written or not computes:
         return None
     per_day = written * DAY_S / best.step_s
     years = None if rated_bytes is None else rated_bytes / per_day / _DAYS_PER_YEAR

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infinity_engine.advice.activations import activation_advice
+from infinity_engine.advice.activations import _rates, activation_advice
 from infinity_engine.placement.activations import BlockWay
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import DriveRates, Rates, ResolvedBudget
@@ -97,3 +97,15 @@ def test_the_advice_is_json() -> None:
     plain: dict[str, Any] = dict(found.to_mapping())
     assert plain["block_saved_bytes"] == found.saved
     assert sum(plain["blocks"].values()) == 28
+
+
+def test_drives_that_an_overlapped_update_keeps_busy_leave_activations_little() -> None:
+    budget = ResolvedBudget(device=16 * GiB, host=12 * GiB, nvme={"a": 500 * GB})
+    short = Means(budget=budget, rates=RATES, flops_per_s=80e12)
+    decision = decide(training(), short)
+    report = report_of(decision)
+
+    assert [phase.name for phase in report.phases] == ["update and forward", "backward"]
+    busy = report.phases[0].utilisation["writes to the drives"]
+    assert busy > 0.5
+    assert _rates(short, report).to_drives == pytest.approx(2e9 * max(1 - busy, 0.05), rel=0.05)

@@ -12,11 +12,11 @@ import pytest
 from infinity_engine.advice.advising import advise
 from infinity_engine.advice.course import Prices, TrainingRun, forecast
 from infinity_engine.advice.doubt import RateSource, step_range
-from infinity_engine.advice.means import with_drives, with_links, with_updates
+from infinity_engine.advice.means import with_drives, with_faster_writes, with_links, with_updates
 from infinity_engine.advice.purchases import Purchase, _more, purchases, worths
 from infinity_engine.placement.training import Means
 from infinity_engine.plan import DriveRates, HostOnly, Lane, Rates, ResolvedBudget, Tier
-from infinity_engine.sim.planner import Decision, decide
+from infinity_engine.sim.planner import Decision, Planner, decide
 from infinity_engine.units import GB, GiB
 from support.plannings import (
     equal_questions_searched_once,
@@ -143,7 +143,7 @@ def test_what_a_gb_per_s_is_worth_is_what_it_saves(on_drives: Decision) -> None:
     half too much.
     """
     [writes] = [it for it in worths(on_drives) if "writes" in it.unit]
-    faster = decide(on_drives.training, with_drives(on_drives.means, 1.5)).best
+    faster = decide(on_drives.training, with_faster_writes(on_drives.means, 1.5)).best
 
     assert writes.seconds == pytest.approx(on_drives.best.step_s - faster.step_s, rel=0.1)
 
@@ -228,3 +228,54 @@ def test_purchases_of_ram_are_sold_in_powers_of_two() -> None:
     for gib, more in ((7, "8 GiB"), (57.6, "64 GiB"), (460, "512 GiB")):
         found = purchases(decided(100, gib * GiB / GB))
         assert named(found, "more RAM").what == f"{more} more RAM"
+
+
+def test_gpus_that_can_be_bought_take_the_place_of_a_gpu_twice_as_large() -> None:
+    decision = decided(2.0, 2.5, 100)
+    larger = replace(decision.means, flops_per_s=160e12)
+    larger = replace(larger, budget=replace(larger.budget, device=8 * GB))
+
+    offers = {purchase.what for purchase in purchases(decision, {"RTX 9000": larger})}
+
+    assert "RTX 9000" in offers
+    assert not {"twice the GPU memory", "a GPU that computes twice as fast"} & offers
+    assert named(purchases(decision, {"RTX 9000": larger}), "RTX 9000").saved > 0.1
+
+
+def test_without_a_rate_of_computing_no_writes_of_a_day_and_no_range_are_promised() -> None:
+    decision = decided(2.0, 2.5, 100)
+    means = replace(decision.means, flops_per_s=None)
+    unknown = advise(decide(decision.training, means), RateSource.GIVEN)
+
+    assert unknown.step_range is None
+    assert {purchase.written_per_day for purchase in unknown.purchases} == {None}
+    assert unknown.to_mapping()["step_range_s"] is None
+
+
+def test_purchases_are_tried_where_the_estimates_say_that_todays_plan_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decision = decided(100, 100)
+    monkeypatch.setattr(Planner, "least_estimate_ns", lambda *_: float("inf"))
+
+    assert named(purchases(decision), "computes twice as fast").saved > 0.1
+
+
+def test_faster_writes_leave_reads_as_they_are() -> None:
+    drive = DriveRates(read_bytes_per_s=7e9, write_bytes_per_s=2e9, mixed_bytes_per_s=4e9)
+    means = Means(
+        budget=ResolvedBudget(device=GB, host=GB, nvme={"a": GB}),
+        rates=replace(RATES, nvme={"a": drive}),
+    )
+
+    faster = with_faster_writes(means, 1.5).rates.nvme["a"]
+    assert faster == DriveRates(read_bytes_per_s=7e9, write_bytes_per_s=3e9, mixed_bytes_per_s=5e9)
+
+
+def test_what_ranks_exchange_is_as_unsure_as_its_rate() -> None:
+    budget = ResolvedBudget(device=20 * GB, host=40 * GB)
+    means = Means(budget=budget, rates=replace(RATES, nvme={}), flops_per_s=80e12, ranks=2)
+    slow = decide(training_of(SMALL), replace(means, wire_bytes_per_s=1e9))
+
+    ranges = step_range(slow.best, slow.training, slow.means, RateSource.PUBLISHED)
+    assert ranges.most_s > 1.5 * slow.best.step_s

@@ -337,3 +337,12 @@ def test_a_machine_that_is_none_is_refused(infinity: Any, machine: str) -> None:
 
     assert (status, out) == (2, "")
     assert err.startswith("infinity compare: error: MACHINE: expected ")
+
+
+def test_what_binds_a_step_of_many_micro_batches_is_computing(infinity: Any) -> None:
+    asked = ("--model", "llama-3-8b", "4090 + 64GiB + samsung 990 pro", "--json")
+    [few] = json.loads(infinity("compare", *asked)[1])["machines"]
+    [many] = json.loads(infinity("compare", *asked, "--accumulation", "64")[1])["machines"]
+
+    assert few["bound_by"] == "reads of the drives"
+    assert many["bound_by"] == "compute"

@@ -150,7 +150,7 @@ def test_in_json_it_is_one_object_with_the_plan(plan: Any) -> None:
 
 @pytest.mark.parametrize("memory", [pytest.param("24GiB", marks=pytest.mark.slow), "48GiB"])
 def test_what_is_worth_something_is_worth_buying(plan: Any, memory: str) -> None:
-    large = ("--model", "llama-3.1-405b", "--gpu", "4090", "--ram", "512GiB", "--nvme", "10TB")
+    large = ("--model", "llama-3.1-405b", "--gpus", "1", "--ram", "512GiB", "--nvme", "10TB")
     _, text, _ = plan(*large, "--gpu-mem", memory, "--json")
     answer = json.loads(text)
     saved = {it["what"]: it["saved"] for it in answer["advice"]["purchases"]}
@@ -187,6 +187,8 @@ def test_what_does_not_fit_is_refused_with_what_would_do(plan: Any) -> None:
         ),
         ("--gpus", "4", "--gpu-mem", "16GiB", "--ram", "64GiB"),
         ("--gpus", "0", "--ram", "64GiB"),
+        ("--model", "opt-1.3b", "--batch", "8", "--offload-inputs", "--gpu", "3090", "--ram=8GiB"),
+        ("--model", "opt-1.3b", "--batch", "64", "--gpu", "3090", "--ram", "24GiB"),
     ],
 )
 def test_what_a_remedy_says_fits_when_it_is_given(plan: Any, arguments: tuple[str, ...]) -> None:
@@ -761,3 +763,55 @@ def test_tiling_that_cuts_nothing_says_so(plan: Any, tmp_path: Path) -> None:
     _, out, _ = plan(*given, "--tiling", "auto", "--sequence", "64")
 
     assert 'tiling="auto" cuts no layer' in out
+
+
+def test_the_largest_micro_batch_that_fits_is_offered_with_as_many_sequences_a_step(
+    plan: Any,
+) -> None:
+    asked = ("--model", "opt-1.3b", "--gpu", "3090", "--ram", "24GiB")
+    status, out, _ = plan(*asked, "--batch", "64")
+    assert status == 1
+    offered = re.search(r"--batch (\d+) --accumulation (\d+)", out)
+    assert offered is not None
+    batch, steps = int(offered[1]), int(offered[2])
+
+    assert batch > 1
+    assert steps == -(-64 // batch)
+    assert plan(*asked, "--batch", str(batch), "--accumulation", str(steps))[0] == 0
+    more = str(-(-64 // (batch + 1)))
+    assert plan(*asked, "--batch", str(batch + 1), "--accumulation", more)[0] == 1
+
+
+def test_without_a_rate_of_computing_no_life_of_drives_is_promised(plan: Any) -> None:
+    asked = ("--model", "llama-3-8b", "--gpus", "0", "--ram", "32GiB", "--nvme", "2TB")
+    _, text, _ = plan(*asked, "--tbw", "1200TB")
+    _, told, _ = plan(*asked, "--json")
+
+    answer = json.loads(told)
+    assert "forward and backward: unknown" in text
+    assert "drives' life" not in text
+    assert "a day" not in text
+    assert answer["wear"] is None
+    assert answer["advice"]["step_range_s"] is None
+
+
+def test_the_time_of_further_micro_batches_has_its_line(plan: Any) -> None:
+    asked = ("--model", "llama-3-8b", *DESKTOP, "--accumulation", "8")
+    _, text, _ = plan(*asked)
+    answer = json.loads(plan(*asked, "--json")[1])
+
+    phases = sum(phase["seconds"] for phase in answer["phases"])
+    assert re.search(r"and again +[\d.]+ s, forward and backward of 7 more micro-batches", text)
+    assert answer["step_s"] == pytest.approx(phases + answer["repeated_s"])
+
+
+def test_larger_gpus_of_the_catalogue_are_offered_by_name(plan: Any) -> None:
+    asked = ("--model", "llama-3-8b", "--gpu", "4090", "--ram", "64GiB", "--nvme", "1TB")
+    offers = {it["what"] for it in json.loads(plan(*asked, "--json")[1])["advice"]["purchases"]}
+    typed = {
+        it["what"]
+        for it in json.loads(plan(*asked, "--tflops", "60", "--json")[1])["advice"]["purchases"]
+    }
+
+    assert {"RTX 5090 32 GB", "RTX 6000 Ada 48 GB"} < offers
+    assert "twice the GPU memory" in typed
