@@ -302,8 +302,11 @@ def _of_here(options: argparse.Namespace) -> _Known:
 
     directories = tuple(options.here or ())
     gpus = probe_gpus()
-    visible = gpus.devices[: gpus.visible_count]
-    device = min((gpu.free_bytes or gpu.total_bytes or 0 for gpu in visible), default=0)
+    visible = gpus.visible
+    device = min(
+        ((gpu.total_bytes or 0) if gpu.free_bytes is None else gpu.free_bytes for gpu in visible),
+        default=0,
+    )
     capacity = probe_capacity(directories, device_free_bytes=device)
     try:
         calibration = kept_calibration(directories)

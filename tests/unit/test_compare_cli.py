@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def this_machine(monkeypatch: pytest.MonkeyPatch) -> Any:
             infinity_engine.machine.capacity,
             "probe_capacity",
             lambda directories, *, device_free_bytes: Capacity(
-                device=device_free_bytes - GiB,
+                device=max(device_free_bytes - GiB, 0),
                 host=host,
                 nvme=dict.fromkeys(directories, 100 * GiB),
             ),
@@ -155,6 +156,26 @@ def test_without_sizes_the_machine_at_hand_is_planned_for(
     assert answer["memory"]["host"]["limit_bytes"] == 50 * GiB
     assert answer["advice"]["rates_are"] == "measured"
     assert any("of one process of this machine" in note for note in answer["notes"])
+
+
+def test_a_plan_is_for_the_gpu_that_the_environment_leaves_visible(
+    infinity: Any, this_machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this_machine(calibrated=False)
+    gpus = infinity_engine.machine.gpus.probe_gpus()
+    other = replace(gpus.devices[0], name="NVIDIA GeForce RTX 3090", free_bytes=20 * GiB)
+    two = replace(gpus, devices=(*gpus.devices, other), visible_devices="1")
+    monkeypatch.setattr(infinity_engine.machine.gpus, "probe_gpus", lambda: two)
+    answer = json.loads(infinity("plan", *SMALL, "--here", "--json")[1])
+
+    assert answer["memory"]["device"]["limit_bytes"] == 19 * GiB
+    assert any("as published of RTX 3090" in note for note in answer["notes"])
+
+
+def test_a_gpu_with_nothing_free_holds_nothing(infinity: Any, this_machine: Any) -> None:
+    this_machine(calibrated=False, free=0)
+
+    assert infinity("plan", *SMALL, "--here", "--json")[0] == 1
 
 
 def test_a_machine_without_calibration_has_published_rates_of_its_gpu(
