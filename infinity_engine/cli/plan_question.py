@@ -1,8 +1,8 @@
 """The question of `infinity plan`: a model, a training and a run, out of the arguments.
 
-A model is a preset, a config.json, or a Hugging Face id of the local cache: this reads files of
-sizes, never weights, and never the network. Needs no torch, and imports the planner only when it
-is asked. Called by plan.py, compare.py and simulate.py.
+A model is a preset, a config.json, or a Hugging Face id, of the local cache or of a preset: this
+reads files of sizes, never weights, and never the network. Needs no torch, and imports the planner
+only when it is asked. Called by plan.py, compare.py and simulate.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,7 +64,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="NAME|PATH",
         help="a preset such as llama-3-8b, a model's config.json, or a Hugging Face id that is in "
-        "the local cache",
+        "the local cache or that of a preset",
     )
     what.add_argument(
         "--lora",
@@ -359,20 +360,41 @@ def _whole(given: str | None) -> ModelShape:
 
     if given is None:
         expected = (
-            f"a preset ({', '.join(PRESETS)}), a path to a config.json, or a Hugging Face id that "
-            "is in the local cache"
+            f"a preset ({', '.join(PRESETS)}) or its Hugging Face id, a path to a config.json, or "
+            "an id that is in the local cache"
         )
         raise ConfigError(field="--model", value=None, expected=expected)
     path = Path(given)
     if given.lower() in PRESETS:
         return preset(given)
-    if path.exists() or path.suffix == ".json":
+    # Of os.path, which finds nothing where a Path raises: a name too long, a folder closed to us.
+    if os.path.exists(path) or path.suffix == ".json":  # noqa: PTH110
         return _described(path)
     if len(path.parts) == _PARTS_OF_ID and not path.is_absolute():
-        return _described(_cached(given))
+        return _of_id(given)
     if len(path.parts) > 1:
         return _described(path)
     return preset(given)
+
+
+def _of_id(given: str) -> ModelShape:
+    """Return the model of a Hugging Face id: that of the local cache, else that of the preset."""
+    from infinity_engine.sim.presets import PRESET_OF_ID, preset
+
+    folder = _cached(given)
+    if folder is not None:
+        return _described(folder)
+    names = {name.lower(): known for name, known in PRESET_OF_ID.items()}
+    name = names.get(given.lower())
+    if name is None:
+        expected = (
+            f"a model with its config.json in {_cache()}, or the id of a preset, as this command "
+            "asks no network: download it there, or give the path of its config.json"
+        )
+        raise ConfigError(field="--model", value=given, expected=expected)
+    model = preset(name)
+    note = f"{given} is not in the local cache: it is planned as the preset {name}"
+    return replace(model, notes=(*model.notes, note))
 
 
 def _described(path: Path) -> ModelShape:
@@ -395,35 +417,29 @@ def _can_make_models() -> bool:
     return all(find_spec(package) is not None for package in ("torch", "transformers"))
 
 
-def _cached(name: str) -> Path:
-    """Return the folder of a model in the local cache of Hugging Face's libraries.
-
-    Raises:
-        ConfigError: it is not there.
+def _cached(name: str) -> Path | None:
+    """Return the folder of a model in the local cache of Hugging Face's libraries; None where it
+    is not there, or cannot be read.
     """
-    cache = _cache()
-    repository = cache / f"models--{name.replace('/', '--')}"
+    repository = _cache() / f"models--{name.replace('/', '--')}"
     snapshots = repository / "snapshots"
-    try:
-        commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
-        folders = [snapshots / commit]
-    except OSError:  # it was downloaded by its commit alone
-        folders = sorted(snapshots.glob("*"))
-    for folder in folders:
-        if (folder / "config.json").is_file():
-            return folder
-    expected = (
-        f"a model with its config.json in {cache}, as this command asks no network: download it "
-        "there, or give the path of its config.json"
-    )
-    raise ConfigError(field="--model", value=name, expected=expected)
+    with suppress(OSError):
+        try:
+            commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+            folders = [snapshots / commit]
+        except OSError:  # it was downloaded by its commit alone
+            folders = sorted(snapshots.glob("*"))
+        return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+    return None
 
 
 def _cache() -> Path:
-    if "HF_HUB_CACHE" in os.environ:
-        return Path(os.environ["HF_HUB_CACHE"])
-    home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
-    return Path(home, "hub")
+    """Return where the cache is, by the rules of huggingface_hub."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
+    cache = os.environ.get("HF_HUB_CACHE") or f"{home}/hub"
+    # Of os.path: where there is no home, a Path raises.
+    return Path(os.path.expandvars(os.path.expanduser(cache)))  # noqa: PTH111
 
 
 @contextmanager
