@@ -350,6 +350,14 @@ def test_this_machine_can_have_drives_in_a_comparison(infinity: Any, this_machin
     assert [machine["fits"] for machine in json.loads(out)["machines"]] == [False, True]
 
 
+def test_more_drives_than_a_machine_holds_are_refused(infinity: Any) -> None:
+    status, _, err = infinity("compare", *SMALL, "4090 + 64GiB + 65 x samsung 990 pro")
+
+    assert status == 2
+    assert "MACHINE: expected at most 64 drives of a kind in a machine" in err
+    assert infinity("compare", *SMALL, "4090 + 64GiB + 64 x samsung 990 pro")[0] == 0
+
+
 @pytest.mark.parametrize(
     "machine", ["voodoo + 64GiB", "1GiB + 2GiB + 3GiB", "4090", "+", "0 x 4090 + 64GiB"]
 )
