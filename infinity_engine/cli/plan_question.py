@@ -53,6 +53,7 @@ TOKENS = 2048
 _PRECISIONS = ("bf16", "fp16", "fp32", "bf16_autocast", "fp16_autocast", "model")
 _THOUSANDS = MappingProxyType({"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12})
 _MOST_COUNT = 10**18
+_MOST_OF_STEP = 10**9  # sequences, tokens or micro-batches: more digits than a float has fail
 _MOST_PRICE = 1e12
 _PARTS_OF_ID = 2  # such as meta-llama/Llama-3.1-8B
 
@@ -204,6 +205,11 @@ def training_of(options: argparse.Namespace, model: ModelShape, precision: str) 
     # fp32 parameters are the masters themselves, and have no format of their own.
     formats = {"bf16": FloatFormat.BF16, "fp16": FloatFormat.FP16, "fp32": None}
     sequence = options.sequence
+    for option in ("batch", "sequence", "accumulation", "tile_sequence"):
+        given = getattr(options, option)
+        if given is not None and given > _MOST_OF_STEP:
+            field = f"--{option.replace('_', '-')}"
+            raise ConfigError(field=field, value=given, expected=f"at most {_MOST_OF_STEP:,}")
     if options.offload_inputs and not options.checkpointing:
         expected = "--checkpointing with it: the inputs of blocks are all that is kept then"
         raise ConfigError(field="--offload-inputs", value="yes", expected=expected)
@@ -299,7 +305,7 @@ def run_of(options: argparse.Namespace, gpu_watts: float | None = None) -> Train
 
 def _count(given: str, field: str) -> int:
     """Return a whole number, 1 or more, written as 5000, 10M or 1.5B."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKMBT]?)", given.strip())
+    found = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)([kKMBT]?)", given.strip())
     number = Fraction(found[1]) * _THOUSANDS[found[2]] if found else Fraction(0)
     if not 1 <= number <= _MOST_COUNT or number.denominator != 1:
         expected = "a number such as 5000, 10M or 1.5B (K, M, B and T are powers of 1,000)"
@@ -404,7 +410,12 @@ def _described(path: Path) -> ModelShape:
     from infinity_engine.sim.configs import FAMILIES, model_of_config, open_config
 
     config, name = open_config(path)
-    if isinstance(config, dict) and config.get("model_type") not in FAMILIES and _can_make_models():
+    if (
+        isinstance(config, dict)
+        and isinstance(kind := config.get("model_type"), str)
+        and kind not in FAMILIES
+        and _can_make_models()
+    ):
         from infinity_engine.integrations.model_shapes import shape_of_config
 
         model = shape_of_config(config, name=name)

@@ -506,6 +506,14 @@ def test_a_wrong_or_missing_size_is_refused_by_name(value: object) -> None:
         model_of_config({**LLAMA, "hidden_size": value}, name="small")
 
 
+@pytest.mark.parametrize(("name", "value"), [("hidden_size", [96, 192]), ("model_type", ["llama"])])
+def test_a_list_in_place_of_one_value_of_an_unknown_model_is_refused(
+    name: str, value: object
+) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.{name}: expected a"):
+        model_of_config({**LLAMA, "model_type": "novel", name: value}, name="small")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "most"),
     [

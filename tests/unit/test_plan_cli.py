@@ -4,7 +4,9 @@ missing input.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -361,6 +363,15 @@ def test_a_config_of_ones_own_is_planned(plan: Any, tmp_path: Path) -> None:
     assert f"{tmp_path.name} fits" in out
 
 
+def test_a_config_whose_type_is_a_list_is_refused(plan: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": ["llama"]}))
+
+    status, _, err = plan("--model", str(tmp_path), *DESKTOP)
+
+    assert status == 2
+    assert "config.model_type: expected a text, got ['llama']" in err
+
+
 @pytest.mark.parametrize(
     ("stated", "as_if"),
     [
@@ -648,6 +659,15 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
         (("--model", "gpt2", "--gpu-mem", "24", "--ram", "64GiB"), 'did you mean "24GiB"?'),
         (("--model", "gpt2", *DESKTOP[:6], "--tbw", "1200TB"), "--tbw: expected a size in --nvme"),
         (("--model", "gpt2", *DESKTOP, "--batch", "0"), "--batch: expected a whole number"),
+        (("--model", "gpt2", *DESKTOP, "--batch", "9" * 400), "--batch: expected at most 1,000"),
+        (
+            ("--model", "gpt2", *DESKTOP, "--accumulation", "9" * 400),
+            "--accumulation: expected at most 1,000,000,000",
+        ),
+        (("--model", "gpt2", *DESKTOP, "--steps", "9" * 5000), "--steps: expected a number such"),
+        (("--model", "n" * 300, *DESKTOP), "--model: expected one of gpt2"),
+        (("--model", "o/" + "n" * 300, *DESKTOP), "or the id of a preset"),
+        (("--model", "gpt2", *DESKTOP, "--freeze", "a{99999999999}"), "a regular expression"),
         (("--model", "gpt2", *DESKTOP, "--sequence", "4096"), "--sequence: expected at most 1024"),
         (("--model", "gpt2", *DESKTOP, "--strategy", "best"), "--strategy: expected one of auto"),
         (("--model", "gpt2", *DESKTOP, "--strategy", "{x"), "--strategy: expected a name, or JSON"),
@@ -719,6 +739,33 @@ def test_wrong_or_missing_input_is_told_by_the_name_of_its_option(
     assert said in err
     assert err.startswith("infinity plan: error: ")
     assert out == ""
+
+
+def test_a_config_that_may_not_be_looked_for_is_refused(
+    plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "stat", closed)
+    monkeypatch.setattr(Path, "read_text", closed)
+    status, _, err = plan("--model", "/closed/config.json", *DESKTOP)
+
+    assert status == 2
+    assert "a config.json that can be read (Permission denied), got '/closed/config.json'" in err
+
+
+def test_without_a_home_an_id_is_refused_and_not_the_user(
+    plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    status, _, err = plan("--model", "some/model", *DESKTOP)
+
+    assert status == 2
+    assert "with its config.json in ~/.cache/huggingface/hub" in err
 
 
 LARGE_HEAD = ("--ram", "64GiB", "--gpu-mem", "1800MiB", "--sequence", "64")
