@@ -259,9 +259,11 @@ def strategy_of(given: str) -> object:
 
 def size_of(given: str, field: str) -> int:
     """Return a size in bytes, more than 0."""
+    number = given.strip()
     # Without a unit it would mean bytes, which cannot be meant.
-    if given.strip().isdecimal() and int(given):
-        expected = f'a size with its unit: did you mean "{given.strip()}GiB"?'
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", number) and float(number):
+        unit = "TB" if field == "--tbw" else "GiB"
+        expected = f'a size with its unit: did you mean "{number}{unit}"?'
         raise ConfigError(field=field, value=given, expected=expected)
     nbytes = parse_bytes(given, field=field)
     if not nbytes:

@@ -657,6 +657,8 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
         (("--model", "gpt2", "--gpus", "-1", "--ram", "64GiB"), "--gpus: expected a number"),
         (("--model", "gpt2", *DESKTOP, "--gpus", "1000000"), "0 to 64: a plan is for one machine"),
         (("--model", "gpt2", "--gpu-mem", "24", "--ram", "64GiB"), 'did you mean "24GiB"?'),
+        (("--model", "gpt2", "--gpu-mem", "24.5", "--ram", "64GiB"), 'did you mean "24.5GiB"?'),
+        (("--model", "gpt2", *DESKTOP, "--tbw", "1200"), 'did you mean "1200TB"?'),
         (("--model", "gpt2", *DESKTOP[:6], "--tbw", "1200TB"), "--tbw: expected a size in --nvme"),
         (("--model", "gpt2", *DESKTOP, "--batch", "0"), "--batch: expected a whole number"),
         (("--model", "gpt2", *DESKTOP, "--batch", "9" * 400), "--batch: expected at most 1,000"),
