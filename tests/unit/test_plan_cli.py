@@ -108,6 +108,20 @@ def test_a_run_is_told_in_days_writes_energy_and_cost(plan: Any) -> None:
     assert (run["tokens"], run["steps"]) == (10_000_384, 4883)
 
 
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ("1", r"1 steps, [\d.]+ s, [\d.]+ GB written, 0\.\d+ kWh"),
+        ("50", r"50 steps, [\d.]+ minutes, [\d.]+ TB written, 0\.\d+ kWh"),
+    ],
+)
+def test_a_short_run_is_told_in_units_that_fit_it(plan: Any, steps: str, said: str) -> None:
+    _, out, _ = plan("--model", "llama-3-8b", *DESKTOP, "--steps", steps, "--watts", "600")
+    [told] = re.findall(said, out)
+
+    assert not re.search(r" 0(\.0+)? ", told)
+
+
 def test_the_answers_in_the_documentation_are_those_that_are_given(plan: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
     blocks = re.findall(r"```console\n\$ infinity plan (.*)\n([^`]*)```", page)
