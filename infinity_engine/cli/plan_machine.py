@@ -166,7 +166,8 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
         unified=gpus == 0,  # without GPUs, device and host are one memory
         io_bytes=_QUEUE_BYTES if drives else 0,
     )
-    watts = None if known.watts is None else float(known.watts * gpus)
+    # Without GPUs, what the machine draws is not known either.
+    watts = None if known.watts is None else float(known.watts * gpus) or None
     means = beside_inputs(training, means)
     return AskedMachine(
         means,
@@ -228,7 +229,12 @@ def _known(options: argparse.Namespace) -> _Known:
 
 
 def _of_catalogue(options: argparse.Namespace) -> _Known:
-    from infinity_engine.machine.catalogue import PCIE_BYTES_PER_S, find_drive, find_gpu
+    from infinity_engine.machine.catalogue import (
+        GPU_SHEETS,
+        PCIE_BYTES_PER_S,
+        find_drive,
+        find_gpu,
+    )
     from infinity_engine.sim.hardware import machine
 
     named = None if options.machine is None else machine(options.machine)
@@ -239,8 +245,14 @@ def _of_catalogue(options: argparse.Namespace) -> _Known:
             "--ram": named.host.memory_bytes,
             "--nvme": named.drive_capacity_bytes,
         }
+        watts = {sheet.name: sheet.watts for sheet in GPU_SHEETS}
         known = _Known(
-            model=named, is_named=True, gpus=named.gpus, most_gpus=named.gpus, sizes=sizes
+            model=named,
+            is_named=True,
+            gpus=named.gpus,
+            most_gpus=named.gpus,
+            sizes=sizes,
+            watts=watts.get(named.gpu.name),
         )
     if options.gpu is not None:
         try:

@@ -115,6 +115,24 @@ def test_energy_of_a_run_is_that_of_the_gpus_where_no_other_is_given(infinity: A
     assert any("the GPUs alone" in note for note in answer["notes"])
 
 
+def test_energy_of_a_known_machine_is_that_of_its_gpus_in_the_catalogue(infinity: Any) -> None:
+    asked = ("plan", *SMALL, "--machine", "h200_node", "--steps", "1000", "--json")
+    run = json.loads(infinity(*asked)[1])["advice"]["run"]
+
+    assert run["kwh"] == pytest.approx(8 * 700 * run["seconds"] / 3.6e6)
+
+
+def test_without_gpus_energy_needs_watts(infinity: Any, this_machine: Any) -> None:
+    this_machine(calibrated=True)
+    asked = ("plan", *SMALL, "--here", "--gpus", "0", "--steps", "10")
+    run = json.loads(infinity(*asked, "--json")[1])["advice"]["run"]
+    status, _, err = infinity(*asked, "--price-kwh", "0.3")
+
+    assert run["kwh"] is None
+    assert status == 2
+    assert "--price-kwh: expected --watts beside it" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
