@@ -120,6 +120,8 @@ class _Known:
     capacity: Capacity | None = None
     """What is free, where it was asked of the system."""
     calibration: Calibration | None = None
+    sharing: Mapping[str, int] = field(default_factory=dict)
+    """How many of its directories share the drive of each; others have theirs alone."""
 
 
 def machine_of(options: argparse.Namespace, precision: str, training: Training) -> AskedMachine:
@@ -307,9 +309,10 @@ def _also(
 def _of_here(options: argparse.Namespace) -> _Known:
     """Return what this machine has free, and what was kept of its calibration."""
     from infinity_engine.calibration import kept_calibration
-    from infinity_engine.machine.capacity import probe_capacity
+    from infinity_engine.machine.capacity import directories_beside, probe_capacity
     from infinity_engine.machine.catalogue import find_gpu
     from infinity_engine.machine.gpus import probe_gpus
+    from infinity_engine.plan.mappings import Directories
     from infinity_engine.sim.hardware import machine
 
     directories = tuple(options.here or ())
@@ -326,7 +329,12 @@ def _of_here(options: argparse.Namespace) -> _Known:
         expected = f"a directory on a drive to be used ({error.strerror})"
         raise ConfigError(field="--here", value=error.filename, expected=expected) from error
     known = _Known(
-        model=machine(_ASSUMED), gpus=len(visible), capacity=capacity, calibration=calibration
+        model=machine(_ASSUMED),
+        gpus=len(visible),
+        capacity=capacity,
+        calibration=calibration,
+        # Spelled as rates spell them.
+        sharing=Directories(directories_beside(directories), field="--here"),
     )
     if visible:
         # Without a line in the catalogue, rates are those of the assumed machine: a note says so.
@@ -412,6 +420,7 @@ def _rates(
             options.optimizer,
             precision,
             note,
+            sharing=known.sharing,
             ranks=ranks,
             unified=unified,
             drives=drives,
@@ -444,6 +453,7 @@ def _published(
     if known.capacity is not None and options.nvme is None and alone.nvme:
         [drive] = alone.nvme.values()
         alone = replace(alone, nvme=dict.fromkeys(known.capacity.nvme, drive))
+        alone = _shared(alone, known.sharing)
     rates = sharing_memory(alone, links=not unified, drives=drives)
     # Autocast computes in 16 bits, whatever parameters are kept in.
     flops_per_s = None if unified else model.gpu.training_flops_per_s(fp32=fp32)
@@ -455,6 +465,11 @@ def _published(
         RateSource.PUBLISHED,
         wire=True,
     )
+
+
+def _shared(rates: Rates, sharing: Mapping[str, int]) -> Rates:
+    """Return the rates where each directory has its part of a drive that others use as well."""
+    return rates.divided(1, users={name: sharing.get(name, 1) for name in rates.nvme})
 
 
 def _where_from(known: _Known) -> str:
@@ -509,6 +524,7 @@ def _rates_of_file(
         options.optimizer,
         precision,
         note,
+        sharing={},
         ranks=ranks,
         unified=unified,
         drives=drives,
@@ -521,6 +537,7 @@ def _measured(
     precision: str,
     note: str,
     *,
+    sharing: Mapping[str, int],
     ranks: int,
     unified: bool,
     drives: bool,
@@ -529,10 +546,13 @@ def _measured(
 
     # The first with what I/O and copies take away, the second without.
     rates, alone = (
-        calibration.rates(
-            optimizer=optimizer,
-            beside_io=beside and drives,
-            beside_copies=beside and not unified,
+        _shared(
+            calibration.rates(
+                optimizer=optimizer,
+                beside_io=beside and drives,
+                beside_copies=beside and not unified,
+            ),
+            sharing,
         ).divided(ranks)
         for beside in (True, False)
     )

@@ -17,7 +17,7 @@ from infinity_engine.cli.main import main
 from infinity_engine.machine.gpus import Gpu, Gpus
 from infinity_engine.plan import Capacity
 from infinity_engine.units import GiB
-from support.calibrations import calibration
+from support.calibrations import calibration, drive
 
 SMALL = ("--model", "llama-3.2-1b")
 
@@ -246,6 +246,33 @@ def test_drives_of_directories_hold_what_memory_does_not(infinity: Any, this_mac
     assert status == 0
     assert answer["memory"]["nvme"]["limit_bytes"] == 200 * GiB
     assert answer["memory"]["nvme"]["held_bytes"] > 0
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_two_directories_of_one_drive_have_its_rate_once(
+    infinity: Any, this_machine: Any, monkeypatch: pytest.MonkeyPatch, calibrated: bool
+) -> None:
+    measured = calibration().with_drives({"/mnt/a": drive(), "/mnt/b": drive()})
+    small = ("--gpu-mem", "6GiB", "--ram", "8GiB", "--tflops", "100", "--overlap", "off", "--json")
+
+    def step_s(*directories: str, sharing: int) -> float:
+        this_machine(calibrated=calibrated)
+        if calibrated:
+            kept = measured.with_drives({name: measured.drives[name] for name in directories})
+            monkeypatch.setattr(infinity_engine.calibration, "kept_calibration", lambda _: kept)
+        monkeypatch.setattr(
+            infinity_engine.machine.capacity,
+            "directories_beside",
+            lambda names: dict.fromkeys(names, sharing),
+        )
+        answer = json.loads(infinity("plan", *SMALL, "--here", *directories, *small)[1])
+        assert answer["memory"]["nvme"]["held_bytes"] > 0
+        return float(answer["step_s"])
+
+    one = step_s("/mnt/a", sharing=1)
+
+    assert step_s("/mnt/a", "/mnt/b", sharing=2) > 0.95 * one
+    assert step_s("/mnt/a", "/mnt/b", sharing=1) < 0.8 * one
 
 
 def test_a_remedy_for_this_machine_fits_when_it_is_given(infinity: Any, this_machine: Any) -> None:
