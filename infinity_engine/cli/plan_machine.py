@@ -565,4 +565,10 @@ def _measured(
         calibration.computing_beside_io(),
         calibration.summing(optimizer=optimizer),
     )
-    return _FoundRates(rates, compute, note, RateSource.MEASURED)
+    if not calibration.is_disturbed:
+        return _FoundRates(rates, compute, note, RateSource.MEASURED)
+    note += (
+        f"; other processes used {calibration.others_share:.0%} of the processors meanwhile, so "
+        "these rates are doubted as if they were given by hand"
+    )
+    return _FoundRates(rates, compute, note, RateSource.GIVEN)

@@ -531,6 +531,16 @@ def measured_file(folder: Path, measured: Calibration | None = None) -> str:
     return str(file)
 
 
+def test_rates_of_a_busy_machine_count_as_given_by_hand(plan: Any, tmp_path: Path) -> None:
+    busy = measured_file(tmp_path, replace(calibration(), others_share=0.3))
+    asked = ("--model", "gpt2", "--gpus", "0", "--ram", "16GiB", "--rates", busy)
+    _, out, _ = plan(*asked, "--json")
+
+    answer = json.loads(out)
+    assert answer["advice"]["rates_are"] == "given"
+    assert any("other processes used 30% of the processors" in note for note in answer["notes"])
+
+
 def test_ranks_divide_what_a_calibration_measured_of_one_process(plan: Any, tmp_path: Path) -> None:
     small = (
         "--model",
