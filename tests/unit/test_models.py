@@ -386,6 +386,7 @@ def test_an_unknown_model_whose_config_does_not_say_it_has_a_tied_head() -> None
         ({"is_encoder_decoder": True}, r"config\.is_encoder_decoder: expected one stack of layers"),
         ({"num_attention_heads": None}, r"config\.model_type: expected a family that is known"),
         ({"state_size": 16}, r"config\.model_type: expected a family that is known"),
+        ({"vocab_size": None}, r"config\.vocab_size: expected a whole number: models of type nov"),
     ],
 )
 def test_an_unknown_model_that_is_like_none_is_refused(
@@ -452,6 +453,15 @@ def test_an_unknown_model_with_experts_has_them() -> None:
     known = model_of_config(everywhere, name="small")
 
     assert experts.numel == pytest.approx(known.numel, rel=0.05)
+
+
+def test_an_unknown_model_with_no_experts_is_dense() -> None:
+    dense, none = (
+        model_of_config({**LLAMA, "model_type": "novel", **more}, name="small")
+        for more in ({}, {"num_local_experts": 0})
+    )
+
+    assert none == dense
 
 
 def test_an_unknown_model_without_a_gate_has_two_products_in_a_block() -> None:
