@@ -38,7 +38,6 @@ HELP = (
 )
 _FAILED, _INTERRUPTED = 1, 130
 _STANDARD_OUTPUT = "-"
-_BUSY = 0.1  # of all processors: others that use more disturb what is measured
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,15 +138,15 @@ def _measured(options: argparse.Namespace) -> tuple[Calibration, Path | None]:
             cache=CalibrationCache(None),
             report=lambda part: _say(f"measuring {part}"),
         )
-        share = others.share()
-        if share > _BUSY:
+        measured = replace(measured, others_share=others.share())
+        if measured.is_disturbed:
             kept = "" if options.even_if_busy else ": they are not kept"
             _say(
-                f"warning: other processes used {share:.0%} of this machine's processors "
-                f"meanwhile. The figures are those of a busy machine{kept}. Measure again when "
-                "it is quiet, or keep them all the same with --even-if-busy"
+                f"warning: other processes used {measured.others_share:.0%} of this machine's "
+                f"processors meanwhile. The figures are those of a busy machine{kept}. Measure "
+                "again when it is quiet, or keep them all the same with --even-if-busy"
             )
-        if share <= _BUSY or options.even_if_busy:
+        if not measured.is_disturbed or options.even_if_busy:
             cache.keep_machine(measured)
             for drive in measured.drives.values():
                 cache.keep_drive(measured.machine, drive)

@@ -42,7 +42,8 @@ SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goe
 
 _HERE = "here"
 _SIZE = re.compile(r"[0-9.]+\s*[KMGTP]i?B", re.IGNORECASE)
-_SEVERAL = re.compile(r"([1-9][0-9]*)\s*x\s+(.+)")
+_SEVERAL = re.compile(r"([1-9][0-9]{0,30})\s*x\s+(.+)")
+_MOST_DRIVES = 64  # of one part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +161,9 @@ def _arguments(machine: str) -> Iterator[str]:
             if len(kinds) > 1:
                 expected = f"GPUs of one kind in a machine, not {' and '.join(sorted(kinds))}"
                 raise ConfigError(field="MACHINE", value=machine, expected=expected)
+        elif count > _MOST_DRIVES:
+            expected = f"at most {_MOST_DRIVES} drives of a kind in a machine"
+            raise ConfigError(field="MACHINE", value=machine, expected=expected)
         yield from [option, name] * (count if option == "--drive" else 1)
     if next(sizes, None) == "--ram":
         expected = 'its RAM among the parts, such as "4090 + 64GiB"'

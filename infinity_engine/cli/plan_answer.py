@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from infinity_engine.cli.plan_machine import free
-from infinity_engine.units import DAY_S, TB, GiB, format_bytes
+from infinity_engine.units import DAY_S, TB, GiB, format_bytes, format_decimal_bytes
 
 if TYPE_CHECKING:
     from deepnvme.cli.report import Rows
@@ -384,17 +384,19 @@ def _takes(run: RunForecast, rated_bytes: int | None) -> str:
     parts = [_time_in_words(run.seconds)]
     if run.written:
         share = "" if rated_bytes is None else f" ({run.written / rated_bytes:.1%} of the TBW)"
-        parts.append(f"{run.written / TB:,.1f} TB written{share}")
+        parts.append(f"{format_decimal_bytes(run.written)} written{share}")
     if run.kwh is not None:
-        parts.append(f"{run.kwh:,.1f} kWh")
+        parts.append(f"{run.kwh:,.1f} kWh" if run.kwh >= 1 else f"{run.kwh:.2g} kWh")
     if run.cost is not None:
         parts.append(f"cost {run.cost:,.2f}")
     return ", ".join(parts)
 
 
 def _time_in_words(seconds: float) -> str:
-    days = seconds / DAY_S
-    return f"{days:,.1f} days" if days >= 1 else f"{seconds / 3600:,.1f} hours"
+    for unit, length_s in (("days", DAY_S), ("hours", 3600), ("minutes", 60)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:,.1f} {unit}"
+    return seconds_in_words(seconds)
 
 
 def refused(refusal: Refusal) -> Iterator[Section]:

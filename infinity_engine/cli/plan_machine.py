@@ -124,6 +124,8 @@ class _Known:
     capacity: Capacity | None = None
     """What is free, where it was asked of the system."""
     calibration: Calibration | None = None
+    sharing: Mapping[str, int] = field(default_factory=dict)
+    """How many of its directories share the drive of each; others have theirs alone."""
 
 
 def machine_of(options: argparse.Namespace, precision: str, training: Training) -> AskedMachine:
@@ -170,7 +172,8 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
         unified=gpus == 0,  # without GPUs, device and host are one memory
         io_bytes=_QUEUE_BYTES if drives else 0,
     )
-    watts = None if known.watts is None else float(known.watts * gpus)
+    # Without GPUs, what the machine draws is not known either.
+    watts = None if known.watts is None else float(known.watts * gpus) or None
     beside = beside_inputs(training, means)
     return AskedMachine(
         beside,
@@ -255,7 +258,12 @@ def _known(options: argparse.Namespace) -> _Known:
 
 
 def _of_catalogue(options: argparse.Namespace) -> _Known:
-    from infinity_engine.machine.catalogue import PCIE_BYTES_PER_S, find_drive, find_gpu
+    from infinity_engine.machine.catalogue import (
+        GPU_SHEETS,
+        PCIE_BYTES_PER_S,
+        find_drive,
+        find_gpu,
+    )
     from infinity_engine.sim.hardware import machine
 
     named = None if options.machine is None else machine(options.machine)
@@ -266,8 +274,14 @@ def _of_catalogue(options: argparse.Namespace) -> _Known:
             "--ram": named.host.memory_bytes,
             "--nvme": named.drive_capacity_bytes,
         }
+        watts = {sheet.name: sheet.watts for sheet in GPU_SHEETS}
         known = _Known(
-            model=named, is_named=True, gpus=named.gpus, most_gpus=named.gpus, sizes=sizes
+            model=named,
+            is_named=True,
+            gpus=named.gpus,
+            most_gpus=named.gpus,
+            sizes=sizes,
+            watts=watts.get(named.gpu.name),
         )
     if options.gpu is not None:
         try:
@@ -322,15 +336,19 @@ def _also(
 def _of_here(options: argparse.Namespace) -> _Known:
     """Return what this machine has free, and what was kept of its calibration."""
     from infinity_engine.calibration import kept_calibration
-    from infinity_engine.machine.capacity import probe_capacity
+    from infinity_engine.machine.capacity import directories_beside, probe_capacity
     from infinity_engine.machine.catalogue import find_gpu
     from infinity_engine.machine.gpus import probe_gpus
+    from infinity_engine.plan.mappings import Directories
     from infinity_engine.sim.hardware import machine
 
     directories = tuple(options.here or ())
     gpus = probe_gpus()
-    visible = gpus.devices[: gpus.visible_count]
-    device = min((gpu.free_bytes or gpu.total_bytes or 0 for gpu in visible), default=0)
+    visible = gpus.visible
+    device = min(
+        ((gpu.total_bytes or 0) if gpu.free_bytes is None else gpu.free_bytes for gpu in visible),
+        default=0,
+    )
     capacity = probe_capacity(directories, device_free_bytes=device)
     try:
         calibration = kept_calibration(directories)
@@ -338,7 +356,12 @@ def _of_here(options: argparse.Namespace) -> _Known:
         expected = f"a directory on a drive to be used ({error.strerror})"
         raise ConfigError(field="--here", value=error.filename, expected=expected) from error
     known = _Known(
-        model=machine(_ASSUMED), gpus=len(visible), capacity=capacity, calibration=calibration
+        model=machine(_ASSUMED),
+        gpus=len(visible),
+        capacity=capacity,
+        calibration=calibration,
+        # Spelled as rates spell them.
+        sharing=Directories(directories_beside(directories), field="--here"),
     )
     if visible:
         # Without a line in the catalogue, rates are those of the assumed machine: a note says so.
@@ -424,6 +447,7 @@ def _rates(
             options.optimizer,
             precision,
             note,
+            sharing=known.sharing,
             ranks=ranks,
             unified=unified,
             drives=drives,
@@ -456,6 +480,7 @@ def _published(
     if known.capacity is not None and options.nvme is None and alone.nvme:
         [drive] = alone.nvme.values()
         alone = replace(alone, nvme=dict.fromkeys(known.capacity.nvme, drive))
+        alone = _shared(alone, known.sharing)
     rates = sharing_memory(alone, links=not unified, drives=drives)
     # Autocast computes in 16 bits, whatever parameters are kept in.
     flops_per_s = None if unified else model.gpu.training_flops_per_s(fp32=fp32)
@@ -467,6 +492,11 @@ def _published(
         RateSource.PUBLISHED,
         wire=True,
     )
+
+
+def _shared(rates: Rates, sharing: Mapping[str, int]) -> Rates:
+    """Return the rates where each directory has its part of a drive that others use as well."""
+    return rates.divided(1, users={name: sharing.get(name, 1) for name in rates.nvme})
 
 
 def _where_from(known: _Known) -> str:
@@ -521,6 +551,7 @@ def _rates_of_file(
         options.optimizer,
         precision,
         note,
+        sharing={},
         ranks=ranks,
         unified=unified,
         drives=drives,
@@ -533,6 +564,7 @@ def _measured(
     precision: str,
     note: str,
     *,
+    sharing: Mapping[str, int],
     ranks: int,
     unified: bool,
     drives: bool,
@@ -541,10 +573,13 @@ def _measured(
 
     # The first with what I/O and copies take away, the second without.
     rates, alone = (
-        calibration.rates(
-            optimizer=optimizer,
-            beside_io=beside and drives,
-            beside_copies=beside and not unified,
+        _shared(
+            calibration.rates(
+                optimizer=optimizer,
+                beside_io=beside and drives,
+                beside_copies=beside and not unified,
+            ),
+            sharing,
         ).divided(ranks)
         for beside in (True, False)
     )
@@ -557,4 +592,10 @@ def _measured(
         calibration.computing_beside_io(),
         calibration.summing(optimizer=optimizer),
     )
-    return _FoundRates(rates, compute, note, RateSource.MEASURED)
+    if not calibration.is_disturbed:
+        return _FoundRates(rates, compute, note, RateSource.MEASURED)
+    note += (
+        f"; other processes used {calibration.others_share:.0%} of the processors meanwhile, so "
+        "these rates are doubted as if they were given by hand"
+    )
+    return _FoundRates(rates, compute, note, RateSource.GIVEN)

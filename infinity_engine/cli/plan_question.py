@@ -1,8 +1,8 @@
 """The question of `infinity plan`: a model, a training and a run, out of the arguments.
 
-A model is a preset, a config.json, or a Hugging Face id of the local cache: this reads files of
-sizes, never weights, and never the network. Needs no torch, and imports the planner only when it
-is asked. Called by plan.py, compare.py and simulate.py.
+A model is a preset, a config.json, or a Hugging Face id, of the local cache or of a preset: this
+reads files of sizes, never weights, and never the network. Needs no torch, and imports the planner
+only when it is asked. Called by plan.py, compare.py and simulate.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,6 +53,7 @@ TOKENS = 2048
 _PRECISIONS = ("bf16", "fp16", "fp32", "bf16_autocast", "fp16_autocast", "model")
 _THOUSANDS = MappingProxyType({"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12})
 _MOST_COUNT = 10**18
+_MOST_OF_STEP = 10**9  # sequences, tokens or micro-batches: more digits than a float has fail
 _MOST_PRICE = 1e12
 _PARTS_OF_ID = 2  # such as meta-llama/Llama-3.1-8B
 
@@ -63,7 +65,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="NAME|PATH",
         help="a preset such as llama-3-8b, a model's config.json, or a Hugging Face id that is in "
-        "the local cache",
+        "the local cache or that of a preset",
     )
     what.add_argument(
         "--lora",
@@ -203,6 +205,11 @@ def training_of(options: argparse.Namespace, model: ModelShape, precision: str) 
     # fp32 parameters are the masters themselves, and have no format of their own.
     formats = {"bf16": FloatFormat.BF16, "fp16": FloatFormat.FP16, "fp32": None}
     sequence = options.sequence
+    for option in ("batch", "sequence", "accumulation", "tile_sequence"):
+        given = getattr(options, option)
+        if given is not None and given > _MOST_OF_STEP:
+            field = f"--{option.replace('_', '-')}"
+            raise ConfigError(field=field, value=given, expected=f"at most {_MOST_OF_STEP:,}")
     if options.offload_inputs and not options.checkpointing:
         expected = "--checkpointing with it: the inputs of blocks are all that is kept then"
         raise ConfigError(field="--offload-inputs", value="yes", expected=expected)
@@ -252,9 +259,11 @@ def strategy_of(given: str) -> object:
 
 def size_of(given: str, field: str) -> int:
     """Return a size in bytes, more than 0."""
+    number = given.strip()
     # Without a unit it would mean bytes, which cannot be meant.
-    if given.strip().isdecimal() and int(given):
-        expected = f'a size with its unit: did you mean "{given.strip()}GiB"?'
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", number) and float(number):
+        unit = "TB" if field == "--tbw" else "GiB"
+        expected = f'a size with its unit: did you mean "{number}{unit}"?'
         raise ConfigError(field=field, value=given, expected=expected)
     nbytes = parse_bytes(given, field=field)
     if not nbytes:
@@ -298,7 +307,7 @@ def run_of(options: argparse.Namespace, gpu_watts: float | None = None) -> Train
 
 def _count(given: str, field: str) -> int:
     """Return a whole number, 1 or more, written as 5000, 10M or 1.5B."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKMBT]?)", given.strip())
+    found = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)([kKMBT]?)", given.strip())
     number = Fraction(found[1]) * _THOUSANDS[found[2]] if found else Fraction(0)
     if not 1 <= number <= _MOST_COUNT or number.denominator != 1:
         expected = "a number such as 5000, 10M or 1.5B (K, M, B and T are powers of 1,000)"
@@ -359,20 +368,41 @@ def _whole(given: str | None) -> ModelShape:
 
     if given is None:
         expected = (
-            f"a preset ({', '.join(PRESETS)}), a path to a config.json, or a Hugging Face id that "
-            "is in the local cache"
+            f"a preset ({', '.join(PRESETS)}) or its Hugging Face id, a path to a config.json, or "
+            "an id that is in the local cache"
         )
         raise ConfigError(field="--model", value=None, expected=expected)
     path = Path(given)
     if given.lower() in PRESETS:
         return preset(given)
-    if path.exists() or path.suffix == ".json":
+    # Of os.path, which finds nothing where a Path raises: a name too long, a folder closed to us.
+    if os.path.exists(path) or path.suffix == ".json":  # noqa: PTH110
         return _described(path)
     if len(path.parts) == _PARTS_OF_ID and not path.is_absolute():
-        return _described(_cached(given))
+        return _of_id(given)
     if len(path.parts) > 1:
         return _described(path)
     return preset(given)
+
+
+def _of_id(given: str) -> ModelShape:
+    """Return the model of a Hugging Face id: that of the local cache, else that of the preset."""
+    from infinity_engine.sim.presets import PRESET_OF_ID, preset
+
+    folder = _cached(given)
+    if folder is not None:
+        return _described(folder)
+    names = {name.lower(): known for name, known in PRESET_OF_ID.items()}
+    name = names.get(given.lower())
+    if name is None:
+        expected = (
+            f"a model with its config.json in {_cache()}, or the id of a preset, as this command "
+            "asks no network: download it there, or give the path of its config.json"
+        )
+        raise ConfigError(field="--model", value=given, expected=expected)
+    model = preset(name)
+    note = f"{given} is not in the local cache: it is planned as the preset {name}"
+    return replace(model, notes=(*model.notes, note))
 
 
 def _described(path: Path) -> ModelShape:
@@ -382,7 +412,12 @@ def _described(path: Path) -> ModelShape:
     from infinity_engine.sim.configs import FAMILIES, model_of_config, open_config
 
     config, name = open_config(path)
-    if isinstance(config, dict) and config.get("model_type") not in FAMILIES and _can_make_models():
+    if (
+        isinstance(config, dict)
+        and isinstance(kind := config.get("model_type"), str)
+        and kind not in FAMILIES
+        and _can_make_models()
+    ):
         from infinity_engine.integrations.model_shapes import shape_of_config
 
         model = shape_of_config(config, name=name)
@@ -395,35 +430,29 @@ def _can_make_models() -> bool:
     return all(find_spec(package) is not None for package in ("torch", "transformers"))
 
 
-def _cached(name: str) -> Path:
-    """Return the folder of a model in the local cache of Hugging Face's libraries.
-
-    Raises:
-        ConfigError: it is not there.
+def _cached(name: str) -> Path | None:
+    """Return the folder of a model in the local cache of Hugging Face's libraries; None where it
+    is not there, or cannot be read.
     """
-    cache = _cache()
-    repository = cache / f"models--{name.replace('/', '--')}"
+    repository = _cache() / f"models--{name.replace('/', '--')}"
     snapshots = repository / "snapshots"
-    try:
-        commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
-        folders = [snapshots / commit]
-    except OSError:  # it was downloaded by its commit alone
-        folders = sorted(snapshots.glob("*"))
-    for folder in folders:
-        if (folder / "config.json").is_file():
-            return folder
-    expected = (
-        f"a model with its config.json in {cache}, as this command asks no network: download it "
-        "there, or give the path of its config.json"
-    )
-    raise ConfigError(field="--model", value=name, expected=expected)
+    with suppress(OSError):
+        try:
+            commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+            folders = [snapshots / commit]
+        except OSError:  # it was downloaded by its commit alone
+            folders = sorted(snapshots.glob("*"))
+        return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+    return None
 
 
 def _cache() -> Path:
-    if "HF_HUB_CACHE" in os.environ:
-        return Path(os.environ["HF_HUB_CACHE"])
-    home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
-    return Path(home, "hub")
+    """Return where the cache is, by the rules of huggingface_hub."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
+    cache = os.environ.get("HF_HUB_CACHE") or f"{home}/hub"
+    # Of os.path: where there is no home, a Path raises.
+    return Path(os.path.expandvars(os.path.expanduser(cache)))  # noqa: PTH111
 
 
 @contextmanager

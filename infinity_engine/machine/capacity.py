@@ -22,7 +22,7 @@ from infinity_engine.machine.memory import free_host_bytes
 from infinity_engine.plan import Capacity
 from infinity_engine.units import GiB, MiB
 
-__all__ = ["capacity_of", "free_for_copies", "probe_capacity"]
+__all__ = ["capacity_of", "directories_beside", "free_for_copies", "probe_capacity"]
 
 
 def probe_capacity(
@@ -75,17 +75,22 @@ def _without(free: int, *, part: int, at_least: int = 0) -> int:
 
 def _drives(directories: tuple[str, ...], roots: SystemRoots) -> dict[str, int]:
     free = {directory: _free_bytes(directory) for directory in directories}
+    sharing = directories_beside(free, roots)
+    return {directory: nbytes // sharing[directory] for directory, nbytes in free.items()}
+
+
+def directories_beside(
+    directories: Iterable[str], roots: SystemRoots = HOST_ROOTS
+) -> dict[str, int]:
+    """Return how many of the directories are on the file system of each, itself among them."""
     mounts = read_mounts(roots)
     # Not by st_dev, which differs between the subvolumes of one btrfs.
     # Without links, or a directory would seem to be on the file system of its link.
-    found = {directory: find_mount(mounts, os.path.realpath(directory)) for directory in free}
+    found = {name: find_mount(mounts, os.path.realpath(name)) for name in directories}
     # What is on no known mount counts as one file system: parts too small are the safe mistake.
-    file_systems = {directory: mount.device if mount else "" for directory, mount in found.items()}
+    file_systems = {name: mount.device if mount else "" for name, mount in found.items()}
     shared_by = Counter(file_systems.values())
-    return {
-        directory: nbytes // shared_by[file_systems[directory]]
-        for directory, nbytes in free.items()
-    }
+    return {name: shared_by[file_system] for name, file_system in file_systems.items()}
 
 
 def _free_bytes(directory: str) -> int:

@@ -63,6 +63,7 @@ class Gpu:
     bus_id: str | None
     numa_node: int | None
     link: PcieLink | None
+    uuid: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +81,25 @@ class Gpus:
     reason: str | None
     visible_devices: str | None
     visible_count: int
+
+    @property
+    def visible(self) -> tuple[Gpu, ...]:
+        """The devices that CUDA offers to this process, in its order.
+
+        Numbers count as the driver does, which is CUDA's way with CUDA_DEVICE_ORDER=PCI_BUS_ID. A
+        name that no device has, as that of a MIG slice, stands for the device at its place.
+        """
+        if self.visible_devices is None:
+            return self.devices
+        entries = self.visible_devices.split(",")[: self.visible_count]
+        return tuple(self._device(entry.strip(), place) for place, entry in enumerate(entries))
+
+    def _device(self, entry: str, place: int) -> Gpu:
+        if entry.isdecimal():
+            return self.devices[int(entry)]
+        # CUDA takes the beginning of a name for the whole.
+        named = (gpu for gpu in self.devices if gpu.uuid is not None and gpu.uuid.startswith(entry))
+        return next(named, self.devices[place])
 
 
 def probe_gpus(libraries: Sequence[str] = NVML_LIBRARIES, roots: SystemRoots = HOST_ROOTS) -> Gpus:
@@ -240,6 +260,7 @@ def _gpu(nvml: _Nvml, index: int, roots: SystemRoots) -> Gpu:
         bus_id=bus_id,
         numa_node=_numa_node(bus_id, roots) if bus_id else None,
         link=_link(nvml, device),
+        uuid=_uuid(nvml, device),
     )
 
 
@@ -250,6 +271,13 @@ def _filled(record: _Record, nvml: _Nvml, function: str, device: ctypes.c_void_p
     except _NvmlError:
         return None
     return record
+
+
+def _uuid(nvml: _Nvml, device: ctypes.c_void_p) -> str | None:
+    try:
+        return nvml.text("nvmlDeviceGetUUID", device)
+    except _NvmlError:
+        return None
 
 
 def _link(nvml: _Nvml, device: ctypes.c_void_p) -> PcieLink | None:

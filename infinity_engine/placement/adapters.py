@@ -29,7 +29,8 @@ def freeze(model: ModelShape, pattern: str) -> ModelShape:
     """
     try:
         names = re.compile(pattern)
-    except re.error as error:
+    # OverflowError: a count too large; RecursionError: too many brackets in one another.
+    except (re.error, OverflowError, RecursionError) as error:
         expected = f"a regular expression ({error})"
         raise ConfigError(field="--freeze", value=pattern, expected=expected) from error
     found = [bool(names.search(parameter.name)) for parameter in model.parameters]

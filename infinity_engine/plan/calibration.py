@@ -34,6 +34,8 @@ __all__ = [
 CALIBRATION_VERSION = 4
 """Of the JSON form: raised when a figure changes its meaning or goes."""
 
+_BUSY = 0.1  # of all processors: others that use more disturb what is measured
+
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
@@ -252,6 +254,8 @@ class Calibration:
     all_gather: Figure
     reduce_scatter: Figure
     drives: Mapping[str, DriveFigures] = field(default_factory=dict)  # by directory
+    # the part of all processors that other processes used meanwhile; files may lack it
+    others_share: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("machine", "dram", "device_updates", "matmul"):
@@ -276,7 +280,13 @@ class Calibration:
                 "calibrate` again"
             )
             raise ConfigError(field=f"{field}.version", value=version, expected=expected)
-        given = _whole(mapping, field, ("version", *_names(cls)))
+        names = ("version", *(name for name in _names(cls) if name != "others_share"))
+        given = _whole(mapping, field, names, optional=("others_share",))
+        others = given.get("others_share", 0.0)
+        # NaN fails every comparison.
+        if isinstance(others, bool) or not isinstance(others, int | float) or not 0 <= others <= 1:
+            expected = "a part, from 0 to 1"
+            raise ConfigError(field=f"{field}.others_share", value=others, expected=expected)
         nbytes = given["memory_bytes"]
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
             raise ConfigError(
@@ -324,6 +334,7 @@ class Calibration:
             all_gather=_figure(Unit.BYTES)(given["all_gather"], f"{field}.all_gather"),
             reduce_scatter=_figure(Unit.BYTES)(given["reduce_scatter"], f"{field}.reduce_scatter"),
             drives=Directories(drives, field=f"{field}.drives"),
+            others_share=others,
         )
 
     def to_mapping(self) -> dict[str, object]:
@@ -353,7 +364,13 @@ class Calibration:
             "all_gather": self.all_gather.to_mapping(),
             "reduce_scatter": self.reduce_scatter.to_mapping(),
             "drives": {directory: drive.to_mapping() for directory, drive in self.drives.items()},
+            "others_share": self.others_share,
         }
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other processes used so much of the machine that the figures are not its own."""
+        return self.others_share > _BUSY
 
     def with_drives(self, drives: Mapping[str, DriveFigures]) -> Calibration:
         """Return the same with these directories, in place of those that it has."""
@@ -532,9 +549,11 @@ def _plain(record: LinkFigures | HostUpdateFigures | BlockFigures) -> dict[str, 
     return {name: getattr(record, name).to_mapping() for name in _names(type(record))}
 
 
-def _whole(mapping: object, field: str, names: Sequence[str]) -> Mapping[str, object]:
-    """Return a mapping that has all of these names and no other."""
-    given = known_mapping(mapping, field=field, known=names)
+def _whole(
+    mapping: object, field: str, names: Sequence[str], optional: Sequence[str] = ()
+) -> Mapping[str, object]:
+    """Return a mapping that has all of these names, and no other but those that are `optional`."""
+    given = known_mapping(mapping, field=field, known=(*names, *optional))
     for name in names:
         if name not in given:
             raise ConfigError(

@@ -31,8 +31,8 @@ def open_config(path: Path) -> tuple[object, str]:
     Raises:
         ConfigError: there is none, or it is no JSON.
     """
-    file = path / "config.json" if path.is_dir() else path
     try:
+        file = path / "config.json" if path.is_dir() else path
         given = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         expected = f"a config.json that can be read ({error.strerror})"
@@ -58,7 +58,7 @@ def model_of_config(config: object, *, name: str) -> ModelShape:
             expected="a mapping, as in a model's config.json",
         )
     notes = list(_quantization(config))
-    kind = str(config.get("model_type"))
+    kind = _Fields(config).word("model_type", default="None")
     family = FAMILIES.get(kind)
     if family is None:
         part = ", and only its text part" if isinstance(config.get("text_config"), Mapping) else ""
@@ -604,7 +604,12 @@ def _alike(config: Mapping[str, object], kind: str) -> tuple[Mapping[str, object
         for name, others in _OTHER_NAMES.items()
     }
     hidden = named["hidden_size"]
-    if None in {hidden, named["num_hidden_layers"], named["vocab_size"]}:
+    planned_by = ("hidden_size", "num_hidden_layers", "vocab_size")
+    missing = [name for name in planned_by if named[name] is None]
+    if len(missing) == 1:
+        expected = f"a whole number: models of type {kind} are planned by {', '.join(planned_by)}"
+        raise ConfigError(field=f"config.{missing[0]}", value=None, expected=expected)
+    if missing:
         raise ConfigError.unknown_name(field="config.model_type", name=kind, known=FAMILIES)
     if named["num_attention_heads"] is None or sizes.get("state_size") is not None:
         expected = (
@@ -622,7 +627,8 @@ def _alike(config: Mapping[str, object], kind: str) -> tuple[Mapping[str, object
     # Transformers leaves out of a config.json what most families have: a tied head.
     if found.get("tie_word_embeddings") is None:
         found["tie_word_embeddings"] = True
-    if named["num_local_experts"] is not None:
+    # 0 is how some configs say that there are none.
+    if named["num_local_experts"] not in (None, 0):
         return found, _with_experts
     # A gate is what activations such as silu are used with, and Gemmas; others have two products.
     activation = str(sizes.get("hidden_act", sizes.get("hidden_activation", "silu")))

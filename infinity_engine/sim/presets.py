@@ -14,7 +14,7 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.placement.models import ModelShape
 from infinity_engine.sim.configs import model_of_config
 
-__all__ = ["PRESETS", "preset"]
+__all__ = ["PRESETS", "PRESET_OF_ID", "preset"]
 
 
 def _gpt2(hidden: int, layers: int, heads: int) -> Mapping[str, object]:
@@ -187,6 +187,57 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         },
     }
 )
+
+PRESET_OF_ID: Mapping[str, str] = MappingProxyType(
+    {
+        "openai-community/gpt2": "gpt2",
+        "openai-community/gpt2-medium": "gpt2-medium",
+        "openai-community/gpt2-large": "gpt2-large",
+        "openai-community/gpt2-xl": "gpt2-xl",
+        "meta-llama/Llama-2-7b-hf": "llama-2-7b",
+        "meta-llama/Llama-2-13b-hf": "llama-2-13b",
+        "meta-llama/Llama-2-70b-hf": "llama-2-70b",
+        "meta-llama/Meta-Llama-3-8B": "llama-3-8b",
+        "meta-llama/Meta-Llama-3-70B": "llama-3-70b",
+        "meta-llama/Llama-3.1-405B": "llama-3.1-405b",
+        "meta-llama/Meta-Llama-3.1-405B": "llama-3.1-405b",  # its first name
+        "meta-llama/Llama-3.2-1B": "llama-3.2-1b",
+        "meta-llama/Llama-3.2-3B": "llama-3.2-3b",
+        "mistralai/Mistral-7B-v0.1": "mistral-7b",
+        "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
+        "mistralai/Mixtral-8x22B-v0.1": "mixtral-8x22b",
+        "Qwen/Qwen2.5-0.5B": "qwen2.5-0.5b",
+        "Qwen/Qwen2.5-1.5B": "qwen2.5-1.5b",
+        "Qwen/Qwen2.5-3B": "qwen2.5-3b",
+        "Qwen/Qwen2.5-7B": "qwen2.5-7b",
+        "Qwen/Qwen2.5-14B": "qwen2.5-14b",
+        "Qwen/Qwen2.5-32B": "qwen2.5-32b",
+        "Qwen/Qwen2.5-72B": "qwen2.5-72b",
+        "Qwen/Qwen3-0.6B": "qwen3-0.6b",
+        "Qwen/Qwen3-1.7B": "qwen3-1.7b",
+        "Qwen/Qwen3-4B": "qwen3-4b",
+        "Qwen/Qwen3-8B": "qwen3-8b",
+        "Qwen/Qwen3-14B": "qwen3-14b",
+        "Qwen/Qwen3-32B": "qwen3-32b",
+        "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
+        "Qwen/Qwen3-235B-A22B": "qwen3-235b-a22b",
+        "google/gemma-3-1b-pt": "gemma-3-1b",
+        "microsoft/phi-4": "phi-4",
+        "allenai/OLMo-2-1124-7B": "olmo-2-7b",
+        "allenai/OLMo-2-1124-13B": "olmo-2-13b",
+        "allenai/OLMo-2-0325-32B": "olmo-2-32b",
+        "facebook/opt-125m": "opt-125m",
+        "facebook/opt-350m": "opt-350m",
+        "facebook/opt-1.3b": "opt-1.3b",
+        "facebook/opt-2.7b": "opt-2.7b",
+        "facebook/opt-6.7b": "opt-6.7b",
+        "facebook/opt-13b": "opt-13b",
+        "facebook/opt-30b": "opt-30b",
+        "facebook/opt-66b": "opt-66b",
+        "EleutherAI/gpt-neox-20b": "gpt-neox-20b",
+    }
+)
+"""The presets by their ids on Hugging Face's hub."""
 
 
 def preset(name: str) -> ModelShape:

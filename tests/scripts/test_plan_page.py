@@ -71,6 +71,17 @@ def test_what_the_page_runs_answers_as_the_command_does(
     assert bool(answer["wrong"]) == (answer["status"] == 2)
 
 
+@pytest.mark.parametrize("question", ["--model gpt2", "--model gpt2 --here"])
+def test_the_page_asks_for_a_machine_where_none_is_described(
+    question: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "infinity_engine.calibration", None)
+    answer = json.loads(ask(question))
+
+    assert answer["status"] == 2
+    assert "describe one, with --machine, or with --gpu and --ram" in answer["wrong"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_page_answers_twenty_questions_without_network_as_the_command_does(

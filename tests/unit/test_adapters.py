@@ -13,7 +13,7 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.placement.adapters import freeze, with_compact_base, with_lora
 from infinity_engine.placement.models import ModelShape
 from infinity_engine.sim.configs import model_of_config
-from infinity_engine.sim.presets import preset
+from infinity_engine.sim.presets import PRESET_OF_ID, PRESETS, preset
 
 MODEL = preset("llama-3.2-1b")
 CONFIG = {
@@ -224,14 +224,30 @@ def cached(folder: Path, *, reference: bool) -> None:
 
 
 @pytest.mark.parametrize("reference", [True, False])
-@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME"])
+@pytest.mark.parametrize(
+    ("variable", "value", "folder"),
+    [
+        ("HF_HUB_CACHE", "~", ""),
+        ("HF_HOME", "~/models", "models/hub"),
+        ("XDG_CACHE_HOME", "~/caches", "caches/huggingface/hub"),
+        (None, "", ".cache/huggingface/hub"),
+    ],
+)
 def test_an_id_of_hugging_face_is_found_in_the_local_cache(
-    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, reference: bool
+    plan: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str | None,
+    value: str,
+    folder: str,
+    reference: bool,
 ) -> None:
-    for name in ("HF_HUB_CACHE", "HF_HOME"):
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, str(tmp_path))
-    cached(tmp_path if variable == "HF_HUB_CACHE" else tmp_path / "hub", reference=reference)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if variable is not None:
+        monkeypatch.setenv(variable, value)
+    cached(tmp_path / folder, reference=reference)
 
     assert plan("--model", "some/model")[0] == 0
 
@@ -243,4 +259,23 @@ def test_an_id_that_is_not_in_the_cache_is_refused_without_asking_the_network(
     status, _, err = plan("--model", "some/model")
 
     assert status == 2
-    assert f"with its config.json in {tmp_path}, as this command asks no network" in err
+    assert f"with its config.json in {tmp_path}, or the id of a preset, as this command asks" in err
+
+
+def test_the_id_of_a_preset_is_the_preset_unless_the_cache_has_its_config(
+    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    status, out, _ = plan("--model", "meta-llama/Llama-3.2-1B")
+    cached(tmp_path, reference=True)
+    (tmp_path / "models--some--model").rename(tmp_path / "models--meta-llama--Llama-3.2-1B")
+    _, from_cache, _ = plan("--model", "meta-llama/Llama-3.2-1B")
+
+    assert status == 0
+    assert "llama-3.2-1b fits" in out
+    assert "it is planned as the preset llama-3.2-1b" in out
+    assert "preset" not in from_cache
+
+
+def test_every_preset_has_an_id_on_the_hub() -> None:
+    assert set(PRESET_OF_ID.values()) == set(PRESETS)

@@ -654,18 +654,22 @@ def test_another_calibration_is_kept_and_says_where(
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize(("share", "kept"), [(0.5, False), (0.02, True)])
-def test_figures_of_a_busy_machine_are_not_kept(
+def test_figures_of_a_busy_machine_are_not_kept_and_say_it(
     share: float,
     kept: bool,
     folder: Path,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("infinity_engine.machine.busy.OthersWork.share", lambda _: share)
 
-    assert main(["calibrate", "--seconds", "0.1", "--accelerator", "cpu"]) == 0
+    file = tmp_path / "figures.json"
+    options = ("--seconds", "0.1", "--accelerator", "cpu", "--json", str(file))
+    assert main(["calibrate", *options]) == 0
 
     output, errors = capsys.readouterr()
+    assert Calibration.from_mapping(json.loads(file.read_text())).others_share == share
     assert ("Kept in" in output) is kept
     assert ("other processes used 50% of this machine's processors" in errors) is not kept
 

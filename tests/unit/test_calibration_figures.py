@@ -152,7 +152,31 @@ def test_another_version_is_refused_with_what_to_do(version: object) -> None:
         Calibration.from_mapping({**calibration().to_mapping(), "version": version})
 
 
-@pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(Calibration)])
+def test_a_calibration_without_the_share_of_others_is_of_a_quiet_machine() -> None:
+    mapping = calibration().to_mapping()
+    del mapping["others_share"]
+
+    assert Calibration.from_mapping(mapping) == calibration()
+    assert not calibration().is_disturbed
+
+
+def test_a_calibration_says_that_others_disturbed_it() -> None:
+    busy = dataclasses.replace(calibration(), others_share=0.3)
+
+    assert busy.is_disturbed
+    assert Calibration.from_mapping(json.loads(json.dumps(busy.to_mapping()))) == busy
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), True, "0.3", None])
+def test_a_share_of_others_that_is_no_part_is_refused(share: object) -> None:
+    with pytest.raises(ConfigError, match=r"^calibration\.others_share: expected a part"):
+        Calibration.from_mapping({**calibration().to_mapping(), "others_share": share})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [item.name for item in dataclasses.fields(Calibration) if item.name != "others_share"],
+)
 def test_every_part_has_to_be_there(name: str) -> None:
     mapping = calibration().to_mapping()
     del mapping[name]

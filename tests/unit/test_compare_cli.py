@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from infinity_engine.cli.main import main
 from infinity_engine.machine.gpus import Gpu, Gpus
 from infinity_engine.plan import Capacity
 from infinity_engine.units import GiB
-from support.calibrations import calibration
+from support.calibrations import calibration, drive
 
 SMALL = ("--model", "llama-3.2-1b")
 
@@ -68,7 +69,7 @@ def this_machine(monkeypatch: pytest.MonkeyPatch) -> Any:
             infinity_engine.machine.capacity,
             "probe_capacity",
             lambda directories, *, device_free_bytes: Capacity(
-                device=device_free_bytes - GiB,
+                device=max(device_free_bytes - GiB, 0),
                 host=host,
                 nvme=dict.fromkeys(directories, 100 * GiB),
             ),
@@ -114,6 +115,24 @@ def test_energy_of_a_run_is_that_of_the_gpus_where_no_other_is_given(infinity: A
     assert any("the GPUs alone" in note for note in answer["notes"])
 
 
+def test_energy_of_a_known_machine_is_that_of_its_gpus_in_the_catalogue(infinity: Any) -> None:
+    asked = ("plan", *SMALL, "--machine", "h200_node", "--steps", "1000", "--json")
+    run = json.loads(infinity(*asked)[1])["advice"]["run"]
+
+    assert run["kwh"] == pytest.approx(8 * 700 * run["seconds"] / 3.6e6)
+
+
+def test_without_gpus_energy_needs_watts(infinity: Any, this_machine: Any) -> None:
+    this_machine(calibrated=True)
+    asked = ("plan", *SMALL, "--here", "--gpus", "0", "--steps", "10")
+    run = json.loads(infinity(*asked, "--json")[1])["advice"]["run"]
+    status, _, err = infinity(*asked, "--price-kwh", "0.3")
+
+    assert run["kwh"] is None
+    assert status == 2
+    assert "--price-kwh: expected --watts beside it" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -155,6 +174,26 @@ def test_without_sizes_the_machine_at_hand_is_planned_for(
     assert answer["memory"]["host"]["limit_bytes"] == 50 * GiB
     assert answer["advice"]["rates_are"] == "measured"
     assert any("of one process of this machine" in note for note in answer["notes"])
+
+
+def test_a_plan_is_for_the_gpu_that_the_environment_leaves_visible(
+    infinity: Any, this_machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this_machine(calibrated=False)
+    gpus = infinity_engine.machine.gpus.probe_gpus()
+    other = replace(gpus.devices[0], name="NVIDIA GeForce RTX 3090", free_bytes=20 * GiB)
+    two = replace(gpus, devices=(*gpus.devices, other), visible_devices="1")
+    monkeypatch.setattr(infinity_engine.machine.gpus, "probe_gpus", lambda: two)
+    answer = json.loads(infinity("plan", *SMALL, "--here", "--json")[1])
+
+    assert answer["memory"]["device"]["limit_bytes"] == 19 * GiB
+    assert any("as published of RTX 3090" in note for note in answer["notes"])
+
+
+def test_a_gpu_with_nothing_free_holds_nothing(infinity: Any, this_machine: Any) -> None:
+    this_machine(calibrated=False, free=0)
+
+    assert infinity("plan", *SMALL, "--here", "--json")[0] == 1
 
 
 def test_a_machine_without_calibration_has_published_rates_of_its_gpu(
@@ -207,6 +246,33 @@ def test_drives_of_directories_hold_what_memory_does_not(infinity: Any, this_mac
     assert status == 0
     assert answer["memory"]["nvme"]["limit_bytes"] == 200 * GiB
     assert answer["memory"]["nvme"]["held_bytes"] > 0
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_two_directories_of_one_drive_have_its_rate_once(
+    infinity: Any, this_machine: Any, monkeypatch: pytest.MonkeyPatch, calibrated: bool
+) -> None:
+    measured = calibration().with_drives({"/mnt/a": drive(), "/mnt/b": drive()})
+    small = ("--gpu-mem", "6GiB", "--ram", "8GiB", "--tflops", "100", "--overlap", "off", "--json")
+
+    def step_s(*directories: str, sharing: int) -> float:
+        this_machine(calibrated=calibrated)
+        if calibrated:
+            kept = measured.with_drives({name: measured.drives[name] for name in directories})
+            monkeypatch.setattr(infinity_engine.calibration, "kept_calibration", lambda _: kept)
+        monkeypatch.setattr(
+            infinity_engine.machine.capacity,
+            "directories_beside",
+            lambda names: dict.fromkeys(names, sharing),
+        )
+        answer = json.loads(infinity("plan", *SMALL, "--here", *directories, *small)[1])
+        assert answer["memory"]["nvme"]["held_bytes"] > 0
+        return float(answer["step_s"])
+
+    one = step_s("/mnt/a", sharing=1)
+
+    assert step_s("/mnt/a", "/mnt/b", sharing=2) > 0.95 * one
+    assert step_s("/mnt/a", "/mnt/b", sharing=1) < 0.8 * one
 
 
 def test_a_remedy_for_this_machine_fits_when_it_is_given(infinity: Any, this_machine: Any) -> None:
@@ -327,6 +393,14 @@ def test_this_machine_can_have_drives_in_a_comparison(infinity: Any, this_machin
     _, out, _ = infinity("compare", "--model", "llama-2-13b", "here", "here + /mnt/a", "--json")
 
     assert [machine["fits"] for machine in json.loads(out)["machines"]] == [False, True]
+
+
+def test_more_drives_than_a_machine_holds_are_refused(infinity: Any) -> None:
+    status, _, err = infinity("compare", *SMALL, "4090 + 64GiB + 65 x samsung 990 pro")
+
+    assert status == 2
+    assert "MACHINE: expected at most 64 drives of a kind in a machine" in err
+    assert infinity("compare", *SMALL, "4090 + 64GiB + 64 x samsung 990 pro")[0] == 0
 
 
 @pytest.mark.parametrize(

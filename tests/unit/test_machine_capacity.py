@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from deepnvme.machine.probing import SystemRoots
 from infinity_engine.errors import ConfigError
-from infinity_engine.machine.capacity import probe_capacity
+from infinity_engine.machine.capacity import directories_beside, probe_capacity
 from infinity_engine.units import GiB, MiB
 from memory_group import GroupUnavailableError, memory_limited_group
 from support.kernel_files import fake_roots, mount_line, write_tree
@@ -214,6 +214,12 @@ def test_directories_on_one_file_system_have_equal_parts_of_its_space(tmp_path: 
     directories, roots = on_drives(tmp_path, {"a": "259:1", "b": "259:2", "bound": "259:1"})
 
     assert list(probe_capacity(directories, roots=roots).nvme.values()) == [475, 950, 475]
+
+
+def test_directories_are_counted_on_the_file_system_that_they_share(tmp_path: Path) -> None:
+    directories, roots = on_drives(tmp_path, {"a": "259:1", "b": "259:2", "bound": "259:1"})
+
+    assert list(directories_beside(directories, roots).values()) == [2, 1, 2]
 
 
 @pytest.mark.usefixtures("machine")

@@ -125,6 +125,7 @@ def test_gpus_are_read_through_the_drivers_library(tmp_path: Path) -> None:
         bus_id="00000000:3C:00.0",
         numa_node=1,
         link=PcieLink(generation=1, max_generation=4, width=8, max_width=16),
+        uuid="GPU-10000000-aaaa",
     )
 
 
@@ -164,6 +165,32 @@ def test_cuda_offers_what_the_list_names_up_to_the_first_entry_that_is_no_gpu(
     said: str | None, count: int
 ) -> None:
     assert count_visible(said, 4) == count
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("said", "numbers"),
+    [
+        (None, [0, 1]),
+        ("", []),
+        ("1", [1]),
+        ("1, 0", [1, 0]),
+        ("GPU-1", [1]),
+        ("GPU-10000000-aaaa,0", [1, 0]),
+        ("MIG-1f2e", [0]),
+        ("0,7,1", [0]),
+    ],
+)
+def test_the_visible_gpus_are_those_that_the_list_names_in_its_order(
+    said: str | None, numbers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if said is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
+
+    gpus = probe_gpus([str(fake_nvml.compile_nvml(tmp_path))])
+
+    assert gpus.visible == tuple(gpus.devices[number] for number in numbers)
 
 
 @needs_compiler

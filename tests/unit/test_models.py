@@ -386,6 +386,7 @@ def test_an_unknown_model_whose_config_does_not_say_it_has_a_tied_head() -> None
         ({"is_encoder_decoder": True}, r"config\.is_encoder_decoder: expected one stack of layers"),
         ({"num_attention_heads": None}, r"config\.model_type: expected a family that is known"),
         ({"state_size": 16}, r"config\.model_type: expected a family that is known"),
+        ({"vocab_size": None}, r"config\.vocab_size: expected a whole number: models of type nov"),
     ],
 )
 def test_an_unknown_model_that_is_like_none_is_refused(
@@ -454,6 +455,15 @@ def test_an_unknown_model_with_experts_has_them() -> None:
     assert experts.numel == pytest.approx(known.numel, rel=0.05)
 
 
+def test_an_unknown_model_with_no_experts_is_dense() -> None:
+    dense, none = (
+        model_of_config({**LLAMA, "model_type": "novel", **more}, name="small")
+        for more in ({}, {"num_local_experts": 0})
+    )
+
+    assert none == dense
+
+
 def test_an_unknown_model_without_a_gate_has_two_products_in_a_block() -> None:
     given = {**LLAMA, "model_type": "novel", "hidden_act": "gelu"}
     names = [module.name for module in model_of_config(given, name="small").modules]
@@ -504,6 +514,14 @@ def test_a_list_of_layers_that_is_none_is_refused(value: object) -> None:
 def test_a_wrong_or_missing_size_is_refused_by_name(value: object) -> None:
     with pytest.raises(ConfigError, match=r"config\.hidden_size: expected a whole number"):
         model_of_config({**LLAMA, "hidden_size": value}, name="small")
+
+
+@pytest.mark.parametrize(("name", "value"), [("hidden_size", [96, 192]), ("model_type", ["llama"])])
+def test_a_list_in_place_of_one_value_of_an_unknown_model_is_refused(
+    name: str, value: object
+) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.{name}: expected a"):
+        model_of_config({**LLAMA, "model_type": "novel", name: value}, name="small")
 
 
 @pytest.mark.parametrize(

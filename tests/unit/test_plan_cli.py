@@ -4,7 +4,9 @@ missing input.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -104,6 +106,20 @@ def test_a_run_is_told_in_days_writes_energy_and_cost(plan: Any) -> None:
     )
     assert re.search(r"--accumulation 8 +611 steps, ", out)
     assert (run["tokens"], run["steps"]) == (10_000_384, 4883)
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ("1", r"1 steps, [\d.]+ s, [\d.]+ GB written, 0\.\d+ kWh"),
+        ("50", r"50 steps, [\d.]+ minutes, [\d.]+ TB written, 0\.\d+ kWh"),
+    ],
+)
+def test_a_short_run_is_told_in_units_that_fit_it(plan: Any, steps: str, said: str) -> None:
+    _, out, _ = plan("--model", "llama-3-8b", *DESKTOP, "--steps", steps, "--watts", "600")
+    [told] = re.findall(said, out)
+
+    assert not re.search(r" 0(\.0+)? ", told)
 
 
 def test_the_answers_in_the_documentation_are_those_that_are_given(plan: Any) -> None:
@@ -363,6 +379,15 @@ def test_a_config_of_ones_own_is_planned(plan: Any, tmp_path: Path) -> None:
     assert f"{tmp_path.name} fits" in out
 
 
+def test_a_config_whose_type_is_a_list_is_refused(plan: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": ["llama"]}))
+
+    status, _, err = plan("--model", str(tmp_path), *DESKTOP)
+
+    assert status == 2
+    assert "config.model_type: expected a text, got ['llama']" in err
+
+
 @pytest.mark.parametrize(
     ("stated", "as_if"),
     [
@@ -508,6 +533,16 @@ def measured_file(folder: Path, measured: Calibration | None = None) -> str:
     return str(file)
 
 
+def test_rates_of_a_busy_machine_count_as_given_by_hand(plan: Any, tmp_path: Path) -> None:
+    busy = measured_file(tmp_path, replace(calibration(), others_share=0.3))
+    asked = ("--model", "gpt2", "--gpus", "0", "--ram", "16GiB", "--rates", busy)
+    _, out, _ = plan(*asked, "--json")
+
+    answer = json.loads(out)
+    assert answer["advice"]["rates_are"] == "given"
+    assert any("other processes used 30% of the processors" in note for note in answer["notes"])
+
+
 def test_ranks_divide_what_a_calibration_measured_of_one_process(plan: Any, tmp_path: Path) -> None:
     small = (
         "--model",
@@ -648,8 +683,19 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
         (("--model", "gpt2", "--gpus", "-1", "--ram", "64GiB"), "--gpus: expected a number"),
         (("--model", "gpt2", *DESKTOP, "--gpus", "1000000"), "0 to 64: a plan is for one machine"),
         (("--model", "gpt2", "--gpu-mem", "24", "--ram", "64GiB"), 'did you mean "24GiB"?'),
+        (("--model", "gpt2", "--gpu-mem", "24.5", "--ram", "64GiB"), 'did you mean "24.5GiB"?'),
+        (("--model", "gpt2", *DESKTOP, "--tbw", "1200"), 'did you mean "1200TB"?'),
         (("--model", "gpt2", *DESKTOP[:6], "--tbw", "1200TB"), "--tbw: expected a size in --nvme"),
         (("--model", "gpt2", *DESKTOP, "--batch", "0"), "--batch: expected a whole number"),
+        (("--model", "gpt2", *DESKTOP, "--batch", "9" * 400), "--batch: expected at most 1,000"),
+        (
+            ("--model", "gpt2", *DESKTOP, "--accumulation", "9" * 400),
+            "--accumulation: expected at most 1,000,000,000",
+        ),
+        (("--model", "gpt2", *DESKTOP, "--steps", "9" * 5000), "--steps: expected a number such"),
+        (("--model", "n" * 300, *DESKTOP), "--model: expected one of gpt2"),
+        (("--model", "o/" + "n" * 300, *DESKTOP), "or the id of a preset"),
+        (("--model", "gpt2", *DESKTOP, "--freeze", "a{99999999999}"), "a regular expression"),
         (("--model", "gpt2", *DESKTOP, "--sequence", "4096"), "--sequence: expected at most 1024"),
         (("--model", "gpt2", *DESKTOP, "--strategy", "best"), "--strategy: expected one of auto"),
         (("--model", "gpt2", *DESKTOP, "--strategy", "{x"), "--strategy: expected a name, or JSON"),
@@ -721,6 +767,33 @@ def test_wrong_or_missing_input_is_told_by_the_name_of_its_option(
     assert said in err
     assert err.startswith("infinity plan: error: ")
     assert out == ""
+
+
+def test_a_config_that_may_not_be_looked_for_is_refused(
+    plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "stat", closed)
+    monkeypatch.setattr(Path, "read_text", closed)
+    status, _, err = plan("--model", "/closed/config.json", *DESKTOP)
+
+    assert status == 2
+    assert "a config.json that can be read (Permission denied), got '/closed/config.json'" in err
+
+
+def test_without_a_home_an_id_is_refused_and_not_the_user(
+    plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    status, _, err = plan("--model", "some/model", *DESKTOP)
+
+    assert status == 2
+    assert "with its config.json in ~/.cache/huggingface/hub" in err
 
 
 LARGE_HEAD = ("--ram", "64GiB", "--gpu-mem", "1800MiB", "--sequence", "64")

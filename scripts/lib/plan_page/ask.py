@@ -36,7 +36,17 @@ def ask(question: str) -> str:
         ]
     except (SystemExit, ValueError) as error:
         wrong = in_words(error) if isinstance(error, ConfigError) else said.getvalue() or str(error)
-        return json.dumps({"status": 2, "sections": [], "page": "", "wrong": wrong})
+        return _refused(wrong)
+    # What looks at a machine is not in the page.
+    except ImportError:
+        return _refused(
+            "This page knows nothing of your machine: describe one, with --machine, or with --gpu "
+            "and --ram."
+        )
     return json.dumps(
         {"status": found.status, "sections": sections, "page": found.page(), "wrong": ""}
     )
+
+
+def _refused(wrong: str) -> str:
+    return json.dumps({"status": 2, "sections": [], "page": "", "wrong": wrong})
