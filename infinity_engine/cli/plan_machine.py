@@ -7,7 +7,6 @@ Needs no torch, and imports the planner only when it is asked. Called by plan.py
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -203,9 +202,8 @@ def larger_gpus_of(
         memory = size_of(options.gpu_mem, "--gpu-mem")
     found = {}
     for sheet in larger_gpus(memory):
-        changed = copy.copy(options)
-        changed.gpu, changed.gpu_mem = sheet.name, None
-        found[sheet.name] = machine_of(changed, precision, training).means
+        larger = argparse.Namespace(**{**vars(options), "gpu": sheet.name, "gpu_mem": None})
+        found[sheet.name] = machine_of(larger, precision, training).means
     return found
 
 
