@@ -67,7 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     means.add_argument("--gpu-mem", metavar="SIZE", help='memory of each GPU, such as "24GiB"')
     means.add_argument("--ram", metavar="SIZE", help="the host's memory that is free")
     means.add_argument(
-        "--nvme", metavar="SIZE", help="free space on all drives together (default: no drives)"
+        "--nvme",
+        metavar="SIZE",
+        help="free space on all drives together; 0: use none (default: those of --machine, --drive "
+        "or --here)",
     )
     means.add_argument(
         "--tbw",
@@ -376,7 +379,7 @@ def _capacity(options: argparse.Namespace, known: _Known, gpus: int) -> Capacity
     here = known.capacity
     device = 0 if gpus == 0 else _given(options.gpu_mem, known, "--gpu-mem")
     host = _given(options.ram, known, "--ram")
-    asked = options.nvme is not None or "--nvme" in known.sizes
+    asked = "--nvme" in known.sizes if options.nvme is None else options.nvme != "0"
     drives = _given(options.nvme, known, "--nvme") if asked else 0
     typed = free(device, host, drives)
     if here is None:

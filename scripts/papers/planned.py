@@ -2,7 +2,8 @@
 
 Pure. Every run has its settings as they are printed, and says what a plan cannot express of them
 and what is assumed. The planner is asked twice: for the plan that comes nearest to what was run,
-and for its own choice. Nothing is fitted: rates are those of the machine's data sheets.
+and for its own choice. Rates are those of the machine's data sheets, as `infinity plan` uses them.
+Nothing is fitted, but for two runs that have a cost of their own log: `PublishedRun.start_s`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from infinity_engine.machine.capacity import capacity_of
 from infinity_engine.machine.catalogue import find_drive
 from infinity_engine.optim import FloatFormat, Formats
 from infinity_engine.placement.models import ModelShape
-from infinity_engine.placement.training import Means, Training
+from infinity_engine.placement.training import Means, Training, beside_inputs
 from infinity_engine.plan import (
     DeviceOnly,
     HostOnly,
@@ -33,13 +34,23 @@ from infinity_engine.sim.hardware import (
     Drives,
     Host,
     MachineModel,
+    sharing_memory,
 )
 from infinity_engine.sim.planner import decide
 from infinity_engine.sim.presets import preset
 from infinity_engine.units import GiB
 from papers.machines import DGX2, JLSE_H100
 
-__all__ = ["RUNS", "PlannedRun", "PublishedRun", "Setting", "planned", "rows"]
+__all__ = [
+    "RUNS",
+    "PlannedRun",
+    "PublishedRun",
+    "Setting",
+    "means_of",
+    "planned",
+    "rows",
+    "training_of",
+]
 
 _RECOMPUTED = 8  # operations for a parameter and a token, with a second forward
 _TERA = 10**12
@@ -51,22 +62,34 @@ _SF = "SlideFormer's repository, bench/DeepSpeed, February 2026"
 _MT = "MegaTrain's repository, README"
 _MLP = "MLP-Offload's repository, logs of November 2024"
 
-_CHECKPOINTS_DOWN = "activation checkpoints on the host"
+_CHECKPOINTS_DOWN = (
+    "activation checkpoints on the host: a plan has them on the drives, and counts no time for them"
+)
 _EMBEDDINGS = "embeddings: vocabulary of 50,257 assumed"
 _BATCH_SPLIT = "the batch is split into micro-batches that fit, with fp32 sums of gradients"
 _PAGEABLE = "copies from pageable memory, and waits between parts of a step"
-_LIGER = "fused kernels"
+_LIGER = "fused kernels, but for the loss"
 _SLICED = "tensor slicing over 4 GPUs"
 _PARALLEL_FILES = "a third of the states in a parallel file system, beside the drives"
 _ONE_DRIVE = "rates of the drives are not printed: those of one data-center drive are assumed"
+_SHAPE_OF_LOG = (
+    "the model's shape is assumed: a family of its authors' that has the 5.95 B parameters of the "
+    "log"
+)
+_SUBGROUP_OF_LOG = 10_000_000  # parameters: 595 subgroups
+_START_OF_LOG_S = 4.3e-3  # of each of them, whatever its size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """A way to train: a strategy, and where parameters stay; None: the planner chooses."""
+    """A way to train: a strategy, where parameters stay, and how many of them a subgroup has.
+
+    None: the planner chooses.
+    """
 
     strategy: Strategy | None = None
     parameters: Tier | None = None
+    subgroup_numel: int | None = None
 
 
 _ZERO3_HOST = Setting(strategy=HostOnly(), parameters=Tier.HOST)
@@ -92,6 +115,10 @@ class PublishedRun:
     setting: Setting
     accumulation: int = 1
     checkpointing: bool = True
+    inputs_moved: bool = False
+    chunked_loss: bool = False
+    start_s: float | None = None
+    """What each update of a subgroup costs, on the host or the device, however small it is."""
     tflops: float | None = None
     """Of each GPU, as published, at 8 operations for a parameter and a token."""
     seconds: float | None = None
@@ -163,37 +190,51 @@ def planned(run: PublishedRun) -> PlannedRun:
 
 
 def _step_s(run: PublishedRun, setting: Setting) -> float | None:
-    training = Training(
-        model=run.model(),
-        batch=run.batch,
-        sequence=run.sequence,
-        accumulation_steps=run.accumulation,
-        checkpointing=run.checkpointing,
-        formats=Formats(parameter=FloatFormat.BF16),
-        state_names=("exp_avg", "exp_avg_sq"),
-        small_bytes=65536,
-        overlap=None,
-    )
+    training = training_of(run)
     try:
         found = decide(
-            training, _means(run), strategy=setting.strategy, parameters=setting.parameters
+            training,
+            beside_inputs(training, means_of(run)),
+            strategy=setting.strategy,
+            parameters=setting.parameters,
+            subgroup_numel=setting.subgroup_numel,
         )
     except CapacityError:
         return None
     return found.best.step_s
 
 
-def _means(run: PublishedRun) -> Means:
+def training_of(run: PublishedRun) -> Training:
+    """Return what a run trained."""
+    return Training(
+        model=run.model(),
+        batch=run.batch,
+        sequence=run.sequence,
+        accumulation_steps=run.accumulation,
+        checkpointing=run.checkpointing,
+        inputs_moved=run.inputs_moved,
+        chunked_loss=run.chunked_loss,
+        formats=Formats(parameter=FloatFormat.BF16),
+        state_names=("exp_avg", "exp_avg_sq"),
+        small_bytes=65536,
+        overlap=None,
+    )
+
+
+def means_of(run: PublishedRun) -> Means:
+    """Return what a run had to train with, as `infinity plan` takes it for such a machine."""
     machine = run.machine
     drives = machine.drives
     nvme = {} if drives is None else {machine.drives_name: drives.capacity_bytes}
     free = capacity_of(device=machine.gpu.memory_bytes, host=machine.host.memory_bytes, nvme=nvme)
     has_rates = drives is not None and drives.read_bytes_per_s is not None
+    alone = replace(machine.rates(run.ranks), host_start_s=run.start_s, device_start_s=run.start_s)
     return Means(
         budget=ResolvedBudget(
             device=free.device, host=free.host, nvme=free.nvme if has_rates else {}
         ),
-        rates=machine.rates(run.ranks),
+        rates=sharing_memory(alone, links=True, drives=has_rates),
+        alone=alone,
         ranks=run.ranks,
         flops_per_s=machine.gpu.training_flops_per_s(fp32=False),
         wire_bytes_per_s=machine.wire_bytes_per_s(run.ranks),
@@ -218,7 +259,7 @@ def _gpt(
 
 
 def _llama(layers: int, hidden: int, heads: int, feed_forward: int) -> Callable[[], ModelShape]:
-    """Return a model of MLP-Offload's: Megatron's, with 4 heads of keys and values."""
+    """Return a model of MLP-Offload's authors: Megatron's, with 4 heads of keys and values."""
     config: Mapping[str, object] = MappingProxyType(
         {
             "model_type": "llama",
@@ -271,6 +312,7 @@ def _infinity(
         accumulation=part,
         sequence=1024,
         setting=setting,
+        inputs_moved=_CHECKPOINTS_DOWN in lacks,
         tflops=tflops,
         lacks=(_EMBEDDINGS, *((_BATCH_SPLIT,) if part > 1 else ()), *lacks),
     )
@@ -312,22 +354,7 @@ def _runs() -> Iterator[PublishedRun]:
             seconds=seconds,
             lacks=(_EMBEDDINGS, _PAGEABLE),
         )
-    for what, seconds, setting in (
-        ("ZeRO-3 offload", 9.48, _ZERO3_HOST),
-        ("Deep Optimizer States", 6.82, _ALTERNATING),
-    ):
-        yield PublishedRun(
-            what=f"7B, {what}, 1 H100",
-            source=_LOG,
-            model=lambda: preset("llama-2-7b"),
-            machine=_ONE_H100,
-            ranks=1,
-            batch=1,
-            sequence=2048,
-            setting=setting,
-            seconds=seconds,
-            lacks=("595 subgroups, and a cost for each", _PAGEABLE, "the model's shape is assumed"),
-        )
+    yield from _log_of_one_h100()
     for batch, seconds in ((8, 8.9672), (16, 11.9340), (32, 18.2987)):
         yield PublishedRun(
             what=f"Llama-3.1-8B, DeepSpeed ZeRO-3 offload, batch {batch}, 1 RTX 4090",
@@ -338,6 +365,7 @@ def _runs() -> Iterator[PublishedRun]:
             batch=batch,
             sequence=1024,
             setting=_ZERO3_HOST,
+            chunked_loss=True,
             seconds=seconds,
             lacks=("the host is assumed: 256 GiB, DDR of a desktop", _LIGER, _PAGEABLE),
         )
@@ -385,9 +413,10 @@ def _runs() -> Iterator[PublishedRun]:
         batch=1,
         sequence=1024,
         setting=_ZERO3_DRIVES,
+        inputs_moved=True,
         lacks=(
             "drives and batch are not in the abstract, and are assumed",
-            "activations on drives",
+            "of activations, a plan has the inputs of blocks on drives, and counts no time for it",
         ),
     )
     yield PublishedRun(
@@ -439,6 +468,36 @@ def _runs() -> Iterator[PublishedRun]:
         lacks=("a sequence of 1,024 is assumed", "micro-batches of the measurement", _EMBEDDINGS),
     )
     yield from _mlp_offload()
+
+
+def _log_of_one_h100() -> Iterator[PublishedRun]:
+    """Yield the log's two runs with the planner's subgroups, and again with what the log has."""
+    for count, subgroup_numel, start_s, lacks in (
+        ("", None, None, ("595 subgroups, and a cost for each",)),
+        (
+            " in 595 subgroups",
+            _SUBGROUP_OF_LOG,
+            _START_OF_LOG_S,
+            ("595 subgroups at 4.3 ms each are of this log", "no cost of a copy"),
+        ),
+    ):
+        for what, seconds, setting in (
+            ("ZeRO-3 offload", 9.48, _ZERO3_HOST),
+            ("Deep Optimizer States", 6.82, _ALTERNATING),
+        ):
+            yield PublishedRun(
+                what=f"7B, {what}{count}, 1 H100",
+                source=_LOG,
+                model=_llama(32, 4096, 32, 11008),
+                machine=_ONE_H100,
+                ranks=1,
+                batch=1,
+                sequence=2048,
+                setting=replace(setting, subgroup_numel=subgroup_numel),
+                start_s=start_s,
+                seconds=seconds,
+                lacks=(*lacks, _PAGEABLE, _SHAPE_OF_LOG),
+            )
 
 
 def _mlp_offload() -> Iterator[PublishedRun]:

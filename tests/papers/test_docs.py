@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 from papers import deep_optimizer_states, zero_infinity
 from papers.comparison import Comparison, Status
+from papers.offloading import TABLE_1, Job, Method
+from papers.transformer import Shape
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/papers.md").read_text()
 PAPERS = {
@@ -60,3 +63,22 @@ def test_the_main_result_is_there_in_every_reading() -> None:
     assert rows("Deep Optimizer States", cells=3) == [
         f"| {cell.what} | {cell.ours_text} | {cell.deviation:+.0%} |" for cell in readings.cells
     ]
+
+
+def test_what_the_log_of_one_gpu_says_of_both_readings_is_there() -> None:
+    rejected = replace(TABLE_1, flush_bytes_per_s=2.5e9, upload_bytes_per_s=6e9)
+    shape = Shape(29, 4096)
+    used, other = (
+        Job(shape=shape, ranks=1, reading=reading).iteration(Method.BLOCKING).seconds
+        for reading in (TABLE_1, rejected)
+    )
+    text = " ".join(
+        PAGE.split("\n### What a log says of the reading\n")[1].split("\n### ")[0].split()
+    )
+
+    assert (
+        f"which are {shape.params / 1e9:.2f} B, the reading that we chose gives {used:.2f} s"
+        in text
+    )
+    assert f'"Both, as the text", which we rejected, gives {other:.2f} s' in text
+    assert abs(other - 9.48) < abs(used - 9.48)

@@ -16,6 +16,7 @@ from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim.policies.interleaved import spread
 from infinity_engine.optim.policy import split_residents
 from infinity_engine.placement.sizing import Sizing
+from infinity_engine.placement.training import Training
 from infinity_engine.plan import (
     DeviceOnly,
     HostOnly,
@@ -37,13 +38,14 @@ _SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 _RESIDENTS = (0.0, 0.05, 0.1, 0.175, 0.25, 0.35, 0.5, 0.75)
 _SPLITS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 _COUNTS = (64, 256)  # of subgroups
+_FEW = (4, 16)  # likewise, where each op has a cost
 
 
 def everything(planner: Planner) -> Iterator[Choice]:
     """Yield all strategies, over a grid of their settings, in all tiers and two sizes of
-    subgroups.
+    subgroups; in four where each op has a cost.
     """
-    means, every = planner.means, planner.training.model.numel
+    means, every = planner.means, planner.trained_numel
     drives = bool(means.budget.nvme)
     tiers = [Tier.DEVICE, *([] if means.unified else [Tier.HOST]), *([Tier.NVME] if drives else [])]
     strategies: list[Strategy] = [HostOnly()]
@@ -57,7 +59,8 @@ def everything(planner: Planner) -> Iterator[Choice]:
             NvmeStreamed(update=each) for each in strategies if isinstance(each, Interleaved)
         ]
         strategies.append(NvmeStreamed())
-    for numel in (max(every // count // 4096 * 4096, 4096) for count in _COUNTS):
+    counts = _COUNTS if means.rates.host_start_s is None else _FEW + _COUNTS
+    for numel in (max(every // count // 4096 * 4096, 4096) for count in counts):
         for tier in tiers:
             for strategy in strategies:
                 yield Choice(strategy=strategy, parameters=tier, subgroup_numel=numel)
@@ -99,10 +102,16 @@ class Bounds:
             module.flops(training.sequence) * training.tokens for module in training.model.modules
         ]
         again = sum(flops[:-1]) if training.checkpointing else 0
-        self._forward_ns = 1e9 * sum(flops) / rate.forward if rate else 0.0
-        self._backward_ns = (
-            1e9 * (again / rate.forward + 2 * sum(flops) / rate.backward) if rate else 0.0
+        backward = training.tokens * sum(
+            module.backward_flops(training.sequence) for module in training.model.modules
         )
+        self._forward_ns = 1e9 * sum(flops) / rate.forward if rate else 0.0
+        self._backward_ns = 1e9 * (again / rate.forward + backward / rate.backward) if rate else 0.0
+        self._written = _on_drives(training, means.ranks, trained=True)
+        frozen = means.budget.nvme and _on_drives(training, means.ranks, trained=False)
+        # Nothing of it is written beside it, so drives read it at their full rate.
+        apart = LaneClocks(means.alone or means.rates)
+        self._frozen_ns = apart.duration_ns(Lane.NVME_READ, frozen) if frozen else 0
 
     def least_ns(self, choice: Choice) -> float:
         """Return nanoseconds that no step of this choice ends before; inf where it cannot fit."""
@@ -111,7 +120,9 @@ class Bounds:
         on_host, visiting, resident = self._numels(choice, sizing)
         parameters, states = sum(sizing.parameters), 4 * (1 + len(training.state_names))
         fetched = 0 if tier is Tier.DEVICE or means.unified else parameters
-        read = fetched if tier is Tier.NVME else 0
+        read, frozen_ns = 0, 0
+        if fetched and tier is Tier.NVME:
+            read, frozen_ns = self._written, self._frozen_ns
         room = self._room(choice, sizing, visiting, resident)
         rests = self._rests(choice, sizing, on_host, visiting)
         if room < 0 or (rests and not isinstance(choice.strategy, NvmeStreamed)):
@@ -126,6 +137,7 @@ class Bounds:
         }
         update_ns = {lane: self._ns(lane, amount) for lane, amount in update.items()}
         update_ns[self._compute] += self._forward_ns
+        update_ns[Lane.NVME_READ] += frozen_ns
         more, gradients = (
             training.accumulation_steps - 1,
             sizing.wire(sizing.subgroups[0]) * on_host,
@@ -134,7 +146,7 @@ class Bounds:
         step_ns = max(
             max(update_ns.values()) + backward_ns,
             self._ns(Lane.H2D, update[Lane.H2D] + again),
-            self._ns(Lane.NVME_READ, update[Lane.NVME_READ] + (again if read else 0)),
+            self._ns(Lane.NVME_READ, update[Lane.NVME_READ] + max(read - room, 0)) + frozen_ns,
             self._ns(Lane.NVME_WRITE, rests + read),
         )
         # The next forward does not wait for gradients to come down.
@@ -193,6 +205,18 @@ class Bounds:
             + (sum(sizing.parameters) if tier is Tier.HOST else 0)
         )
         return max(there - self._planner.means.of_one_rank().host, 0)
+
+
+def _on_drives(training: Training, ranks: int, *, trained: bool) -> int:
+    """Return the bytes of one rank's parameters that may rest on drives, trained or frozen ones;
+    small ones stay in memory.
+    """
+    nbytes = (
+        -(-parameter.numel // ranks) * (parameter.element_bytes or training.width)
+        for parameter in training.model.parameters
+        if parameter.trained is trained
+    )
+    return sum(size for size in nbytes if size >= training.small_bytes)
 
 
 def _numels(sizing: Sizing, strategy: Strategy) -> tuple[int, int, int]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
+from math import isqrt
 
 import pytest
 
+from infinity_engine.advice.means import with_drives, with_links, with_updates
 from infinity_engine.optim import FloatFormat, Formats
+from infinity_engine.placement.adapters import freeze, with_lora
 from infinity_engine.placement.models import Activations, ModelShape, ModuleShape, ParameterShape
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import DriveRates, Rates, ResolvedBudget
@@ -101,3 +105,52 @@ def random_case(seed: int) -> tuple[Training, Means]:
     return training, Means(
         budget=budget, rates=rates, unified=unified, flops_per_s=flops, io_bytes=16 << 20
     )
+
+
+def varied_case(seed: int) -> tuple[Training, Means]:
+    """Return a random case as the command line asks about it: with any overlap, and perhaps with
+    several ranks, a part of the model frozen, adapters, rates of what works alone, or a cost for
+    each op.
+    """
+    training, means = random_case(seed)
+    chance = random.Random(f"varied {seed}")
+    if not means.unified:
+        means = replace(means, ranks=chance.choice([1, 1, 2, 4]), wire_bytes_per_s=50e9)
+    if chance.random() < 0.5:
+        alone = means
+        for faster in (with_links, with_updates, with_drives):
+            alone = faster(alone, chance.uniform(1, 1.5))
+        means = replace(means, alone=alone.rates)
+    if chance.random() < 0.5:
+        means = _with_starts(means, chance.choice([2e-5, 2e-4, 4e-3]))
+    part = chance.random()
+    if part < 0.5:
+        model = training.model
+        model = with_lora(_with_sides(model), 64) if part < 0.25 else freeze(model, "m[0-2]")
+        training = replace(training, model=model)
+    return replace(training, overlap=None), means
+
+
+def _with_starts(means: Means, start_s: float) -> Means:
+    """Return the means where each op costs so much before it moves or updates anything."""
+
+    def started(rates: Rates) -> Rates:
+        return replace(
+            rates,
+            host_start_s=start_s,
+            device_start_s=start_s,
+            copy_start_s=start_s,
+            io_start_s=start_s,
+        )
+
+    alone = None if means.alone is None else started(means.alone)
+    return replace(means, rates=started(means.rates), alone=alone)
+
+
+def _with_sides(model: ModelShape) -> ModelShape:
+    """Return the model with modules that adapters know the sides of: about square ones."""
+    modules = (
+        replace(module, sides=(isqrt(module.numel), isqrt(module.numel)))
+        for module in model.modules
+    )
+    return replace(model, modules=tuple(modules))

@@ -624,6 +624,16 @@ def test_what_updates_take_from_drives_is_in_the_rates_of_a_known_machine_as_wel
     assert known == pytest.approx(given, rel=0.01)
 
 
+@pytest.mark.parametrize("drives", [(), ("--drive", "samsung 990 pro 2tb")])
+def test_nvme_0_plans_without_the_drives_of_a_machine(plan: Any, drives: tuple[str, ...]) -> None:
+    large = ("--model", "llama-3-70b", "--machine", "desktop_4090", *drives)
+
+    assert plan(*large)[0] == 0
+    status, out, _ = plan(*large, "--nvme", "0")
+    assert status == 1
+    assert "more of NVMe (--nvme " in out
+
+
 @pytest.mark.parametrize(
     "more", [("--gpu-mem", "8GiB"), ("--gpus", "0", "--nvme", "2TB", "--strategy", "nvme_streamed")]
 )

@@ -53,7 +53,10 @@ from support.plannings import (
     model_of,
     random_case,
     training_of,
+    varied_case,
 )
+
+Case = Callable[[int], tuple[Training, Means]]
 
 DESKTOP = Rates(
     h2d_bytes_per_s=25e9,
@@ -265,13 +268,13 @@ def test_a_plan_is_the_same_whenever_it_is_made(monkeypatch: pytest.MonkeyPatch)
     assert one.timeline == other.timeline
 
 
-def slower_than_the_best(seed: int) -> float:
+def slower_than_the_best(seed: int, case: Case = random_case) -> float:
     """Return how many times as long the planner's pick takes as the best of all strategies, tiers
     and settings.
 
     1.0 where none of these is faster. What it picks fits, and where it refuses, nothing does.
     """
-    training, there = random_case(seed)
+    training, there = case(seed)
     planner = Planner(training, there)
     try:
         best = decide(training, there).best
@@ -281,9 +284,10 @@ def slower_than_the_best(seed: int) -> float:
     held = best.sizing.held_on_host(best.plan.demand) + (
         there.io_bytes if best.plan.demand.nvme else 0
     )
-    assert held + (planner.making(best.sizing) if there.unified else 0) <= there.budget.host
-    assert there.unified or best.plan.demand.device + best.beside <= there.budget.device
-    assert best.plan.demand.nvme <= sum(there.budget.nvme.values())
+    budget = there.of_one_rank()
+    assert held + (planner.making(best.sizing) if there.unified else 0) <= budget.host
+    assert there.unified or best.plan.demand.device + best.beside <= budget.device
+    assert best.plan.demand.nvme <= sum(budget.nvme.values())
     faster = best_of_all(planner, below_ns=best.timeline.ns)
     return 1.0 if faster is None else best.timeline.ns / faster.timeline.ns
 
@@ -293,6 +297,24 @@ def test_it_picks_what_is_within_3_percent_of_the_best_of_all_and_keeps_the_budg
     seed: int,
 ) -> None:
     assert slower_than_the_best(seed) <= 1.03
+
+
+FEW_SUBGROUPS = pytest.mark.xfail(
+    reason="the search makes no fewer than 64 subgroups, which is too many where each op costs much"
+)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *(3, 4, 7, 8, 9, 11, 13, 14, 19, 25, 27, 34, 37, 38, 39, 42, 45, 46, 51, 54),
+        pytest.param(47, marks=FEW_SUBGROUPS),  # 5.0 times the best
+        pytest.param(48, marks=FEW_SUBGROUPS),  # 1.2 times
+    ],
+)
+def test_it_does_so_with_drives_as_the_command_line_asks(seed: int) -> None:
+    assert varied_case(seed)[1].budget.nvme
+    assert slower_than_the_best(seed, varied_case) <= 1.03
 
 
 @pytest.mark.parametrize(
@@ -401,19 +423,39 @@ def test_it_does_so_on_a_thousand_machines(
     assert {seed: times for seed, times in found.items() if times > 1.03} == {}
 
 
-@pytest.mark.parametrize("seed", [2, 8, 12])
-def test_what_the_comparison_skips_is_not_faster(seed: int) -> None:
-    check_what_is_skipped(seed)
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("costly", [False, pytest.param(True, marks=FEW_SUBGROUPS)])
+def test_it_does_so_on_200_machines_as_the_command_line_asks(
+    costly: bool, record_property: Callable[[str, object], None]
+) -> None:
+    seeds = [
+        seed
+        for seed in range(200)
+        if (varied_case(seed)[1].rates.host_start_s is not None) is costly
+    ]
+    found = {seed: slower_than_the_best(seed, varied_case) for seed in seeds}
+
+    record_property("times the time of the best, by seed", found)
+    assert {seed: times for seed, times in found.items() if times > 1.03} == {}
+
+
+@pytest.mark.parametrize(
+    ("seed", "case"), [*((seed, random_case) for seed in (2, 8, 12)), (18, varied_case)]
+)
+def test_what_the_comparison_skips_is_not_faster(seed: int, case: Case) -> None:
+    check_what_is_skipped(seed, case)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", [random_case, varied_case])
 @pytest.mark.parametrize("seed", range(20))
-def test_what_the_comparison_skips_is_not_faster_on_any_machine(seed: int) -> None:
-    check_what_is_skipped(seed)
+def test_what_the_comparison_skips_is_not_faster_on_any_machine(seed: int, case: Case) -> None:
+    check_what_is_skipped(seed, case)
 
 
-def check_what_is_skipped(seed: int) -> None:
-    planner = Planner(*random_case(seed))
+def check_what_is_skipped(seed: int, case: Case) -> None:
+    planner = Planner(*case(seed))
     bounds, times = Bounds(planner), []
     for choice in everything(planner):
         with suppress(CapacityError, ConfigError):
