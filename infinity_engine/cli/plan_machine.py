@@ -7,6 +7,7 @@ Needs no torch, and imports the planner only when it is asked. Called by plan.py
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -203,9 +204,12 @@ def larger_gpus_of(
     memory = find_gpu(options.gpu)[0].memory_bytes
     if options.gpu_mem is not None:
         memory = size_of(options.gpu_mem, "--gpu-mem")
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
     found = {}
     for sheet in larger_gpus(memory):
-        larger = argparse.Namespace(**{**vars(options), "gpu": sheet.name, "gpu_mem": None})
+        given = ["--gpu", sheet.name, "--gpu-mem", f"{sheet.memory_bytes} B"]
+        larger = parser.parse_args(given, copy.copy(options))
         found[sheet.name] = machine_of(larger, precision, training).means
     return found
 

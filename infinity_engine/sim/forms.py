@@ -35,6 +35,7 @@ from infinity_engine.sim.room import MemoryEdges, Parts
 __all__ = [
     "APART",
     "COUNTS",
+    "FEW",
     "WAYS",
     "WORTH_IT",
     "Family",
@@ -48,6 +49,7 @@ __all__ = [
 ]
 
 COUNTS = (64, 256, 1024)  # subgroups; below 46, filling and draining cost more than 5%
+FEW = (2, 4, 8, 16, 32)  # subgroups: where starts cost something, fewer may be better
 _LEAST_NUMEL = 2**20  # a subgroup's transfers below this cost more to start than they take
 _GRID = (0.0, 0.05, 0.1, 0.175, 0.25, 0.35, 0.5, 0.625, 0.75, 0.875, 1.0)
 _GRID_OF_PARTS = tuple(Parts(resident, visiting) for resident, visiting in product(_GRID, _GRID))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from math import inf, isinf
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from infinity_engine.sim.candidate import Candidate, Choice, Evaluator
 from infinity_engine.sim.forms import (
     APART,
     COUNTS,
+    FEW,
     WAYS,
     WORTH_IT,
     Family,
@@ -127,6 +129,7 @@ class Search:
         self._go_on(_FIRST_STEPS, starts=2, most_work=_MOST_WORK // 2)
         self._other_sizes(entries)
         self._try_last(entries)
+        self._try_fewer()
         self._polish(entries)
         self._left_to_rates()
         return [tried.candidate for tried in self._tried.values() if tried.candidate is not None]
@@ -305,6 +308,23 @@ class Search:
     def _may_take_ns(self, entry: Ranked) -> float:
         """Return what an entry may take at least: estimates have one after the other."""
         return (_BESIDE if self._may_update_beside(entry.form) else 1.0) * entry.estimate_ns
+
+    def _try_fewer(self) -> None:
+        """Try larger subgroups where each costs something to start: they are soon simulated."""
+        rates = self._planner.means.rates
+        starts = (rates.host_start_s, rates.device_start_s, rates.copy_start_s, rates.io_start_s)
+        if self._planner.subgroup_numel is not None or not any(starts):
+            return
+        numels = self._forms.numels(FEW)
+        for entry in best_of_each_kind(self._forms.entries(numels)):
+            # Whatever larger subgroups of its kind took: they say little of these.
+            hopeful = entry.estimate_ns < _HOPEFUL * self._least_ns
+            if hopeful and self._try(entry.form, entry.numel) is None:
+                self._try(entry.inside, entry.numel)
+        best = {tried.form.kind: tried.form for tried in reversed(self._ranked())}
+        for form, numel in product(best.values(), numels):
+            self._try(self._forms.within(form, numel), numel)
+        self._go_on(_LAST_STEPS, starts=2, most_work=_MOST_WORK)
 
     def _polish(self, entries: Sequence[Ranked]) -> None:
         """Look once more around the best, and at what is alike and apart from it.
