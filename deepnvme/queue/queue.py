@@ -689,7 +689,11 @@ class File(Closing):
         return self._queue._sync(verb, self._open())
 
     def preallocate(self, nbytes: int | str) -> None:
-        """Reserve the first `nbytes` of the file: a full drive fails here, not in a later write."""
+        """Reserve the first `nbytes` of the file: a full drive fails here, not in a later write.
+
+        The bytes that are there stay. Where the file system cannot reserve, zeros are written
+        behind the end of the file, and holes before it stay holes.
+        """
         nbytes = byte_count("nbytes", nbytes)
         _check_range("nbytes", nbytes)
         # Without a name for what is opened: an error's frames would keep it open after close().

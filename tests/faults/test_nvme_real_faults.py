@@ -128,6 +128,40 @@ def test_reserving_more_than_the_disk_has_is_told_when_the_file_is_opened(
     ]
 
 
+FALLOCATE = {"x86_64": 285, "aarch64": 47}
+RESERVING = """
+import json, os, sys
+from deepnvme import IOQueue
+
+path = sys.argv[1]
+with open(path, "wb") as made:
+    made.truncate(1 << 20)
+with IOQueue("threads") as queue, queue.open(path, "r+") as file:
+    file.preallocate(1 << 20)
+    before_the_end = os.stat(path).st_blocks * 512
+    file.preallocate((3 << 20) + 5)
+    print(json.dumps([before_the_end, os.stat(path).st_blocks * 512, file.size]))
+"""
+
+
+def test_where_nothing_can_be_reserved_zeros_come_behind_the_end_and_nothing_before_it(
+    tmp_path: Path,
+) -> None:
+    if platform.machine() not in FALLOCATE:
+        pytest.skip("the number of fallocate is not known here")
+    done = run_program(
+        RESERVING,
+        tmp_path / "file",
+        folder=tmp_path,
+        launcher=seccomp.refusing("EOPNOTSUPP", FALLOCATE[platform.machine()]),
+    )
+    before_the_end, after_it, size = json.loads(output_of(done))
+    assert before_the_end == 0  # a byte written in a block would have made it one of the file's
+    assert after_it >= 2 * MIB
+    assert size == 3 * MIB + 5
+    assert (tmp_path / "file").read_bytes() == bytes(size)
+
+
 # --- the limit on a file's size -------------------------------------------------------------------
 
 LIMITED = """

@@ -2,16 +2,19 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstddef>
 #include <filesystem>
 #include <map>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "deepnvme/error.hpp"
 #include "deepnvme/probe.hpp"
@@ -187,13 +190,28 @@ void OpenFile::wrote_until(std::uint64_t end) noexcept {
 }
 
 void OpenFile::preallocate(std::uint64_t nbytes) {
-    if (nbytes == 0) return;  // posix_fallocate calls that invalid
-    int error;
+    if (nbytes == 0) return;  // fallocate calls that invalid
+    // Not posix_fallocate: where the file system cannot reserve, the C library writes to each block
+    // what it has read there, over what a drive has written meanwhile.
+    int result;
     do {
-        error = ::posix_fallocate(buffered_, 0, static_cast<off_t>(nbytes));
-    } while (error == EINTR);
-    if (error != 0) throw FileError(error, "preallocate", path_);
+        result = ::fallocate(buffered_, 0, 0, static_cast<off_t>(nbytes));
+    } while (result != 0 && errno == EINTR);
+    if (result != 0 && errno == EOPNOTSUPP) return append_zeros_until(nbytes);
+    if (result != 0) throw FileError(errno, "preallocate", path_);
     wrote_until(nbytes);
+}
+
+// Appends, as another write may lengthen the file at any time. The bytes that are there stay.
+void OpenFile::append_zeros_until(std::uint64_t end) {
+    std::vector<std::byte> zeros(1U << 20);
+    for (std::uint64_t found = length(); found < end; found = length()) {
+        const iovec piece{zeros.data(), std::min<std::uint64_t>(zeros.size(), end - found)};
+        const ssize_t written = ::pwritev2(buffered_, &piece, 1, 0, RWF_APPEND);
+        if (written < 0 && errno == EINTR) continue;
+        if (written <= 0) throw FileError(written < 0 ? errno : EIO, "preallocate", path_);
+    }
+    wrote_until(end);
 }
 
 void OpenFile::truncate(std::uint64_t nbytes) {

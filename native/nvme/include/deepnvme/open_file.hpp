@@ -73,12 +73,15 @@ class OpenFile {
 
     // Asks the kernel for the length. These three throw FileError.
     [[nodiscard]] std::uint64_t length() const;
+    // Reserves without touching the bytes that are there. Where the file system cannot reserve,
+    // only what lies behind the end of the file is, by zeros.
     void preallocate(std::uint64_t nbytes);
     void truncate(std::uint64_t nbytes);
 
   private:
     void learn_from_kernel();
     void open_directly();
+    void append_zeros_until(std::uint64_t end);
     void close_all() noexcept;
 
     std::string path_;
