@@ -298,11 +298,13 @@ class Pending:
         # A loop calls this on its own thread only, so one loop gets one listener.
         listener = self._listeners.get(loop)
         if listener is None:
-            listener = self._listeners[loop] = _Listener()
-            self._latest = weakref.ref(loop), listener
+            listener = _Listener()
             # A loop without add_reader is woken by the queue's own thread.
             with suppress(NotImplementedError):
                 loop.add_reader(listener.bell.descriptor, self._serve, loop, listener)
+            # Last: where that raises, the next operation that is awaited tries again.
+            self._listeners[loop] = listener
+            self._latest = weakref.ref(loop), listener
         self._native.hear(ticket, listener.bell)
 
     def leave_loops(self) -> None:

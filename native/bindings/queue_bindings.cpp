@@ -308,8 +308,11 @@ void translate(std::exception_ptr pointer) {
         raise_ours("ForkedError", error.what());
     } catch (const PoolExhausted& error) {
         raise_ours("PoolExhaustedError", error.what());
-    } catch (const std::system_error& error) {
+    } catch (const BackendError& error) {
         raise_ours("BackendUnavailableError", error.code().value(), error.what());
+    } catch (const std::system_error& error) {
+        const py::tuple arguments = py::make_tuple(error.code().value(), error.what());
+        PyErr_SetObject(PyExc_OSError, arguments.ptr());
     }
 }
 

@@ -11,6 +11,8 @@
 #include <system_error>
 #include <utility>
 
+#include "deepnvme/error.hpp"
+
 namespace deepnvme {
 
 namespace {
@@ -95,7 +97,13 @@ Drive::Drive(std::unique_ptr<Backend> backend, DriveOptions options, Ended ended
     for (std::uint32_t index = 0; index < chunks_.size(); ++index) free_chunks_.push_back(index);
     std::promise<void> attached;
     std::future<void> ready = attached.get_future();
-    thread_ = std::thread([this, &attached] { run(attached); });
+    try {
+        thread_ = std::thread([this, &attached] { run(attached); });
+    } catch (const std::system_error& refusal) {
+        throw std::system_error(refusal.code(),
+                                "no thread for a drive: allow more (ulimit -u, or the container's "
+                                "limit on processes)");
+    }
     try {
         ready.get();
     } catch (...) {
@@ -282,6 +290,9 @@ void Drive::run(std::promise<void>& attached) {
     pthread_setname_np(pthread_self(), "deepnvme-io");
     try {
         backend_->attach();
+    } catch (const std::system_error& refusal) {
+        attached.set_exception(std::make_exception_ptr(BackendError(refusal)));
+        return;
     } catch (...) {
         attached.set_exception(std::current_exception());
         return;

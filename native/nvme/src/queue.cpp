@@ -191,11 +191,11 @@ std::shared_ptr<Drive> Queue::drive_of(const Operation& operation) const {
 std::unique_ptr<Backend> Queue::backend_for_another(const DriveOptions& drive) const {
     try {
         return backend_for(options_, options_.backend, drive);
-    } catch (const std::system_error&) {
+    } catch (const BackendError&) {
         for (const std::string& name : options_.fallbacks) {
             try {
                 return backend_for(options_, name, drive);
-            } catch (const std::system_error&) {
+            } catch (const BackendError&) {
                 continue;
             }
         }

@@ -129,9 +129,9 @@ class Backend {
     }
 };
 
-// Makes the backend of that name with room for `depth` requests. Throws std::system_error with the
-// errno of the failed probe (ENOSYS, EPERM, ENOENT when python-liburing's library is not loaded,
-// ...), std::invalid_argument for an unknown name.
+// Makes the backend of that name with room for `depth` requests. Throws BackendError with the errno
+// of the failed probe (ENOSYS, EPERM, ENOENT when python-liburing's library is not loaded, ...),
+// std::invalid_argument for an unknown name.
 [[nodiscard]] std::unique_ptr<Backend> make_backend(std::string_view name, unsigned depth);
 
 // Where the library of the `liburing` backend is. Importing python-liburing has loaded it. ""
