@@ -21,6 +21,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -777,6 +778,64 @@ TEST(a_drive_that_has_no_room_is_not_woken_for_what_it_could_not_begin) {
     drive.stop();
     CHECK_EQ(ended.load(), 11);
     CHECK(wakes <= 2);  // for the first, and to stop
+}
+
+namespace {
+
+// Breaks at its first request, and is destroyed slowly: not before `left_alone` is set.
+class Breaking final : public Backend {
+  public:
+    struct Signals {
+        // Relaxed, so that they order nothing between the drive's thread and the test's.
+        std::atomic<bool> being_destroyed = false;
+        std::atomic<bool> left_alone = false;
+    };
+
+    explicit Breaking(Signals& signals) : signals_(signals) {}
+    ~Breaking() override {
+        signals_.being_destroyed.store(true, std::memory_order_relaxed);
+        while (!signals_.left_alone.load(std::memory_order_relaxed))
+            std::this_thread::sleep_for(1ms);
+    }
+    [[nodiscard]] std::string_view name() const noexcept override { return "breaking"; }
+    [[nodiscard]] bool serves_any_thread() const noexcept override { return true; }
+    [[nodiscard]] unsigned capacity() const noexcept override { return 4; }
+    [[nodiscard]] bool push(const Request& /*request*/) override { return true; }
+    [[nodiscard]] std::size_t submit_and_reap(std::span<Completion> /*out*/,
+                                              Wait /*wait*/) override {
+        throw std::system_error(EIO, std::generic_category(), "broken");
+    }
+    void wake() noexcept override {}
+
+  private:
+    Signals& signals_;
+};
+
+}  // namespace
+
+// The thread sanitizer sees a loop that takes the backend while it is let go of.
+TEST(a_loop_that_comes_while_a_broken_backend_is_destroyed_does_not_find_it) {
+    Bench other;  // for its file
+    Breaking::Signals signals;
+    std::atomic<int> failed = 0;
+    Drive drive(std::make_unique<Breaking>(signals), {.chunk_bytes = chunk},
+                [&](const std::vector<Outcome>& outcomes) {
+                    for (const Outcome& outcome : outcomes) failed += outcome.error == EIO ? 1 : 0;
+                });
+    std::vector<std::byte> memory = pattern(100, 1);
+    Operation operation;
+    operation.verb = Verb::write;
+    operation.file = other.file;
+    operation.memory = memory.data();
+    operation.length = memory.size();
+    drive.submit(std::span(&operation, 1), Issue::now);
+    while (!signals.being_destroyed.load(std::memory_order_relaxed))
+        std::this_thread::sleep_for(1ms);
+    const bool found = drive.serve_loop(std::make_shared<Doorbell>());
+    signals.left_alone.store(true, std::memory_order_relaxed);
+    drive.stop();
+    CHECK(!found);
+    CHECK_EQ(failed.load(), 1);
 }
 
 // Threads that wait lead the drive in turn; one of them serves an event loop's bell instead.

@@ -966,15 +966,17 @@ void Drive::move_to(std::list<Active>& home, Active& active) {
 
 // The backend is broken as a whole. It is destroyed first: only then is it certain that the kernel
 // touches no memory any more. That may take long, and callers go on meanwhile: with `sleeping_`
-// false none of them wakes the backend.
+// false none of them wakes the backend, and none finds it.
 void Drive::fail_everything(int error) {
+    std::unique_ptr<Backend> backend;
     {
         const std::lock_guard lock(mutex_);
         broken_ = error;
         sleeping_ = false;
+        backend = std::move(backend_);
         changed_.notify_all();
     }
-    backend_.reset();
+    backend.reset();
     for (std::list<Active>* list :
          {&issued_, &parked_, &lanes_[0], &lanes_[1], &lanes_[2], &lanes_[3]}) {
         while (!list->empty()) {
