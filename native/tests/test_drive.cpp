@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -921,6 +922,39 @@ TEST(a_file_that_cannot_be_opened_says_why) {
         CHECK_EQ(error.code().value(), ENOENT);
         CHECK_EQ(error.path(), "missing");
     }
+}
+
+namespace {
+
+std::function<void()> after_fstat;  // empty: nothing
+
+}  // namespace
+
+// In place of the C library's, for the library under test too. Before 2.33 it was no function.
+#if __GLIBC_PREREQ(2, 33)
+extern "C" int fstat(int descriptor, struct stat* status) noexcept {
+    const int result = ::fstatat(descriptor, "", status, AT_EMPTY_PATH);
+    if (after_fstat) after_fstat();
+    return result;
+}
+#endif
+
+TEST(opening_a_file_again_forgets_no_write_that_ended_meanwhile) {
+    std::string path = (std::filesystem::temp_directory_path() / "deepnvme-XXXXXX").string();
+    const int descriptor = ::mkostemp(path.data(), O_CLOEXEC);
+    CHECK(descriptor >= 0);
+    OpenFile file(path, OpenMode::update, DirectIO::never, 0600);
+    std::uint64_t writes = 0;
+    after_fstat = [&] {
+        if (writes == 5) return;
+        CHECK_EQ(::pwrite(descriptor, "x", 1, static_cast<off_t>(writes)), 1);
+        file.wrote_until(++writes);
+    };
+    const OpenFile again(path, OpenMode::read, DirectIO::never, 0600);
+    after_fstat = nullptr;
+    ::close(descriptor);
+    ::unlink(path.c_str());
+    CHECK_EQ(file.expected_length(), file.length());
 }
 
 TEST(pool_pieces_do_not_overlap_and_come_back_whole) {

@@ -157,7 +157,10 @@ void OpenFile::learn_from_kernel() {
     struct statfs file_system = {};
     on_fuse_ = is_fuse(::fstatfs(buffered_, &file_system), file_system);
     expected_length_ = length_shared_by_handles(device_, inode_);
-    expected_length_->store(length(), std::memory_order_relaxed);
+    // A write that ends in between lengthens the file, and the kernel is asked again.
+    std::uint64_t known = expected_length_->load();
+    while (!expected_length_->compare_exchange_weak(known, length())) {
+    }
 }
 
 // Leaves errno as the kernel set it where it refuses.
