@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -779,6 +780,133 @@ TEST(a_drive_that_has_no_room_is_not_woken_for_what_it_could_not_begin) {
     drive.stop();
     CHECK_EQ(ended.load(), 11);
     CHECK(wakes <= 2);  // for the first, and to stop
+}
+
+namespace {
+
+// Completes nothing before it is let go.
+class Hanging final : public Backend {
+  public:
+    struct Gate {
+        void let_go() {
+            const std::lock_guard lock(mutex);
+            is_open = true;
+            changed.notify_all();
+        }
+        void until_it_waits(int times) {
+            std::unique_lock lock(mutex);
+            changed.wait(lock, [&] { return waits >= times; });
+        }
+
+        std::mutex mutex;
+        std::condition_variable changed;
+        bool is_open = false;
+        bool is_woken = false;
+        int waits = 0;
+    };
+
+    Hanging(std::unique_ptr<Backend> inner, Gate& gate) : inner_(std::move(inner)), gate_(gate) {}
+    [[nodiscard]] std::string_view name() const noexcept override { return "hanging"; }
+    [[nodiscard]] unsigned capacity() const noexcept override { return inner_->capacity(); }
+    [[nodiscard]] bool push(const Request& request) override { return inner_->push(request); }
+    [[nodiscard]] std::size_t submit_and_reap(std::span<Completion> out, Wait wait) override {
+        std::unique_lock lock(gate_.mutex);
+        if (wait != Wait::none) {
+            ++gate_.waits;
+            gate_.changed.notify_all();
+            const auto is_news = [&] { return gate_.is_open || gate_.is_woken; };
+            if (is_brief(wait))
+                gate_.changed.wait_for(lock, brief, is_news);
+            else
+                gate_.changed.wait(lock, is_news);
+            gate_.is_woken = false;
+        }
+        return gate_.is_open ? inner_->submit_and_reap(out, Wait::none) : 0;
+    }
+    void wake() noexcept override {
+        const std::lock_guard lock(gate_.mutex);
+        gate_.is_woken = true;
+        gate_.changed.notify_all();
+    }
+
+  private:
+    std::unique_ptr<Backend> inner_;
+    Gate& gate_;
+};
+
+// A drive with room for one chunk, which hangs with operation 1 in the kernel.
+struct Hung {
+    Hung() {
+        (void)submit(1);
+        gate.until_it_waits(1);
+    }
+    ~Hung() { gate.let_go(); }
+
+    std::shared_ptr<Ticket> submit(std::uint64_t id,
+                                   Clock::time_point deadline = Clock::time_point::max()) {
+        Operation operation;
+        operation.id = id;
+        operation.ticket = std::make_shared<Ticket>();
+        operation.verb = Verb::write;
+        operation.file = other.file;
+        operation.memory = memory.data();
+        operation.length = memory.size();
+        operation.deadline = deadline;
+        const std::shared_ptr<Ticket> ticket = operation.ticket;
+        drive.submit(std::span(&operation, 1), Issue::now);
+        return ticket;
+    }
+
+    // The first outcome while the drive hangs.
+    Outcome first() {
+        std::unique_lock lock(mutex);
+        CHECK(ended.wait_for(lock, long_enough, [&] { return !outcomes.empty(); }));
+        return outcomes.front();
+    }
+
+    Bench other;  // for its file
+    std::vector<std::byte> memory = pattern(chunk, 1);
+    std::mutex mutex;
+    std::condition_variable ended;
+    std::vector<Outcome> outcomes;
+    Hanging::Gate gate;
+    Drive drive{std::make_unique<Hanging>(make_backend("memory", 4), gate),
+                {.chunk_bytes = chunk, .inflight_bytes = chunk},
+                [this](std::vector<Outcome> some) {
+                    const std::lock_guard lock(mutex);
+                    std::move(some.begin(), some.end(), std::back_inserter(outcomes));
+                    ended.notify_all();
+                }};
+};
+
+}  // namespace
+
+TEST(a_deadline_ends_what_waits_for_a_drive_that_hangs) {
+    Hung hung;
+    (void)hung.submit(2, Clock::now() + 200ms);
+    const Outcome outcome = hung.first();
+    CHECK_EQ(outcome.id, 2);
+    CHECK_EQ(outcome.error, ETIMEDOUT);
+}
+
+TEST(a_stop_ends_what_waits_for_a_drive_that_hangs) {
+    Hung hung;
+    const std::shared_ptr<Ticket> ticket = hung.submit(2);
+    hung.gate.until_it_waits(2);
+    ticket->stop();
+    hung.drive.end_stopped();
+    const Outcome outcome = hung.first();
+    CHECK_EQ(outcome.id, 2);
+    CHECK_EQ(outcome.error, ECANCELED);
+}
+
+TEST(a_deadline_ends_what_waits_for_memory_to_be_registered) {
+    Hung hung;
+    hung.drive.use_arenas({});
+    (void)hung.submit(2, Clock::now());
+    const Outcome outcome = hung.first();
+    CHECK_EQ(outcome.id, 2);
+    CHECK_EQ(outcome.error, ETIMEDOUT);
 }
 
 namespace {

@@ -320,7 +320,7 @@ void Drive::serve() {
         // nothing.
         while (has_work() && !(loop_came_in_vain_ && is_for_loops())) {
             lock.unlock();
-            (void)step(Wait::several);
+            (void)step(Wait::some);
             lock.lock();
         }
         led_ = false;
@@ -471,15 +471,14 @@ void Drive::take_inbox() {
 
 // `sleeping_` is set under the lock that submit takes: a new operation is either seen here or wakes
 // the backend. While others wait for room a new one could not begin, so it need not wake it: the
-// completion that makes room does.
+// completion that makes room does. A deadline that passes and a stop are seen after `brief` then.
 Wait Drive::how_to_wait(Wait longest) {
     const std::lock_guard lock(mutex_);
     const bool news = !inbox_.empty() || arenas_seen_ != arenas_asked_ || stops_asked_;
     if (longest == Wait::none || in_kernel_ == 0 || news) return Wait::none;
     const bool full = has_waiting();  // the drive has all that it has room for
     sleeping_ = !full;
-    if (longest == Wait::briefly) return full ? Wait::several_briefly : Wait::briefly;
-    return full ? Wait::several : Wait::some;
+    return full ? Wait::several_briefly : longest;
 }
 
 // Registered buffers can change only while nothing is in flight; issue() waits for that.
@@ -508,6 +507,7 @@ void Drive::register_arenas() {
 
 // Operations that waited for room go to the kernel in groups; the caller submits the last group.
 void Drive::issue() {
+    if (with_deadline_ > 0 || std::exchange(stops_due_, false)) end_what_is_late();
     if (registration_due_) {
         if (in_kernel_ > 0) return;
         register_arenas();
@@ -517,7 +517,6 @@ void Drive::issue() {
         push(repush_.front());
         repush_.pop_front();
     }
-    if (with_deadline_ > 0 || std::exchange(stops_due_, false)) end_what_is_late();
     const bool refills = std::exchange(full_, false);
     std::size_t issued = 0;
     while (std::list<Active>* lane = lane_in_turn()) {
