@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <iterator>
 #include <map>
 #include <memory>
@@ -780,6 +781,57 @@ TEST(a_drive_that_has_no_room_is_not_woken_for_what_it_could_not_begin) {
     drive.stop();
     CHECK_EQ(ended.load(), 11);
     CHECK(wakes <= 2);  // for the first, and to stop
+}
+
+namespace {
+
+// While an event loop leads, something is submitted at each of its steps, as if by another thread.
+class Fed final : public Backend {
+  public:
+    Fed(std::unique_ptr<Backend> inner, const std::function<void()>& feed)
+        : inner_(std::move(inner)), feed_(feed) {}
+    [[nodiscard]] std::string_view name() const noexcept override { return "fed"; }
+    [[nodiscard]] bool serves_any_thread() const noexcept override { return true; }
+    [[nodiscard]] unsigned capacity() const noexcept override { return inner_->capacity(); }
+    [[nodiscard]] bool push(const Request& request) override { return inner_->push(request); }
+    [[nodiscard]] std::size_t submit_and_reap(std::span<Completion> out, Wait wait) override {
+        if (std::this_thread::get_id() == loop_) feed_();
+        return inner_->submit_and_reap(out, wait);
+    }
+    void wake() noexcept override { inner_->wake(); }
+
+  private:
+    std::unique_ptr<Backend> inner_;
+    const std::function<void()>& feed_;
+    const std::thread::id loop_ = std::this_thread::get_id();
+};
+
+}  // namespace
+
+TEST(an_event_loop_that_serves_a_busy_drive_gets_its_turn_back) {
+    Bench other;  // for its file
+    constexpr int most = 1000;
+    std::vector<std::byte> memory = pattern(100, 1);
+    int submitted = 0;
+    std::atomic<int> ended = 0;
+    std::function<void()> feed = [] {};
+    Drive drive(
+        std::make_unique<Fed>(make_backend("memory", 4), feed), {.chunk_bytes = chunk},
+        [&](const std::vector<Outcome>& outcomes) { ended += static_cast<int>(outcomes.size()); });
+    feed = [&] {
+        if (submitted == most) return;
+        ++submitted;
+        Operation operation;
+        operation.verb = Verb::write;
+        operation.file = other.file;
+        operation.memory = memory.data();
+        operation.length = memory.size();
+        drive.submit(std::span(&operation, 1), Issue::now);
+    };
+    CHECK(drive.lead_for_loops());
+    CHECK(submitted < most);
+    drive.stop();
+    CHECK_EQ(ended.load(), submitted);
 }
 
 namespace {

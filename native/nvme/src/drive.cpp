@@ -34,6 +34,8 @@ constexpr Clock::duration shortest_watch = std::chrono::microseconds(150);
 constexpr Clock::duration longest_watch = std::chrono::microseconds(1000);
 constexpr Clock::duration loops_watch = std::chrono::milliseconds(10);
 constexpr unsigned looks_before_rest = 3;
+// A drive that is always busy would keep an event loop from its other callbacks.
+constexpr unsigned steps_for_loops = 8;
 
 bool is_sync(Verb verb) {
     return verb == Verb::sync_data || verb == Verb::sync_all;
@@ -194,22 +196,25 @@ bool Drive::serve_loop(const std::shared_ptr<Doorbell>& bell) {
     return true;
 }
 
-void Drive::lead_for_loops() {
+bool Drive::lead_for_loops() {
     {
         const std::lock_guard lock(mutex_);
         if (!may_lead()) {
             loop_came_in_vain_ = true;
-            return;
+            return false;
         }
         led_ = true;
         ++turns_;
     }
+    bool has_more = true;
     try {
-        while (step(Wait::none)) continue;
+        for (unsigned i = 0; has_more && i < steps_for_loops; ++i) has_more = step(Wait::none);
     } catch (...) {
-        return break_off(std::current_exception());
+        break_off(std::current_exception());
+        return false;
     }
     end_turn(false);
+    return has_more;
 }
 
 // These two: under mutex_.

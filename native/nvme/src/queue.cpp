@@ -334,9 +334,11 @@ void Queue::serve_loop(Doorbell& bell) {
         const std::lock_guard lock(drives_mutex_);
         for (const auto& [device, drive] : drives_) drives.push_back(drive);
     }
-    for (const std::shared_ptr<Drive>& drive : drives) drive->lead_for_loops();
+    bool has_more = false;
+    for (const std::shared_ptr<Drive>& drive : drives) has_more |= drive->lead_for_loops();
     // Before the caller takes what has ended: what ends later rings.
     bell.listen();
+    if (has_more) bell.ring();
 }
 
 void Queue::stop(Ticket& ticket) {
