@@ -26,6 +26,7 @@ from deepnvme.errors import (
     QueueFull,
     ShortReadError,
     io_error,
+    lost_write_error,
 )
 from deepnvme.memory.buffers import Memory
 from deepnvme.queue.future import SLICE_S, IOFuture, Places, wake, wake_loops
@@ -36,10 +37,11 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_DEADLINE_S", "Pending", "short_read_error"]
 
-_SUCCEEDED, _END_OF_FILE, _CANCELLED = (
+_SUCCEEDED, _END_OF_FILE, _CANCELLED, _WRITE_FAILED = (
     int(_native.Ending.SUCCEEDED),
     int(_native.Ending.END_OF_FILE),
     int(_native.Ending.CANCELLED),
+    int(_native.Ending.WRITE_FAILED),
 )
 
 
@@ -298,11 +300,13 @@ class Pending:
         # A loop calls this on its own thread only, so one loop gets one listener.
         listener = self._listeners.get(loop)
         if listener is None:
-            listener = self._listeners[loop] = _Listener()
-            self._latest = weakref.ref(loop), listener
+            listener = _Listener()
             # A loop without add_reader is woken by the queue's own thread.
             with suppress(NotImplementedError):
                 loop.add_reader(listener.bell.descriptor, self._serve, loop, listener)
+            # Last: where that raises, the next operation that is awaited tries again.
+            self._listeners[loop] = listener
+            self._latest = weakref.ref(loop), listener
         self._native.hear(ticket, listener.bell)
 
     def leave_loops(self) -> None:
@@ -460,6 +464,8 @@ class Pending:
         if ending in (_SUCCEEDED, _CANCELLED):
             return None
         verb, path, place, asked, at_end = future._about
+        if ending == _WRITE_FAILED:
+            return lost_write_error(error, op=verb.name.lower(), path=path, backend=self.backend)
         offset = place if isinstance(place, int) else place.offset_of(done)
         if ending == _END_OF_FILE:
             return short_read_error(

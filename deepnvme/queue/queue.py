@@ -684,12 +684,20 @@ class File(Closing):
         )
 
     def sync(self, what: Sync = Sync.DATA) -> IOFuture[int]:
-        """Make every write to this file that was submitted before durable. Ends in 0."""
+        """Make every write to this file that was submitted before durable. Ends in 0.
+
+        If one of them failed and neither `result()` nor `exception()` of its future has returned or
+        raised the error by then, the sync ends in it.
+        """
         verb = chosen(Sync, what, "sync").value
         return self._queue._sync(verb, self._open())
 
     def preallocate(self, nbytes: int | str) -> None:
-        """Reserve the first `nbytes` of the file: a full drive fails here, not in a later write."""
+        """Reserve the first `nbytes` of the file: a full drive fails here, not in a later write.
+
+        The bytes that are there stay. Where the file system cannot reserve, zeros are written
+        behind the end of the file, and holes before it stay holes.
+        """
         nbytes = byte_count("nbytes", nbytes)
         _check_range("nbytes", nbytes)
         # Without a name for what is opened: an error's frames would keep it open after close().

@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +15,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,6 +24,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -779,6 +783,242 @@ TEST(a_drive_that_has_no_room_is_not_woken_for_what_it_could_not_begin) {
     CHECK(wakes <= 2);  // for the first, and to stop
 }
 
+namespace {
+
+// While an event loop leads, something is submitted at each of its steps, as if by another thread.
+class Fed final : public Backend {
+  public:
+    Fed(std::unique_ptr<Backend> inner, const std::function<void()>& feed)
+        : inner_(std::move(inner)), feed_(feed) {}
+    [[nodiscard]] std::string_view name() const noexcept override { return "fed"; }
+    [[nodiscard]] bool serves_any_thread() const noexcept override { return true; }
+    [[nodiscard]] unsigned capacity() const noexcept override { return inner_->capacity(); }
+    [[nodiscard]] bool push(const Request& request) override { return inner_->push(request); }
+    [[nodiscard]] std::size_t submit_and_reap(std::span<Completion> out, Wait wait) override {
+        if (std::this_thread::get_id() == loop_) feed_();
+        return inner_->submit_and_reap(out, wait);
+    }
+    void wake() noexcept override { inner_->wake(); }
+
+  private:
+    std::unique_ptr<Backend> inner_;
+    const std::function<void()>& feed_;
+    const std::thread::id loop_ = std::this_thread::get_id();
+};
+
+}  // namespace
+
+TEST(an_event_loop_that_serves_a_busy_drive_gets_its_turn_back) {
+    Bench other;  // for its file
+    constexpr int most = 1000;
+    std::vector<std::byte> memory = pattern(100, 1);
+    int submitted = 0;
+    std::atomic<int> ended = 0;
+    std::function<void()> feed = [] {};
+    Drive drive(
+        std::make_unique<Fed>(make_backend("memory", 4), feed), {.chunk_bytes = chunk},
+        [&](const std::vector<Outcome>& outcomes) { ended += static_cast<int>(outcomes.size()); });
+    feed = [&] {
+        if (submitted == most) return;
+        ++submitted;
+        Operation operation;
+        operation.verb = Verb::write;
+        operation.file = other.file;
+        operation.memory = memory.data();
+        operation.length = memory.size();
+        drive.submit(std::span(&operation, 1), Issue::now);
+    };
+    CHECK(drive.lead_for_loops());
+    CHECK(submitted < most);
+    drive.stop();
+    CHECK_EQ(ended.load(), submitted);
+}
+
+namespace {
+
+// Completes nothing before it is let go.
+class Hanging final : public Backend {
+  public:
+    struct Gate {
+        void let_go() {
+            const std::lock_guard lock(mutex);
+            is_open = true;
+            changed.notify_all();
+        }
+        void until_it_waits(int times) {
+            std::unique_lock lock(mutex);
+            changed.wait(lock, [&] { return waits >= times; });
+        }
+
+        std::mutex mutex;
+        std::condition_variable changed;
+        bool is_open = false;
+        bool is_woken = false;
+        int waits = 0;
+    };
+
+    Hanging(std::unique_ptr<Backend> inner, Gate& gate) : inner_(std::move(inner)), gate_(gate) {}
+    [[nodiscard]] std::string_view name() const noexcept override { return "hanging"; }
+    [[nodiscard]] unsigned capacity() const noexcept override { return inner_->capacity(); }
+    [[nodiscard]] bool push(const Request& request) override { return inner_->push(request); }
+    [[nodiscard]] std::size_t submit_and_reap(std::span<Completion> out, Wait wait) override {
+        std::unique_lock lock(gate_.mutex);
+        if (wait != Wait::none) {
+            ++gate_.waits;
+            gate_.changed.notify_all();
+            const auto is_news = [&] { return gate_.is_open || gate_.is_woken; };
+            if (is_brief(wait))
+                gate_.changed.wait_for(lock, brief, is_news);
+            else
+                gate_.changed.wait(lock, is_news);
+            gate_.is_woken = false;
+        }
+        return gate_.is_open ? inner_->submit_and_reap(out, Wait::none) : 0;
+    }
+    void wake() noexcept override {
+        const std::lock_guard lock(gate_.mutex);
+        gate_.is_woken = true;
+        gate_.changed.notify_all();
+    }
+
+  private:
+    std::unique_ptr<Backend> inner_;
+    Gate& gate_;
+};
+
+// A drive with room for one chunk, which hangs with operation 1 in the kernel.
+struct Hung {
+    Hung() {
+        (void)submit(1);
+        gate.until_it_waits(1);
+    }
+    ~Hung() { gate.let_go(); }
+
+    std::shared_ptr<Ticket> submit(std::uint64_t id,
+                                   Clock::time_point deadline = Clock::time_point::max()) {
+        Operation operation;
+        operation.id = id;
+        operation.ticket = std::make_shared<Ticket>();
+        operation.verb = Verb::write;
+        operation.file = other.file;
+        operation.memory = memory.data();
+        operation.length = memory.size();
+        operation.deadline = deadline;
+        const std::shared_ptr<Ticket> ticket = operation.ticket;
+        drive.submit(std::span(&operation, 1), Issue::now);
+        return ticket;
+    }
+
+    // The first outcome while the drive hangs.
+    Outcome first() {
+        std::unique_lock lock(mutex);
+        CHECK(ended.wait_for(lock, long_enough, [&] { return !outcomes.empty(); }));
+        return outcomes.front();
+    }
+
+    Bench other;  // for its file
+    std::vector<std::byte> memory = pattern(chunk, 1);
+    std::mutex mutex;
+    std::condition_variable ended;
+    std::vector<Outcome> outcomes;
+    Hanging::Gate gate;
+    Drive drive{std::make_unique<Hanging>(make_backend("memory", 4), gate),
+                {.chunk_bytes = chunk, .inflight_bytes = chunk},
+                [this](std::vector<Outcome> some) {
+                    const std::lock_guard lock(mutex);
+                    std::move(some.begin(), some.end(), std::back_inserter(outcomes));
+                    ended.notify_all();
+                }};
+};
+
+}  // namespace
+
+TEST(a_deadline_ends_what_waits_for_a_drive_that_hangs) {
+    Hung hung;
+    (void)hung.submit(2, Clock::now() + 200ms);
+    const Outcome outcome = hung.first();
+    CHECK_EQ(outcome.id, 2);
+    CHECK_EQ(outcome.error, ETIMEDOUT);
+}
+
+TEST(a_stop_ends_what_waits_for_a_drive_that_hangs) {
+    Hung hung;
+    const std::shared_ptr<Ticket> ticket = hung.submit(2);
+    hung.gate.until_it_waits(2);
+    ticket->stop();
+    hung.drive.end_stopped();
+    const Outcome outcome = hung.first();
+    CHECK_EQ(outcome.id, 2);
+    CHECK_EQ(outcome.error, ECANCELED);
+}
+
+TEST(a_deadline_ends_what_waits_for_memory_to_be_registered) {
+    Hung hung;
+    hung.drive.use_arenas({});
+    (void)hung.submit(2, Clock::now());
+    const Outcome outcome = hung.first();
+    CHECK_EQ(outcome.id, 2);
+    CHECK_EQ(outcome.error, ETIMEDOUT);
+}
+
+namespace {
+
+// Breaks at its first request, and is destroyed slowly: not before `left_alone` is set.
+class Breaking final : public Backend {
+  public:
+    struct Signals {
+        // Relaxed, so that they order nothing between the drive's thread and the test's.
+        std::atomic<bool> being_destroyed = false;
+        std::atomic<bool> left_alone = false;
+    };
+
+    explicit Breaking(Signals& signals) : signals_(signals) {}
+    ~Breaking() override {
+        signals_.being_destroyed.store(true, std::memory_order_relaxed);
+        while (!signals_.left_alone.load(std::memory_order_relaxed))
+            std::this_thread::sleep_for(1ms);
+    }
+    [[nodiscard]] std::string_view name() const noexcept override { return "breaking"; }
+    [[nodiscard]] bool serves_any_thread() const noexcept override { return true; }
+    [[nodiscard]] unsigned capacity() const noexcept override { return 4; }
+    [[nodiscard]] bool push(const Request& /*request*/) override { return true; }
+    [[nodiscard]] std::size_t submit_and_reap(std::span<Completion> /*out*/,
+                                              Wait /*wait*/) override {
+        throw std::system_error(EIO, std::generic_category(), "broken");
+    }
+    void wake() noexcept override {}
+
+  private:
+    Signals& signals_;
+};
+
+}  // namespace
+
+// The thread sanitizer sees a loop that takes the backend while it is let go of.
+TEST(a_loop_that_comes_while_a_broken_backend_is_destroyed_does_not_find_it) {
+    Bench other;  // for its file
+    Breaking::Signals signals;
+    std::atomic<int> failed = 0;
+    Drive drive(std::make_unique<Breaking>(signals), {.chunk_bytes = chunk},
+                [&](const std::vector<Outcome>& outcomes) {
+                    for (const Outcome& outcome : outcomes) failed += outcome.error == EIO ? 1 : 0;
+                });
+    std::vector<std::byte> memory = pattern(100, 1);
+    Operation operation;
+    operation.verb = Verb::write;
+    operation.file = other.file;
+    operation.memory = memory.data();
+    operation.length = memory.size();
+    drive.submit(std::span(&operation, 1), Issue::now);
+    while (!signals.being_destroyed.load(std::memory_order_relaxed))
+        std::this_thread::sleep_for(1ms);
+    const bool found = drive.serve_loop(std::make_shared<Doorbell>());
+    signals.left_alone.store(true, std::memory_order_relaxed);
+    drive.stop();
+    CHECK(!found);
+    CHECK_EQ(failed.load(), 1);
+}
+
 // Threads that wait lead the drive in turn; one of them serves an event loop's bell instead.
 TEST(threads_that_submit_wait_and_serve_a_loop_lose_no_operation) {
     for (const std::string name : {"uring", "aio", "threads"}) {
@@ -862,6 +1102,39 @@ TEST(a_file_that_cannot_be_opened_says_why) {
         CHECK_EQ(error.code().value(), ENOENT);
         CHECK_EQ(error.path(), "missing");
     }
+}
+
+namespace {
+
+std::function<void()> after_fstat;  // empty: nothing
+
+}  // namespace
+
+// In place of the C library's, for the library under test too. Before 2.33 it was no function.
+#if __GLIBC_PREREQ(2, 33)
+extern "C" int fstat(int descriptor, struct stat* status) noexcept {
+    const int result = ::fstatat(descriptor, "", status, AT_EMPTY_PATH);
+    if (after_fstat) after_fstat();
+    return result;
+}
+#endif
+
+TEST(opening_a_file_again_forgets_no_write_that_ended_meanwhile) {
+    std::string path = (std::filesystem::temp_directory_path() / "deepnvme-XXXXXX").string();
+    const int descriptor = ::mkostemp(path.data(), O_CLOEXEC);
+    CHECK(descriptor >= 0);
+    OpenFile file(path, OpenMode::update, DirectIO::never, 0600);
+    std::uint64_t writes = 0;
+    after_fstat = [&] {
+        if (writes == 5) return;
+        CHECK_EQ(::pwrite(descriptor, "x", 1, static_cast<off_t>(writes)), 1);
+        file.wrote_until(++writes);
+    };
+    const OpenFile again(path, OpenMode::read, DirectIO::never, 0600);
+    after_fstat = nullptr;
+    ::close(descriptor);
+    ::unlink(path.c_str());
+    CHECK_EQ(file.expected_length(), file.length());
 }
 
 TEST(pool_pieces_do_not_overlap_and_come_back_whole) {

@@ -4,19 +4,31 @@ drives, refused rights.
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import errno
 import json
 import os
 import platform
+import resource
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepnvme import BackendUnavailableError, Direct, IOQueue, NVMeError, Pool, ShortReadError
+from deepnvme import (
+    BackendUnavailableError,
+    Direct,
+    FaultPlan,
+    File,
+    IOQueue,
+    NVMeError,
+    Pool,
+    ShortReadError,
+)
 from support import seccomp
 from support.nvme_disks import DiskUnavailableError, loop_device, loop_ext4, tmpfs
 from support.nvme_fuse import (
@@ -128,6 +140,40 @@ def test_reserving_more_than_the_disk_has_is_told_when_the_file_is_opened(
     ]
 
 
+FALLOCATE = {"x86_64": 285, "aarch64": 47}
+RESERVING = """
+import json, os, sys
+from deepnvme import IOQueue
+
+path = sys.argv[1]
+with open(path, "wb") as made:
+    made.truncate(1 << 20)
+with IOQueue("threads") as queue, queue.open(path, "r+") as file:
+    file.preallocate(1 << 20)
+    before_the_end = os.stat(path).st_blocks * 512
+    file.preallocate((3 << 20) + 5)
+    print(json.dumps([before_the_end, os.stat(path).st_blocks * 512, file.size]))
+"""
+
+
+def test_where_nothing_can_be_reserved_zeros_come_behind_the_end_and_nothing_before_it(
+    tmp_path: Path,
+) -> None:
+    if platform.machine() not in FALLOCATE:
+        pytest.skip("the number of fallocate is not known here")
+    done = run_program(
+        RESERVING,
+        tmp_path / "file",
+        folder=tmp_path,
+        launcher=seccomp.refusing("EOPNOTSUPP", FALLOCATE[platform.machine()]),
+    )
+    before_the_end, after_it, size = json.loads(output_of(done))
+    assert before_the_end == 0  # a byte written in a block would have made it one of the file's
+    assert after_it >= 2 * MIB
+    assert size == 3 * MIB + 5
+    assert (tmp_path / "file").read_bytes() == bytes(size)
+
+
 # --- the limit on a file's size -------------------------------------------------------------------
 
 LIMITED = """
@@ -213,6 +259,63 @@ def test_an_operation_that_there_is_no_memory_to_copy_through_fails_alone(
     if not direct:
         pytest.skip("the file system here takes no direct I/O")
     assert rest == [[errno.ENOMEM, 0], [errno.ENOMEM, 0], 5, 4]
+
+
+# --- no descriptors, no threads -------------------------------------------------------------------
+
+
+@contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    """Let this process open nothing more."""
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_await_without_a_descriptor_says_so_and_the_next_one_works(
+    tmp_path: Path, backend: str
+) -> None:
+    async def main(file: File) -> int:
+        with no_more_descriptors(), pytest.raises(OSError, match="ulimit -n") as caught:
+            await file.pwrite(b"abc")
+        assert caught.value.errno == errno.EMFILE
+        assert not isinstance(caught.value, NVMeError)
+        return await file.pwrite(b"defg", 3)
+
+    slow = FaultPlan().delay(nth=1, delay_us=50_000)
+    with IOQueue(backend, faults=slow) as queue, queue.open(tmp_path / "file", "w") as file:
+        assert asyncio.run(main(file)) == 4
+    assert (tmp_path / "file").read_bytes() == b"abcdefg"
+
+
+@contextmanager
+def no_more_native_threads() -> Iterator[None]:
+    """Let native code of this process start no thread: its stack would not fit."""
+    libc = ctypes.CDLL(None)
+    usual, impossible = ctypes.create_string_buffer(64), ctypes.create_string_buffer(64)
+    assert libc.pthread_getattr_default_np(usual) == 0
+    assert libc.pthread_attr_init(impossible) == 0
+    assert libc.pthread_attr_setstacksize(impossible, ctypes.c_size_t(1 << 60)) == 0
+    assert libc.pthread_setattr_default_np(impossible) == 0
+    try:
+        yield
+    finally:
+        assert libc.pthread_setattr_default_np(usual) == 0
+
+
+def test_a_drive_without_a_thread_does_not_blame_its_backend(tmp_path: Path, backend: str) -> None:
+    with IOQueue(backend) as queue:
+        with no_more_native_threads(), pytest.raises(OSError, match="no thread") as caught:
+            queue.open(tmp_path / "file", "w")
+        assert caught.value.errno == errno.EAGAIN
+        assert not isinstance(caught.value, NVMeError)
+        with queue.open(tmp_path / "file", "w") as file:
+            assert file.pwrite(b"abc").result(TIMEOUT_S) == 3
 
 
 # --- a broken drive -------------------------------------------------------------------------------

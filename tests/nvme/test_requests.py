@@ -7,6 +7,7 @@ import errno
 import gc
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -320,6 +321,30 @@ def test_awaiting_asks_only_the_loop_to_complete_the_future(tmp_path: Path, queu
 
     # these two are made where the queue's own thread is to complete the future, besides
     assert not asyncio.run(main())
+
+
+def test_a_loop_that_refused_its_reader_is_asked_again(
+    tmp_path: Path, queue: IOQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    async def main(file: File) -> None:
+        add_reader = asyncio.get_running_loop().add_reader
+
+        def add(*arguments: Any) -> None:
+            asked.append(arguments)
+            if len(asked) == 1:
+                raise OSError(errno.ENOSPC, "no more watches")
+            add_reader(*arguments)
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "add_reader", add)
+        with pytest.raises(OSError, match="no more watches"):
+            await file.pwrite(b"abc")
+        await file.pwrite(b"defg", 3)
+
+    with queue.open(tmp_path / "file", "w") as file:
+        asyncio.run(main(file))
+    assert len(asked) == 2
 
 
 def test_operations_of_one_turn_of_a_loop_reach_the_kernel_together(

@@ -8,6 +8,7 @@
 #include <system_error>
 
 #include "backends.hpp"
+#include "deepnvme/error.hpp"
 #include "deepnvme/uring_functions.hpp"
 
 namespace deepnvme {
@@ -28,6 +29,16 @@ namespace {
     }
     errno = EINVAL;
     return -1;
+}
+
+[[nodiscard]] std::unique_ptr<Backend> make_known(std::string_view name, unsigned depth) {
+    if (name == "liburing") return make_ring_backend(liburing_functions(), depth);
+    if (name == "uring") return make_ring_backend(own_ring_functions(), depth);
+    if (name == "aio") return make_aio_backend(depth);
+    if (name == "threads") return make_threads_backend(depth);
+    if (name == "memory") return make_memory_backend(depth);
+    throw std::invalid_argument("no backend is called \"" + std::string(name) +
+                                "\"; there are liburing, uring, aio, threads and memory");
 }
 
 }  // namespace
@@ -61,13 +72,11 @@ void EventFd::clear() noexcept {
 std::unique_ptr<Backend> make_backend(std::string_view name, unsigned depth) {
     if (depth == 0)
         throw std::invalid_argument("a backend needs room for at least 1 request, got depth 0");
-    if (name == "liburing") return make_ring_backend(liburing_functions(), depth);
-    if (name == "uring") return make_ring_backend(own_ring_functions(), depth);
-    if (name == "aio") return make_aio_backend(depth);
-    if (name == "threads") return make_threads_backend(depth);
-    if (name == "memory") return make_memory_backend(depth);
-    throw std::invalid_argument("no backend is called \"" + std::string(name) +
-                                "\"; there are liburing, uring, aio, threads and memory");
+    try {
+        return make_known(name, depth);
+    } catch (const std::system_error& refusal) {
+        throw BackendError(refusal);
+    }
 }
 
 }  // namespace deepnvme

@@ -15,7 +15,10 @@ Doorbell::Doorbell()
     : poll_(::epoll_create1(EPOLL_CLOEXEC)), signal_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     const int error = errno;
     try {
-        if (poll_ < 0 || signal_ < 0) throw std::system_error(error, std::generic_category());
+        if (poll_ < 0 || signal_ < 0)
+            throw std::system_error(error, std::generic_category(),
+                                    "no descriptor to wake an event loop: close some, or allow "
+                                    "more (ulimit -n)");
         watch(signal_);
     } catch (...) {
         if (poll_ >= 0) ::close(poll_);

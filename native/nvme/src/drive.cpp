@@ -11,6 +11,8 @@
 #include <system_error>
 #include <utility>
 
+#include "deepnvme/error.hpp"
+
 namespace deepnvme {
 
 namespace {
@@ -32,6 +34,8 @@ constexpr Clock::duration shortest_watch = std::chrono::microseconds(150);
 constexpr Clock::duration longest_watch = std::chrono::microseconds(1000);
 constexpr Clock::duration loops_watch = std::chrono::milliseconds(10);
 constexpr unsigned looks_before_rest = 3;
+// A drive that is always busy would keep an event loop from its other callbacks.
+constexpr unsigned steps_for_loops = 8;
 
 bool is_sync(Verb verb) {
     return verb == Verb::sync_data || verb == Verb::sync_all;
@@ -95,7 +99,13 @@ Drive::Drive(std::unique_ptr<Backend> backend, DriveOptions options, Ended ended
     for (std::uint32_t index = 0; index < chunks_.size(); ++index) free_chunks_.push_back(index);
     std::promise<void> attached;
     std::future<void> ready = attached.get_future();
-    thread_ = std::thread([this, &attached] { run(attached); });
+    try {
+        thread_ = std::thread([this, &attached] { run(attached); });
+    } catch (const std::system_error& refusal) {
+        throw std::system_error(refusal.code(),
+                                "no thread for a drive: allow more (ulimit -u, or the container's "
+                                "limit on processes)");
+    }
     try {
         ready.get();
     } catch (...) {
@@ -186,22 +196,25 @@ bool Drive::serve_loop(const std::shared_ptr<Doorbell>& bell) {
     return true;
 }
 
-void Drive::lead_for_loops() {
+bool Drive::lead_for_loops() {
     {
         const std::lock_guard lock(mutex_);
         if (!may_lead()) {
             loop_came_in_vain_ = true;
-            return;
+            return false;
         }
         led_ = true;
         ++turns_;
     }
+    bool has_more = true;
     try {
-        while (step(Wait::none)) continue;
+        for (unsigned i = 0; has_more && i < steps_for_loops; ++i) has_more = step(Wait::none);
     } catch (...) {
-        return break_off(std::current_exception());
+        break_off(std::current_exception());
+        return false;
     }
     end_turn(false);
+    return has_more;
 }
 
 // These two: under mutex_.
@@ -282,6 +295,9 @@ void Drive::run(std::promise<void>& attached) {
     pthread_setname_np(pthread_self(), "deepnvme-io");
     try {
         backend_->attach();
+    } catch (const std::system_error& refusal) {
+        attached.set_exception(std::make_exception_ptr(BackendError(refusal)));
+        return;
     } catch (...) {
         attached.set_exception(std::current_exception());
         return;
@@ -309,7 +325,7 @@ void Drive::serve() {
         // nothing.
         while (has_work() && !(loop_came_in_vain_ && is_for_loops())) {
             lock.unlock();
-            (void)step(Wait::several);
+            (void)step(Wait::some);
             lock.lock();
         }
         led_ = false;
@@ -460,15 +476,14 @@ void Drive::take_inbox() {
 
 // `sleeping_` is set under the lock that submit takes: a new operation is either seen here or wakes
 // the backend. While others wait for room a new one could not begin, so it need not wake it: the
-// completion that makes room does.
+// completion that makes room does. A deadline that passes and a stop are seen after `brief` then.
 Wait Drive::how_to_wait(Wait longest) {
     const std::lock_guard lock(mutex_);
     const bool news = !inbox_.empty() || arenas_seen_ != arenas_asked_ || stops_asked_;
     if (longest == Wait::none || in_kernel_ == 0 || news) return Wait::none;
     const bool full = has_waiting();  // the drive has all that it has room for
     sleeping_ = !full;
-    if (longest == Wait::briefly) return full ? Wait::several_briefly : Wait::briefly;
-    return full ? Wait::several : Wait::some;
+    return full ? Wait::several_briefly : longest;
 }
 
 // Registered buffers can change only while nothing is in flight; issue() waits for that.
@@ -497,6 +512,7 @@ void Drive::register_arenas() {
 
 // Operations that waited for room go to the kernel in groups; the caller submits the last group.
 void Drive::issue() {
+    if (with_deadline_ > 0 || std::exchange(stops_due_, false)) end_what_is_late();
     if (registration_due_) {
         if (in_kernel_ > 0) return;
         register_arenas();
@@ -506,7 +522,6 @@ void Drive::issue() {
         push(repush_.front());
         repush_.pop_front();
     }
-    if (with_deadline_ > 0 || std::exchange(stops_due_, false)) end_what_is_late();
     const bool refills = std::exchange(full_, false);
     std::size_t issued = 0;
     while (std::list<Active>* lane = lane_in_turn()) {
@@ -930,8 +945,14 @@ void Drive::end(Active& active, Outcome outcome) {
     if (wrote) {
         if (outcome.done > 0) operation.file->wrote_until(end_of_prefix(operation, outcome.done));
         counters_.written_bytes += outcome.done;
+        // ECANCELED: its submitter stopped it, and knows that it is not whole.
+        if (outcome.ending == Ending::failed && outcome.error != ECANCELED)
+            operation.file->note_failed_write(outcome.error, operation.ticket);
     } else if (operation.verb == Verb::read) {
         counters_.read_bytes += outcome.done;
+    } else if (outcome.ending == Ending::succeeded) {
+        outcome.error = operation.file->take_write_error();
+        if (outcome.error != 0) outcome.ending = Ending::write_failed;
     }
     if (operation.deadline != Clock::time_point::max()) --with_deadline_;
     counters_.operations += 1;
@@ -955,15 +976,17 @@ void Drive::move_to(std::list<Active>& home, Active& active) {
 
 // The backend is broken as a whole. It is destroyed first: only then is it certain that the kernel
 // touches no memory any more. That may take long, and callers go on meanwhile: with `sleeping_`
-// false none of them wakes the backend.
+// false none of them wakes the backend, and none finds it.
 void Drive::fail_everything(int error) {
+    std::unique_ptr<Backend> backend;
     {
         const std::lock_guard lock(mutex_);
         broken_ = error;
         sleeping_ = false;
+        backend = std::move(backend_);
         changed_.notify_all();
     }
-    backend_.reset();
+    backend.reset();
     for (std::list<Active>* list :
          {&issued_, &parked_, &lanes_[0], &lanes_[1], &lanes_[2], &lanes_[3]}) {
         while (!list->empty()) {

@@ -191,11 +191,11 @@ std::shared_ptr<Drive> Queue::drive_of(const Operation& operation) const {
 std::unique_ptr<Backend> Queue::backend_for_another(const DriveOptions& drive) const {
     try {
         return backend_for(options_, options_.backend, drive);
-    } catch (const std::system_error&) {
+    } catch (const BackendError&) {
         for (const std::string& name : options_.fallbacks) {
             try {
                 return backend_for(options_, name, drive);
-            } catch (const std::system_error&) {
+            } catch (const BackendError&) {
                 continue;
             }
         }
@@ -334,9 +334,11 @@ void Queue::serve_loop(Doorbell& bell) {
         const std::lock_guard lock(drives_mutex_);
         for (const auto& [device, drive] : drives_) drives.push_back(drive);
     }
-    for (const std::shared_ptr<Drive>& drive : drives) drive->lead_for_loops();
+    bool has_more = false;
+    for (const std::shared_ptr<Drive>& drive : drives) has_more |= drive->lead_for_loops();
     // Before the caller takes what has ended: what ends later rings.
     bell.listen();
+    if (has_more) bell.ring();
 }
 
 void Queue::stop(Ticket& ticket) {

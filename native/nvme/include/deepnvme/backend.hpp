@@ -57,13 +57,13 @@ enum class Wait : std::uint8_t {
     none,  // take what has completed, do not block
     // Block until there is a completion, or wake() was called since the last return.
     some,
-    // As some, but a backend may sleep through one completion, and through a wake() until the next
-    // completion. For a caller that has nothing to submit and enough in flight: each wake-up costs.
-    several,
     // As some, but return nothing once a signal handler has run in this thread, or after `brief`.
     // For a thread of the program, which has to handle its signals.
     briefly,
-    several_briefly,  // both
+    // As briefly, but a backend may sleep through one completion, and through a wake() until the
+    // next completion. For a caller that has nothing to submit and enough in flight: each wake-up
+    // costs.
+    several_briefly,
 };
 
 [[nodiscard]] constexpr bool is_brief(Wait wait) noexcept {
@@ -90,8 +90,7 @@ class Backend {
     // std::system_error.
     virtual void attach() {}
 
-    // Whether different threads may drive it, one at a time, each for the length of a call. Such a
-    // backend knows Wait::briefly and Wait::several_briefly.
+    // Whether different threads may drive it, one at a time, each for the length of a call.
     [[nodiscard]] virtual bool serves_any_thread() const noexcept { return false; }
 
     // How many requests can be pushed and not yet reaped.
@@ -129,9 +128,9 @@ class Backend {
     }
 };
 
-// Makes the backend of that name with room for `depth` requests. Throws std::system_error with the
-// errno of the failed probe (ENOSYS, EPERM, ENOENT when python-liburing's library is not loaded,
-// ...), std::invalid_argument for an unknown name.
+// Makes the backend of that name with room for `depth` requests. Throws BackendError with the errno
+// of the failed probe (ENOSYS, EPERM, ENOENT when python-liburing's library is not loaded, ...),
+// std::invalid_argument for an unknown name.
 [[nodiscard]] std::unique_ptr<Backend> make_backend(std::string_view name, unsigned depth);
 
 // Where the library of the `liburing` backend is. Importing python-liburing has loaded it. ""

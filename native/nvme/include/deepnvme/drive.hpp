@@ -80,7 +80,8 @@ class Drive {
     // Gets the outcomes since the last call. Called on the leading thread; must not throw.
     using Ended = std::function<void(std::vector<Outcome>)>;
 
-    // Throws what Backend::attach throws.
+    // Throws BackendError where the backend refuses its thread, and std::system_error where there
+    // is no thread for it.
     Drive(std::unique_ptr<Backend> backend, DriveOptions options, Ended ended);
     ~Drive();  // stops
     Drive(const Drive&) = delete;
@@ -101,7 +102,8 @@ class Drive {
     // long as that bell lives. False: this drive cannot, and the caller needs attend().
     [[nodiscard]] bool serve_loop(const std::shared_ptr<Doorbell>& bell);
     // Reaps what has completed and issues what is next, where no other thread leads. Never waits.
-    void lead_for_loops();
+    // True: there is more to do at once, and the loop comes again after its other callbacks.
+    [[nodiscard]] bool lead_for_loops();
     // Ends the operations whose ticket was stopped, as far as the kernel does not have them.
     void end_stopped();
     // Registers `arenas` in place of those before, as soon as nothing is in flight.

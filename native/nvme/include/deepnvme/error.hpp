@@ -23,6 +23,13 @@ class FileError : public std::system_error {
     std::string path_;
 };
 
+// The kernel or this process refuses a backend: another one may work. Another std::system_error of
+// a queue, a lack of descriptors or threads, says nothing of the backend.
+class BackendError : public std::system_error {
+  public:
+    explicit BackendError(const std::system_error& refusal) : std::system_error(refusal) {}
+};
+
 // The queue is closed, or the file is of another queue.
 class ClosedError : public std::runtime_error {
   public:
