@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import io
 import os
+import weakref
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from deepnvme.choices import byte_count
+from deepnvme.errors import ForkedError
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.future import IOFuture
 from deepnvme.queue.queue import File, IOQueue, Sync
@@ -86,6 +88,8 @@ class FileObject(io.BufferedIOBase):
         self._writer = _BlockWriter(file, buffers)
         self._end = file.size if mode == "ab" else None  # where all writes go, then
         self._position = self._end or 0
+        # At the end of the program it runs before that of the queue, which is older.
+        self._finalizer = weakref.finalize(self, _write_collected, self._writer, os.getpid())
 
     def readable(self) -> bool:
         """Return whether it was opened for reading."""
@@ -217,6 +221,7 @@ class FileObject(io.BufferedIOBase):
         """Write what was collected, and close the file."""
         if self.closed:
             return
+        self._finalizer.detach()
         with self._ends:  # closes the file, also where the last write fails
             try:
                 self._writer.flush()
@@ -224,6 +229,11 @@ class FileObject(io.BufferedIOBase):
                 # It waits for reads under way: their blocks go with the pool.
                 self._reader.forget()
                 super().close()
+
+    def __del__(self) -> None:
+        """Close. A forked child leaves what was collected to its parent."""
+        with suppress(ForkedError):
+            self.close()
 
     def __repr__(self) -> str:
         """Show path, mode and position."""
@@ -249,6 +259,12 @@ class FileObject(io.BufferedIOBase):
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError(f"{self.name} is closed: open it again to use it")
+
+
+def _write_collected(writer: _BlockWriter, owner: int) -> None:
+    """Write what was collected for a file object that the program did not close."""
+    if os.getpid() == owner:  # a forked child leaves the bytes to its parent
+        writer.flush()
 
 
 class _ReadBlock(NamedTuple):

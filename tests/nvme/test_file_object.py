@@ -15,6 +15,7 @@ import torch
 
 import deepnvme
 from deepnvme import FaultPlan, IOQueue, NVMeError, Requests
+from support.nvme_programs import run_program
 
 BLOCK = 64 << 10
 
@@ -209,3 +210,46 @@ def test_a_drive_that_fails_to_write_is_told_at_the_latest_when_it_is_closed(
         with pytest.raises(NVMeError):
             file.close()
         assert file.closed
+
+
+# --- the end of the program --------------------------------------------------------------------
+
+NEVER_CLOSED = """
+import os, sys
+import deepnvme
+
+whose, path = sys.argv[1:]
+queue = deepnvme.IOQueue() if whose == "given" else None
+file = deepnvme.open(path, "wb", queue=queue)
+file.write(b"abc")
+if whose == "forked" and os.fork() == 0:
+    sys.exit()
+if whose == "forked":
+    os.wait()
+file.write(b"def")
+"""
+
+
+@pytest.mark.parametrize("whose", ["its own", "given", "forked"])
+def test_a_file_that_is_open_when_the_program_ends_is_written(whose: str, tmp_path: Path) -> None:
+    # The development mode also shows errors of `__del__` methods.
+    done = run_program(NEVER_CLOSED, whose, tmp_path / "f", folder=tmp_path, python=("-X", "dev"))
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "f").read_bytes() == b"abcdef"
+
+
+FAILS_AT_THE_END = """
+import sys
+import deepnvme
+
+plan = deepnvme.FaultPlan().fail(every=1, requests=deepnvme.Requests.WRITES)
+file = deepnvme.open(sys.argv[1], "wb", queue=deepnvme.IOQueue("threads", faults=plan))
+file.write(b"abc")
+"""
+
+
+def test_a_write_that_fails_when_the_program_ends_is_shown(tmp_path: Path) -> None:
+    done = run_program(FAILS_AT_THE_END, tmp_path / "f", folder=tmp_path)
+
+    assert "write of 3 B at offset 0" in done.stderr
