@@ -89,7 +89,7 @@ class FileObject(io.BufferedIOBase):
         self._end = file.size if mode == "ab" else None  # where all writes go, then
         self._position = self._end or 0
         # At the end of the program it runs before that of the queue, which is older.
-        self._finalizer = weakref.finalize(self, _write_collected, self._writer, os.getpid())
+        self._finalizer = weakref.finalize(self, self._writer.flush)
 
     def readable(self) -> bool:
         """Return whether it was opened for reading."""
@@ -218,22 +218,18 @@ class FileObject(io.BufferedIOBase):
         self._file.sync(what).result()
 
     def close(self) -> None:
-        """Write what was collected, and close the file."""
+        """Write what was collected, and close the file. A forked child only lets go of it."""
         if self.closed:
             return
         self._finalizer.detach()
-        with self._ends:  # closes the file, also where the last write fails
+        # Closes the file, also where the last write fails. A forked child has no part in the queue.
+        with suppress(ForkedError), self._ends:
             try:
                 self._writer.flush()
             finally:
                 # It waits for reads under way: their blocks go with the pool.
                 self._reader.forget()
                 super().close()
-
-    def __del__(self) -> None:
-        """Close. A forked child leaves what was collected to its parent."""
-        with suppress(ForkedError):
-            self.close()
 
     def __repr__(self) -> str:
         """Show path, mode and position."""
@@ -259,12 +255,11 @@ class FileObject(io.BufferedIOBase):
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError(f"{self.name} is closed: open it again to use it")
-
-
-def _write_collected(writer: _BlockWriter, owner: int) -> None:
-    """Write what was collected for a file object that the program did not close."""
-    if os.getpid() == owner:  # a forked child leaves the bytes to its parent
-        writer.flush()
+        if self._writer.is_forked:
+            raise ForkedError(
+                f"the file object of {self.name} belongs to the parent process; a forked child "
+                "opens the file again"
+            )
 
 
 class _ReadBlock(NamedTuple):
@@ -340,6 +335,12 @@ class _BlockWriter:
         self._start = 0
         self._nbytes = 0
         self._under_way: deque[tuple[memoryview, IOFuture[int]]] = deque()
+        self._owner = os.getpid()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a forked child of the one that made it."""
+        return os.getpid() != self._owner
 
     def collect(self, memory: memoryview, offset: int) -> None:
         """Take a copy of `memory`, which belongs at `offset`."""
@@ -360,7 +361,9 @@ class _BlockWriter:
                 self._write()
 
     def flush(self) -> None:
-        """Write what was collected and wait for it."""
+        """Write what was collected and wait for it. A forked child leaves that to its parent."""
+        if self.is_forked:
+            return
         self._write()
         while self._under_way:
             self._finish_oldest()

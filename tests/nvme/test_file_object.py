@@ -15,7 +15,7 @@ import torch
 
 import deepnvme
 from deepnvme import FaultPlan, IOQueue, NVMeError, Requests
-from support.nvme_programs import run_program
+from support.nvme_programs import output_of, run_program
 
 BLOCK = 64 << 10
 
@@ -253,3 +253,31 @@ def test_a_write_that_fails_when_the_program_ends_is_shown(tmp_path: Path) -> No
     done = run_program(FAILS_AT_THE_END, tmp_path / "f", folder=tmp_path)
 
     assert "write of 3 B at offset 0" in done.stderr
+
+
+FORKED = """
+import os, sys
+import deepnvme
+
+file = deepnvme.open(sys.argv[1], "r+b")
+file.write(b"abc")
+if os.fork() == 0:
+    for use in (file.read, lambda: file.write(b"x"), file.tell, lambda: file.seek(0), file.sync):
+        try:
+            use()
+        except deepnvme.ForkedError:
+            print("refused")
+    file.flush()
+    file.close()
+    sys.exit()
+print(os.wait()[1])
+file.close()
+"""
+
+
+def test_a_forked_child_is_refused_its_parents_file_object(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"-" * 5)
+    printed = output_of(run_program(FORKED, tmp_path / "f", folder=tmp_path))
+
+    assert printed.split() == ["refused"] * 5 + ["0"]
+    assert (tmp_path / "f").read_bytes() == b"abc--"
