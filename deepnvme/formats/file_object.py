@@ -12,13 +12,16 @@ import os
 import weakref
 from collections import deque
 from contextlib import ExitStack, suppress
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from deepnvme.choices import byte_count
 from deepnvme.errors import ForkedError
+from deepnvme.memory.arrays import Returns, empty
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.future import IOFuture
+from deepnvme.queue.pipeline import once_there_is_room
 from deepnvme.queue.queue import File, IOQueue, Sync
 from deepnvme.sizes import PAGE, whole_pages
 
@@ -117,7 +120,8 @@ class FileObject(io.BufferedIOBase):
         while left.nbytes:
             # Straight into the caller's memory, unless the first bytes are in a block already.
             if left.nbytes >= self._block_bytes and not self._reader.has(self._position):
-                self._position += self._file.readinto(left, self._position).result()
+                read = once_there_is_room(partial(self._file.readinto, left, self._position))
+                self._position += read.result()
                 break  # it is full, or the file has ended
             part = self._reader.part_from(self._position)
             done = min(part.nbytes, left.nbytes)
@@ -160,7 +164,7 @@ class FileObject(io.BufferedIOBase):
         if memory.nbytes >= self._block_bytes:
             self._writer.flush()
             # Waits: the caller may change `data` as soon as this returns.
-            self._file.pwrite(memory, self._position).result()
+            once_there_is_room(partial(self._file.pwrite, memory, self._position)).result()
         else:
             self._writer.collect(memory, self._position)
         self._position += memory.nbytes
@@ -215,7 +219,7 @@ class FileObject(io.BufferedIOBase):
         """Make everything that was written durable."""
         self._check_open()
         self._writer.flush()
-        self._file.sync(what).result()
+        once_there_is_room(partial(self._file.sync, what)).result()
 
     def close(self) -> None:
         """Write what was collected, and close the file. A forked child only lets go of it."""
@@ -316,13 +320,17 @@ class _BlockReader:
         buffer = self._buffers.pop()
         # Little after a jump: the next read may be elsewhere again.
         nbytes = buffer.nbytes if whole else min(_JUMP_BYTES, buffer.nbytes)
-        read = self._file.readinto(buffer[:nbytes], start)
+        try:
+            read = once_there_is_room(partial(self._file.readinto, buffer[:nbytes], start))
+        except BaseException:
+            self._buffers.append(_instead_of(buffer))
+            raise
         self._blocks.append(_ReadBlock(start, nbytes, buffer, read))
 
     def _drop_first(self) -> None:
-        block = self._blocks.popleft()
-        block.read.exception()  # waits: until then the drive may be at work on the buffer
-        self._buffers.append(block.buffer)
+        # Waits: until then the drive may be at work on the buffer. Interrupted, the block stays.
+        self._blocks[0].read.exception()
+        self._buffers.append(self._blocks.popleft().buffer)
 
 
 class _BlockWriter:
@@ -369,9 +377,20 @@ class _BlockWriter:
             self._finish_oldest()
 
     def _write(self) -> None:
-        if self._block is not None:
-            block, self._block = self._block, None
-            self._under_way.append((block, self._file.pwrite(block[: self._nbytes], self._start)))
+        block = self._block
+        if block is None:
+            return
+        try:
+            write = once_there_is_room(
+                partial(self._file.pwrite, block[: self._nbytes], self._start)
+            )
+        except BaseException:
+            # The next call writes these bytes.
+            self._block = _instead_of(block)
+            self._block[: self._nbytes] = block[: self._nbytes]
+            raise
+        self._block = None
+        self._under_way.append((block, write))
 
     def _free_buffer(self) -> memoryview:
         if not self._buffers:
@@ -379,9 +398,18 @@ class _BlockWriter:
         return self._buffers.pop()
 
     def _finish_oldest(self) -> None:
-        buffer, write = self._under_way.popleft()
-        try:
-            write.result()
-        finally:
-            # Also after an error, which the caller sees: the drive no longer reads the block.
-            self._buffers.append(buffer)
+        buffer, write = self._under_way[0]
+        # Interrupted, the block stays: the drive may still read it.
+        write.exception()
+        self._under_way.popleft()
+        self._buffers.append(buffer)
+        write.result()
+
+
+def _instead_of(buffer: memoryview) -> memoryview:
+    """Return new memory in place of a buffer whose submission was refused or interrupted.
+
+    The drive may be at work on the old one all the same. The operation keeps it.
+    """
+    new: memoryview = empty("U8", (buffer.nbytes,), Returns.BYTES)
+    return new

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import tarfile
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme import FaultPlan, IOQueue, NVMeError, Requests
+from deepnvme import FaultPlan, File, IOFuture, IOQueue, NVMeError, Requests, WhenFull
 from support.nvme_programs import output_of, run_program
 
 BLOCK = 64 << 10
@@ -210,6 +212,68 @@ def test_a_drive_that_fails_to_write_is_told_at_the_latest_when_it_is_closed(
         with pytest.raises(NVMeError):
             file.close()
         assert file.closed
+
+
+def test_a_full_queue_that_refuses_loses_no_collected_bytes(tmp_path: Path) -> None:
+    data = pattern(6 * BLOCK + 77)
+    slow = FaultPlan().delay(delay_us=5000, every=1)
+    with IOQueue("threads", max_pending=1, when_full=WhenFull.RAISE, faults=slow) as queue:
+        with opened(tmp_path / "f", "wb", queue=queue) as file:
+            for start in range(0, len(data), 10_000):
+                file.write(data[start : start + 10_000])
+            file.sync()
+        with opened(tmp_path / "f", "rb", queue=queue) as file:
+            assert [file.read(10_000) for _ in range(0, len(data), 10_000)] == [
+                data[start : start + 10_000] for start in range(0, len(data), 10_000)
+            ]
+
+
+@contextmanager
+def interrupted(moment: str, call: str) -> Iterator[None]:
+    """Let Ctrl-C come before or after a call of `File` submits, or while its future is awaited."""
+    submit: Callable[..., Any] = getattr(File, call)
+
+    def interrupt(*arguments: Any) -> None:
+        if moment == "after":
+            submit(*arguments)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if moment == "waiting":
+            patch.setattr(IOFuture, "result", interrupt)
+            patch.setattr(IOFuture, "exception", interrupt)
+        else:
+            patch.setattr(File, call, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+MOMENTS = pytest.mark.parametrize("moment", ["before", "after", "waiting"])
+
+
+@MOMENTS
+def test_interrupted_writes_lose_no_bytes(moment: str, tmp_path: Path) -> None:
+    data = pattern(5 * BLOCK + 77)
+    with opened(tmp_path / "f", "wb") as file:
+        for start in range(0, len(data), 1000):
+            file.write(data[start : start + 1000])
+            if start % 30_000 == 0:
+                with interrupted(moment, "pwrite"):
+                    file.flush()
+    assert (tmp_path / "f").read_bytes() == data
+
+
+@MOMENTS
+def test_interrupted_reads_can_be_repeated(moment: str, tmp_path: Path) -> None:
+    data = pattern(9 * BLOCK)
+    (tmp_path / "f").write_bytes(data)
+    with opened(tmp_path / "f", "rb") as file:
+        for start in reversed(range(0, len(data), BLOCK)):  # what was not read ahead
+            file.seek(start)
+            with interrupted(moment, "readinto"):
+                file.read(1000)
+            file.seek(start)
+            assert file.read(1000) == data[start : start + 1000]
 
 
 # --- the end of the program --------------------------------------------------------------------
