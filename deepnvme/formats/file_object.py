@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from deepnvme.choices import byte_count
-from deepnvme.errors import ForkedError
+from deepnvme.errors import ForkedError, NVMeError
 from deepnvme.memory.arrays import Returns, empty
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.future import IOFuture
@@ -299,6 +299,14 @@ class _BlockReader:
 
     def part_from(self, offset: int) -> memoryview:
         """Wait for the bytes from `offset` on; return some of them, none at the end of the file."""
+        part = self._part_from(offset)
+        # Another program or handle may have made the file longer since the block was read.
+        if not part.nbytes and offset < self._file.size:
+            self._drop_first()
+            part = self._part_from(offset)
+        return part
+
+    def _part_from(self, offset: int) -> memoryview:
         # There are several blocks only where reading on brought the caller here.
         reads_on = offset == self._next or (len(self._blocks) > 1 and self.has(offset))
         while self._blocks and not self._blocks[0].start <= offset < self._blocks[0].end:
@@ -309,7 +317,11 @@ class _BlockReader:
         self._next = first.end
         while reads_on and self._buffers and self._blocks[-1].end < self._file.size:
             self._begin(self._blocks[-1].end, whole=True)
-        return first.part_from(offset)
+        try:
+            return first.part_from(offset)
+        except NVMeError:
+            self._drop_first()  # the next call reads it again
+            raise
 
     def forget(self) -> None:
         """Let go of all blocks, as the file changes."""

@@ -19,7 +19,7 @@ import deepnvme
 from deepnvme import FaultPlan, File, IOFuture, IOQueue, NVMeError, Requests, WhenFull
 from support.nvme_programs import output_of, run_program
 
-BLOCK = 64 << 10
+BLOCK, PAGE = 64 << 10, 4096
 
 
 def opened(path: Path, mode: Any, **options: Any) -> Any:
@@ -212,6 +212,30 @@ def test_a_drive_that_fails_to_write_is_told_at_the_latest_when_it_is_closed(
         with pytest.raises(NVMeError):
             file.close()
         assert file.closed
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, PAGE, BLOCK, 3 * BLOCK])
+def test_bytes_that_another_handle_appends_are_read(nbytes: int, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(pattern(nbytes))
+    with opened(tmp_path / "f", "rb") as file, (tmp_path / "f").open("ab", buffering=0) as other:
+        assert file.read() == pattern(nbytes)
+        assert file.peek() == b""
+        for size in (100, PAGE, 2 * BLOCK + 7):
+            other.write(pattern(size))
+            assert file.read(size // 2) + file.read() == pattern(size)
+            assert file.peek() == b""
+
+
+def test_a_failed_read_is_tried_again_by_the_next_call(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(pattern(3 * BLOCK))
+    plan = FaultPlan().fail(nth=1, requests=Requests.READS)
+    with (
+        IOQueue("threads", faults=plan) as queue,
+        opened(tmp_path / "f", "rb", queue=queue) as file,
+    ):
+        with pytest.raises(NVMeError):
+            file.read(100)
+        assert file.read(100) == pattern(3 * BLOCK)[:100]
 
 
 def test_a_full_queue_that_refuses_loses_no_collected_bytes(tmp_path: Path) -> None:
