@@ -25,7 +25,7 @@ from deepnvme.errors import ClosedError, ForkedError, NVMeError, QueueFull, Shor
 from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.memory.device_arrays import CopyEvent, DeviceArray
 from deepnvme.memory.pool import Pool
-from deepnvme.queue.future import IOFuture
+from deepnvme.queue.future import IOFuture, wake_loops
 from deepnvme.queue.pending import Pending, short_read_error
 from deepnvme.sizes import PAGE
 
@@ -465,10 +465,13 @@ class Staging:
         done = operation.done()
         # Before the future ends: a thread that it wakes finds room, and the array free.
         self._forget(operation)
-        if error is None:
-            operation.future.set_result(done)
-        else:
-            operation.future.set_exception(error)
+        try:
+            if error is None:
+                operation.future.set_result(done)
+            else:
+                operation.future.set_exception(error)
+        finally:  # also when a callback raised
+            wake_loops((operation.future,))
 
     def _forget(self, operation: _Operation) -> None:
         """Let go of the array and make room for another, before the future ends."""

@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import weakref
@@ -109,6 +110,22 @@ def test_a_sync_waits_for_staged_writes(tmp_path: Path, queue: IOQueue) -> None:
         held.set()
         assert sync.result(TIMEOUT_S) == 0
         assert write.done()
+
+
+def test_staged_operations_are_awaited_on_an_event_loop(tmp_path: Path, queue: IOQueue) -> None:
+    async def main() -> list[int]:
+        held = threading.Event()
+        with queue.open(tmp_path / "file", "w") as file:
+            operations = asyncio.gather(
+                file.pwrite(OnDevice(b"abc", held)), file.sync(), file.pwrite(OnDevice(b"d"), 3)
+            )
+            asyncio.get_running_loop().call_later(0.05, held.set)
+            done = await asyncio.wait_for(operations, TIMEOUT_S)
+            with pytest.raises(ShortReadError):
+                await asyncio.wait_for(file.pread(OnDevice(bytes(9))), TIMEOUT_S)
+            return list(done)
+
+    assert asyncio.run(main()) == [3, 0, 1]
 
 
 def test_a_queue_told_to_refuse_refuses_device_arrays_too(tmp_path: Path) -> None:
