@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import asyncio
     from array import array
 
-__all__ = ["NO_DEADLINE_S", "Pending", "short_read_error"]
+__all__ = ["NO_DEADLINE_S", "Pending", "report_escaped", "short_read_error"]
 
 _SUCCEEDED, _END_OF_FILE, _CANCELLED = (
     int(_native.Ending.SUCCEEDED),
@@ -357,16 +357,8 @@ class Pending:
             for index in self._complete_unheard(ended):
                 try:
                     self._complete(*ended[index])
-                except SystemExit:  # a callback's: it would end this thread, which has more to do
-                    continue
-                except BaseException as escaped:  # a callback's that concurrent.futures lets pass
-                    details = (
-                        type(escaped),
-                        escaped,
-                        escaped.__traceback__,
-                        threading.current_thread(),
-                    )
-                    threading.excepthook(threading.ExceptHookArgs(details))
+                except BaseException as escaped:
+                    report_escaped(escaped)
 
     async def room(self) -> None:
         """Wait on the running loop until an operation can be submitted at once."""
@@ -474,6 +466,16 @@ class Pending:
             done=done,
             backend=self.backend,
         )
+
+
+def report_escaped(escaped: BaseException) -> None:
+    """Treat what a callback raised and concurrent.futures lets pass as if it had ended a thread.
+
+    The thread that called the callback goes on: it has more to do.
+    """
+    if not isinstance(escaped, SystemExit):  # which ends a thread in silence
+        details = type(escaped), escaped, escaped.__traceback__, threading.current_thread()
+        threading.excepthook(threading.ExceptHookArgs(details))
 
 
 def short_read_error(

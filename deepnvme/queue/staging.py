@@ -26,7 +26,7 @@ from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.memory.device_arrays import CopyEvent, DeviceArray
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.future import IOFuture, wake_loops
-from deepnvme.queue.pending import Pending, short_read_error
+from deepnvme.queue.pending import Pending, report_escaped, short_read_error
 from deepnvme.sizes import PAGE
 
 if TYPE_CHECKING:
@@ -470,7 +470,9 @@ class Staging:
                 operation.future.set_result(done)
             else:
                 operation.future.set_exception(error)
-        finally:  # also when a callback raised
+        except BaseException as escaped:  # a callback's
+            report_escaped(escaped)
+        finally:
             wake_loops((operation.future,))
 
     def _forget(self, operation: _Operation) -> None:

@@ -128,6 +128,28 @@ def test_staged_operations_are_awaited_on_an_event_loop(tmp_path: Path, queue: I
     assert asyncio.run(main()) == [3, 0, 1]
 
 
+@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt])
+def test_the_staging_thread_goes_on_after_a_callback_that_raises(
+    raised: type[BaseException],
+    tmp_path: Path,
+    queue: IOQueue,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: object) -> None:
+        raise raised
+
+    shown: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda details: shown.append(details.exc_type))
+    held = threading.Event()
+    with queue.open(tmp_path / "file", "w") as file:
+        first = file.pwrite(OnDevice(b"abc", held))
+        first.add_done_callback(fail)
+        held.set()
+        assert first.result(TIMEOUT_S) == 3
+        assert file.pwrite(OnDevice(b"def"), 3).result(TIMEOUT_S) == 3
+    assert shown == ([] if raised is SystemExit else [raised])
+
+
 def test_a_queue_told_to_refuse_refuses_device_arrays_too(tmp_path: Path) -> None:
     held = threading.Event()
     with (
