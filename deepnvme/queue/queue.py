@@ -351,7 +351,7 @@ class IOQueue(Closing):
 
         For coroutines of one loop: whatever else submits to this queue may take the room first.
         """
-        await self._pending.room()
+        await self._pending.room(lambda: self._staging.is_full)
 
     def stats(self) -> QueueStats:
         """Return what the queue did so far, and how many operations are pending."""

@@ -211,6 +211,11 @@ class Staging:
         """Operations that have not ended."""
         return len(self._pending)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether submitting would wait for room."""
+        return len(self._pending) >= self._limit.most
+
     def wait_for(self, ticket: _native.Ticket, timeout_s: float) -> bool:
         """Let a future wait for its own end: the staging thread sets it."""
         return True
@@ -264,7 +269,7 @@ class Staging:
 
     def _wait_for_room(self) -> None:
         has_room = self._changed.wait_for(
-            lambda: len(self._pending) < self._limit.most or self._closing, self._limit.patience_s
+            lambda: not self.is_full or self._closing, self._limit.patience_s
         )
         if not has_room:
             raise QueueFull(self._limit.most)
@@ -481,6 +486,7 @@ class Staging:
         with self._changed:
             self._pending.pop(operation, None)
             self._changed.notify_all()
+        self._drives.wake_for_room()
 
 
 def _error_of(operation: _Operation, backend: str) -> NVMeError | None:

@@ -128,6 +128,23 @@ def test_staged_operations_are_awaited_on_an_event_loop(tmp_path: Path, queue: I
     assert asyncio.run(main()) == [3, 0, 1]
 
 
+def test_room_comes_when_a_staged_operation_ends(tmp_path: Path) -> None:
+    held = threading.Event()
+
+    async def main(queue: IOQueue) -> int:
+        with queue.open(tmp_path / "file", "w") as file:
+            first = file.pwrite(OnDevice(b"abc", held))
+            room = asyncio.ensure_future(queue.room())
+            await asyncio.sleep(0.05)
+            assert not room.done()
+            held.set()
+            await asyncio.wait_for(room, TIMEOUT_S)
+            return await file.pwrite(OnDevice(b"de"), 3) + await first
+
+    with IOQueue("threads", max_pending=1, when_full=WhenFull.RAISE) as queue:
+        assert asyncio.run(main(queue)) == 5
+
+
 @pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt])
 def test_the_staging_thread_goes_on_after_a_callback_that_raises(
     raised: type[BaseException],
