@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from deepnvme.queue.future import wake_loops
+from deepnvme.queue.pending import report_escaped
 
 if TYPE_CHECKING:
     import asyncio
@@ -212,7 +213,7 @@ def _carry_out(group: Sequence[Request]) -> None:
     together = [request.future for request in group[: len(results)]]
     # Last one first: a caller who waits for the first one then wakes once, and finds all of them.
     for future, result in zip(reversed(together), reversed(results), strict=True):
-        future.set_result(result)
+        _end(future, result)
     wake_loops(together)  # each loop once
     for request in group[len(results) :]:
         _carry_out_alone(request)
@@ -222,7 +223,17 @@ def _carry_out_alone(request: Request) -> None:
     try:
         result = request.work()
     except BaseException as error:  # any: a caller would wait for the future for ever
-        request.future.set_exception(error)
+        _end(request.future, error=error)
     else:
-        request.future.set_result(result)
+        _end(request.future, result)
     wake_loops((request.future,))
+
+
+def _end(future: StoreFuture[Any], result: Any = None, error: BaseException | None = None) -> None:
+    try:
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+    except BaseException as escaped:  # a callback's
+        report_escaped(escaped)

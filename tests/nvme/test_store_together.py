@@ -310,6 +310,22 @@ def test_a_commit_waits_for_parts_that_were_begun(tmp_path: Path) -> None:
         assert store.get("a")[:10].tolist() == [5] * 9 + [0]
 
 
+def test_a_stores_thread_goes_on_after_a_callback_that_raises(store: TensorStore) -> None:
+    def leave(_: object) -> None:
+        raise SystemExit
+
+    for count in (1, 2):
+        go = held_writer(store)
+        puts = [store.put_async(f"{index}", filled(index)) for index in range(count)]
+        puts[0].add_done_callback(leave)
+        go.set()
+        for put in puts:
+            put.result(TIMEOUT_S)
+    store.put_async("after", filled(1)).result(TIMEOUT_S)
+
+    assert sorted(store) == ["0", "1", "after"]
+
+
 # --- event loops -------------------------------------------------------------------------------
 
 
