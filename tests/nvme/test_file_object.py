@@ -61,6 +61,16 @@ def test_zip_files_are_written_and_read(tmp_path: Path) -> None:
         assert archive.testzip() is None
 
 
+def test_pyarrow_writes_and_reads_parquet(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="a library that takes file objects")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow was built without parquet")
+    table = arrow.table({"number": range(100_000), "text": [str(n) for n in range(100_000)]})
+    with opened(tmp_path / "x.parquet", "wb") as file:
+        parquet.write_table(table, file)
+    with opened(tmp_path / "x.parquet", "rb") as file:
+        assert parquet.read_table(file).equals(table)
+
+
 def test_tar_files_are_written_and_read(tmp_path: Path) -> None:
     (tmp_path / "one").write_bytes(pattern(300_000))
     with opened(tmp_path / "x.tar", "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
