@@ -30,12 +30,12 @@ def chosen(kind: type[_Choice], value: _Choice | str, what: str) -> _Choice:
     raise ValueError(f"{what}: expected one of {choices}; got {value!r}")
 
 
-def whole_number(what: str, value: Any, least: int = 0) -> int:
-    """Return `value` as a whole number of at least `least`; `what` names the argument in errors.
+def whole_number(what: str, value: Any, least: int = 0, most: int | None = None) -> int:
+    """Return `value` as a whole number from `least` to `most`; `what` names the argument in errors.
 
     Raises:
         TypeError: it is no whole number.
-        ValueError: it is less than `least`.
+        ValueError: it is less than `least` or more than `most`.
     """
     try:
         number = operator.index(value)
@@ -45,6 +45,8 @@ def whole_number(what: str, value: Any, least: int = 0) -> int:
         raise ValueError(
             f"{what} must {f'be {least} or more' if least else 'not be negative'}, got {number}"
         )
+    if most is not None and number > most:
+        raise ValueError(f"{what} must be at most {most}, got {number}")
     return number
 
 
@@ -57,15 +59,15 @@ def as_bytes(value: int | str) -> int:
     return parse_size(value) if isinstance(value, str) else value
 
 
-def byte_count(what: str, value: int | str, least: int = 0) -> int:
-    """Return a number of bytes of at least `least`, given as a number or as text, such as "64MiB".
+def byte_count(what: str, value: int | str, least: int = 0, most: int | None = None) -> int:
+    """Return a number of bytes from `least` to `most`, given as a number or as text ("64MiB").
 
     Raises:
         TypeError: it is no whole number.
-        ValueError: it is less than `least`, or a text that names no size.
+        ValueError: it is less than `least` or more than `most`, or a text that names no size.
     """
     try:
-        return whole_number(what, as_bytes(value), least)
+        return whole_number(what, as_bytes(value), least, most)
     except ValueError as problem:
         if isinstance(value, str):
             raise ValueError(f"{what}: {problem}") from None

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import io
 import os
+import weakref
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from deepnvme.choices import byte_count
+from deepnvme.errors import ForkedError, NVMeError
+from deepnvme.memory.arrays import Returns, empty
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.future import IOFuture
+from deepnvme.queue.pipeline import once_there_is_room
 from deepnvme.queue.queue import File, IOQueue, Sync
 from deepnvme.sizes import PAGE, whole_pages
 
@@ -86,6 +91,8 @@ class FileObject(io.BufferedIOBase):
         self._writer = _BlockWriter(file, buffers)
         self._end = file.size if mode == "ab" else None  # where all writes go, then
         self._position = self._end or 0
+        # At the end of the program it runs before that of the queue, which is older.
+        self._finalizer = weakref.finalize(self, self._writer.flush)
 
     def readable(self) -> bool:
         """Return whether it was opened for reading."""
@@ -113,7 +120,8 @@ class FileObject(io.BufferedIOBase):
         while left.nbytes:
             # Straight into the caller's memory, unless the first bytes are in a block already.
             if left.nbytes >= self._block_bytes and not self._reader.has(self._position):
-                self._position += self._file.readinto(left, self._position).result()
+                read = once_there_is_room(partial(self._file.readinto, left, self._position))
+                self._position += read.result()
                 break  # it is full, or the file has ended
             part = self._reader.part_from(self._position)
             done = min(part.nbytes, left.nbytes)
@@ -156,7 +164,7 @@ class FileObject(io.BufferedIOBase):
         if memory.nbytes >= self._block_bytes:
             self._writer.flush()
             # Waits: the caller may change `data` as soon as this returns.
-            self._file.pwrite(memory, self._position).result()
+            once_there_is_room(partial(self._file.pwrite, memory, self._position)).result()
         else:
             self._writer.collect(memory, self._position)
         self._position += memory.nbytes
@@ -211,13 +219,15 @@ class FileObject(io.BufferedIOBase):
         """Make everything that was written durable."""
         self._check_open()
         self._writer.flush()
-        self._file.sync(what).result()
+        once_there_is_room(partial(self._file.sync, what)).result()
 
     def close(self) -> None:
-        """Write what was collected, and close the file."""
+        """Write what was collected, and close the file. A forked child only lets go of it."""
         if self.closed:
             return
-        with self._ends:  # closes the file, also where the last write fails
+        self._finalizer.detach()
+        # Closes the file, also where the last write fails. A forked child has no part in the queue.
+        with suppress(ForkedError), self._ends:
             try:
                 self._writer.flush()
             finally:
@@ -249,6 +259,11 @@ class FileObject(io.BufferedIOBase):
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError(f"{self.name} is closed: open it again to use it")
+        if self._writer.is_forked:
+            raise ForkedError(
+                f"the file object of {self.name} belongs to the parent process; a forked child "
+                "opens the file again"
+            )
 
 
 class _ReadBlock(NamedTuple):
@@ -284,6 +299,14 @@ class _BlockReader:
 
     def part_from(self, offset: int) -> memoryview:
         """Wait for the bytes from `offset` on; return some of them, none at the end of the file."""
+        part = self._part_from(offset)
+        # Another program or handle may have made the file longer since the block was read.
+        if not part.nbytes and offset < self._file.size:
+            self._drop_first()
+            part = self._part_from(offset)
+        return part
+
+    def _part_from(self, offset: int) -> memoryview:
         # There are several blocks only where reading on brought the caller here.
         reads_on = offset == self._next or (len(self._blocks) > 1 and self.has(offset))
         while self._blocks and not self._blocks[0].start <= offset < self._blocks[0].end:
@@ -294,7 +317,11 @@ class _BlockReader:
         self._next = first.end
         while reads_on and self._buffers and self._blocks[-1].end < self._file.size:
             self._begin(self._blocks[-1].end, whole=True)
-        return first.part_from(offset)
+        try:
+            return first.part_from(offset)
+        except NVMeError:
+            self._drop_first()  # the next call reads it again
+            raise
 
     def forget(self) -> None:
         """Let go of all blocks, as the file changes."""
@@ -305,13 +332,17 @@ class _BlockReader:
         buffer = self._buffers.pop()
         # Little after a jump: the next read may be elsewhere again.
         nbytes = buffer.nbytes if whole else min(_JUMP_BYTES, buffer.nbytes)
-        read = self._file.readinto(buffer[:nbytes], start)
+        try:
+            read = once_there_is_room(partial(self._file.readinto, buffer[:nbytes], start))
+        except BaseException:
+            self._buffers.append(_instead_of(buffer))
+            raise
         self._blocks.append(_ReadBlock(start, nbytes, buffer, read))
 
     def _drop_first(self) -> None:
-        block = self._blocks.popleft()
-        block.read.exception()  # waits: until then the drive may be at work on the buffer
-        self._buffers.append(block.buffer)
+        # Waits: until then the drive may be at work on the buffer. Interrupted, the block stays.
+        self._blocks[0].read.exception()
+        self._buffers.append(self._blocks.popleft().buffer)
 
 
 class _BlockWriter:
@@ -324,6 +355,12 @@ class _BlockWriter:
         self._start = 0
         self._nbytes = 0
         self._under_way: deque[tuple[memoryview, IOFuture[int]]] = deque()
+        self._owner = os.getpid()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a forked child of the one that made it."""
+        return os.getpid() != self._owner
 
     def collect(self, memory: memoryview, offset: int) -> None:
         """Take a copy of `memory`, which belongs at `offset`."""
@@ -344,15 +381,28 @@ class _BlockWriter:
                 self._write()
 
     def flush(self) -> None:
-        """Write what was collected and wait for it."""
+        """Write what was collected and wait for it. A forked child leaves that to its parent."""
+        if self.is_forked:
+            return
         self._write()
         while self._under_way:
             self._finish_oldest()
 
     def _write(self) -> None:
-        if self._block is not None:
-            block, self._block = self._block, None
-            self._under_way.append((block, self._file.pwrite(block[: self._nbytes], self._start)))
+        block = self._block
+        if block is None:
+            return
+        try:
+            write = once_there_is_room(
+                partial(self._file.pwrite, block[: self._nbytes], self._start)
+            )
+        except BaseException:
+            # The next call writes these bytes.
+            self._block = _instead_of(block)
+            self._block[: self._nbytes] = block[: self._nbytes]
+            raise
+        self._block = None
+        self._under_way.append((block, write))
 
     def _free_buffer(self) -> memoryview:
         if not self._buffers:
@@ -360,9 +410,18 @@ class _BlockWriter:
         return self._buffers.pop()
 
     def _finish_oldest(self) -> None:
-        buffer, write = self._under_way.popleft()
-        try:
-            write.result()
-        finally:
-            # Also after an error, which the caller sees: the drive no longer reads the block.
-            self._buffers.append(buffer)
+        buffer, write = self._under_way[0]
+        # Interrupted, the block stays: the drive may still read it.
+        write.exception()
+        self._under_way.popleft()
+        self._buffers.append(buffer)
+        write.result()
+
+
+def _instead_of(buffer: memoryview) -> memoryview:
+    """Return new memory in place of a buffer whose submission was refused or interrupted.
+
+    The drive may be at work on the old one all the same. The operation keeps it.
+    """
+    new: memoryview = empty("U8", (buffer.nbytes,), Returns.BYTES)
+    return new

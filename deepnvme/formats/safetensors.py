@@ -12,13 +12,14 @@ import ctypes
 import errno
 import json
 import math
+import mmap
 import os
 import stat
 import struct
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -40,6 +41,7 @@ from deepnvme.memory.arrays import (
     empty,
     kind_of,
     nbytes_of,
+    view_of,
 )
 from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.memory.checksum import BlockChecksums
@@ -219,9 +221,9 @@ class SafetensorsFile(Closing):
             self._ends = ends.pop_all()
 
     def _bytes(self, nbytes: int, offset: int) -> bytes:
-        room = empty("U8", (nbytes,), Returns.NUMPY)
+        room = empty("U8", (nbytes,), Returns.BYTES)
         done = once_there_is_room(partial(self._file.readinto, room, offset)).result()
-        return bytes(room[:done].tobytes())
+        return bytes(room[:done])
 
     def pieces(self, nbytes: int) -> Iterator[int]:
         """Read the file in pieces, keeping the drive busy; yield the length of each."""
@@ -323,24 +325,20 @@ def _target(
         tensor = empty(entry.dtype, entry.shape, returns)
         return tensor, memory_of(tensor, writable=True)
     room = _room(entry)
-    # The library's own dtype: an empty tensor costs no memory.
-    dtype = empty(entry.dtype, (0,), returns).dtype
-    if returns is Returns.TORCH:
-        import torch
-
-        return torch.frombuffer(room, dtype=dtype).reshape(entry.shape), memory_of(
-            room, writable=True
-        )
-    return room.view(dtype).reshape(entry.shape), memory_of(room, writable=True)
+    return view_of(room, entry.dtype, entry.shape, returns), memory_of(room, writable=True)
 
 
-def _room(entry: SafetensorsEntry) -> Any:
+def _room(entry: SafetensorsEntry) -> memoryview:
     """Return new bytes at the same place in a page as in the file, so that whole pages meet."""
-    import numpy as np
-
-    room = np.empty(entry.nbytes + PAGE - 1, np.uint8)
-    start = (entry.offset - room.ctypes.data) % PAGE
-    return room[start : start + entry.nbytes]
+    before = entry.offset % PAGE
+    nbytes = before + entry.nbytes
+    if nbytes <= SMALL_BYTES:
+        return empty("U8", (nbytes,), Returns.BYTES)[before:]  # type: ignore[no-any-return]
+    # As np.empty does: huge pages, made while the drive is at work.
+    pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(pages)[before:]
 
 
 # --- the header -----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from deepnvme.memory.buffers import Memory
 
-__all__ = ["SLICE_S", "IOFuture", "Places", "Waiter", "awaited", "wake", "wake_loops"]
+__all__ = ["SLICE_S", "Awaited", "IOFuture", "Places", "Waiter", "wake", "wake_loops"]
 
 _T = TypeVar("_T")
 # What a future's repr and error say of its operation: the verb, the file's path, the offset, the
@@ -374,7 +374,13 @@ class _OnLoop:
         return hash(self._fn)
 
 
-def wake_loops(ended: Iterable[IOFuture[Any]]) -> None:
+class Awaited(Protocol):
+    """A future that coroutines await."""
+
+    _awaiting: list[asyncio.Future[None]]
+
+
+def wake_loops(ended: Iterable[Awaited]) -> None:
     """Wake the coroutines that await any of these; waking one twice is harmless.
 
     At once on the loop that runs here, with one call for each other loop.
@@ -404,22 +410,3 @@ def wake(waiting: asyncio.Future[None]) -> None:
 def _wake_all(waits: Iterable[asyncio.Future[None]]) -> None:
     for waiting in waits:
         wake(waiting)
-
-
-def awaited(future: concurrent.futures.Future[_T]) -> Generator[Any, None, _T]:
-    """Wait for a future on the running event loop.
-
-    Cancelling the wait leaves the operation running.
-    """
-    import asyncio  # costs a third of importing this package; a program that awaits has it
-
-    waiting = asyncio.wrap_future(future)
-    waiting.add_done_callback(_look_at)
-    # wrap_future would pass a cancelled task's cancel() on to the operation.
-    return asyncio.shield(waiting).__await__()
-
-
-def _look_at(ended: asyncio.Future[Any]) -> None:
-    """Keep asyncio from reporting an error after the await was cancelled: the future has it."""
-    if not ended.cancelled():
-        ended.exception()

@@ -34,8 +34,9 @@ from deepnvme.queue.future import SLICE_S, IOFuture, Places, wake, wake_loops
 if TYPE_CHECKING:
     import asyncio
     from array import array
+    from collections.abc import Callable
 
-__all__ = ["NO_DEADLINE_S", "Pending", "short_read_error"]
+__all__ = ["NO_DEADLINE_S", "Pending", "report_escaped", "short_read_error"]
 
 _SUCCEEDED, _END_OF_FILE, _CANCELLED, _WRITE_FAILED = (
     int(_native.Ending.SUCCEEDED),
@@ -361,19 +362,14 @@ class Pending:
             for index in self._complete_unheard(ended):
                 try:
                     self._complete(*ended[index])
-                except SystemExit:  # a callback's: it would end this thread, which has more to do
-                    continue
-                except BaseException as escaped:  # a callback's that concurrent.futures lets pass
-                    details = (
-                        type(escaped),
-                        escaped,
-                        escaped.__traceback__,
-                        threading.current_thread(),
-                    )
-                    threading.excepthook(threading.ExceptHookArgs(details))
+                except BaseException as escaped:
+                    report_escaped(escaped)
 
-    async def room(self) -> None:
-        """Wait on the running loop until an operation can be submitted at once."""
+    async def room(self, staging_is_full: Callable[[], bool]) -> None:
+        """Wait on the running loop until an operation can be submitted at once.
+
+        Where staging makes room, it calls `wake_for_room`.
+        """
         import asyncio  # costs a third of importing this package; a program that awaits has it
 
         loop = asyncio.get_running_loop()
@@ -381,12 +377,16 @@ class Pending:
             raise ForkedError(
                 "this queue belongs to the parent process; a forked child makes its own"
             )
-        while self._native.pending >= self._max_pending:
+
+        def is_full() -> bool:
+            return self._native.pending >= self._max_pending or staging_is_full()
+
+        while is_full():
             # Listed before the second look: an end in between finds it.
             waiting = loop.create_future()
             self._want_room.append((loop, waiting))
             # Else the last operation ended before it could find this entry.
-            if self._native.pending >= self._max_pending:
+            if is_full():
                 await waiting
 
     def end_in_child(self) -> None:
@@ -429,13 +429,13 @@ class Pending:
         for number in over:
             futures.pop(number, None)
         if self._want_room:
-            self._wake_for_room()
+            self.wake_for_room()
         return declined
 
     def _complete(self, number: int, ending: int, done: int, error: int) -> None:
         future = self._futures.pop(number, None)
         # Before the future ends: its callbacks may take long, or raise.
-        self._wake_for_room()
+        self.wake_for_room()
         if future is None:
             return
         try:
@@ -446,7 +446,7 @@ class Pending:
         finally:  # also when a callback raised
             wake_loops((future,))
 
-    def _wake_for_room(self) -> None:
+    def wake_for_room(self) -> None:
         """Wake the coroutines that wait for room.
 
         Takes no lock and may be interrupted anywhere: waking twice is harmless.
@@ -480,6 +480,16 @@ class Pending:
             done=done,
             backend=self.backend,
         )
+
+
+def report_escaped(escaped: BaseException) -> None:
+    """Treat what a callback raised and concurrent.futures lets pass as if it had ended a thread.
+
+    The thread that called the callback goes on: it has more to do.
+    """
+    if not isinstance(escaped, SystemExit):  # which ends a thread in silence
+        details = type(escaped), escaped, escaped.__traceback__, threading.current_thread()
+        threading.excepthook(threading.ExceptHookArgs(details))
 
 
 def short_read_error(

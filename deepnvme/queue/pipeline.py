@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -179,8 +180,11 @@ class Staged:
         self._taking = threading.Lock()  # between asking what is free and taking it
         self._making = threading.Lock()  # for long: it maps memory and registers it
         self._to_make = (1, runs - 1) if runs > 1 else (1,)  # runs of each pool
-        self._pools: tuple[Pool, ...] = ()
+        self._pools: list[Pool] = []  # only appended to
         self._closed = False
+        # For those that are never closed: queues that go on would keep the pools.
+        self._finalizer = weakref.finalize(self, _let_go, queues, self._pools)
+        self._finalizer.atexit = False  # the queues close then
 
     def take(self, pipeline: Pipeline) -> Memory:
         """Return free memory for one run.
@@ -203,13 +207,12 @@ class Staged:
         Waits for none.
         """
         while True:
-            # Without a lock: a tuple is replaced, never changed.
-            pools = self._pools
+            pools = tuple(self._pools)
             block = self._free_block(pools)
             if block is not None:
                 return Memory(memory_of(block, writable=True).address, block.nbytes, block)
             if len(pools) < len(self._to_make):
-                self._make_more(pools)
+                self._make_more(len(pools))
             elif pipeline.empty:
                 return None
             else:
@@ -222,20 +225,20 @@ class Staged:
                     return pool.buffer(self.run_bytes)
         return None
 
-    def _make_more(self, before: tuple[Pool, ...]) -> None:
+    def _make_more(self, before: int) -> None:
         """Make a pool for one operation, then one for all others: each registers all anew."""
         with self._making:
             if self._closed:  # the registration would never be taken back
                 raise ClosedError(
                     "the store or file of this staging memory is closed: open it again to use it"
                 )
-            if self._pools != before:  # another thread did
+            if len(self._pools) != before:  # another thread did
                 return
             # Two pools at most: one run is all that many programs need, and each registration waits
             # for idle drives.
-            pool = Pool(self._to_make[len(before)] * whole_pages(self.run_bytes))
+            pool = Pool(self._to_make[before] * whole_pages(self.run_bytes))
             # first: interrupted, it costs more CPU, and close() knows of it
-            self._pools = (*before, pool)
+            self._pools.append(pool)
             for queue in self._queues:
                 queue.use_pool(pool)
 
@@ -255,6 +258,15 @@ class Staged:
             for pool in self._pools:
                 for queue in self._queues:
                     queue.forget_pool(pool)
+            self._finalizer.detach()
+
+
+def _let_go(queues: Collection[IOQueue], pools: Iterable[Pool]) -> None:
+    """Let the queues forget the pools. Waits for no drive: any thread may collect garbage."""
+    with suppress(ForkedError):
+        for pool in pools:
+            for queue in queues:
+                queue._native.forget_pool(pool._native)
 
 
 @dataclass(frozen=True)

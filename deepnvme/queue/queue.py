@@ -71,6 +71,8 @@ _MODES = MappingProxyType(
 _READ, _WRITE = _native.Verb.READ, _native.Verb.WRITE
 _FAILS, _STOPS = _native.AtEndOfFile.FAILS, _native.AtEndOfFile.STOPS
 _MOST_REQUESTS = 4096
+_MOST_PENDING = (1 << 32) - 1  # native code counts them in 32 bits
+_LARGEST_CHUNK = 1 << 30  # as native code has it: its arenas are no larger
 _LARGEST_FILE = (1 << 63) - 1  # bytes, as the kernel counts them
 # No memory is so large that an operation from a smaller offset ends beyond the largest file.
 _SURELY_FITS = 1 << 62
@@ -180,16 +182,12 @@ class IOQueue(Closing):
         faults: FaultPlan | None = None,
     ) -> None:
         if chunk_bytes is not None:
-            chunk_bytes = byte_count("chunk_bytes", chunk_bytes)
+            chunk_bytes = byte_count("chunk_bytes", chunk_bytes, most=_LARGEST_CHUNK)
         if inflight_bytes is not None:
-            inflight_bytes = byte_count("inflight_bytes", inflight_bytes)
-        self.max_pending = max_pending = whole_number("max_pending", max_pending, 1)
+            inflight_bytes = byte_count("inflight_bytes", inflight_bytes, most=_LARGEST_FILE)
+        self.max_pending = max_pending = whole_number("max_pending", max_pending, 1, _MOST_PENDING)
         if max_requests is not None:
-            max_requests = whole_number("max_requests", max_requests, 1)
-            if max_requests > _MOST_REQUESTS:
-                raise ValueError(
-                    f"max_requests must be at most {_MOST_REQUESTS}, got {max_requests}"
-                )
+            max_requests = whole_number("max_requests", max_requests, 1, _MOST_REQUESTS)
         block = chosen(WhenFull, when_full, "when_full") is WhenFull.BLOCK
         self._patience_s = None if block else 0.0
         if user_memory is not None:
@@ -351,7 +349,7 @@ class IOQueue(Closing):
 
         For coroutines of one loop: whatever else submits to this queue may take the room first.
         """
-        await self._pending.room()
+        await self._pending.room(lambda: self._staging.is_full)
 
     def stats(self) -> QueueStats:
         """Return what the queue did so far, and how many operations are pending."""

@@ -25,8 +25,8 @@ from deepnvme.errors import ClosedError, ForkedError, NVMeError, QueueFull, Shor
 from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.memory.device_arrays import CopyEvent, DeviceArray
 from deepnvme.memory.pool import Pool
-from deepnvme.queue.future import IOFuture
-from deepnvme.queue.pending import Pending, short_read_error
+from deepnvme.queue.future import IOFuture, wake_loops
+from deepnvme.queue.pending import Pending, report_escaped, short_read_error
 from deepnvme.sizes import PAGE
 
 if TYPE_CHECKING:
@@ -211,6 +211,11 @@ class Staging:
         """Operations that have not ended."""
         return len(self._pending)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether submitting would wait for room."""
+        return len(self._pending) >= self._limit.most
+
     def wait_for(self, ticket: _native.Ticket, timeout_s: float) -> bool:
         """Let a future wait for its own end: the staging thread sets it."""
         return True
@@ -264,7 +269,7 @@ class Staging:
 
     def _wait_for_room(self) -> None:
         has_room = self._changed.wait_for(
-            lambda: len(self._pending) < self._limit.most or self._closing, self._limit.patience_s
+            lambda: not self.is_full or self._closing, self._limit.patience_s
         )
         if not has_room:
             raise QueueFull(self._limit.most)
@@ -468,10 +473,15 @@ class Staging:
             operation.file.note_failed_write(error.errno or errno.EIO, operation.future._ticket)
         # Before the future ends: a thread that it wakes finds room, and the array free.
         self._forget(operation)
-        if error is None:
-            operation.future.set_result(done)
-        else:
-            operation.future.set_exception(error)
+        try:
+            if error is None:
+                operation.future.set_result(done)
+            else:
+                operation.future.set_exception(error)
+        except BaseException as escaped:  # a callback's
+            report_escaped(escaped)
+        finally:
+            wake_loops((operation.future,))
 
     def _forget(self, operation: _Operation) -> None:
         """Let go of the array and make room for another, before the future ends."""
@@ -479,6 +489,7 @@ class Staging:
         with self._changed:
             self._pending.pop(operation, None)
             self._changed.notify_all()
+        self._drives.wake_for_room()
 
 
 def _error_of(operation: _Operation, backend: str) -> NVMeError | None:

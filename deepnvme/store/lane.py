@@ -14,9 +14,13 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures._base import FINISHED, PENDING, RUNNING
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from deepnvme.queue.future import awaited
+from deepnvme.queue.future import wake_loops
+from deepnvme.queue.pending import report_escaped
+
+if TYPE_CHECKING:
+    import asyncio
 
 __all__ = ["Lane", "Request", "StoreFuture", "Together", "each_alone"]
 
@@ -37,6 +41,13 @@ class StoreFuture(Future[_T]):
     def __init__(self) -> None:
         super().__init__()
         self._sleepers: list[threading.Lock] = []
+        self._awaiting: list[asyncio.Future[None]] = []
+
+    def cancel(self) -> bool:
+        """Take the operation back if no thread has begun it; return whether that was so."""
+        cancelled = super().cancel()
+        wake_loops((self,))
+        return cancelled
 
     def result(self, timeout: float | None = None) -> _T:
         """Wait for the end, at most `timeout` seconds; return the result or raise the operation's
@@ -55,8 +66,17 @@ class StoreFuture(Future[_T]):
         return self._exception if self._state == FINISHED else super().exception(left)
 
     def __await__(self) -> Generator[Any, None, _T]:
-        """Wait on the running event loop."""
-        return awaited(self)
+        """Wait on the running event loop. Cancelling the wait leaves the operation running."""
+        import asyncio  # costs a third of importing this package; a program that awaits has it
+
+        if self._state in _UNDER_WAY:
+            waiting = asyncio.get_running_loop().create_future()
+            self._awaiting.append(waiting)
+            if self._state in _UNDER_WAY:  # else the end came before this entry was listed
+                yield from waiting
+        if self.cancelled():  # result() raises that of concurrent.futures
+            raise asyncio.CancelledError
+        return self.result()
 
     def _sleep(self, timeout: float | None) -> float | None:
         """Wait for the end, or until the time is up; return what is left of it."""
@@ -190,9 +210,11 @@ def _carry_out(group: Sequence[Request]) -> None:
             results = group[0].together(group)
     except Exception:  # one failed all: below each is carried out alone, with its own end
         results = ()
+    together = [request.future for request in group[: len(results)]]
     # Last one first: a caller who waits for the first one then wakes once, and finds all of them.
-    for request, result in zip(reversed(group), reversed(results), strict=False):
-        request.future.set_result(result)
+    for future, result in zip(reversed(together), reversed(results), strict=True):
+        _end(future, result)
+    wake_loops(together)  # each loop once
     for request in group[len(results) :]:
         _carry_out_alone(request)
 
@@ -201,6 +223,17 @@ def _carry_out_alone(request: Request) -> None:
     try:
         result = request.work()
     except BaseException as error:  # any: a caller would wait for the future for ever
-        request.future.set_exception(error)
+        _end(request.future, error=error)
     else:
-        request.future.set_result(result)
+        _end(request.future, result)
+    wake_loops((request.future,))
+
+
+def _end(future: StoreFuture[Any], result: Any = None, error: BaseException | None = None) -> None:
+    try:
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+    except BaseException as escaped:  # a callback's
+        report_escaped(escaped)

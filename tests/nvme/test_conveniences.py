@@ -26,6 +26,8 @@ from deepnvme import (
     map_safetensors,
     write_safetensors,
 )
+from deepnvme.memory import arrays
+from deepnvme.memory.buffers import torch_of
 from support.nvme_io import TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,6 +131,47 @@ def test_a_strided_tensor_is_put_with_copy_alone(tmp_path: Path) -> None:
         assert torch.equal(store.get("a"), strided)
         assert torch.equal(store.get("b"), strided[:5])
         assert torch.equal(store.get("c"), strided[5:9])
+
+
+class OnDevice:
+    """A tensor of a GPU, as far as the store looks at it; `cpu` copies it to the host."""
+
+    layout, device = torch.strided, torch.device("cuda")
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self.shape, self.nbytes = values.shape, values.nbytes
+
+    def detach(self) -> OnDevice:
+        return self
+
+    def cpu(self) -> torch.Tensor:
+        return self._values.clone()
+
+
+def test_a_tensor_on_a_device_is_copied_to_the_host_and_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor_code = arrays._tensor_code
+    monkeypatch.setattr(
+        arrays, "torch_of", lambda thing: torch if type(thing) is OnDevice else torch_of(thing)
+    )
+    monkeypatch.setattr(
+        arrays,
+        "_tensor_code",
+        lambda thing, torch: "F32" if type(thing) is OnDevice else tensor_code(thing, torch),
+    )
+    values = torch.arange(300_000, dtype=torch.float32)
+    with TensorStore.swap(tmp_path, "8MiB", returns=Returns.TORCH) as store:
+        with pytest.raises(TypeError):
+            store.put("a", OnDevice(values))
+        store.put("a", OnDevice(values), copy=True)
+        store.put_many({"b": OnDevice(values[:7])}, copy=True)
+        store.put_async("c", OnDevice(values[7:99].reshape(23, 4)), copy=True).result(TIMEOUT_S)
+
+        assert torch.equal(store.get("a"), values)
+        assert torch.equal(store.get("b"), values[:7])
+        assert torch.equal(store.get("c"), values[7:99].reshape(23, 4))
 
 
 def test_strided_and_plain_tensors_that_wait_are_put_together(tmp_path: Path) -> None:

@@ -206,6 +206,20 @@ def test_a_fault_that_cannot_be_is_refused_where_it_is_planned(
         add(FaultPlan())
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "most"),
+    [
+        ("max_pending", 1 << 32, (1 << 32) - 1),
+        ("max_requests", 4097, 4096),
+        ("chunk_bytes", "4GiB", 1 << 30),
+        ("inflight_bytes", 1 << 64, (1 << 63) - 1),
+    ],
+)
+def test_a_limit_of_a_queue_that_is_too_large_is_refused(name: str, value: Any, most: int) -> None:
+    with pytest.raises(ValueError, match=rf"{name}.* must be at most {most}, got \d+$"):
+        IOQueue(**{name: value})
+
+
 # --- files, copies, forks -------------------------------------------------------------------------
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import tarfile
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,9 +16,10 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme import FaultPlan, IOQueue, NVMeError, Requests
+from deepnvme import FaultPlan, File, IOFuture, IOQueue, NVMeError, Requests, WhenFull
+from support.nvme_programs import output_of, run_program
 
-BLOCK = 64 << 10
+BLOCK, PAGE = 64 << 10, 4096
 
 
 def opened(path: Path, mode: Any, **options: Any) -> Any:
@@ -56,6 +59,16 @@ def test_zip_files_are_written_and_read(tmp_path: Path) -> None:
     with opened(tmp_path / "x.zip", "rb") as file, zipfile.ZipFile(file) as archive:
         assert archive.read("3") == pattern(50_003)
         assert archive.testzip() is None
+
+
+def test_pyarrow_writes_and_reads_parquet(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="a library that takes file objects")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow was built without parquet")
+    table = arrow.table({"number": range(100_000), "text": [str(n) for n in range(100_000)]})
+    with opened(tmp_path / "x.parquet", "wb") as file:
+        parquet.write_table(table, file)
+    with opened(tmp_path / "x.parquet", "rb") as file:
+        assert parquet.read_table(file).equals(table)
 
 
 def test_tar_files_are_written_and_read(tmp_path: Path) -> None:
@@ -209,3 +222,160 @@ def test_a_drive_that_fails_to_write_is_told_at_the_latest_when_it_is_closed(
         with pytest.raises(NVMeError):
             file.close()
         assert file.closed
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, PAGE, BLOCK, 3 * BLOCK])
+def test_bytes_that_another_handle_appends_are_read(nbytes: int, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(pattern(nbytes))
+    with opened(tmp_path / "f", "rb") as file, (tmp_path / "f").open("ab", buffering=0) as other:
+        assert file.read() == pattern(nbytes)
+        assert file.peek() == b""
+        for size in (100, PAGE, 2 * BLOCK + 7):
+            other.write(pattern(size))
+            assert file.read(size // 2) + file.read() == pattern(size)
+            assert file.peek() == b""
+
+
+def test_a_failed_read_is_tried_again_by_the_next_call(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(pattern(3 * BLOCK))
+    plan = FaultPlan().fail(nth=1, requests=Requests.READS)
+    with (
+        IOQueue("threads", faults=plan) as queue,
+        opened(tmp_path / "f", "rb", queue=queue) as file,
+    ):
+        with pytest.raises(NVMeError):
+            file.read(100)
+        assert file.read(100) == pattern(3 * BLOCK)[:100]
+
+
+def test_a_full_queue_that_refuses_loses_no_collected_bytes(tmp_path: Path) -> None:
+    data = pattern(6 * BLOCK + 77)
+    slow = FaultPlan().delay(delay_us=5000, every=1)
+    with IOQueue("threads", max_pending=1, when_full=WhenFull.RAISE, faults=slow) as queue:
+        with opened(tmp_path / "f", "wb", queue=queue) as file:
+            for start in range(0, len(data), 10_000):
+                file.write(data[start : start + 10_000])
+            file.sync()
+        with opened(tmp_path / "f", "rb", queue=queue) as file:
+            assert [file.read(10_000) for _ in range(0, len(data), 10_000)] == [
+                data[start : start + 10_000] for start in range(0, len(data), 10_000)
+            ]
+
+
+@contextmanager
+def interrupted(moment: str, call: str) -> Iterator[None]:
+    """Let Ctrl-C come before or after a call of `File` submits, or while its future is awaited."""
+    submit: Callable[..., Any] = getattr(File, call)
+
+    def interrupt(*arguments: Any) -> None:
+        if moment == "after":
+            submit(*arguments)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if moment == "waiting":
+            patch.setattr(IOFuture, "result", interrupt)
+            patch.setattr(IOFuture, "exception", interrupt)
+        else:
+            patch.setattr(File, call, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+MOMENTS = pytest.mark.parametrize("moment", ["before", "after", "waiting"])
+
+
+@MOMENTS
+def test_interrupted_writes_lose_no_bytes(moment: str, tmp_path: Path) -> None:
+    data = pattern(5 * BLOCK + 77)
+    with opened(tmp_path / "f", "wb") as file:
+        for start in range(0, len(data), 1000):
+            file.write(data[start : start + 1000])
+            if start % 30_000 == 0:
+                with interrupted(moment, "pwrite"):
+                    file.flush()
+    assert (tmp_path / "f").read_bytes() == data
+
+
+@MOMENTS
+def test_interrupted_reads_can_be_repeated(moment: str, tmp_path: Path) -> None:
+    data = pattern(9 * BLOCK)
+    (tmp_path / "f").write_bytes(data)
+    with opened(tmp_path / "f", "rb") as file:
+        for start in reversed(range(0, len(data), BLOCK)):  # what was not read ahead
+            file.seek(start)
+            with interrupted(moment, "readinto"):
+                file.read(1000)
+            file.seek(start)
+            assert file.read(1000) == data[start : start + 1000]
+
+
+# --- the end of the program --------------------------------------------------------------------
+
+NEVER_CLOSED = """
+import os, sys
+import deepnvme
+
+whose, path = sys.argv[1:]
+queue = deepnvme.IOQueue() if whose == "given" else None
+file = deepnvme.open(path, "wb", queue=queue)
+file.write(b"abc")
+if whose == "forked" and os.fork() == 0:
+    sys.exit()
+if whose == "forked":
+    os.wait()
+file.write(b"def")
+"""
+
+
+@pytest.mark.parametrize("whose", ["its own", "given", "forked"])
+def test_a_file_that_is_open_when_the_program_ends_is_written(whose: str, tmp_path: Path) -> None:
+    # The development mode also shows errors of `__del__` methods.
+    done = run_program(NEVER_CLOSED, whose, tmp_path / "f", folder=tmp_path, python=("-X", "dev"))
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "f").read_bytes() == b"abcdef"
+
+
+FAILS_AT_THE_END = """
+import sys
+import deepnvme
+
+plan = deepnvme.FaultPlan().fail(every=1, requests=deepnvme.Requests.WRITES)
+file = deepnvme.open(sys.argv[1], "wb", queue=deepnvme.IOQueue("threads", faults=plan))
+file.write(b"abc")
+"""
+
+
+def test_a_write_that_fails_when_the_program_ends_is_shown(tmp_path: Path) -> None:
+    done = run_program(FAILS_AT_THE_END, tmp_path / "f", folder=tmp_path)
+
+    assert "write of 3 B at offset 0" in done.stderr
+
+
+FORKED = """
+import os, sys
+import deepnvme
+
+file = deepnvme.open(sys.argv[1], "r+b")
+file.write(b"abc")
+if os.fork() == 0:
+    for use in (file.read, lambda: file.write(b"x"), file.tell, lambda: file.seek(0), file.sync):
+        try:
+            use()
+        except deepnvme.ForkedError:
+            print("refused")
+    file.flush()
+    file.close()
+    sys.exit()
+print(os.wait()[1])
+file.close()
+"""
+
+
+def test_a_forked_child_is_refused_its_parents_file_object(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"-" * 5)
+    printed = output_of(run_program(FORKED, tmp_path / "f", folder=tmp_path))
+
+    assert printed.split() == ["refused"] * 5 + ["0"]
+    assert (tmp_path / "f").read_bytes() == b"abc--"

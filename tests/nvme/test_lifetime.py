@@ -868,6 +868,36 @@ def test_a_closed_queue_holds_no_pool(tmp_path: Path, disk_backend: str) -> None
     assert not is_pool_memory(address)
 
 
+def pool_bytes() -> int:
+    """Return the bytes of memory that a forked child would not have."""
+    total = size = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if first == "Size:":
+            size = int(rest[0]) << 10
+        elif first == "VmFlags:" and "dc" in rest:
+            total += size
+    return total
+
+
+def test_a_store_that_is_dropped_leaves_no_memory_in_a_shared_queue(
+    tmp_path: Path, disk_backend: str
+) -> None:
+    with TensorStore.create([tmp_path], 32 << 20) as store:
+        store.put("small", b"x")
+        store.put("large", bytes(5 << 20))
+        store.commit()
+    with IOQueue(disk_backend) as queue:
+        before = pool_bytes()
+        for _ in range(3):
+            store = TensorStore.open([tmp_path], queue=queue)
+            assert len(store.get("small")) + len(store.get("large")) == 1 + (5 << 20)
+            assert pool_bytes() > before
+            del store
+            gc.collect()
+            until(lambda: pool_bytes() <= before)
+
+
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_a_pool_of_no_bytes_is_refused(nbytes: int) -> None:
     with pytest.raises((ValueError, TypeError)):

@@ -35,6 +35,7 @@ from deepnvme import (
 from deepnvme.formats.safetensors import SafetensorsFile, SafetensorsWriter
 from deepnvme.memory.arrays import ITEMSIZES, Description, describe
 from support.nvme_io import PAGE, pattern
+from support.nvme_programs import output_of, run_program
 
 LARGE = 1 << 20
 
@@ -116,6 +117,24 @@ def test_any_arrays_come_back(
     write_safetensors(path, tensors)
 
     assert_same(read_safetensors(path, returns=Returns.NUMPY), tensors)
+
+
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = sys.modules["torch"] = None
+import deepnvme
+
+given = {"large": bytes(range(256)) * 4096, "small": b"abc", "empty": b"", "odd": b"x" * 300_001}
+deepnvme.write_safetensors("file", given)
+for options in {}, {"returns": deepnvme.Returns.BYTES}:
+    found = deepnvme.read_safetensors("file", **options)
+    assert {name: bytes(tensor) for name, tensor in found.items()} == given
+    assert {type(tensor) for tensor in found.values()} == {memoryview}
+"""
+
+
+def test_bytes_are_read_where_numpy_is_not_installed(tmp_path: Path) -> None:
+    output_of(run_program(WITHOUT_NUMPY, folder=tmp_path, python=("-W", "ignore")))
 
 
 def test_some_tensors_are_read_by_name_in_the_order_asked_for(

@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import weakref
@@ -109,6 +110,61 @@ def test_a_sync_waits_for_staged_writes(tmp_path: Path, queue: IOQueue) -> None:
         held.set()
         assert sync.result(TIMEOUT_S) == 0
         assert write.done()
+
+
+def test_staged_operations_are_awaited_on_an_event_loop(tmp_path: Path, queue: IOQueue) -> None:
+    async def main() -> list[int]:
+        held = threading.Event()
+        with queue.open(tmp_path / "file", "w") as file:
+            operations = asyncio.gather(
+                file.pwrite(OnDevice(b"abc", held)), file.sync(), file.pwrite(OnDevice(b"d"), 3)
+            )
+            asyncio.get_running_loop().call_later(0.05, held.set)
+            done = await asyncio.wait_for(operations, TIMEOUT_S)
+            with pytest.raises(ShortReadError):
+                await asyncio.wait_for(file.pread(OnDevice(bytes(9))), TIMEOUT_S)
+            return list(done)
+
+    assert asyncio.run(main()) == [3, 0, 1]
+
+
+def test_room_comes_when_a_staged_operation_ends(tmp_path: Path) -> None:
+    held = threading.Event()
+
+    async def main(queue: IOQueue) -> int:
+        with queue.open(tmp_path / "file", "w") as file:
+            first = file.pwrite(OnDevice(b"abc", held))
+            room = asyncio.ensure_future(queue.room())
+            await asyncio.sleep(0.05)
+            assert not room.done()
+            held.set()
+            await asyncio.wait_for(room, TIMEOUT_S)
+            return await file.pwrite(OnDevice(b"de"), 3) + await first
+
+    with IOQueue("threads", max_pending=1, when_full=WhenFull.RAISE) as queue:
+        assert asyncio.run(main(queue)) == 5
+
+
+@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt])
+def test_the_staging_thread_goes_on_after_a_callback_that_raises(
+    raised: type[BaseException],
+    tmp_path: Path,
+    queue: IOQueue,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: object) -> None:
+        raise raised
+
+    shown: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda details: shown.append(details.exc_type))
+    held = threading.Event()
+    with queue.open(tmp_path / "file", "w") as file:
+        first = file.pwrite(OnDevice(b"abc", held))
+        first.add_done_callback(fail)
+        held.set()
+        assert first.result(TIMEOUT_S) == 3
+        assert file.pwrite(OnDevice(b"def"), 3).result(TIMEOUT_S) == 3
+    assert shown == ([] if raised is SystemExit else [raised])
 
 
 def test_a_queue_told_to_refuse_refuses_device_arrays_too(tmp_path: Path) -> None:

@@ -308,3 +308,61 @@ def test_a_commit_waits_for_parts_that_were_begun(tmp_path: Path) -> None:
         store.commit()
     with TensorStore.open(tmp_path / "store", returns=Returns.NUMPY) as store:
         assert store.get("a")[:10].tolist() == [5] * 9 + [0]
+
+
+def test_a_stores_thread_goes_on_after_a_callback_that_raises(store: TensorStore) -> None:
+    def leave(_: object) -> None:
+        raise SystemExit
+
+    for count in (1, 2):
+        go = held_writer(store)
+        puts = [store.put_async(f"{index}", filled(index)) for index in range(count)]
+        puts[0].add_done_callback(leave)
+        go.set()
+        for put in puts:
+            put.result(TIMEOUT_S)
+    store.put_async("after", filled(1)).result(TIMEOUT_S)
+
+    assert sorted(store) == ["0", "1", "after"]
+
+
+# --- event loops -------------------------------------------------------------------------------
+
+
+def test_puts_carried_out_together_wake_an_event_loop_once(
+    store: TensorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wakes: list[object] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+
+        def counted(*call: Any) -> Any:
+            wakes.append(call)
+            return wake(*call)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        go = held_writer(store)
+        puts = [store.put_async(f"t{index}", filled(index)) for index in range(50)]
+        waiting = asyncio.gather(*puts)
+        await asyncio.sleep(0)  # all are awaited from here on
+        go.set()
+        await asyncio.wait_for(waiting, TIMEOUT_S)
+
+    asyncio.run(main())
+    assert len(wakes) == 1
+
+
+def test_a_cancelled_operation_cancels_the_task_that_awaits_it(store: TensorStore) -> None:
+    async def main() -> None:
+        go = held_writer(store)
+        put = store.put_async("a", filled(1))
+        waiting = asyncio.ensure_future(put)
+        await asyncio.sleep(0)
+        assert put.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(waiting, TIMEOUT_S)
+        go.set()
+
+    asyncio.run(main())

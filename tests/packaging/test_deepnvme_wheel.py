@@ -109,6 +109,8 @@ with deepnvme.TensorStore.create(["store"], 8 << 20) as store:
     assert bytes(store.get("bytes")) == data
 deepnvme.save({"step": 1, "note": b"kept"}, "state")
 assert deepnvme.load("state") == {"step": 1, "note": b"kept"}
+deepnvme.write_safetensors("large.safetensors", {"bytes": 2 * data})
+assert bytes(deepnvme.read_safetensors("large.safetensors")["bytes"]) == 2 * data
 assert not {"numpy", "torch", "psutil", "rich", "infinity_engine"} & set(sys.modules)
 print(deepnvme.__version__)
 """
