@@ -43,7 +43,6 @@ __all__ = [
     "VolumeLockedError",
     "file_error",
     "io_error",
-    "lost_write_error",
 ]
 
 _HINTS = MappingProxyType(
@@ -242,17 +241,6 @@ def io_error(
     return kind(
         errno, message, op=op, path=path, offset=offset, asked=asked, done=done, backend=backend
     )
-
-
-def lost_write_error(errno: int, *, op: str, path: str, backend: str) -> NVMeError:
-    """Compose the error of a sync behind a write that failed and whose result was not asked for."""
-    hint = f" ({_HINTS[errno]})" if errno in _HINTS else ""
-    message = (
-        f"{op}: a write to this file that was submitted before failed, and its result was not "
-        f"asked for: {os.strerror(errno)}{hint}. Its bytes are lost: keep the futures of writes, "
-        f"whose result() says which failed [{backend}]"
-    )
-    return NVMeError(errno, message, op=op, path=path, backend=backend)
 
 
 def file_error(errno: int, call: str, path: str) -> OSError:

@@ -216,12 +216,11 @@ class IOFuture(concurrent.futures.Future[_T]):
         if self._state == _FINISHED and self._exception is None:
             return self._result  # type: ignore[return-value]  # it has one then
         # It failed, the time is up, or another thread is about to complete it.
-        self._look_at_error(left)
-        return super().result(0)
+        return super().result(left)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end, at most `timeout` seconds; return the error, None after success."""
-        return self._look_at_error(self._wait(timeout))
+        return super().exception(self._wait(timeout))
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[_T]], object]) -> None:
         """Call `fn` with this future at its end.
@@ -265,13 +264,6 @@ class IOFuture(concurrent.futures.Future[_T]):
         if self.cancelled():
             raise import_module("asyncio").CancelledError
         return self.result()
-
-    def _look_at_error(self, timeout: float | None) -> BaseException | None:
-        """Return the error; a later sync of the file then need not raise it."""
-        error = super().exception(timeout)
-        if error is not None:
-            self._ticket.look_at_error()
-        return error
 
     def _wait(self, timeout: float | None) -> float | None:
         """Wait for the operation; return what is left of the time.

@@ -26,7 +26,6 @@ from deepnvme.errors import (
     QueueFull,
     ShortReadError,
     io_error,
-    lost_write_error,
 )
 from deepnvme.memory.buffers import Memory
 from deepnvme.queue.future import SLICE_S, IOFuture, Places, wake, wake_loops
@@ -38,11 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_DEADLINE_S", "Pending", "report_escaped", "short_read_error"]
 
-_SUCCEEDED, _END_OF_FILE, _CANCELLED, _WRITE_FAILED = (
+_SUCCEEDED, _END_OF_FILE, _CANCELLED = (
     int(_native.Ending.SUCCEEDED),
     int(_native.Ending.END_OF_FILE),
     int(_native.Ending.CANCELLED),
-    int(_native.Ending.WRITE_FAILED),
 )
 
 
@@ -464,8 +462,6 @@ class Pending:
         if ending in (_SUCCEEDED, _CANCELLED):
             return None
         verb, path, place, asked, at_end = future._about
-        if ending == _WRITE_FAILED:
-            return lost_write_error(error, op=verb.name.lower(), path=path, backend=self.backend)
         offset = place if isinstance(place, int) else place.offset_of(done)
         if ending == _END_OF_FILE:
             return short_read_error(

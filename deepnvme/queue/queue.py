@@ -682,11 +682,7 @@ class File(Closing):
         )
 
     def sync(self, what: Sync = Sync.DATA) -> IOFuture[int]:
-        """Make every write to this file that was submitted before durable. Ends in 0.
-
-        If one of them failed and neither `result()` nor `exception()` of its future has returned or
-        raised the error by then, the sync ends in it.
-        """
+        """Make every write to this file that was submitted before durable. Ends in 0."""
         verb = chosen(Sync, what, "sync").value
         return self._queue._sync(verb, self._open())
 

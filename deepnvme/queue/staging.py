@@ -468,9 +468,6 @@ class Staging:
             return
         error = _error_of(operation, self._drives.backend)
         done = operation.done()
-        if error is not None and operation.verb is _native.Verb.WRITE:
-            # The drive knows its pieces alone, whose results were asked for here.
-            operation.file.note_failed_write(error.errno or errno.EIO, operation.future._ticket)
         # Before the future ends: a thread that it wakes finds room, and the array free.
         self._forget(operation)
         try:
@@ -507,8 +504,6 @@ def _error_of(operation: _Operation, backend: str) -> NVMeError | None:
     }
     if failure is None or isinstance(failure, ShortReadError):
         return short_read_error(operation.at_end, **fields)
-    if isinstance(failure, NVMeError) and operation.array is None:  # a sync
-        return failure
     # Composed anew: the error of a piece has the piece's place and bytes.
     if isinstance(failure, NVMeError):
         return io_error(failure.errno or errno.EIO, op=operation.op, **fields)

@@ -347,7 +347,6 @@ void bind_enums(py::module_& module) {
         .value("FAILED", Ending::failed)
         .value("END_OF_FILE", Ending::end_of_file)
         .value("CANCELLED", Ending::cancelled)
-        .value("WRITE_FAILED", Ending::write_failed)
         .finalize();
     py::native_enum<FaultRule::Kind>(module, "FaultKind", "enum.Enum")
         .value("FAIL", FaultRule::Kind::fail)
@@ -462,7 +461,6 @@ void bind_files(py::module_& module) {
         .def_property_readonly("device", &OpenFile::device)
         .def_property_readonly("on_fuse", &OpenFile::spoiled_by_rings)
         .def("length", &OpenFile::length, py::call_guard<py::gil_scoped_release>())
-        .def("note_failed_write", &OpenFile::note_failed_write, py::arg("error"), py::arg("ticket"))
         .def("preallocate", &OpenFile::preallocate, py::arg("nbytes"),
              py::call_guard<py::gil_scoped_release>())
         .def("truncate", &OpenFile::truncate, py::arg("nbytes"),
@@ -494,7 +492,6 @@ void bind_queue(py::module_& module) {
         .def(py::init<>())
         .def("cancel", &Ticket::cancel)
         .def("release_waiters", &Ticket::release_waiters)
-        .def("look_at_error", &Ticket::look_at_error)
         .def_property_readonly("taken", &Ticket::taken);
     py::class_<Doorbell, std::shared_ptr<Doorbell>>(module, "Doorbell")
         .def(py::init<>())

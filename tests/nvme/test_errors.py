@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import errno
 import pickle
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,6 @@ from deepnvme import (
     ShortReadError,
     Sync,
 )
-from support.nvme_held import held
 from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, contents, pattern
 
 
@@ -156,65 +154,6 @@ def test_a_short_read_is_an_end_of_file_error_and_an_os_error(
     assert (error.op, error.offset, error.asked, error.done) == ("read", 1, 10, 2)
     assert (error.path, error.backend) == (str(tmp_path / "file"), queue.backend)
     assert "readinto() accepts fewer" in str(error)
-
-
-# --- writes whose result is not asked for ---------------------------------------------------------
-
-
-def losing_first_write() -> FaultPlan:
-    return FaultPlan().fail(nth=1, errno=errno.ENOSPC, requests=Requests.WRITES)
-
-
-def test_a_sync_raises_the_error_of_a_write_whose_result_was_not_asked_for(
-    tmp_path: Path, backend: str
-) -> None:
-    with (
-        IOQueue(backend, faults=losing_first_write()) as queue,
-        queue.open(tmp_path / "file", "w") as file,
-    ):
-        file.pwrite(b"lost")
-        assert file.pwrite(b"kept", PAGE).result(TIMEOUT_S) == 4
-        error = failed(file.sync())
-        assert (error.errno, error.op) == (errno.ENOSPC, "sync_data")
-        assert error.path == str(tmp_path / "file")
-        assert "a write to this file that was submitted before failed" in str(error)
-        assert file.sync().result(TIMEOUT_S) == 0
-
-
-@pytest.mark.parametrize("call", ["result", "exception"])
-def test_a_sync_repeats_no_error_that_the_write_told(
-    tmp_path: Path, backend: str, call: str
-) -> None:
-    with (
-        IOQueue(backend, faults=losing_first_write()) as queue,
-        queue.open(tmp_path / "file", "w") as file,
-    ):
-        write = file.pwrite(b"lost")
-        with suppress(NVMeError):
-            getattr(write, call)(TIMEOUT_S)
-        assert file.pwrite(b"anew").result(TIMEOUT_S) == 4
-        assert file.sync().result(TIMEOUT_S) == 0
-
-
-def test_a_sync_through_another_handle_raises_the_error(tmp_path: Path, backend: str) -> None:
-    with (
-        IOQueue(backend, faults=losing_first_write()) as queue,
-        queue.open(tmp_path / "file", "w") as file,
-        queue.open(tmp_path / "other", "w") as other,
-    ):
-        with queue.open(tmp_path / "file", "r+") as again:
-            again.pwrite(b"lost")
-        assert other.sync().result(TIMEOUT_S) == 0
-        assert failed(file.sync()).errno == errno.ENOSPC
-
-
-def test_a_sync_does_not_raise_what_its_caller_stopped(tmp_path: Path) -> None:
-    with held("memory", tmp_path / "file") as (_, file, first):
-        stopped = file.pwrite(b"stopped", CHUNK)
-        stopped.stop()
-        assert file.sync().result(TIMEOUT_S) == 0
-        assert first.result(TIMEOUT_S) == CHUNK
-        assert failed(stopped).errno == errno.ECANCELED
 
 
 # --- batches --------------------------------------------------------------------------------------

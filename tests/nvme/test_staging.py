@@ -778,18 +778,6 @@ def test_a_sync_comes_after_the_writes_that_were_staged_before_it(tmp_path: Path
         it.assert_idle()
 
 
-def test_a_sync_raises_the_error_of_a_write_whose_result_was_not_asked_for(tmp_path: Path) -> None:
-    broken = FaultPlan().fail(nth=2, errno=errno.ENOSPC, requests=Requests.WRITES)
-    with rig(faults=broken) as it, it.queue.open(tmp_path / "file", "w") as file:
-        it.write(file, it.device.memory(pattern(2 * PIECE, seed=1)))
-        with pytest.raises(NVMeError, match="a write to this file that was submitted before"):
-            it.sync(file).result(TIMEOUT_S)
-        write = it.write(file, it.device.memory(b"abc"))
-        assert write.result(TIMEOUT_S) == 3
-        assert it.sync(file).result(TIMEOUT_S) == 0
-        it.assert_idle()
-
-
 # --- what keeps what ------------------------------------------------------------------------------
 
 

@@ -945,14 +945,8 @@ void Drive::end(Active& active, Outcome outcome) {
     if (wrote) {
         if (outcome.done > 0) operation.file->wrote_until(end_of_prefix(operation, outcome.done));
         counters_.written_bytes += outcome.done;
-        // ECANCELED: its submitter stopped it, and knows that it is not whole.
-        if (outcome.ending == Ending::failed && outcome.error != ECANCELED)
-            operation.file->note_failed_write(outcome.error, operation.ticket);
     } else if (operation.verb == Verb::read) {
         counters_.read_bytes += outcome.done;
-    } else if (outcome.ending == Ending::succeeded) {
-        outcome.error = operation.file->take_write_error();
-        if (outcome.error != 0) outcome.ending = Ending::write_failed;
     }
     if (operation.deadline != Clock::time_point::max()) --with_deadline_;
     counters_.operations += 1;

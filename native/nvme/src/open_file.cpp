@@ -17,7 +17,6 @@
 #include <vector>
 
 #include "deepnvme/error.hpp"
-#include "deepnvme/operation.hpp"
 #include "deepnvme/probe.hpp"
 
 namespace deepnvme {
@@ -58,16 +57,17 @@ void refuse_what_is_no_file(const std::string& path) {
     throw FileError(EINVAL, "open (not a file)", path);
 }
 
-// An inode is not given to another file while a handle is open.
-std::shared_ptr<OpenFile::Shared> shared_by_handles(dev_t device, ino_t inode) {
+// The length that all handles of one file share. An inode is not given to another file while a
+// handle is open.
+std::shared_ptr<std::atomic<std::uint64_t>> length_shared_by_handles(dev_t device, ino_t inode) {
     static std::mutex mutex;
-    static std::map<std::pair<dev_t, ino_t>, std::weak_ptr<OpenFile::Shared>> files;
+    static std::map<std::pair<dev_t, ino_t>, std::weak_ptr<std::atomic<std::uint64_t>>> lengths;
     const std::lock_guard lock(mutex);
-    std::erase_if(files, [](const auto& entry) { return entry.second.expired(); });
-    std::weak_ptr<OpenFile::Shared>& known = files[{device, inode}];
-    std::shared_ptr<OpenFile::Shared> shared = known.lock();
-    if (!shared) known = shared = std::make_shared<OpenFile::Shared>();
-    return shared;
+    std::erase_if(lengths, [](const auto& entry) { return entry.second.expired(); });
+    std::weak_ptr<std::atomic<std::uint64_t>>& known = lengths[{device, inode}];
+    std::shared_ptr<std::atomic<std::uint64_t>> length = known.lock();
+    if (!length) known = length = std::make_shared<std::atomic<std::uint64_t>>(0);
+    return length;
 }
 
 // Where there is such a file or directory, only a FUSE server can leave the question unanswered.
@@ -156,10 +156,10 @@ void OpenFile::learn_from_kernel() {
     inode_ = status.st_ino;
     struct statfs file_system = {};
     on_fuse_ = is_fuse(::fstatfs(buffered_, &file_system), file_system);
-    shared_ = shared_by_handles(device_, inode_);
+    expected_length_ = length_shared_by_handles(device_, inode_);
     // A write that ends in between lengthens the file, and the kernel is asked again.
-    std::uint64_t known = shared_->expected_length.load();
-    while (!shared_->expected_length.compare_exchange_weak(known, length())) {
+    std::uint64_t known = expected_length_->load();
+    while (!expected_length_->compare_exchange_weak(known, length())) {
     }
 }
 
@@ -186,24 +186,10 @@ std::uint64_t OpenFile::length() const {
 }
 
 void OpenFile::wrote_until(std::uint64_t end) noexcept {
-    std::atomic<std::uint64_t>& length = shared_->expected_length;
-    std::uint64_t known = length.load(std::memory_order_relaxed);
-    while (known < end && !length.compare_exchange_weak(known, end, std::memory_order_relaxed)) {
+    std::uint64_t known = expected_length_->load(std::memory_order_relaxed);
+    while (known < end &&
+           !expected_length_->compare_exchange_weak(known, end, std::memory_order_relaxed)) {
     }
-}
-
-void OpenFile::note_failed_write(int error, std::shared_ptr<Ticket> ticket) {
-    if (!ticket) return;
-    const std::lock_guard lock(shared_->mutex);
-    if (shared_->failed_write && !shared_->failed_write->error_seen()) return;
-    shared_->write_error = error;
-    shared_->failed_write = std::move(ticket);
-}
-
-int OpenFile::take_write_error() {
-    const std::lock_guard lock(shared_->mutex);
-    const std::shared_ptr<Ticket> failed = std::exchange(shared_->failed_write, nullptr);
-    return failed && !failed->error_seen() ? shared_->write_error : 0;
 }
 
 void OpenFile::preallocate(std::uint64_t nbytes) {
@@ -237,7 +223,7 @@ void OpenFile::truncate(std::uint64_t nbytes) {
         result = ::ftruncate(buffered_, static_cast<off_t>(nbytes));
     } while (result != 0 && errno == EINTR);
     if (result != 0) throw FileError(errno, "truncate", path_);
-    shared_->expected_length.store(nbytes, std::memory_order_relaxed);
+    expected_length_->store(nbytes, std::memory_order_relaxed);
 }
 
 }  // namespace deepnvme

@@ -8,13 +8,10 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 
 namespace deepnvme {
-
-class Ticket;
 
 enum class OpenMode : std::uint8_t {
     read,       // must exist, read only
@@ -70,16 +67,9 @@ class OpenFile {
     // writes and truncations left it, through any of its handles. A read that ends before it means
     // that another process cut the file.
     [[nodiscard]] std::uint64_t expected_length() const noexcept {
-        return shared_->expected_length.load(std::memory_order_relaxed);
+        return expected_length_->load(std::memory_order_relaxed);
     }
     void wrote_until(std::uint64_t end) noexcept;
-
-    // Through any handle of the file: a write failed. The kernel does not tell a later sync of
-    // that. Of several writes the first counts whose submitter has not looked at its error; one
-    // without a ticket does not, as its submitter gets each outcome.
-    void note_failed_write(int error, std::shared_ptr<Ticket> ticket);
-    // The error of that write, once; else 0.
-    [[nodiscard]] int take_write_error();
 
     // Asks the kernel for the length. These three throw FileError.
     [[nodiscard]] std::uint64_t length() const;
@@ -87,14 +77,6 @@ class OpenFile {
     // only what lies behind the end of the file is, by zeros.
     void preallocate(std::uint64_t nbytes);
     void truncate(std::uint64_t nbytes);
-
-    // What all handles of a file share.
-    struct Shared {
-        std::atomic<std::uint64_t> expected_length = 0;
-        std::mutex mutex;  // guards what follows
-        int write_error = 0;
-        std::shared_ptr<Ticket> failed_write;  // empty: none
-    };
 
   private:
     void learn_from_kernel();
@@ -111,7 +93,8 @@ class OpenFile {
     dev_t device_ = 0;
     ino_t inode_ = 0;
     bool on_fuse_ = false;
-    std::shared_ptr<Shared> shared_;
+    // One for all handles of the file.
+    std::shared_ptr<std::atomic<std::uint64_t>> expected_length_;
 };
 
 }  // namespace deepnvme

@@ -42,9 +42,6 @@ class Ticket {
     // with ECANCELED, unless the kernel had all of it.
     void stop() noexcept { stopped_ = true; }
     [[nodiscard]] bool stopped() const noexcept { return stopped_; }
-    // The submitter has looked at the error in which it ended.
-    void look_at_error() noexcept { error_seen_ = true; }
-    [[nodiscard]] bool error_seen() const noexcept { return error_seen_; }
 
   private:
     friend class Queue;  // what is not atomic below is guarded by its mutex
@@ -59,7 +56,6 @@ class Ticket {
     std::atomic<bool> handed_in_ = false;
     std::atomic<bool> taken_ = false;
     std::atomic<bool> stopped_ = false;
-    std::atomic<bool> error_seen_ = false;
     std::weak_ptr<Drive> drive_;      // set before it is taken, and read only after that
     bool heard_ = false;              // wait_ended returns it at its end: see Queue::hear
     std::shared_ptr<Doorbell> bell_;  // rings at its end
@@ -97,14 +93,7 @@ struct Operation {
     Clock::time_point deadline = Clock::time_point::max();  // nothing of it is issued after that
 };
 
-enum class Ending : std::uint8_t {
-    succeeded,
-    failed,
-    end_of_file,
-    cancelled,
-    // A sync succeeded, but not a write before it: see OpenFile::note_failed_write.
-    write_failed,
-};
+enum class Ending : std::uint8_t { succeeded, failed, end_of_file, cancelled };
 
 // How an operation ended. `done` is the length of the prefix that was certainly moved.
 struct Outcome {
