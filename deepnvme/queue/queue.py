@@ -682,7 +682,10 @@ class File(Closing):
         )
 
     def sync(self, what: Sync = Sync.DATA) -> IOFuture[int]:
-        """Make every write to this file that was submitted before durable. Ends in 0."""
+        """Make every write to this file durable that was submitted before and succeeds. Ends in 0.
+
+        Whether a write succeeded, its own future tells.
+        """
         verb = chosen(Sync, what, "sync").value
         return self._queue._sync(verb, self._open())
 
