@@ -62,20 +62,34 @@ def recomputing_modules(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def blocks_held_whole(model: torch.nn.Module) -> frozenset[str]:
-    """Return the names of the blocks all of whose parameters a backward needs at one time: torch's
-    checkpoint, by which a model recomputes itself, holds what a block read until its backward ends,
-    unless it is the reentrant one.
+    """Return the names of the blocks whose parameters a backward needs together.
+
+    Torch's checkpoint, by which a model recomputes itself, holds all that a block has read until
+    its backward ends. Its reentrant kind does not.
     """
-    recomputing = [
-        module
-        for module in model.modules()
+    marked = {
+        name: module
+        for name, module in model.named_modules()
         if getattr(module, "gradient_checkpointing", False) is True
-    ]
+    }
     # Where Transformers keeps what a layer recomputes itself by.
-    kinds = [getattr(module, "_gradient_checkpointing_func", None) for module in recomputing]
+    kinds = [getattr(module, "_gradient_checkpointing_func", None) for module in marked.values()]
     if all(isinstance(kind, partial) and kind.keywords.get("use_reentrant") for kind in kinds):
         return frozenset()
-    return frozenset(block.name for block in find_blocks(model))
+    blocks = [block.name for block in find_blocks(model)]
+    found = {block for block in blocks if any(_is_within(block, name) for name in marked)}
+    # A layer that is marked itself, but is like no other one.
+    innermost = (
+        name
+        for name in marked
+        if not any(name != other and _is_within(other, name) for other in (*marked, *blocks))
+    )
+    return frozenset(found.union(filter(None, innermost)))
+
+
+def _is_within(name: str, other: str) -> bool:
+    """Tell whether a module is another one, or within it; by their names."""
+    return not other or name == other or name.startswith(f"{other}.")
 
 
 def _candidates(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -53,10 +53,10 @@ def advise(
     source: RateSource,
     run: TrainingRun | None = None,
     *,
-    larger_gpus: Mapping[str, Means] = MappingProxyType({}),
+    better_gpus: Mapping[str, Means] = MappingProxyType({}),
 ) -> Advice:
-    """Return the advice; `source` says where the rates come from, `larger_gpus` which means the
-    machine would have with GPUs that can be bought for it.
+    """Return the advice; `source` says where the rates come from. `better_gpus` are the means with
+    other GPUs in the machine, by their names.
 
     Where the rate of computing is not known, nothing is said of a run: its steps lack most of their
     time.
@@ -67,7 +67,7 @@ def advise(
         step_range=step_range(decision.best, decision.training, decision.means, source)
         if computes
         else None,
-        purchases=purchases(decision, larger_gpus),
+        purchases=purchases(decision, better_gpus),
         worths=worths(decision),
         run=forecast(decision, run) if run is not None and computes else None,
     )

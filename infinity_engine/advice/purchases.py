@@ -63,9 +63,9 @@ class _Offer:
 
 
 def purchases(
-    decision: Decision, larger_gpus: Mapping[str, Means] = MappingProxyType({})
+    decision: Decision, better_gpus: Mapping[str, Means] = MappingProxyType({})
 ) -> tuple[Purchase, ...]:
-    """Return what each purchase would bring, the best first; `larger_gpus` as for `advise`."""
+    """Return what each purchase would bring, the best first; `better_gpus` as for `advise`."""
     best, means = decision.best, decision.means
     planner = decision.planner
     numel = best.choice.subgroup_numel
@@ -74,7 +74,7 @@ def purchases(
     is_given = not isinstance(planner.strategy, Auto | None)
     found = []
     computes = means.compute_rate(decision.training) is not None
-    for offer in _offers(means, larger_gpus, computes=computes):
+    for offer in _offers(means, better_gpus, computes=computes):
         there = planner.with_means(offer.means)
         ns, written = best.timeline.ns, best.timeline.moved.get(Lane.NVME_WRITE, 0)
         is_open = is_given or isinf(before_ns)
@@ -102,7 +102,7 @@ def _of_today(decision: Decision, means: Means) -> StepTimeline:
 # --- what can be bought ---------------------------------------------------------------------------
 
 
-def _offers(means: Means, larger_gpus: Mapping[str, Means], *, computes: bool) -> Iterator[_Offer]:
+def _offers(means: Means, better_gpus: Mapping[str, Means], *, computes: bool) -> Iterator[_Offer]:
     budget = means.budget
     # The power of two nearest to what there is: modules of memory are sold in such sizes.
     more = GiB << max(round(log2(max(budget.host / GiB, 1))), 2)
@@ -113,8 +113,8 @@ def _offers(means: Means, larger_gpus: Mapping[str, Means], *, computes: bool) -
         yield _Offer("as many drives again", with_more_drives(means, 2))
     if means.unified:
         return
-    yield from (_Offer(name, larger) for name, larger in larger_gpus.items())
-    if not larger_gpus:
+    yield from (_Offer(name, better) for name, better in better_gpus.items())
+    if not better_gpus:
         larger = replace(means, budget=replace(budget, device=2 * budget.device))
         yield _Offer("twice the GPU memory", larger)
         if computes:

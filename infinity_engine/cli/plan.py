@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from infinity_engine.cli.plan_answer import Section, answer, refused, show, with_options
 from infinity_engine.cli.plan_machine import add_arguments as add_machine
-from infinity_engine.cli.plan_machine import larger_gpus_of, machine_of
+from infinity_engine.cli.plan_machine import better_gpus_of, machine_of
 from infinity_engine.cli.plan_question import (
     add_settings,
     add_training,
@@ -153,8 +153,8 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
     from infinity_engine.sim.report import report_of
 
     report = report_of(decision, rated_bytes=machine.rated_bytes)
-    larger = larger_gpus_of(options, precision, training)
-    advice = advise(decision, machine.source, run, larger_gpus=larger)
+    better = better_gpus_of(options, precision, training)
+    advice = advise(decision, machine.source, run, better_gpus=better)
     ways = activation_advice(decision, report)
 
     def step_s_of(asked: Training) -> float | None:

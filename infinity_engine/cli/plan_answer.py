@@ -187,8 +187,10 @@ def _again(report: PlanReport) -> Rows:
     """Yield what the phases do not show: the micro-batches after the first."""
     if report.micro_batches > 1 and report.tokens_per_s is not None:
         seconds = seconds_in_words(report.repeated_s)
-        more = report.micro_batches - 1
-        yield "and again", f"{seconds}, forward and backward of {more} more micro-batches"
+        yield (
+            f"{report.micro_batches - 1} micro-batches more",
+            f"{seconds}, forward and backward again",
+        )
 
 
 def _between_ranks(report: PlanReport) -> Rows:
@@ -386,7 +388,7 @@ def _takes(run: RunForecast, rated_bytes: int | None) -> str:
         share = "" if rated_bytes is None else f" ({run.written / rated_bytes:.1%} of the TBW)"
         parts.append(f"{format_decimal_bytes(run.written)} written{share}")
     if run.kwh is not None:
-        parts.append(f"{run.kwh:,.1f} kWh" if run.kwh >= 1 else f"{run.kwh:.2g} kWh")
+        parts.append(f"{run.kwh:,.1f} kWh" if run.kwh >= 1 else f"{1000 * run.kwh:,.2f} Wh")
     if run.cost is not None:
         parts.append(f"cost {run.cost:,.2f}")
     return ", ".join(parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,12 +26,13 @@ if TYPE_CHECKING:
     from infinity_engine.plan import BlockRates, Calibration, Capacity, Rates
     from infinity_engine.sim.hardware import MachineModel
 
-__all__ = ["AskedMachine", "add_arguments", "free", "larger_gpus_of", "machine_of"]
+__all__ = ["AskedMachine", "add_arguments", "better_gpus_of", "free", "machine_of"]
 
 _ASSUMED = "desktop_4090"
 _QUEUE_BYTES = 16 << 20  # of the host for each drive, as deepnvme's queues take them
 _LEAST_TFLOPS, _MOST_TFLOPS = 1e-6, 1e9
 _MOST_GPUS = 64
+_NOTHING = re.compile(r"\s*0+(\.0*)?\s*[a-zA-Z]*\s*$")  # a size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -191,26 +193,26 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
     )
 
 
-def larger_gpus_of(
+def better_gpus_of(
     options: argparse.Namespace, precision: str, training: Training
 ) -> dict[str, Means]:
-    """Return the means with each of the next larger GPUs, where the GPU is one of the catalogue's
-    and its rates are published ones.
+    """Return the means with GPUs that are better, where --gpu names one of the catalogue and its
+    rates are published ones. As much of their memory is taken by others.
     """
-    from infinity_engine.machine.catalogue import find_gpu, larger_gpus
+    from infinity_engine.machine.catalogue import better_gpus, find_gpu
 
     if options.gpu is None or options.rates is not None or options.tflops is not None:
         return {}
-    memory = find_gpu(options.gpu)[0].memory_bytes
+    sheet, taken = find_gpu(options.gpu)[0], 0
     if options.gpu_mem is not None:
-        memory = size_of(options.gpu_mem, "--gpu-mem")
+        taken = max(sheet.memory_bytes - size_of(options.gpu_mem, "--gpu-mem"), 0)
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
     found = {}
-    for sheet in larger_gpus(memory):
-        given = ["--gpu", sheet.name, "--gpu-mem", f"{sheet.memory_bytes} B"]
-        larger = parser.parse_args(given, copy.copy(options))
-        found[sheet.name] = machine_of(larger, precision, training).means
+    for better in better_gpus(sheet):
+        given = ["--gpu", better.name, "--gpu-mem", f"{better.memory_bytes - taken} B"]
+        bought = parser.parse_args(given, copy.copy(options))
+        found[better.name] = machine_of(bought, precision, training).means
     return found
 
 
@@ -383,7 +385,7 @@ def _capacity(options: argparse.Namespace, known: _Known, gpus: int) -> Capacity
     here = known.capacity
     device = 0 if gpus == 0 else _given(options.gpu_mem, known, "--gpu-mem")
     host = _given(options.ram, known, "--ram")
-    asked = "--nvme" in known.sizes if options.nvme is None else options.nvme != "0"
+    asked = "--nvme" in known.sizes if options.nvme is None else not _NOTHING.match(options.nvme)
     drives = _given(options.nvme, known, "--nvme") if asked else 0
     typed = free(device, host, drives)
     if here is None:

@@ -102,8 +102,7 @@ def _phases(report: PlanReport) -> Iterator[Sequence[str]]:
         else:
             yield phase.name, "unknown", ""
     if report.micro_batches > 1 and report.tokens_per_s is not None:
-        again = f"forward and backward of {report.micro_batches - 1} more micro-batches"
-        yield again, f"{report.repeated_s:,.3g}", ""
+        yield f"{report.micro_batches - 1} micro-batches more", f"{report.repeated_s:,.3g}", ""
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -450,7 +450,8 @@ def _cache() -> Path:
     """Return where the cache is, by the rules of huggingface_hub."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
-    cache = os.environ.get("HF_HUB_CACHE") or f"{home}/hub"
+    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    cache = given or f"{home}/hub"
     # Of os.path: where there is no home, a Path raises.
     return Path(os.path.expandvars(os.path.expanduser(cache)))  # noqa: PTH111
 

@@ -65,7 +65,7 @@ class WhatIf:
             else {
                 "step_s": step.ns / 1e9,
                 "phases": {phase.name: phase.ns / 1e9 for phase in step.phases},
-                "repeated_s": step.repeated_ns / 1e9,
+                "further_micro_batches_s": step.repeated_ns / 1e9,
             }
             for name, step in steps.items()
         }

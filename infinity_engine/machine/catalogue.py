@@ -24,13 +24,15 @@ __all__ = [
     "SUSTAINED_BYTES_PER_S",
     "DriveSheet",
     "GpuSheet",
+    "better_gpus",
     "find_drive",
     "find_gpu",
-    "larger_gpus",
 ]
 
 _TERA = 10**12  # operations
 _LARGER = 1.2  # times as much memory is the next size
+_FASTER = 1.3  # times the operations a second
+_OFFERED = 2  # better GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,11 @@ class GpuSheet:
     pcie: int
     watts: int
     source: str
+
+    @property
+    def is_on_board(self) -> bool:
+        """Whether it is a part of a server's board: no slot takes it."""
+        return "SXM" in self.name or self.name.startswith("B200")
 
     @property
     def gpu_gpu_bytes_per_s(self) -> float | None:
@@ -284,16 +291,27 @@ def find_gpu(name: str, *, field: str = "gpu") -> tuple[GpuSheet, ...]:
     return _found(name, GPU_SHEETS, field)
 
 
-def larger_gpus(memory_bytes: int) -> tuple[GpuSheet, ...]:
-    """Return the GPU that computes fastest of each of the next two sizes of memory."""
+def better_gpus(sheet: GpuSheet) -> tuple[GpuSheet, ...]:
+    """Return GPUs for the same kind of slot that have more memory or compute much faster, and are
+    worse in neither: the fastest of each of the first two sizes of memory.
+    """
+    better = [
+        other
+        for other in GPU_SHEETS
+        if other.is_on_board == sheet.is_on_board
+        and other.memory_bytes >= sheet.memory_bytes
+        and other.flops_per_s >= sheet.flops_per_s
+        and (
+            other.memory_bytes >= _LARGER * sheet.memory_bytes
+            or other.flops_per_s >= _FASTER * sheet.flops_per_s
+        )
+    ]
     found: list[GpuSheet] = []
-    for _ in range(2):
-        least = _LARGER * (found[-1].memory_bytes if found else memory_bytes)
-        larger = [other for other in GPU_SHEETS if other.memory_bytes >= least]
-        if larger:
-            most = _LARGER * min(other.memory_bytes for other in larger)
-            alike = [other for other in larger if other.memory_bytes <= most]
-            found.append(max(alike, key=lambda other: other.flops_per_s))
+    while better and len(found) < _OFFERED:
+        most = _LARGER * min(other.memory_bytes for other in better)
+        alike = [other for other in better if other.memory_bytes <= most]
+        found.append(max(alike, key=lambda other: other.flops_per_s))
+        better = [other for other in better if other.memory_bytes > most]
     return tuple(found)
 
 

@@ -125,9 +125,9 @@ class ResidentParameters(ABC, Generic[_Entry]):
                 limit=error.limit,
                 holders=error.holders,
                 change=f"raise the budget's {self._memory.reservation.tier.name.lower()}. {name} "
-                "is needed together with these: what a module uses stays until it returns, what "
-                "torch's checkpoint runs again until its backward has ended, what your code reads "
-                "outside of modules until engine.step()",
+                "is needed together with these: what a module uses stays until it returns, and "
+                "until its backward has ended where torch's checkpoint runs it again; what your "
+                "code reads outside of modules stays until engine.step()",
             ) from None
 
     @abstractmethod

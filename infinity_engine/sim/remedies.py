@@ -342,8 +342,8 @@ def _tiles_of_sequence(planner: Planner) -> Iterator[tuple[str, Training]]:
 
 
 def _smaller_batches(planner: Planner) -> Iterator[tuple[str, Training]]:
-    """Yield the largest smaller micro-batch that fits, with as many sequences in a step; where sums
-    of gradients leave no room for that, one sequence a step.
+    """Yield a smaller micro-batch, near the largest that fits, with about as many sequences in a
+    step; where sums of gradients leave no room for that, a micro-batch of one sequence.
     """
     training = planner.training
     if training.batch == 1:
@@ -355,11 +355,13 @@ def _smaller_batches(planner: Planner) -> Iterator[tuple[str, Training]]:
 
     sizes = range(1, training.batch)
     # Larger ones take more.
-    enough = bisect_left(
+    most = bisect_left(
         sizes, True, key=lambda batch: not planner.with_training(smaller(batch)).fits()
     )
-    if enough:
-        found = smaller(sizes[enough - 1])
+    if most:
+        even = -(-sequences // -(-sequences // most))  # in as few micro-batches, all nearly alike
+        whole = max(batch for batch in range(1, most + 1) if sequences % batch == 0)
+        found = smaller(whole if 2 * whole >= even else even)
         batch, steps = found.batch, found.accumulation_steps
         yield (
             f"{steps:,} micro-batches of {batch:,} in a step "

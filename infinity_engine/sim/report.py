@@ -32,6 +32,7 @@ __all__ = [
 _DAYS_PER_YEAR = 365.25
 _SUMMED = 4  # bytes of an fp32 sum
 _COMPUTE = "compute"
+_MOST = 0.75  # of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,11 @@ class PlanReport:
 
     @property
     def bound_by(self) -> str:
-        """What works longest in the longest part of the step."""
+        """What works longest in the longest part of the step; the exchange between ranks, where it
+        takes most of the step.
+        """
+        if self.gathering_s > _MOST * self.step_s:
+            return "exchange between ranks"
         last = self.phases[-1]  # the backward: most of what further micro-batches repeat
         longest = max(
             self.phases,
@@ -183,7 +188,7 @@ class PlanReport:
             "tokens_per_s": self.tokens_per_s,
             "gathering_s": self.gathering_s,
             "micro_batches": self.micro_batches,
-            "repeated_s": self.repeated_s,
+            "further_micro_batches_s": self.repeated_s,
             "phases": [
                 {
                     "name": phase.name,

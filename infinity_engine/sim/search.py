@@ -310,14 +310,14 @@ class Search:
         return (_BESIDE if self._may_update_beside(entry.form) else 1.0) * entry.estimate_ns
 
     def _try_fewer(self) -> None:
-        """Try larger subgroups where each costs something to start: they are soon simulated."""
+        """Try a few large subgroups, where starting an op costs time."""
         rates = self._planner.means.rates
         starts = (rates.host_start_s, rates.device_start_s, rates.copy_start_s, rates.io_start_s)
         if self._planner.subgroup_numel is not None or not any(starts):
             return
         numels = self._forms.numels(FEW)
         for entry in best_of_each_kind(self._forms.entries(numels)):
-            # Whatever larger subgroups of its kind took: they say little of these.
+            # What smaller subgroups of its kind took says little of these.
             hopeful = entry.estimate_ns < _HOPEFUL * self._least_ns
             if hopeful and self._try(entry.form, entry.numel) is None:
                 self._try(entry.inside, entry.numel)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity_engine.activation.blocks import find_blocks, recomputing_modules
+from infinity_engine.activation.blocks import blocks_held_whole, find_blocks, recomputing_modules
 from support.families import FAMILIES, transformers
 from support.small_models import MODELS
 
@@ -130,6 +130,17 @@ def test_models_that_recompute_themselves_are_known() -> None:
     # Transformers 5 has renamed it.
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     assert recomputing_modules(model)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_layers_that_recompute_themselves_are_held_whole(layers: int) -> None:
+    config = FAMILIES["llama"].config(16)
+    config.num_hidden_layers = layers
+    with torch.device("meta"):
+        model = getattr(transformers(), FAMILIES["llama"].model)(config)
+    assert blocks_held_whole(model) == frozenset()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    assert blocks_held_whole(model) == {f"model.layers.{number}" for number in range(layers)}
 
 
 MAKERS: dict[str, Callable[[], Any]] = {"list": lambda: nn.ModuleList([]), "leaf": nn.Identity}

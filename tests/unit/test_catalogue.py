@@ -15,9 +15,9 @@ from infinity_engine.machine.catalogue import (
     SUSTAINED_BYTES_PER_S,
     DriveSheet,
     GpuSheet,
+    better_gpus,
     find_drive,
     find_gpu,
-    larger_gpus,
 )
 from infinity_engine.sim.hardware import DESKTOP_4090, H200_NODE, machine
 from infinity_engine.units import GB, GiB
@@ -137,13 +137,19 @@ def test_gpus_that_nvlink_joins_exchange_over_it_and_others_through_the_host() -
     assert H200_NODE.with_gpu(rtx).wire_bytes_per_s(1) < 30 * GB
 
 
-def test_the_next_larger_gpus_are_the_fastest_of_the_next_two_sizes() -> None:
-    assert [gpu.name for gpu in larger_gpus(24 * GiB)] == [
-        "RTX 5090 32 GB",
-        "RTX 6000 Ada 48 GB",
-    ]
-    assert [gpu.name for gpu in larger_gpus(140 * GiB)] == ["B200 180 GB"]
-    assert larger_gpus(180 * GiB) == ()
+@pytest.mark.parametrize(
+    ("gpu", "better"),
+    [
+        ("4090", ["RTX 5090 32 GB", "RTX 6000 Ada 48 GB"]),
+        ("a100 pcie 80", ["H100 NVL 94 GB"]),
+        ("h100 sxm", ["H200 SXM 141 GB", "B200 180 GB"]),
+        ("h200", ["B200 180 GB"]),
+        ("b200", []),
+        ("rtx pro 6000", []),
+    ],
+)
+def test_better_gpus_fit_the_slot_and_are_worse_in_nothing(gpu: str, better: list[str]) -> None:
+    assert [sheet.name for sheet in better_gpus(find_gpu(gpu)[0])] == better
 
 
 def test_an_h200_has_the_same_memory_as_a_part_and_in_its_node() -> None:

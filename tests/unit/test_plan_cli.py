@@ -111,8 +111,8 @@ def test_a_run_is_told_in_days_writes_energy_and_cost(plan: Any) -> None:
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        ("1", r"1 steps, [\d.]+ s, [\d.]+ GB written, 0\.\d+ kWh"),
-        ("50", r"50 steps, [\d.]+ minutes, [\d.]+ TB written, 0\.\d+ kWh"),
+        ("1", r"1 steps, [\d.]+ s, [\d.]+ GB written, [\d.]+ Wh"),
+        ("50", r"50 steps, [\d.]+ minutes, [\d.]+ TB written, [\d.]+ Wh"),
     ],
 )
 def test_a_short_run_is_told_in_units_that_fit_it(plan: Any, steps: str, said: str) -> None:
@@ -848,7 +848,7 @@ def test_tiling_that_cuts_nothing_says_so(plan: Any, tmp_path: Path) -> None:
     assert 'tiling="auto" cuts no layer' in out
 
 
-def test_the_largest_micro_batch_that_fits_is_offered_with_as_many_sequences_a_step(
+def test_a_large_micro_batch_that_fits_is_offered_with_as_many_sequences_a_step(
     plan: Any,
 ) -> None:
     asked = ("--model", "opt-1.3b", "--gpu", "3090", "--ram", "24GiB")
@@ -858,11 +858,17 @@ def test_the_largest_micro_batch_that_fits_is_offered_with_as_many_sequences_a_s
     assert offered is not None
     batch, steps = int(offered[1]), int(offered[2])
 
-    assert batch > 1
-    assert steps == -(-64 // batch)
+    assert batch * steps == 64
     assert plan(*asked, "--batch", str(batch), "--accumulation", str(steps))[0] == 0
-    more = str(-(-64 // (batch + 1)))
-    assert plan(*asked, "--batch", str(batch + 1), "--accumulation", more)[0] == 1
+    twice = ("--batch", str(2 * batch), "--accumulation", str(steps // 2))
+    assert plan(*asked, *twice)[0] == 1
+
+
+def test_a_smaller_micro_batch_makes_no_larger_step(plan: Any) -> None:
+    asked = ("--model", "opt-1.3b", "--gpu", "3090", "--ram", "24GiB", "--batch")
+
+    assert "2 micro-batches of 7 in a step" in plan(*asked, "14")[1]
+    assert "2 micro-batches of 9 in a step" in plan(*asked, "17")[1]
 
 
 def test_without_a_rate_of_computing_no_life_of_drives_is_promised(plan: Any) -> None:
@@ -884,8 +890,8 @@ def test_the_time_of_further_micro_batches_has_its_line(plan: Any) -> None:
     answer = json.loads(plan(*asked, "--json")[1])
 
     phases = sum(phase["seconds"] for phase in answer["phases"])
-    assert re.search(r"and again +[\d.]+ s, forward and backward of 7 more micro-batches", text)
-    assert answer["step_s"] == pytest.approx(phases + answer["repeated_s"])
+    assert re.search(r"7 micro-batches more +[\d.]+ s, forward and backward again", text)
+    assert answer["step_s"] == pytest.approx(phases + answer["further_micro_batches_s"])
 
 
 def test_larger_gpus_of_the_catalogue_are_offered_by_name(plan: Any) -> None:
