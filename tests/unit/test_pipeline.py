@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -117,12 +118,16 @@ class Registrations:
 
     def __init__(self) -> None:
         self.pools: list[Pool] = []
+        self._native = SimpleNamespace(forget_pool=self._forget)  # which a finalizer asks
 
     def use_pool(self, pool: Pool) -> None:
         self.pools.append(pool)
 
     def forget_pool(self, pool: Pool) -> None:
-        self.pools = [each for each in self.pools if each is not pool]
+        self._forget(pool._native)
+
+    def _forget(self, native: object) -> None:
+        self.pools = [pool for pool in self.pools if pool._native is not native]
 
 
 @pytest.fixture
