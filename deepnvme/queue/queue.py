@@ -251,8 +251,8 @@ class IOQueue(Closing):
         """Open a file for I/O through this queue.
 
         Modes: "r" reads; "r+" reads and writes an existing file; "w" makes it or empties it; "x"
-        makes a new one. `size` reserves that many bytes on the drive now: a full disk fails here,
-        and not in a later write.
+        makes a new one. `size` reserves that many bytes on the drive now, as `File.preallocate`
+        does: a full disk fails here, and not in a later write.
 
         Raises:
             BackendUnavailableError: only a backend that `require` does not name serves that file

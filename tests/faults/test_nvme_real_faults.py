@@ -156,22 +156,43 @@ with IOQueue("threads") as queue, queue.open(path, "r+") as file:
 """
 
 
-def test_where_nothing_can_be_reserved_zeros_come_behind_the_end_and_nothing_before_it(
-    tmp_path: Path,
-) -> None:
+def told_without_fallocate(program: str, path: Path) -> Any:
     if platform.machine() not in FALLOCATE:
         pytest.skip("the number of fallocate is not known here")
     done = run_program(
-        RESERVING,
-        tmp_path / "file",
-        folder=tmp_path,
+        program,
+        path,
+        folder=path.parent,
         launcher=seccomp.refusing("EOPNOTSUPP", FALLOCATE[platform.machine()]),
     )
-    before_the_end, after_it, size = json.loads(output_of(done))
+    return json.loads(output_of(done))
+
+
+def test_where_nothing_can_be_reserved_zeros_come_behind_the_end_and_nothing_before_it(
+    tmp_path: Path,
+) -> None:
+    before_the_end, after_it, size = told_without_fallocate(RESERVING, tmp_path / "file")
     assert before_the_end == 0  # a byte written in a block would have made it one of the file's
     assert after_it >= 2 * MIB
     assert size == 3 * MIB + 5
     assert (tmp_path / "file").read_bytes() == bytes(size)
+
+
+MAKING_A_VOLUME = """
+import json, os, sys
+from deepnvme.volume.volume import Volume
+
+with Volume.create(sys.argv[1], 4 << 20):
+    pass
+data = os.stat(os.path.join(sys.argv[1], "data"))
+print(json.dumps([data.st_size, data.st_blocks * 512]))
+"""
+
+
+def test_a_volume_has_all_its_bytes_where_nothing_can_be_reserved(tmp_path: Path) -> None:
+    length, on_the_drive = told_without_fallocate(MAKING_A_VOLUME, tmp_path / "volume")
+    assert length >= 4 * MIB
+    assert on_the_drive >= length
 
 
 # --- the limit on a file's size -------------------------------------------------------------------
