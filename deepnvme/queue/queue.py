@@ -693,7 +693,8 @@ class File(Closing):
         """Reserve the first `nbytes` of the file: a full drive fails here, not in a later write.
 
         The bytes that are there stay. Where the file system cannot reserve, zeros are written
-        behind the end of the file, and holes before it stay holes.
+        behind the end of the file, and holes before it stay holes. A write that lengthens
+        the file meanwhile may have up to 64 KiB of zeros behind it then.
         """
         nbytes = byte_count("nbytes", nbytes)
         _check_range("nbytes", nbytes)

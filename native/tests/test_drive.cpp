@@ -6,10 +6,12 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -1107,6 +1109,15 @@ TEST(a_file_that_cannot_be_opened_says_why) {
 namespace {
 
 std::function<void()> after_fstat;  // empty: nothing
+bool can_reserve = true;
+
+std::string path_of_new_file() {
+    std::string path = (std::filesystem::temp_directory_path() / "deepnvme-XXXXXX").string();
+    const int descriptor = ::mkostemp(path.data(), O_CLOEXEC);
+    CHECK(descriptor >= 0);
+    ::close(descriptor);
+    return path;
+}
 
 }  // namespace
 
@@ -1118,6 +1129,13 @@ extern "C" int fstat(int descriptor, struct stat* status) noexcept {
     return result;
 }
 #endif
+
+extern "C" int fallocate(int descriptor, int mode, off_t offset, off_t length) {
+    if (can_reserve)
+        return static_cast<int>(::syscall(SYS_fallocate, descriptor, mode, offset, length));
+    errno = EOPNOTSUPP;
+    return -1;
+}
 
 TEST(opening_a_file_again_forgets_no_write_that_ended_meanwhile) {
     std::string path = (std::filesystem::temp_directory_path() / "deepnvme-XXXXXX").string();
@@ -1135,6 +1153,31 @@ TEST(opening_a_file_again_forgets_no_write_that_ended_meanwhile) {
     ::close(descriptor);
     ::unlink(path.c_str());
     CHECK_EQ(file.expected_length(), file.length());
+}
+
+TEST(zeros_in_place_of_a_reservation_end_a_piece_behind_what_was_asked_for_at_most) {
+    constexpr std::uint64_t asked = 4 << 20;
+    constexpr std::uint64_t piece = 64 << 10;
+    const std::string path = path_of_new_file();
+    OpenFile file(path, OpenMode::update, DirectIO::never, 0600);
+    const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+    bool written = false;
+    after_fstat = [&] {
+        if (std::exchange(written, true)) return;
+        CHECK_EQ(::pwrite(descriptor, "x", 1, asked - 2), 1);
+    };
+    can_reserve = false;
+    file.preallocate(asked);
+    can_reserve = true;
+    after_fstat = nullptr;
+    char kept = 0;
+    CHECK_EQ(::pread(descriptor, &kept, 1, asked - 2), 1);
+    ::close(descriptor);
+    ::unlink(path.c_str());
+    if (!written) SKIP("the C library's fstat is no function that a test can take the place of");
+    CHECK(kept == 'x');
+    CHECK(file.length() >= asked);
+    CHECK(file.length() < asked + piece);
 }
 
 TEST(pool_pieces_do_not_overlap_and_come_back_whole) {
