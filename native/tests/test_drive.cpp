@@ -1110,6 +1110,7 @@ namespace {
 
 std::function<void()> after_fstat;  // empty: nothing
 bool can_reserve = true;
+int sync_error = 0;
 
 std::string path_of_new_file() {
     std::string path = (std::filesystem::temp_directory_path() / "deepnvme-XXXXXX").string();
@@ -1134,6 +1135,12 @@ extern "C" int fallocate(int descriptor, int mode, off_t offset, off_t length) {
     if (can_reserve)
         return static_cast<int>(::syscall(SYS_fallocate, descriptor, mode, offset, length));
     errno = EOPNOTSUPP;
+    return -1;
+}
+
+extern "C" int fdatasync(int descriptor) {
+    if (sync_error == 0) return static_cast<int>(::syscall(SYS_fdatasync, descriptor));
+    errno = sync_error;
     return -1;
 }
 
@@ -1178,6 +1185,23 @@ TEST(zeros_in_place_of_a_reservation_end_a_piece_behind_what_was_asked_for_at_mo
     CHECK(kept == 'x');
     CHECK(file.length() >= asked);
     CHECK(file.length() < asked + piece);
+}
+
+TEST(a_reservation_by_zeros_fails_where_they_find_no_room_when_they_are_written_back) {
+    const std::string path = path_of_new_file();
+    OpenFile file(path, OpenMode::update, DirectIO::never, 0600);
+    can_reserve = false;
+    sync_error = ENOSPC;
+    int told = 0;
+    try {
+        file.preallocate(1 << 20);
+    } catch (const FileError& error) {
+        told = error.code().value();
+    }
+    can_reserve = true;
+    sync_error = 0;
+    ::unlink(path.c_str());
+    CHECK_EQ(told, ENOSPC);
 }
 
 TEST(pool_pieces_do_not_overlap_and_come_back_whole) {

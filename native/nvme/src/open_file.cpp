@@ -217,6 +217,12 @@ void OpenFile::append_zeros_until(std::uint64_t end) {
         if (written < 0 && errno == EINTR) continue;
         if (written <= 0) throw FileError(written < 0 ? errno : EIO, "preallocate", path_);
     }
+    // Where the file system finds room only when it writes back what the page cache has.
+    int result;
+    do {
+        result = ::fdatasync(buffered_);
+    } while (result != 0 && errno == EINTR);
+    if (result != 0) throw FileError(errno, "preallocate", path_);
     wrote_until(end);
 }
 
