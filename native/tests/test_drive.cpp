@@ -1086,6 +1086,40 @@ TEST(threads_that_submit_wait_and_serve_a_loop_lose_no_operation) {
     }
 }
 
+namespace {
+
+// A backend that gets no threads of its own.
+class Alone final : public Backend {
+  public:
+    [[nodiscard]] std::string_view name() const noexcept override { return "alone"; }
+    void attach() override {
+        throw std::system_error(EAGAIN, std::generic_category(), "no thread");
+    }
+    [[nodiscard]] unsigned capacity() const noexcept override { return 1; }
+    [[nodiscard]] bool push(const Request& /*request*/) override { return false; }
+    [[nodiscard]] std::size_t submit_and_reap(std::span<Completion> /*out*/,
+                                              Wait /*wait*/) override {
+        return 0;
+    }
+    void wake() noexcept override {}
+};
+
+}  // namespace
+
+TEST(a_backend_that_gets_no_thread_is_not_blamed_for_it) {
+    int told = 0;
+    try {
+        Drive drive(std::make_unique<Alone>(), {.chunk_bytes = chunk},
+                    [](const std::vector<Outcome>&) {});
+    } catch (const BackendError&) {
+        CHECK(false);
+    } catch (const std::system_error& error) {
+        told = error.code().value();
+        CHECK(std::string_view(error.what()).find("ulimit -u") != std::string_view::npos);
+    }
+    CHECK_EQ(told, EAGAIN);
+}
+
 TEST(wrong_options_are_refused_before_a_thread_starts) {
     QueueOptions odd = in_memory();
     odd.drive.chunk_bytes = 100000;
