@@ -1157,12 +1157,15 @@ std::string path_of_new_file() {
 }  // namespace
 
 // In place of the C library's, for the library under test too. Before 2.33 it was no function.
+// Other C libraries have no __GLIBC_PREREQ.
+#ifdef __GLIBC_PREREQ
 #if __GLIBC_PREREQ(2, 33)
 extern "C" int fstat(int descriptor, struct stat* status) noexcept {
     const int result = ::fstatat(descriptor, "", status, AT_EMPTY_PATH);
     if (after_fstat) after_fstat();
     return result;
 }
+#endif
 #endif
 
 extern "C" int fallocate(int descriptor, int mode, off_t offset, off_t length) {
@@ -1193,6 +1196,7 @@ TEST(opening_a_file_again_forgets_no_write_that_ended_meanwhile) {
     after_fstat = nullptr;
     ::close(descriptor);
     ::unlink(path.c_str());
+    if (writes == 0) SKIP("the C library's fstat is no function that a test can take the place of");
     CHECK_EQ(file.expected_length(), file.length());
 }
 
