@@ -341,7 +341,7 @@ def test_a_second_drive_without_a_descriptor_does_not_get_another_backend(
         queue = stack.enter_context(IOQueue())
         if queue.backend == "threads":
             pytest.skip("threads need no descriptor")
-        stack.enter_context(queue.open(tmp_path.parent / "first", "w"))
+        stack.enter_context(queue.open(tmp_path / "first", "w"))
         recwarn.clear()
         # One for the file.
         with no_more_descriptors(beside=1), pytest.raises(OSError, match="ulimit -n") as caught:
