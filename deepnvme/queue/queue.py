@@ -251,8 +251,8 @@ class IOQueue(Closing):
         """Open a file for I/O through this queue.
 
         Modes: "r" reads; "r+" reads and writes an existing file; "w" makes it or empties it; "x"
-        makes a new one. `size` reserves that many bytes on the drive now: a full disk fails here,
-        and not in a later write.
+        makes a new one. `size` reserves that many bytes on the drive now, as `File.preallocate`
+        does: a full disk fails here, and not in a later write.
 
         Raises:
             BackendUnavailableError: only a backend that `require` does not name serves that file
@@ -693,7 +693,8 @@ class File(Closing):
         """Reserve the first `nbytes` of the file: a full drive fails here, not in a later write.
 
         The bytes that are there stay. Where the file system cannot reserve, zeros are written
-        behind the end of the file, and holes before it stay holes.
+        behind the end of the file, and holes before it stay holes. A write that lengthens
+        the file meanwhile may have up to 64 KiB of zeros behind it then.
         """
         nbytes = byte_count("nbytes", nbytes)
         _check_range("nbytes", nbytes)

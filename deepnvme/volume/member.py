@@ -286,8 +286,9 @@ class MemberFile:
             VolumeError: the drive has not so much.
         """
         with self._room_for(nbytes):
-            # Cuts as well: measuring may have reserved more than the member gets.
-            self.file.truncate(nbytes)
+            # Measuring may have reserved more than the member gets. Never lengthens: where nothing
+            # can be reserved, only bytes behind the end are written.
+            self.file.truncate(min(self.length, nbytes))
             self.file.preallocate(nbytes)
 
     def lengthen(self, end: int, new_end: int) -> None:

@@ -739,6 +739,15 @@ deepnvme::UringFunctions refusing_functions() {
         }
         return refusals->real.submit_and_wait(ring, wait_nr);
     };
+    functions.submit_and_wait_timeout = [](deepnvme::RingBlock* ring, deepnvme::uring::Cqe** cqe,
+                                           unsigned wait_nr, deepnvme::uring::Timespec* patience,
+                                           sigset_t* mask) {
+        if (refusals->submits_refused > 0) {
+            --refusals->submits_refused;
+            return -refusals->submit_error;
+        }
+        return refusals->real.submit_and_wait_timeout(ring, cqe, wait_nr, patience, mask);
+    };
     functions.queue_init_params = [](unsigned entries, deepnvme::RingBlock* ring,
                                      deepnvme::uring::Params* params) {
         if ((params->flags & refusals->unknown_flags) != 0) return -EINVAL;
@@ -792,6 +801,27 @@ TEST(a_ring_out_of_room_does_not_block_a_call_that_does_not_wait) {
 
     state.submits_refused = std::numeric_limits<int>::max();
     CHECK_EQ(backend->submit_and_reap(out, Wait::none), 0);
+    state.submits_refused = 0;
+
+    CHECK_EQ(backend->submit_and_reap(out, Wait::some), 1);
+    CHECK_EQ(out[0].token, 5);
+    CHECK_EQ(out[0].result, 4096);
+}
+
+TEST(a_ring_out_of_room_gives_a_brief_wait_back) {
+    const Memory memory(4096);
+    const TestFile file(memory.bytes());
+    Refusals state{.submit_error = EAGAIN};
+    refusals = &state;
+    const auto backend = make_refusing(8);
+    std::array<Completion, 4> out;
+    CHECK(backend->push({.fd = file.fd(), .memory = memory.at(0), .length = 4096, .token = 5}));
+
+    for (const Wait wait : {Wait::briefly, Wait::several_briefly}) {
+        state.submits_refused = 1000;
+        CHECK_EQ(backend->submit_and_reap(out, wait), 0);
+        CHECK(state.submits_refused > 0);
+    }
     state.submits_refused = 0;
 
     CHECK_EQ(backend->submit_and_reap(out, Wait::some), 1);

@@ -6,10 +6,12 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -1084,6 +1086,40 @@ TEST(threads_that_submit_wait_and_serve_a_loop_lose_no_operation) {
     }
 }
 
+namespace {
+
+// A backend that gets no threads of its own.
+class Alone final : public Backend {
+  public:
+    [[nodiscard]] std::string_view name() const noexcept override { return "alone"; }
+    void attach() override {
+        throw std::system_error(EAGAIN, std::generic_category(), "no thread");
+    }
+    [[nodiscard]] unsigned capacity() const noexcept override { return 1; }
+    [[nodiscard]] bool push(const Request& /*request*/) override { return false; }
+    [[nodiscard]] std::size_t submit_and_reap(std::span<Completion> /*out*/,
+                                              Wait /*wait*/) override {
+        return 0;
+    }
+    void wake() noexcept override {}
+};
+
+}  // namespace
+
+TEST(a_backend_that_gets_no_thread_is_not_blamed_for_it) {
+    int told = 0;
+    try {
+        Drive drive(std::make_unique<Alone>(), {.chunk_bytes = chunk},
+                    [](const std::vector<Outcome>&) {});
+    } catch (const BackendError&) {
+        CHECK(false);
+    } catch (const std::system_error& error) {
+        told = error.code().value();
+        CHECK(std::string_view(error.what()).find("ulimit -u") != std::string_view::npos);
+    }
+    CHECK_EQ(told, EAGAIN);
+}
+
 TEST(wrong_options_are_refused_before_a_thread_starts) {
     QueueOptions odd = in_memory();
     odd.drive.chunk_bytes = 100000;
@@ -1107,10 +1143,22 @@ TEST(a_file_that_cannot_be_opened_says_why) {
 namespace {
 
 std::function<void()> after_fstat;  // empty: nothing
+bool can_reserve = true;
+int sync_error = 0;
+
+std::string path_of_new_file() {
+    std::string path = (std::filesystem::temp_directory_path() / "deepnvme-XXXXXX").string();
+    const int descriptor = ::mkostemp(path.data(), O_CLOEXEC);
+    CHECK(descriptor >= 0);
+    ::close(descriptor);
+    return path;
+}
 
 }  // namespace
 
 // In place of the C library's, for the library under test too. Before 2.33 it was no function.
+// Other C libraries have no __GLIBC_PREREQ.
+#ifdef __GLIBC_PREREQ
 #if __GLIBC_PREREQ(2, 33)
 extern "C" int fstat(int descriptor, struct stat* status) noexcept {
     const int result = ::fstatat(descriptor, "", status, AT_EMPTY_PATH);
@@ -1118,6 +1166,20 @@ extern "C" int fstat(int descriptor, struct stat* status) noexcept {
     return result;
 }
 #endif
+#endif
+
+extern "C" int fallocate(int descriptor, int mode, off_t offset, off_t length) {
+    if (can_reserve)
+        return static_cast<int>(::syscall(SYS_fallocate, descriptor, mode, offset, length));
+    errno = EOPNOTSUPP;
+    return -1;
+}
+
+extern "C" int fdatasync(int descriptor) {
+    if (sync_error == 0) return static_cast<int>(::syscall(SYS_fdatasync, descriptor));
+    errno = sync_error;
+    return -1;
+}
 
 TEST(opening_a_file_again_forgets_no_write_that_ended_meanwhile) {
     std::string path = (std::filesystem::temp_directory_path() / "deepnvme-XXXXXX").string();
@@ -1134,7 +1196,50 @@ TEST(opening_a_file_again_forgets_no_write_that_ended_meanwhile) {
     after_fstat = nullptr;
     ::close(descriptor);
     ::unlink(path.c_str());
+    if (writes == 0) SKIP("the C library's fstat is no function that a test can take the place of");
     CHECK_EQ(file.expected_length(), file.length());
+}
+
+TEST(zeros_in_place_of_a_reservation_end_a_piece_behind_what_was_asked_for_at_most) {
+    constexpr std::uint64_t asked = 4 << 20;
+    constexpr std::uint64_t piece = 64 << 10;
+    const std::string path = path_of_new_file();
+    OpenFile file(path, OpenMode::update, DirectIO::never, 0600);
+    const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+    bool written = false;
+    after_fstat = [&] {
+        if (std::exchange(written, true)) return;
+        CHECK_EQ(::pwrite(descriptor, "x", 1, asked - 2), 1);
+    };
+    can_reserve = false;
+    file.preallocate(asked);
+    can_reserve = true;
+    after_fstat = nullptr;
+    char kept = 0;
+    CHECK_EQ(::pread(descriptor, &kept, 1, asked - 2), 1);
+    ::close(descriptor);
+    ::unlink(path.c_str());
+    if (!written) SKIP("the C library's fstat is no function that a test can take the place of");
+    CHECK(kept == 'x');
+    CHECK(file.length() >= asked);
+    CHECK(file.length() < asked + piece);
+}
+
+TEST(a_reservation_by_zeros_fails_where_they_find_no_room_when_they_are_written_back) {
+    const std::string path = path_of_new_file();
+    OpenFile file(path, OpenMode::update, DirectIO::never, 0600);
+    can_reserve = false;
+    sync_error = ENOSPC;
+    int told = 0;
+    try {
+        file.preallocate(1 << 20);
+    } catch (const FileError& error) {
+        told = error.code().value();
+    }
+    can_reserve = true;
+    sync_error = 0;
+    ::unlink(path.c_str());
+    CHECK_EQ(told, ENOSPC);
 }
 
 TEST(pool_pieces_do_not_overlap_and_come_back_whole) {

@@ -156,22 +156,43 @@ with IOQueue("threads") as queue, queue.open(path, "r+") as file:
 """
 
 
-def test_where_nothing_can_be_reserved_zeros_come_behind_the_end_and_nothing_before_it(
-    tmp_path: Path,
-) -> None:
+def told_without_fallocate(program: str, path: Path) -> Any:
     if platform.machine() not in FALLOCATE:
         pytest.skip("the number of fallocate is not known here")
     done = run_program(
-        RESERVING,
-        tmp_path / "file",
-        folder=tmp_path,
+        program,
+        path,
+        folder=path.parent,
         launcher=seccomp.refusing("EOPNOTSUPP", FALLOCATE[platform.machine()]),
     )
-    before_the_end, after_it, size = json.loads(output_of(done))
+    return json.loads(output_of(done))
+
+
+def test_where_nothing_can_be_reserved_zeros_come_behind_the_end_and_nothing_before_it(
+    tmp_path: Path,
+) -> None:
+    before_the_end, after_it, size = told_without_fallocate(RESERVING, tmp_path / "file")
     assert before_the_end == 0  # a byte written in a block would have made it one of the file's
     assert after_it >= 2 * MIB
     assert size == 3 * MIB + 5
     assert (tmp_path / "file").read_bytes() == bytes(size)
+
+
+MAKING_A_VOLUME = """
+import json, os, sys
+from deepnvme.volume.volume import Volume
+
+with Volume.create(sys.argv[1], 4 << 20):
+    pass
+data = os.stat(os.path.join(sys.argv[1], "data"))
+print(json.dumps([data.st_size, data.st_blocks * 512]))
+"""
+
+
+def test_a_volume_has_all_its_bytes_where_nothing_can_be_reserved(tmp_path: Path) -> None:
+    length, on_the_drive = told_without_fallocate(MAKING_A_VOLUME, tmp_path / "volume")
+    assert length >= 4 * MIB
+    assert on_the_drive >= length
 
 
 # --- the limit on a file's size -------------------------------------------------------------------
@@ -265,12 +286,13 @@ def test_an_operation_that_there_is_no_memory_to_copy_through_fails_alone(
 
 
 @contextmanager
-def no_more_descriptors() -> Iterator[None]:
-    """Let this process open nothing more."""
-    lowest = os.open(os.devnull, os.O_RDONLY)
-    os.close(lowest)
+def no_more_descriptors(beside: int = 0) -> Iterator[None]:
+    """Let this process open nothing more than so many."""
+    free = [os.open(os.devnull, os.O_RDONLY) for _ in range(beside + 1)]
+    for descriptor in free:
+        os.close(descriptor)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], hard))
     try:
         yield
     finally:
@@ -291,6 +313,44 @@ def test_an_await_without_a_descriptor_says_so_and_the_next_one_works(
     with IOQueue(backend, faults=slow) as queue, queue.open(tmp_path / "file", "w") as file:
         assert asyncio.run(main(file)) == 4
     assert (tmp_path / "file").read_bytes() == b"abcdefg"
+
+
+@pytest.mark.parametrize("named", ["auto", "uring", "liburing", "aio"])
+def test_a_queue_without_a_descriptor_does_not_blame_its_backend(
+    named: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    if named != "auto":
+        backend_or_skip(named)
+    IOQueue(named).close()  # a library that it needs is loaded now
+    recwarn.clear()
+    with no_more_descriptors(), pytest.raises(OSError, match="ulimit -n") as caught:
+        IOQueue(named)
+    assert caught.value.errno == errno.EMFILE
+    assert not isinstance(caught.value, NVMeError)
+    assert not recwarn.list
+
+
+def test_a_second_drive_without_a_descriptor_does_not_get_another_backend(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    with ExitStack() as stack:
+        try:
+            other = stack.enter_context(tmpfs(tmp_path, 10 * MIB))
+        except DiskUnavailableError as refusal:
+            pytest.skip(str(refusal))
+        queue = stack.enter_context(IOQueue())
+        if queue.backend == "threads":
+            pytest.skip("threads need no descriptor")
+        stack.enter_context(queue.open(tmp_path / "first", "w"))
+        recwarn.clear()
+        # One for the file.
+        with no_more_descriptors(beside=1), pytest.raises(OSError, match="ulimit -n") as caught:
+            queue.open(other / "file", "w", direct=Direct.NEVER)
+        assert caught.value.errno == errno.EMFILE
+        assert not isinstance(caught.value, NVMeError)
+        assert not recwarn.list
+        with queue.open(other / "file", "w") as file:
+            assert file.pwrite(b"abc").result(TIMEOUT_S) == 3
 
 
 @contextmanager

@@ -75,7 +75,11 @@ std::unique_ptr<Backend> make_backend(std::string_view name, unsigned depth) {
     try {
         return make_known(name, depth);
     } catch (const std::system_error& refusal) {
-        throw BackendError(refusal);
+        const int error = refusal.code().value();
+        if (error != EMFILE && error != ENFILE) throw BackendError(refusal);
+        throw std::system_error(refusal.code(), std::string(name) +
+                                                    ": no descriptor for a drive: close some, or "
+                                                    "allow more (ulimit -n)");
     }
 }
 

@@ -76,17 +76,22 @@ class RingBackend final : public Backend {
     void submit() override { (void)enter(0, false); }
 
     [[nodiscard]] std::size_t submit_and_reap(std::span<Completion> out, Wait wait) override {
+        std::chrono::milliseconds without_room{0};
         for (;;) {
             if (!wake_armed_ && wait != Wait::none) arm_wake();
             const bool waits = wait != Wait::none && !woken_;
             const bool has_room = enter(waits ? least_of(wait) : 0, is_brief(wait));
             const std::size_t count = reap(out);
-            if (count > 0 || woken_ || !waits || (is_brief(wait) && has_room)) {
+            const bool is_over = is_brief(wait) && (has_room || without_room >= brief);
+            if (count > 0 || woken_ || !waits || is_over) {
                 if (wait != Wait::none) woken_ = false;
                 return count;
             }
+            if (has_room) continue;
             // Nothing says when the kernel has room again.
-            if (!has_room) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            constexpr std::chrono::milliseconds pause{1};
+            std::this_thread::sleep_for(pause);
+            without_room += pause;
         }
     }
 

@@ -101,15 +101,14 @@ Drive::Drive(std::unique_ptr<Backend> backend, DriveOptions options, Ended ended
     std::future<void> ready = attached.get_future();
     try {
         thread_ = std::thread([this, &attached] { run(attached); });
+        ready.get();
     } catch (const std::system_error& refusal) {
+        if (thread_.joinable()) thread_.join();
         throw std::system_error(refusal.code(),
                                 "no thread for a drive: allow more (ulimit -u, or the container's "
                                 "limit on processes)");
-    }
-    try {
-        ready.get();
     } catch (...) {
-        thread_.join();
+        if (thread_.joinable()) thread_.join();
         throw;
     }
 }
@@ -295,9 +294,6 @@ void Drive::run(std::promise<void>& attached) {
     pthread_setname_np(pthread_self(), "deepnvme-io");
     try {
         backend_->attach();
-    } catch (const std::system_error& refusal) {
-        attached.set_exception(std::make_exception_ptr(BackendError(refusal)));
-        return;
     } catch (...) {
         attached.set_exception(std::current_exception());
         return;

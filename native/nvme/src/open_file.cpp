@@ -24,6 +24,8 @@ namespace deepnvme {
 namespace {
 
 constexpr std::uint64_t page = 4096;
+// Of zeros behind the end of a file: hardly slower than larger pieces.
+constexpr std::size_t zeros_at_once = 64 << 10;
 constexpr auto fuse_magic = 0x65735546;  // statfs::f_type of every FUSE file system
 
 int flags_of(OpenMode mode) {
@@ -205,15 +207,22 @@ void OpenFile::preallocate(std::uint64_t nbytes) {
     wrote_until(nbytes);
 }
 
-// Appends, as another write may lengthen the file at any time. The bytes that are there stay.
+// Appends, as another write may lengthen the file at any time: the bytes that are there stay. The
+// file may then end behind `end`, by a piece at most. To cut it could cut what another write wrote.
 void OpenFile::append_zeros_until(std::uint64_t end) {
-    std::vector<std::byte> zeros(1U << 20);
+    std::vector<std::byte> zeros(zeros_at_once);
     for (std::uint64_t found = length(); found < end; found = length()) {
         const iovec piece{zeros.data(), std::min<std::uint64_t>(zeros.size(), end - found)};
         const ssize_t written = ::pwritev2(buffered_, &piece, 1, 0, RWF_APPEND);
         if (written < 0 && errno == EINTR) continue;
         if (written <= 0) throw FileError(written < 0 ? errno : EIO, "preallocate", path_);
     }
+    // Where the file system finds room only when it writes back what the page cache has.
+    int result;
+    do {
+        result = ::fdatasync(buffered_);
+    } while (result != 0 && errno == EINTR);
+    if (result != 0) throw FileError(errno, "preallocate", path_);
     wrote_until(end);
 }
 

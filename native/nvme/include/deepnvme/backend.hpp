@@ -130,7 +130,7 @@ class Backend {
 
 // Makes the backend of that name with room for `depth` requests. Throws BackendError with the errno
 // of the failed probe (ENOSYS, EPERM, ENOENT when python-liburing's library is not loaded, ...),
-// std::invalid_argument for an unknown name.
+// std::system_error where there is no descriptor for it, std::invalid_argument for an unknown name.
 [[nodiscard]] std::unique_ptr<Backend> make_backend(std::string_view name, unsigned depth);
 
 // Where the library of the `liburing` backend is. Importing python-liburing has loaded it. ""

@@ -80,8 +80,7 @@ class Drive {
     // Gets the outcomes since the last call. Called on the leading thread; must not throw.
     using Ended = std::function<void(std::vector<Outcome>)>;
 
-    // Throws BackendError where the backend refuses its thread, and std::system_error where there
-    // is no thread for it.
+    // Throws std::system_error where there is no thread for it or for its backend.
     Drive(std::unique_ptr<Backend> backend, DriveOptions options, Ended ended);
     ~Drive();  // stops
     Drive(const Drive&) = delete;
