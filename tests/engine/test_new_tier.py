@@ -42,7 +42,8 @@ class FarMemory(File):
         self._thread.submit(self._resize, int(nbytes)).result()
 
     def preallocate(self, nbytes: int | str) -> None:
-        """Do nothing: truncate has taken the memory."""
+        if int(nbytes) > self._bytes.size:
+            self.truncate(nbytes)
 
     def pread(self, buffer: Any, offset: int = 0, **_: Any) -> IOFuture[int]:
         memory = memory_of(buffer, writable=True)
