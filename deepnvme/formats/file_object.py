@@ -112,10 +112,17 @@ class FileObject(io.BufferedIOBase):
     def readinto(self, buffer: Any, /) -> int:
         """Fill `buffer` from the position on.
 
-        Return the bytes read, fewer at the end of the file.
+        Return the bytes read, fewer at the end of the file. Where it raises, the position stays.
         """
         self._begin_reading()
-        left = memoryview(buffer).cast("B")
+        start = self._position
+        try:
+            return self._fill(memoryview(buffer).cast("B"))
+        except BaseException:
+            self._position = start
+            raise
+
+    def _fill(self, left: memoryview) -> int:
         start = self._position
         while left.nbytes:
             # Straight into the caller's memory, unless the first bytes are in a block already.
@@ -210,7 +217,8 @@ class FileObject(io.BufferedIOBase):
     def flush(self) -> None:
         """Wait until everything that was written is in the file.
 
-        A power failure may still lose it.
+        A power failure may still lose it. A write that failed raises its error once, here or in an
+        earlier call, and is not made again.
         """
         if not self.closed:
             self._writer.flush()
@@ -225,7 +233,6 @@ class FileObject(io.BufferedIOBase):
         """Write what was collected, and close the file. A forked child only lets go of it."""
         if self.closed:
             return
-        self._finalizer.detach()
         # Closes the file, also where the last write fails. A forked child has no part in the queue.
         with suppress(ForkedError), self._ends:
             try:
@@ -234,6 +241,7 @@ class FileObject(io.BufferedIOBase):
                 # It waits for reads under way: their blocks go with the pool.
                 self._reader.forget()
                 super().close()
+                self._finalizer.detach()
 
     def __repr__(self) -> str:
         """Show path, mode and position."""

@@ -181,11 +181,12 @@ class IOFuture(concurrent.futures.Future[_T]):
         if self.done() or not self._ticket.cancel():
             return False
         # Only now: the ticket decides whether this call or the drive was first.
-        cancelled = super().cancel()
-        # Threads that wait sleep in native code, and the drive may come to the operation late.
-        self._ticket.release_waiters()
-        wake_loops((self,))
-        return cancelled
+        try:
+            return super().cancel()
+        finally:  # also where a callback raises
+            # Threads that wait sleep in native code, and the drive may come to the operation late.
+            self._ticket.release_waiters()
+            wake_loops((self,))
 
     def stop(self) -> None:
         """Let no further part of the operation begin.

@@ -45,9 +45,11 @@ class StoreFuture(Future[_T]):
 
     def cancel(self) -> bool:
         """Take the operation back if no thread has begun it; return whether that was so."""
-        cancelled = super().cancel()
-        wake_loops((self,))
-        return cancelled
+        try:
+            return super().cancel()
+        finally:  # also where a callback raises
+            if self.cancelled():
+                wake_loops((self,))
 
     def result(self, timeout: float | None = None) -> _T:
         """Wait for the end, at most `timeout` seconds; return the result or raise the operation's
@@ -69,11 +71,14 @@ class StoreFuture(Future[_T]):
         """Wait on the running event loop. Cancelling the wait leaves the operation running."""
         import asyncio  # costs a third of importing this package; a program that awaits has it
 
-        if self._state in _UNDER_WAY:
+        while self._state in _UNDER_WAY:
             waiting = asyncio.get_running_loop().create_future()
             self._awaiting.append(waiting)
-            if self._state in _UNDER_WAY:  # else the end came before this entry was listed
-                yield from waiting
+            try:
+                if self._state in _UNDER_WAY:  # else the end came before this entry was listed
+                    yield from waiting
+            finally:
+                self._awaiting.remove(waiting)
         if self.cancelled():  # result() raises that of concurrent.futures
             raise asyncio.CancelledError
         return self.result()
@@ -208,7 +213,7 @@ def _carry_out(group: Sequence[Request]) -> None:
     try:
         if len(group) > 1:
             results = group[0].together(group)
-    except Exception:  # one failed all: below each is carried out alone, with its own end
+    except BaseException:  # one failed all: below each is carried out alone, with its own end
         results = ()
     together = [request.future for request in group[: len(results)]]
     # Last one first: a caller who waits for the first one then wakes once, and finds all of them.

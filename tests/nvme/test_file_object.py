@@ -248,6 +248,24 @@ def test_a_failed_read_is_tried_again_by_the_next_call(tmp_path: Path) -> None:
         assert file.read(100) == pattern(3 * BLOCK)[:100]
 
 
+def test_a_read_that_fails_halfway_leaves_the_position(tmp_path: Path) -> None:
+    data = pattern(4 * BLOCK)
+    (tmp_path / "f").write_bytes(data)
+    plan = FaultPlan().fail(nth=2, requests=Requests.READS)
+    with (
+        IOQueue("threads", faults=plan) as queue,
+        opened(tmp_path / "f", "rb", queue=queue) as file,
+    ):
+        found, failed = b"", 0
+        while file.tell() < len(data):
+            try:
+                found += file.read(BLOCK // 2 + 7)
+            except NVMeError:
+                failed += 1
+    assert found == data
+    assert failed == 1
+
+
 def test_a_full_queue_that_refuses_loses_no_collected_bytes(tmp_path: Path) -> None:
     data = pattern(6 * BLOCK + 77)
     slow = FaultPlan().delay(delay_us=5000, every=1)

@@ -354,6 +354,48 @@ def test_puts_carried_out_together_wake_an_event_loop_once(
     assert len(wakes) == 1
 
 
+def test_an_operation_that_can_no_longer_be_cancelled_does_not_stop_the_event_loop(
+    store: TensorStore,
+) -> None:
+    async def main() -> bool:
+        go, begun = threading.Event(), threading.Event()
+
+        def work() -> bool:
+            begun.set()
+            return go.wait(TIMEOUT_S)
+
+        running = store._threads.write(work)
+        assert begun.wait(TIMEOUT_S)
+        waiting = asyncio.ensure_future(running)
+        await asyncio.sleep(0)
+        assert not running.cancel()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        go.set()  # which only this loop does
+        return await waiting
+
+    assert asyncio.run(main())
+
+
+def test_a_callback_that_raises_out_of_cancel_leaves_no_task_asleep(store: TensorStore) -> None:
+    def leave(_: object) -> None:
+        raise SystemExit
+
+    async def main() -> None:
+        go = held_writer(store)
+        put = store.put_async("a", filled(1))
+        put.add_done_callback(leave)
+        waiting = asyncio.ensure_future(put)
+        await asyncio.sleep(0)
+        with pytest.raises(SystemExit):
+            put.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(waiting, TIMEOUT_S)
+        go.set()
+
+    asyncio.run(main())
+
+
 def test_a_cancelled_operation_cancels_the_task_that_awaits_it(store: TensorStore) -> None:
     async def main() -> None:
         go = held_writer(store)
