@@ -81,9 +81,11 @@ def until(holds: Callable[[], object]) -> None:
 
 
 def until_waiting(thread: threading.Thread) -> None:
-    """Wait until the thread waits for an operation."""
+    """Wait until the thread waits for an operation, or has done so and ended."""
 
     def waits() -> bool:
+        if not thread.is_alive():
+            return True
         frame = sys._current_frames().get(thread.ident or 0)
         while frame is not None and frame.f_code is not IOFuture._wait.__code__:
             frame = frame.f_back
