@@ -684,7 +684,7 @@ class File(Closing):
     def sync(self, what: Sync = Sync.DATA) -> IOFuture[int]:
         """Make every write to this file durable that was submitted before and succeeds. Ends in 0.
 
-        Whether a write succeeded, its own future tells.
+        A write that failed raises from its own future, and this does not repeat the error.
         """
         verb = chosen(Sync, what, "sync").value
         return self._queue._sync(verb, self._open())

@@ -158,7 +158,7 @@ with IOQueue("threads") as queue, queue.open(path, "r+") as file:
 
 def told_without_fallocate(program: str, path: Path) -> Any:
     if platform.machine() not in FALLOCATE:
-        pytest.skip("the number of fallocate is not known here")
+        pytest.skip(f"the number of the system call fallocate is not known on {platform.machine()}")
     done = run_program(
         program,
         path,
@@ -340,7 +340,7 @@ def test_a_second_drive_without_a_descriptor_does_not_get_another_backend(
             pytest.skip(str(refusal))
         queue = stack.enter_context(IOQueue())
         if queue.backend == "threads":
-            pytest.skip("threads need no descriptor")
+            pytest.skip("IOQueue() chose the backend `threads` here, which needs no descriptor")
         stack.enter_context(queue.open(tmp_path / "first", "w"))
         recwarn.clear()
         # One for the file.
