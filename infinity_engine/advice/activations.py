@@ -104,7 +104,7 @@ def _costs(training: Training, means: Means) -> list[BlockCost]:
         inputs=known.input_bytes(tokens, width=training.width),
         forward_s=forward / known.blocks,
         backward_s=backward / known.blocks,
-        recompute_s=forward / known.blocks,
+        recompute_s=forward * rate.forward / rate.again / known.blocks,
     )
     return [cost] * known.blocks
 

@@ -35,10 +35,7 @@ def with_compute(means: Means, times: float) -> Means:
     if blocks is not None:
         rates = blocks.measured.items()
         blocks = BlockRates(
-            {
-                shape: ComputeRate(times * rate.forward, times * rate.backward)
-                for shape, rate in rates
-            }
+            {shape: ComputeRate(*(times * each for each in rate)) for shape, rate in rates}
         )
     return replace(means, flops_per_s=_times(means.flops_per_s, times), blocks=blocks)
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from infinity_engine.calibration.device import DTYPES
 from infinity_engine.calibration.effort import MeasuringTime
@@ -58,9 +59,12 @@ def measure_blocks(
         own = [point for point in points if point[0] == dtype]
         found |= own_part.in_turn(own, lambda point, sample_s: blocks[point].rate(sample_s))
     for (name, shape), samples in found.items():
-        # A rate for each way, forward first.
-        ways = (Figure.of([sample[way] for sample in samples], Unit.FLOPS) for way in range(2))
-        figures[name][shape] = BlockFigures(**dict(zip(("forward", "backward"), ways, strict=True)))
+        figures[name][shape] = BlockFigures(
+            **{
+                way: Figure.of([getattr(sample, way) for sample in samples], Unit.FLOPS)
+                for way in ComputeRate._fields
+            }
+        )
     return figures
 
 
@@ -151,27 +155,37 @@ class _Block:
         self._gradient = torch.full_like(self._input, 0.01)
 
     def rate(self, seconds: float) -> ComputeRate:
-        """Compute forward and backward for so long, at least once."""
-        forward_s = backward_s = 0.0
+        """Compute forward, again and backward for so long, at least once."""
+        forward_s = again_s = backward_s = 0.0
         times = 0
-        while not times or forward_s + backward_s < seconds:
+        while not times or forward_s + again_s + backward_s < seconds:
             parameters = self._next_parameters()
-            start = time.perf_counter()
-            made = self._forward(parameters)
-            # On a GPU the forward has only been started by now.
-            self._wait()
+            runs: list[float] = []
+            # As engines run blocks again: the second run ends before what no gradient needs.
+            # The caller may be in no_grad.
+            with torch.enable_grad():
+                made = checkpoint(
+                    self._timed, parameters, runs, use_reentrant=False, preserve_rng_state=False
+                )
             middle = time.perf_counter()
             # grad(), not backward(): gradients in new memory each time, and none is kept.
             torch.autograd.grad(made, [self._input, *parameters], self._gradient)
             self._wait()
-            end = time.perf_counter()
-            forward_s, backward_s, times = (
-                forward_s + middle - start,
-                backward_s + end - middle,
-                times + 1,
-            )
+            backward_s += time.perf_counter() - middle - runs[1]
+            forward_s, again_s, times = forward_s + runs[0], again_s + runs[1], times + 1
+        work = times * self._flops
         # A backward has two products for each of the forward.
-        return ComputeRate(times * self._flops / forward_s, 2 * times * self._flops / backward_s)
+        return ComputeRate(work / forward_s, 2 * work / backward_s, work / again_s)
+
+    def _timed(self, parameters: Sequence[torch.Tensor], runs: list[float]) -> torch.Tensor:
+        """Compute a forward, and note how long until it ended, by an error or not."""
+        start = time.perf_counter()
+        try:
+            return self._forward(parameters)
+        finally:
+            # On a GPU the forward has only been started by now.
+            self._wait()
+            runs.append(time.perf_counter() - start)
 
     def _next_parameters(self) -> list[torch.Tensor]:
         """Return the parameters of another block."""
@@ -191,17 +205,13 @@ class _Block:
         pairs = [(parameters[at], parameters[at + 1]) for at in range(0, len(parameters), 2)]
         norms, (qkv, out, up, down) = pairs[:2], pairs[2:]
         size = (self._shape.width,)
-        # The caller may be in no_grad.
-        with torch.enable_grad():
-            x = self._input
-            wide = functional.linear(functional.layer_norm(x, size, *norms[0]), *qkv)
-            query, key, value = wide.view(1, self._shape.tokens, 3, -1, _HEAD).permute(
-                2, 0, 3, 1, 4
-            )
-            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-            x = x + functional.linear(mixed.transpose(1, 2).flatten(2), *out)
-            wide = functional.linear(functional.layer_norm(x, size, *norms[1]), *up)
-            return x + functional.linear(functional.gelu(wide), *down)
+        x = self._input
+        wide = functional.linear(functional.layer_norm(x, size, *norms[0]), *qkv)
+        query, key, value = wide.view(1, self._shape.tokens, 3, -1, _HEAD).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + functional.linear(mixed.transpose(1, 2).flatten(2), *out)
+        wide = functional.linear(functional.layer_norm(x, size, *norms[1]), *up)
+        return x + functional.linear(functional.gelu(wide), *down)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

@@ -30,7 +30,7 @@ _APART_BYTES = 5 * MiB + PAGE  # of single reads
 _FILE_SHARE, _ALONE_SHARE, _START_SHARE = 0.15, 0.27, 0.03  # of the time for a directory
 # Samples of modules of 0.08 s kept 0.63 of their rate where those of a second kept 0.55.
 _BESIDE_SHARE, _COMPUTING_SHARE = 0.27, 0.28
-_SAMPLES = 3  # of modules: alone, beside the drive, and alone again
+_SAMPLES = 4  # of modules: alone, beside the drive, and alone again; of the drive: alone
 _Report = Callable[[str], object]
 
 
@@ -116,16 +116,17 @@ def measure_drive(
         start = _start(load, part.share(_START_SHARE))
         report(f"{directory}: updates beside its reads and writes")
         drive, beside = _beside(load, updates, part.share(_BESIDE_SHARE))
-        blocks = Figure.missing("no modules were measured on the host", Unit.PART)
+        blocks = beside_blocks = Figure.missing("no modules were measured on the host", Unit.PART)
         if computing is not None:
             report(f"{directory}: modules beside its reads and writes")
-            blocks = _computing(load, computing, part.share(_COMPUTING_SHARE))
+            blocks, beside_blocks = _computing(load, computing, part.share(_COMPUTING_SHARE))
     return DriveFigures(
         drive=identity,
         read=alone[Workload.READ],
         write=alone[Workload.OVERWRITE],
         mixed=alone[Workload.MIXED],
         mixed_beside_updates=drive,
+        mixed_beside_blocks=beside_blocks,
         start=start,
         host_updates=beside,
         blocks=blocks,
@@ -161,13 +162,17 @@ def _beside(
 
 def _computing(
     load: _DriveLoad, computing: Callable[[float], float], part: MeasuringTime
-) -> Figure:
-    """Return the part of their rate that modules keep beside reads and writes."""
+) -> tuple[Figure, Figure]:
+    """Return the parts of their rates that modules, and that the drive keep where both work."""
     work = partial(load.bytes_per_s, Workload.MIXED)
-    [parts] = part.in_turn(
-        ["modules"], lambda _, sample_s: part_kept(computing, work, sample_s)[0], samples=_SAMPLES
-    ).values()
-    return Figure.of(parts, Unit.PART)
+
+    def parts_left(_: str, sample_s: float) -> tuple[float, float]:
+        left, moved = part_kept(computing, work, sample_s)
+        return left, moved / work(until(sample_s))
+
+    [parts] = part.in_turn(["modules"], parts_left, samples=_SAMPLES).values()
+    modules, drive = (Figure.of(list(figures), Unit.PART) for figures in zip(*parts, strict=True))
+    return modules, drive
 
 
 def _write(file: File, buffers: Sequence[memoryview], nbytes: int, seconds: float) -> int:

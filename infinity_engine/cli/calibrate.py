@@ -241,11 +241,16 @@ def _tables(measured: Calibration) -> Iterator[_Rows]:
     for name, drive in drives.items():
         yield _Rows(
             f"Drive of {name}, GB/s",
-            ("alone", "left beside updates", "left to modules beside it"),
+            ("alone", "left beside updates", "left beside modules", "left to modules beside it"),
             {
-                "reads": (drive.read, None, None),
-                "writes": (drive.write, None, None),
-                "both at once": (drive.mixed, drive.mixed_beside_updates, drive.blocks),
+                "reads": (drive.read, None, None, None),
+                "writes": (drive.write, None, None, None),
+                "both at once": (
+                    drive.mixed,
+                    drive.mixed_beside_updates,
+                    drive.mixed_beside_blocks,
+                    drive.blocks,
+                ),
             },
         )
     yield _Rows(
@@ -294,9 +299,13 @@ def _tables(measured: Calibration) -> Iterator[_Rows]:
         if blocks:
             yield _Rows(
                 f"Transformer blocks in {dtype}, Gflop/s",
-                ("forward", "backward"),
+                ("forward", "backward", "run again"),
                 {
-                    f"width {shape.width}, {shape.tokens} tokens": (way.forward, way.backward)
+                    f"width {shape.width}, {shape.tokens} tokens": (
+                        way.forward,
+                        way.backward,
+                        way.again,
+                    )
                     for shape, way in blocks.items()
                 },
             )

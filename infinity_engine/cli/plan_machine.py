@@ -172,6 +172,7 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
         blocks=compute.blocks,
         alone=compute.alone,
         computing_beside_io=compute.beside_io,
+        io_beside_computing=compute.io_beside,
         summing=compute.summing,
         wire_bytes_per_s=known.model.wire_bytes_per_s(ranks) if found.wire else None,
         unified=gpus == 0,  # without GPUs, device and host are one memory
@@ -416,13 +417,15 @@ def _given(given: str | None, known: _Known, field: str) -> int:
 
 class _Compute(NamedTuple):
     """How fast modules compute, in operations or blocks, and what part of that is left beside
-    drives; what all else does alone, and what part is left to updates that make checksums.
+    drives, and to these beside it; what all else does alone, and what part is left to updates that
+    make checksums.
     """
 
     flops_per_s: float | None = None
     blocks: BlockRates | None = None
     alone: Rates | None = None
     beside_io: float = 1.0
+    io_beside: float = 1.0
     summing: float = 1.0
 
 
@@ -597,6 +600,7 @@ def _measured(
         calibration.block_rates(dtype),
         alone,
         calibration.computing_beside_io(),
+        calibration.io_beside_computing(),
         calibration.summing(optimizer=optimizer),
     )
     if not calibration.is_disturbed:

@@ -193,6 +193,8 @@ class Means:
     """The part of their rate that modules keep while drives work, where device and host are one
     memory and `alone` is known.
     """
+    io_beside_computing: float = 1.0
+    """The part of their rates that drives keep while modules compute, likewise."""
     summing: float = 1.0
     """The part of its rate that an update on the host keeps of states on drives, as it makes their
     checksums.
@@ -256,7 +258,9 @@ class Means:
     def compute_rate(self, training: Training) -> ComputeRate | None:
         """Return how fast the modules of a training compute, None where that is not known."""
         if self.blocks is not None:
-            return self.blocks.at(training.model.width, training.tokens)
+            rate = self.blocks.at(training.model.width, training.tokens)
+            # A block that ends in tiles is run again to its end.
+            return rate if training.tiles == 1 else rate._replace(again=rate.forward)
         return None if self.flops_per_s is None else ComputeRate.of_both(self.flops_per_s)
 
     def sizing(self, training: Training, subgroup_numel: int) -> Sizing:

@@ -31,7 +31,7 @@ __all__ = [
     "Unit",
 ]
 
-CALIBRATION_VERSION = 4
+CALIBRATION_VERSION = 5
 """Of the JSON form: raised when a figure changes its meaning or goes."""
 
 _BUSY = 0.1  # of all processors: others that use more disturb what is measured
@@ -152,10 +152,14 @@ class HostUpdateFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockFigures:
-    """Operations per second of a transformer block; a backward has twice as many as a forward."""
+    """Operations per second of a transformer block; a backward has twice as many as a forward.
+
+    Again: of a forward that a backward runs again, until all is there that it needs.
+    """
 
     forward: Figure
     backward: Figure
+    again: Figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +175,7 @@ class DriveFigures:
     write: Figure
     mixed: Figure
     mixed_beside_updates: Figure  # the part of it that is left while all threads update
+    mixed_beside_blocks: Figure  # likewise, while transformer blocks compute on the host
     start: Figure
     # by optimizer and threads: the part left beside reads and writes
     host_updates: Mapping[str, Mapping[int, Figure]]
@@ -212,6 +217,7 @@ _DRIVE_UNITS = MappingProxyType(
         "write": Unit.BYTES,
         "mixed": Unit.BYTES,
         "mixed_beside_updates": Unit.PART,
+        "mixed_beside_blocks": Unit.PART,
         "start": Unit.SECONDS,
         "blocks": Unit.PART,
     }
@@ -226,7 +232,7 @@ _LINK_UNITS = MappingProxyType(
 _UPDATE_UNITS = MappingProxyType(
     {"alone": Unit.PARAMETERS, "beside_copies": Unit.PART, "summing": Unit.PART}
 )
-_BLOCK_UNITS = MappingProxyType({"forward": Unit.FLOPS, "backward": Unit.FLOPS})
+_BLOCK_UNITS = MappingProxyType(dict.fromkeys(ComputeRate._fields, Unit.FLOPS))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -450,11 +456,11 @@ class Calibration:
 
     def block_rates(self, dtype: str) -> BlockRates | None:
         """Return how fast transformer blocks compute in "fp32" or "bf16", if that was measured."""
-        measured = {
-            shape: ComputeRate(figures.forward.median, figures.backward.median)
-            for shape, figures in self.blocks.get(dtype, {}).items()
-            if figures.forward.median is not None and figures.backward.median is not None
-        }
+        measured = {}
+        for shape, figures in self.blocks.get(dtype, {}).items():
+            medians = [getattr(figures, way).median for way in ComputeRate._fields]
+            if None not in medians:
+                measured[shape] = ComputeRate(*medians)
         return BlockRates(measured) if measured else None
 
     def summing(self, *, optimizer: str = "adamw", threads: int | None = None) -> float:
@@ -473,6 +479,13 @@ class Calibration:
         # The one that takes the most: an operation goes over all drives, and takes as much for a
         # byte of each.
         return min((_left(drive.blocks) for drive in self._drives(directories).values()), default=1)
+
+    def io_beside_computing(self, directories: Iterable[str] | None = None) -> float:
+        """Return the part of their rates that these drives keep while modules compute on the host,
+        likewise.
+        """
+        drives = self._drives(directories).values()
+        return min((_left(drive.mixed_beside_blocks) for drive in drives), default=1)
 
     def _drives(self, directories: Iterable[str] | None) -> Mapping[str, DriveFigures]:
         if directories is None:

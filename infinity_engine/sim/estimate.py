@@ -87,7 +87,7 @@ class _Computing:
             lane,
             count,
             forward_ns=1e9 * forward / rate.forward,
-            backward_ns=1e9 * (again / rate.forward + backward / rate.backward),
+            backward_ns=1e9 * (again / rate.again + backward / rate.backward),
         )
 
 

@@ -379,8 +379,8 @@ class _Disturbance:
         """Return how long all modules compute in a pass while nothing disturbs them."""
         alone, modules = self.alone, self._work.modules
         if backward:
-            return sum(alone(each.again * each.flops, each.backward_flops) for each in modules)
-        return sum(alone(needs.flops, 0) for needs in modules)
+            return sum(alone(0, each.backward_flops, each.again * each.flops) for each in modules)
+        return sum(alone(needs.flops) for needs in modules)
 
     def _shared(
         self, alone: Rates, beside: Rates, amounts: Mapping[Lane, int], computing_ns: int
@@ -389,16 +389,17 @@ class _Disturbance:
         host, and the part of their own that they keep.
 
         What the host does, and all that is moved, take the longer of the two together; each of them
-        is disturbed for as much of its time as the other one works.
+        is disturbed for as much of its time as the other one works: drives by updates, and as
+        far as they are, by modules.
         """
         means, rates, kept = self._means, alone, 1.0
         free, computing_s = means.free_lanes(), computing_ns / NS_PER_S
-        disturbed, before = (0.0, 0.0), (-1.0, -1.0)
+        disturbed, before = (0.0, 0.0, 0.0), (-1.0, 0.0, 0.0)
+        slower = 1 / means.io_beside_computing - 1  # drives, while modules compute
         for _ in range(_ROUNDS):
             if disturbed == before:
                 break
-            before = disturbed
-            of_host, _ = disturbed
+            before, of_host = disturbed, disturbed[0]
             rates = _rates_between(alone, beside, *disturbed)
             kept = 1 / (1 - of_host + of_host / means.computing_beside_io)
             clocks = LaneClocks(rates, free=free)
@@ -406,14 +407,12 @@ class _Disturbance:
                 lane: clocks.duration_ns(lane, amount) / NS_PER_S
                 for lane, amount in amounts.items()
             }
-            updating_s = working_s = seconds.pop(Lane.HOST, 0.0)
-            if means.computing_beside_io < 1:  # then modules take as much from drives as updates do
-                working_s += computing_s / kept
+            updating_s, modules_s = seconds.pop(Lane.HOST, 0.0), computing_s / kept
             moving_s = max(seconds.values(), default=0.0)
-            every_s = max(updating_s + computing_s / kept, moving_s)
+            every_s = max(updating_s + modules_s, moving_s)
             if not every_s:
                 break
-            disturbed = moving_s / every_s, working_s / every_s
+            disturbed = moving_s / every_s, updating_s / every_s, slower * modules_s / every_s
         return rates, kept
 
 
@@ -535,7 +534,7 @@ class _TimedStep:
                 ready_ns = max(self._lanes.clocks.times[op].end_ns for op in ops)
                 fetched = needs._replace(read=0)
             arrived_ns = max(self._fetch(number, fetched, ready_ns), begin_ns)
-            end_ns = self._run(number, needs, duration_ns(needs.flops, 0), arrived_ns)
+            end_ns = self._run(number, needs, duration_ns(needs.flops), arrived_ns)
         if deferred:
             self._update.finish()
         return end_ns
@@ -576,7 +575,7 @@ class _TimedStep:
                 while not all(map(walk.has_arrived, needs.subgroups)):
                     if not walk.poll():
                         walk.arrive(needs.subgroups)
-            duration_ns = self._disturbance.alone(needs.flops, 0)
+            duration_ns = self._disturbance.alone(needs.flops)
             end_ns = self._run(number, needs, duration_ns, self._thread.now_ns)
         walk.finish()
         end_ns = max(end_ns, self._thread.now_ns)
@@ -589,8 +588,8 @@ class _TimedStep:
         duration_ns, moving_ns = self._disturbance.alone, self._lanes.moving_ns
         forward_ns = backward_ns = fetched = read = down = written = 0
         for needs in self._work.modules:
-            forward_ns += duration_ns(needs.flops, 0)
-            backward_ns += duration_ns(needs.again * needs.flops, needs.backward_flops)
+            forward_ns += duration_ns(needs.flops)
+            backward_ns += duration_ns(0, needs.backward_flops, needs.again * needs.flops)
             fetched += needs.fetched
             read += needs.read
             down += needs.gradient_down
@@ -683,7 +682,7 @@ class _TimedStep:
         for number in reversed(range(len(self._work.modules))):
             needs = self._work.modules[number].of_backward()
             arrived_ns = max(self._fetch(number, needs, 0), begin_ns)
-            duration_ns = computing_ns(needs.again * needs.flops, needs.backward_flops)
+            duration_ns = computing_ns(0, needs.backward_flops, needs.again * needs.flops)
             made_ns = self._run(number, needs, duration_ns, arrived_ns)
             if has_wire:
                 made_ns = self._wire.exchange(needs.reduced, made_ns)
@@ -873,20 +872,26 @@ def _defers(plan: Plan, modules: Iterable[_Needs], means: Means) -> bool:
     return fetches or means.ranks == 1
 
 
-def _rates_between(alone: Rates, beside: Rates, updates: float, moves: float) -> Rates:
-    """Return the rates of updates and of moves that are disturbed for these parts of their time."""
+def _rates_between(alone: Rates, beside: Rates, updates: float, moves: float, more: float) -> Rates:
+    """Return the rates of updates and of moves that disturb one another for these parts of their
+    time, and of drives that take so much of their time alone `more`.
+    """
 
-    def mean(one: float | None, other: float | None, part: float) -> float | None:
-        return None if one is None or other is None else 1 / ((1 - part) / one + part / other)
+    def mean(
+        one: float | None, other: float | None, part: float, more: float = 0.0
+    ) -> float | None:
+        if one is None or other is None:
+            return None
+        return 1 / ((1 - part + more) / one + part / other)
 
     drives = {
         name: replace(
             drive,
             read_bytes_per_s=mean(
-                drive.read_bytes_per_s, beside.nvme[name].read_bytes_per_s, moves
+                drive.read_bytes_per_s, beside.nvme[name].read_bytes_per_s, moves, more
             ),
             write_bytes_per_s=mean(
-                drive.write_bytes_per_s, beside.nvme[name].write_bytes_per_s, moves
+                drive.write_bytes_per_s, beside.nvme[name].write_bytes_per_s, moves, more
             ),
         )
         for name, drive in alone.nvme.items()

@@ -71,19 +71,19 @@ class TimedCarrier:
 
 
 class ComputeTime:
-    """Calls return how long so many operations of forwards and of backwards take, in nanoseconds,
-    at a `part` of the rate; no time where that is unknown.
+    """Calls return how long so many operations of forwards, of backwards and of forwards that run
+    again take, in nanoseconds, at a `part` of the rate; no time where that is unknown.
     """
 
     def __init__(self, rate: ComputeRate | None, part: float = 1.0) -> None:
         self._rate = None if rate is None else [Fraction(each) * Fraction(part) for each in rate]
-        self._known: dict[tuple[int, int], int] = {}  # modules are mostly alike
+        self._known: dict[tuple[int, int, int], int] = {}  # modules are mostly alike
 
-    def __call__(self, forward: int, backward: int) -> int:
+    def __call__(self, forward: int, backward: int = 0, again: int = 0) -> int:
         """Return it."""
         if self._rate is None:
             return 0
-        work = forward, backward
+        work = forward, backward, again
         if work not in self._known:
             seconds = sum(flops / rate for flops, rate in zip(work, self._rate, strict=True))
             self._known[work] = ceil(seconds * NS_PER_S)

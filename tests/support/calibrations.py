@@ -62,7 +62,9 @@ def calibration() -> Calibration:
         matmul={"fp32": figure(100e9, Unit.FLOPS), "bf16": figure(200e9, Unit.FLOPS)},
         blocks={
             "bf16": {
-                BlockShape(1024, 256): BlockFigures(forward=_flops(150e9), backward=_flops(120e9))
+                BlockShape(1024, 256): BlockFigures(
+                    forward=_flops(150e9), backward=_flops(120e9), again=_flops(200e9)
+                )
             }
         },
         all_gather=Figure.missing("one rank", Unit.BYTES),
@@ -72,8 +74,8 @@ def calibration() -> Calibration:
 
 
 def drive() -> DriveFigures:
-    """Return the figures of a drive beside which a fifth of the updates' rate, half of its own and
-    two fifths of the modules' are lost.
+    """Return the figures of a drive beside which a fifth of the updates' rate, half of its own, or
+    three tenths beside modules, and two fifths of the modules' are lost.
     """
     return DriveFigures(
         drive={"drive": "serial 1"},
@@ -81,6 +83,7 @@ def drive() -> DriveFigures:
         write=figure(2e9),
         mixed=figure(2.4e9),
         mixed_beside_updates=figure(0.5, Unit.PART),
+        mixed_beside_blocks=figure(0.7, Unit.PART),
         start=figure(1e-4, Unit.SECONDS),
         host_updates={"adamw": {4: figure(0.8, Unit.PART)}},
         blocks=figure(0.6, Unit.PART),

@@ -179,10 +179,12 @@ def test_what_drives_leave_to_modules_is_measured_where_these_compute_on_the_hos
     found = measured.calibration.drives[measured.directory].blocks
     assert found.median is not None
     assert 0 < measured.calibration.computing_beside_io() <= 1
+    assert measured.calibration.drives[measured.directory].mixed_beside_blocks.median is not None
 
     with emulated_accelerator(Emulation(rates=RATES, capacity_bytes=4 * MiB)) as device:
         [elsewhere] = calibrated([str(drive)], accelerator=device, effort=TINY).drives.values()
-    assert elsewhere.blocks.reason == "no modules were measured on the host"
+    for figure in (elsewhere.blocks, elsewhere.mixed_beside_blocks):
+        assert figure.reason == "no modules were measured on the host"
 
 
 def test_a_part_that_is_kept_is_of_the_rates_before_and_after() -> None:

@@ -52,6 +52,7 @@ DRIVES = st.builds(
     write=BYTES,
     mixed=BYTES,
     mixed_beside_updates=PARTS,
+    mixed_beside_blocks=PARTS,
     start=SECONDS,
     host_updates=st.dictionaries(RULE, st.dictionaries(COUNT, PARTS, max_size=3), max_size=3),
     blocks=PARTS,
@@ -78,7 +79,7 @@ CALIBRATIONS = st.builds(
         st.sampled_from(["fp32", "bf16"]),
         st.dictionaries(
             st.builds(BlockShape, COUNT, COUNT),
-            st.builds(BlockFigures, forward=FLOPS, backward=FLOPS),
+            st.builds(BlockFigures, forward=FLOPS, backward=FLOPS, again=FLOPS),
             max_size=3,
         ),
         max_size=2,
@@ -143,11 +144,11 @@ def test_a_calibration_is_a_value() -> None:
         one.date = "today"  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 3, 5, "4", None, True])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 4, 6, "5", None, True])
 def test_another_version_is_refused_with_what_to_do(version: object) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^calibration\.version: expected version 4, .* `infinity calibrate` again",
+        match=r"^calibration\.version: expected version 5, .* `infinity calibrate` again",
     ):
         Calibration.from_mapping({**calibration().to_mapping(), "version": version})
 
@@ -359,12 +360,15 @@ def test_disturbances_add_up_in_time_per_parameter() -> None:
 
 def test_modules_keep_what_the_drive_that_takes_most_leaves_them() -> None:
     part = figure(0.4, Unit.PART)
-    slower = dataclasses.replace(drive(), blocks=part)
+    slower = dataclasses.replace(drive(), blocks=part, mixed_beside_blocks=part)
     both = calibration().with_drives({"/mnt/a": drive(), "/mnt/b": slower})
 
     assert both.computing_beside_io(["/mnt/a"]) == 0.6
     assert both.computing_beside_io() == 0.4
+    assert both.io_beside_computing(["/mnt/a"]) == 0.7
+    assert both.io_beside_computing() == 0.4
     assert both.with_drives({}).computing_beside_io() == 1
+    assert both.with_drives({}).io_beside_computing() == 1
     elsewhere = dataclasses.replace(drive(), blocks=Figure.missing("a GPU computes", Unit.PART))
     assert both.with_drives({"/mnt/a": elsewhere}).computing_beside_io() == 1
 
@@ -379,12 +383,16 @@ def test_checksums_take_as_much_from_updates_however_many_drives_there_are() -> 
 def test_a_disturbance_never_makes_anything_faster() -> None:
     more = figure(1.5, Unit.PART)
     lucky = dataclasses.replace(
-        drive(), mixed_beside_updates=more, host_updates={"adamw": {4: more}}, blocks=more
+        drive(),
+        mixed_beside_updates=more,
+        mixed_beside_blocks=more,
+        host_updates={"adamw": {4: more}},
+        blocks=more,
     )
     measured = calibration().with_drives({"/mnt/a": lucky})
 
     assert measured.rates(threads=4, beside_io=True) == measured.rates(threads=4)
-    assert measured.computing_beside_io() == 1
+    assert measured.computing_beside_io() == measured.io_beside_computing() == 1
 
 
 def test_what_is_missing_gives_no_rate_and_disturbs_nothing() -> None:
@@ -423,10 +431,12 @@ def test_matrix_products_have_a_rate_for_each_dtype() -> None:
         calibration().flops_per_s("fp8")
 
 
-def test_blocks_are_had_as_rates_where_both_ways_were_measured() -> None:
+def test_blocks_are_had_as_rates_where_all_ways_were_measured() -> None:
     measured = calibration()
     half = BlockFigures(
-        forward=figure(1e9, Unit.FLOPS), backward=Figure.missing("no time", Unit.FLOPS)
+        forward=figure(1e9, Unit.FLOPS),
+        backward=Figure.missing("no time", Unit.FLOPS),
+        again=figure(1e9, Unit.FLOPS),
     )
     blocks = {
         "bf16": {**measured.blocks["bf16"], BlockShape(512, 256): half},
@@ -436,7 +446,7 @@ def test_blocks_are_had_as_rates_where_both_ways_were_measured() -> None:
 
     rates = found.block_rates("bf16")
     assert rates is not None
-    assert dict(rates.measured) == {BlockShape(1024, 256): ComputeRate(150e9, 120e9)}
+    assert dict(rates.measured) == {BlockShape(1024, 256): ComputeRate(150e9, 120e9, 200e9)}
     assert found.block_rates("fp32") is None
 
 

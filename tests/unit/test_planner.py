@@ -138,7 +138,7 @@ def test_one_memory_needs_no_rates_of_links() -> None:
 
 
 def test_measured_blocks_go_before_one_rate_of_computing() -> None:
-    blocks = BlockRates({BlockShape(1024, 2048): ComputeRate(forward=1e12, backward=5e11)})
+    blocks = BlockRates({BlockShape(1024, 2048): ComputeRate(1e12, backward=5e11, again=2e12)})
     there = means(100, 100)
     training = replace(training_of(SMALL, checkpointing=False), overlap=False)
     plain = decide(training, there).best.timeline
@@ -148,6 +148,10 @@ def test_measured_blocks_go_before_one_rate_of_computing() -> None:
     assert [phase.ns for phase in slow.phases[1:]] == pytest.approx(
         [flops / 1e3, 2 * flops / 500], rel=1e-6
     )
+    again = decide(replace(training, checkpointing=True), replace(there, blocks=blocks)).best
+    flops -= 2048 * SMALL.modules[-1].flops(2048)  # the output, which is in no block
+    more = again.timeline.phases[2].ns - slow.phases[2].ns
+    assert more == pytest.approx(flops / 2e3, rel=1e-6)
     assert slow.ns > plain.ns
 
 
@@ -199,7 +203,7 @@ def test_on_one_memory_modules_keep_a_part_of_their_rate_as_long_as_drives_work(
             assert none < some <= 2 * none
 
 
-def test_drives_that_take_from_modules_are_slower_beside_them_too() -> None:
+def test_drives_that_keep_a_part_beside_modules_are_slower_there_alone() -> None:
     there = means(0, 3.0, 100, unified=True)
     alone = replace(
         there.rates, nvme={"a": DriveRates(read_bytes_per_s=14e9, write_bytes_per_s=10e9)}
@@ -207,13 +211,17 @@ def test_drives_that_take_from_modules_are_slower_beside_them_too() -> None:
     choice = Choice(strategy=NvmeStreamed(), parameters=Tier.NVME, subgroup_numel=2**22)
     training = replace(training_of(SMALL, checkpointing=False), overlap=False)
 
-    def forward_ns(given: Means, left: float) -> int:
-        given = replace(given, flops_per_s=20e12, alone=alone, computing_beside_io=left)
-        return Planner(training, given).candidate(choice).timeline.phases[1].ns
+    def phases(left: float, beside_updates: Rates) -> list[int]:
+        given = replace(there, rates=beside_updates, flops_per_s=20e12, alone=alone)
+        given = replace(given, io_beside_computing=left)
+        return [phase.ns for phase in Planner(training, given).candidate(choice).timeline.phases]
 
-    undisturbed = replace(there, rates=replace(there.rates, nvme=alone.nvme))
-    assert forward_ns(there, 1.0) == forward_ns(undisturbed, 1.0)
-    assert forward_ns(there, 0.5) > forward_ns(undisturbed, 0.5)
+    before, after = phases(1.0, there.rates), phases(0.5, there.rates)
+    assert after[0] == before[0]
+    assert after[1] > before[1]
+    # What updates leave to drives does not matter where there is none.
+    undisturbed = replace(there.rates, nvme=alone.nvme)
+    assert phases(0.5, undisturbed)[1:] == after[1:]
 
 
 def test_checksums_take_their_time_from_updates_of_states_on_drives_alone() -> None:
