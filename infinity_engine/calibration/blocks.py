@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from infinity_engine.calibration.device import DTYPES
 from infinity_engine.calibration.effort import MeasuringTime
@@ -29,10 +30,10 @@ _HEAD = 64
 _LAYERS, _VECTORS = 12, 13
 # of the memory: parameters in each of two dtypes, gradients, and two for what lies between
 _PARTS = 5
-_LONGEST = 0.1  # of a dtype's time, for one forward and backward
+_LONGEST = 0.1  # of a dtype's time, for a forward, one that runs again, and a backward
 _SLOW = 10  # times: products that much slower than the fastest are too slow to train with
 _LITTLE = 0.1  # of the time of a dtype that is trained in
-_PASSES = 3  # forwards that one forward with its backward computes as much as
+_PASSES = 4  # forwards that these compute as much as, at most
 
 
 def measure_blocks(
@@ -90,7 +91,7 @@ def host_computing(nbytes: int) -> Callable[[float], float]:
 
     def rate(seconds: float) -> float:
         found = block.rate(seconds)
-        return _PASSES / (1 / found.forward + 2 / found.backward)
+        return 3 / (1 / found.forward + 2 / found.backward)  # a backward is two forwards
 
     return rate
 
@@ -127,6 +128,10 @@ def _weights(device: torch.device, dtype: torch.dtype, nbytes: int) -> torch.Ten
     return values
 
 
+class _AllSaved(Exception):  # noqa: N818  # no error: it ends a forward early
+    """All that a backward needs is there."""
+
+
 class _Block:
     """A block with parameters, its input, and gradients that are made and forgotten."""
 
@@ -153,39 +158,51 @@ class _Block:
         self._input = torch.randn(1, shape.tokens, width, device=device).to(dtype).requires_grad_()
         # A given gradient of the output: no loss, so that only the block is measured.
         self._gradient = torch.full_like(self._input, 0.01)
+        self._saved, _ = self._save(math.inf)
+        """How many tensors a forward saves for the backward."""
 
     def rate(self, seconds: float) -> ComputeRate:
-        """Compute forward, again and backward for so long, at least once."""
+        """Compute a forward that runs again, a forward and a backward for so long, at least
+        once.
+        """
         forward_s = again_s = backward_s = 0.0
         times = 0
         while not times or forward_s + again_s + backward_s < seconds:
+            again_s += self._save(self._saved)[1]
             parameters = self._next_parameters()
-            runs: list[float] = []
-            # As engines run blocks again: the second run ends before what no gradient needs.
-            # The caller may be in no_grad.
-            with torch.enable_grad():
-                made = checkpoint(
-                    self._timed, parameters, runs, use_reentrant=False, preserve_rng_state=False
-                )
+            start = time.perf_counter()
+            made = self._forward(parameters)
+            # On a GPU the forward has only been started by now.
+            self._wait()
             middle = time.perf_counter()
             # grad(), not backward(): gradients in new memory each time, and none is kept.
             torch.autograd.grad(made, [self._input, *parameters], self._gradient)
             self._wait()
-            backward_s += time.perf_counter() - middle - runs[1]
-            forward_s, again_s, times = forward_s + runs[0], again_s + runs[1], times + 1
+            backward_s += time.perf_counter() - middle
+            forward_s, times = forward_s + middle - start, times + 1
         work = times * self._flops
         # A backward has two products for each of the forward.
         return ComputeRate(work / forward_s, 2 * work / backward_s, work / again_s)
 
-    def _timed(self, parameters: Sequence[torch.Tensor], runs: list[float]) -> torch.Tensor:
-        """Compute a forward, and note how long until it ended, by an error or not."""
+    def _save(self, most: float) -> tuple[int, float]:
+        """Run a forward until it has saved so many tensors, as engines run blocks again; return
+        how many it has saved, and how long that took.
+        """
+        saved = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal saved
+            saved += 1
+            if saved == most:
+                raise _AllSaved
+            return tensor.detach()
+
+        parameters = self._next_parameters()
         start = time.perf_counter()
-        try:
-            return self._forward(parameters)
-        finally:
-            # On a GPU the forward has only been started by now.
-            self._wait()
-            runs.append(time.perf_counter() - start)
+        with suppress(_AllSaved), saved_tensors_hooks(pack, lambda tensor: tensor):
+            self._forward(parameters)
+        self._wait()
+        return saved, time.perf_counter() - start
 
     def _next_parameters(self) -> list[torch.Tensor]:
         """Return the parameters of another block."""
@@ -205,13 +222,17 @@ class _Block:
         pairs = [(parameters[at], parameters[at + 1]) for at in range(0, len(parameters), 2)]
         norms, (qkv, out, up, down) = pairs[:2], pairs[2:]
         size = (self._shape.width,)
-        x = self._input
-        wide = functional.linear(functional.layer_norm(x, size, *norms[0]), *qkv)
-        query, key, value = wide.view(1, self._shape.tokens, 3, -1, _HEAD).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + functional.linear(mixed.transpose(1, 2).flatten(2), *out)
-        wide = functional.linear(functional.layer_norm(x, size, *norms[1]), *up)
-        return x + functional.linear(functional.gelu(wide), *down)
+        # The caller may be in no_grad.
+        with torch.enable_grad():
+            x = self._input
+            wide = functional.linear(functional.layer_norm(x, size, *norms[0]), *qkv)
+            query, key, value = wide.view(1, self._shape.tokens, 3, -1, _HEAD).permute(
+                2, 0, 3, 1, 4
+            )
+            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            x = x + functional.linear(mixed.transpose(1, 2).flatten(2), *out)
+            wide = functional.linear(functional.layer_norm(x, size, *norms[1]), *up)
+            return x + functional.linear(functional.gelu(wide), *down)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

@@ -27,9 +27,9 @@ __all__ = ["FILE_PREFIX", "measure_drive"]
 FILE_PREFIX = "infinity-calibrate-"
 _OPERATION_BYTES = 4 * MiB
 _APART_BYTES = 5 * MiB + PAGE  # of single reads
-_FILE_SHARE, _ALONE_SHARE, _START_SHARE = 0.15, 0.27, 0.03  # of the time for a directory
+_FILE_SHARE, _ALONE_SHARE, _START_SHARE = 0.15, 0.25, 0.03  # of the time for a directory
 # Samples of modules of 0.08 s kept 0.63 of their rate where those of a second kept 0.55.
-_BESIDE_SHARE, _COMPUTING_SHARE = 0.27, 0.28
+_BESIDE_SHARE, _COMPUTING_SHARE = 0.22, 0.35
 _SAMPLES = 4  # of modules: alone, beside the drive, and alone again; of the drive: alone
 _Report = Callable[[str], object]
 

@@ -258,9 +258,7 @@ class Means:
     def compute_rate(self, training: Training) -> ComputeRate | None:
         """Return how fast the modules of a training compute, None where that is not known."""
         if self.blocks is not None:
-            rate = self.blocks.at(training.model.width, training.tokens)
-            # A block that ends in tiles is run again to its end.
-            return rate if training.tiles == 1 else rate._replace(again=rate.forward)
+            return self.blocks.at(training.model.width, training.tokens)
         return None if self.flops_per_s is None else ComputeRate.of_both(self.flops_per_s)
 
     def sizing(self, training: Training, subgroup_numel: int) -> Sizing:

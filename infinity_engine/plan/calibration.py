@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from operator import mul
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 CALIBRATION_VERSION = 5
-"""Of the JSON form: raised when a figure changes its meaning or goes."""
+"""Of the JSON form: raised when a figure comes, goes or changes its meaning."""
 
 _BUSY = 0.1  # of all processors: others that use more disturb what is measured
 
@@ -481,11 +482,13 @@ class Calibration:
         return min((_left(drive.blocks) for drive in self._drives(directories).values()), default=1)
 
     def io_beside_computing(self, directories: Iterable[str] | None = None) -> float:
-        """Return the part of their rates that these drives keep while modules compute on the host,
-        likewise.
+        """Return the part of what they move together that these drives keep while modules compute
+        on the host, likewise.
         """
         drives = self._drives(directories).values()
-        return min((_left(drive.mixed_beside_blocks) for drive in drives), default=1)
+        rates = [drive.mixed.median or 0.0 for drive in drives]
+        left = [_left(drive.mixed_beside_blocks) for drive in drives]
+        return sum(map(mul, rates, left)) / sum(rates) if any(rates) else 1.0
 
     def _drives(self, directories: Iterable[str] | None) -> Mapping[str, DriveFigures]:
         if directories is None:

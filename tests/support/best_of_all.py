@@ -101,12 +101,12 @@ class Bounds:
         flops = [
             module.flops(training.sequence) * training.tokens for module in training.model.modules
         ]
-        again = sum(flops[:-1]) if training.checkpointing else 0
+        again = sum(work * training.runs_again(place) for place, work in enumerate(flops))
         backward = training.tokens * sum(
             module.backward_flops(training.sequence) for module in training.model.modules
         )
         self._forward_ns = 1e9 * sum(flops) / rate.forward if rate else 0.0
-        self._backward_ns = 1e9 * (again / rate.forward + backward / rate.backward) if rate else 0.0
+        self._backward_ns = 1e9 * (again / rate.again + backward / rate.backward) if rate else 0.0
         self._written = _on_drives(training, means.ranks, trained=True)
         frozen = means.budget.nvme and _on_drives(training, means.ranks, trained=False)
         # Nothing of it is written beside it, so drives read it at their full rate.

@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 
-from infinity_engine.advice.activations import _rates, activation_advice
+from infinity_engine.advice.activations import _costs, _rates, activation_advice
 from infinity_engine.placement.activations import BlockWay
 from infinity_engine.placement.training import Means, Training
-from infinity_engine.plan import DriveRates, Rates, ResolvedBudget
+from infinity_engine.plan import (
+    BlockRates,
+    BlockShape,
+    ComputeRate,
+    DriveRates,
+    Rates,
+    ResolvedBudget,
+)
 from infinity_engine.sim.planner import Decision, decide
 from infinity_engine.sim.presets import preset
 from infinity_engine.sim.report import PlanReport, report_of
@@ -68,6 +75,14 @@ def test_the_choice_stays_within_what_the_plan_leaves() -> None:
     assert found is not None
     assert found.choice.predicted.device <= 20 * GiB - asked.logits_bytes()
     assert found.seconds <= found.planned_s + 1e-9
+
+
+def test_a_second_run_costs_what_blocks_take_that_run_again() -> None:
+    shape = BlockShape(MODEL.width, 4096)
+    blocks = BlockRates({shape: ComputeRate(60e12, backward=50e12, again=80e12)})
+    costs = _costs(training(), replace(means(70), blocks=blocks))
+
+    assert costs[0].recompute_s == pytest.approx(costs[0].forward_s * 60 / 80)
 
 
 def test_micro_batches_multiply_the_seconds() -> None:

@@ -12,10 +12,26 @@ import pytest
 from infinity_engine.advice.advising import advise
 from infinity_engine.advice.course import Prices, TrainingRun, forecast
 from infinity_engine.advice.doubt import RateSource, step_range
-from infinity_engine.advice.means import with_drives, with_faster_writes, with_links, with_updates
+from infinity_engine.advice.means import (
+    with_compute,
+    with_drives,
+    with_faster_writes,
+    with_links,
+    with_updates,
+)
 from infinity_engine.advice.purchases import Purchase, _more, purchases, worths
 from infinity_engine.placement.training import Means
-from infinity_engine.plan import DriveRates, HostOnly, Lane, Rates, ResolvedBudget, Tier
+from infinity_engine.plan import (
+    BlockRates,
+    BlockShape,
+    ComputeRate,
+    DriveRates,
+    HostOnly,
+    Lane,
+    Rates,
+    ResolvedBudget,
+    Tier,
+)
 from infinity_engine.sim.planner import Decision, Planner, decide
 from infinity_engine.units import GB, GiB
 from support.plannings import (
@@ -279,3 +295,12 @@ def test_what_ranks_exchange_is_as_unsure_as_its_rate() -> None:
 
     ranges = step_range(slow.best, slow.training, slow.means, RateSource.PUBLISHED)
     assert ranges.most_s > 1.5 * slow.best.step_s
+
+
+def test_faster_computing_is_faster_in_every_way_that_blocks_were_measured() -> None:
+    shape = BlockShape(1024, 256)
+    blocks = BlockRates({shape: ComputeRate(1e12, backward=2e12, again=3e12)})
+    faster = with_compute(replace(decided(8, 64).means, blocks=blocks), 2.0).blocks
+
+    assert faster is not None
+    assert faster.measured[shape] == ComputeRate(2e12, backward=4e12, again=6e12)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +32,7 @@ from infinity_engine.calibration import (
     kept_calibration,
 )
 from infinity_engine.calibration import calibrate as module
+from infinity_engine.calibration.blocks import _Block
 from infinity_engine.calibration.contention import meanwhile, part_kept
 from infinity_engine.calibration.drives import FILE_PREFIX
 from infinity_engine.calibration.effort import MeasuringTime, repeated, thread_counts
@@ -802,3 +804,23 @@ def test_units_are_told_with_every_figure(measured: Measured) -> None:
         Unit.PART,
     }
     assert {figure.unit for figure in figures(measured.calibration.dram)} == {Unit.BYTES}
+
+
+def test_a_block_that_runs_again_ends_before_its_last_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = torch.full((1 << 20,), 0.02)
+    block = _Block(BlockShape(64, 16), weights)
+    products = []
+    linear = torch.nn.functional.linear
+
+    def counted(*tensors: torch.Tensor) -> torch.Tensor:
+        made = linear(*tensors)
+        products.append(made)
+        return made
+
+    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    saved, _ = block._save(block._saved)
+
+    assert saved == block._saved
+    assert len(products) == 3  # of four

@@ -360,17 +360,24 @@ def test_disturbances_add_up_in_time_per_parameter() -> None:
 
 def test_modules_keep_what_the_drive_that_takes_most_leaves_them() -> None:
     part = figure(0.4, Unit.PART)
-    slower = dataclasses.replace(drive(), blocks=part, mixed_beside_blocks=part)
+    slower = dataclasses.replace(drive(), blocks=part)
     both = calibration().with_drives({"/mnt/a": drive(), "/mnt/b": slower})
 
     assert both.computing_beside_io(["/mnt/a"]) == 0.6
     assert both.computing_beside_io() == 0.4
-    assert both.io_beside_computing(["/mnt/a"]) == 0.7
-    assert both.io_beside_computing() == 0.4
     assert both.with_drives({}).computing_beside_io() == 1
-    assert both.with_drives({}).io_beside_computing() == 1
     elsewhere = dataclasses.replace(drive(), blocks=Figure.missing("a GPU computes", Unit.PART))
     assert both.with_drives({"/mnt/a": elsewhere}).computing_beside_io() == 1
+
+
+def test_drives_keep_beside_modules_what_they_keep_of_all_that_they_move_together() -> None:
+    part = figure(0.2, Unit.PART)
+    slower = dataclasses.replace(drive(), mixed=figure(0.6e9), mixed_beside_blocks=part)
+    both = calibration().with_drives({"/mnt/a": drive(), "/mnt/b": slower})
+
+    assert both.io_beside_computing(["/mnt/a"]) == 0.7
+    assert both.io_beside_computing() == pytest.approx((0.7 * 2.4 + 0.2 * 0.6) / 3)
+    assert both.with_drives({}).io_beside_computing() == 1
 
 
 def test_checksums_take_as_much_from_updates_however_many_drives_there_are() -> None:

@@ -21,7 +21,7 @@ import pytest
 from infinity_engine.cli.main import main
 from infinity_engine.plan import Calibration, DriveRates, Rates, Unit
 from infinity_engine.sim.configs import FAMILIES
-from support.calibrations import calibration, figure
+from support.calibrations import calibration, drive, figure
 from support.plannings import equal_questions_searched_once
 
 DESKTOP = ("--gpus", "1", "--gpu-mem", "24GiB", "--ram", "64GiB", "--nvme", "2TB")
@@ -531,6 +531,22 @@ def measured_file(folder: Path, measured: Calibration | None = None) -> str:
     file = folder / "calibration.json"
     file.write_text(json.dumps((measured or calibration()).to_mapping()))
     return str(file)
+
+
+def test_what_drives_keep_beside_modules_is_that_of_the_calibration(
+    plan: Any, tmp_path: Path
+) -> None:
+    def step_s(part: float) -> float:
+        kept = replace(drive(), mixed_beside_blocks=figure(part, Unit.PART))
+        file = measured_file(tmp_path, calibration().with_drives({"/mnt/a": kept}))
+        there = ("--gpus", "0", "--ram", "6GiB", "--nvme", "100GB", "--rates", file)
+        asked = ("--model", "llama-3.2-1b", "--sequence", "32", "--parameters", "nvme", *there)
+        status, out, err = plan(*asked, "--json")
+        assert status == 0, err
+        answered: float = json.loads(out)["step_s"]
+        return answered
+
+    assert step_s(0.1) > 1.1 * step_s(1.0)
 
 
 def test_rates_of_a_busy_machine_count_as_given_by_hand(plan: Any, tmp_path: Path) -> None:
