@@ -457,7 +457,6 @@ def _rates(
             options.optimizer,
             precision,
             note,
-            sharing=known.sharing,
             ranks=ranks,
             unified=unified,
             drives=drives,
@@ -561,7 +560,6 @@ def _rates_of_file(
         options.optimizer,
         precision,
         note,
-        sharing={},
         ranks=ranks,
         unified=unified,
         drives=drives,
@@ -574,7 +572,6 @@ def _measured(
     precision: str,
     note: str,
     *,
-    sharing: Mapping[str, int],
     ranks: int,
     unified: bool,
     drives: bool,
@@ -583,13 +580,10 @@ def _measured(
 
     # The first with what I/O and copies take away, the second without.
     rates, alone = (
-        _shared(
-            calibration.rates(
-                optimizer=optimizer,
-                beside_io=beside and drives,
-                beside_copies=beside and not unified,
-            ),
-            sharing,
+        calibration.rates(
+            optimizer=optimizer,
+            beside_io=beside and drives,
+            beside_copies=beside and not unified,
         ).divided(ranks)
         for beside in (True, False)
     )

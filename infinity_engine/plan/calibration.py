@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -393,11 +394,11 @@ class Calibration:
     ) -> Rates:
         """Return the medians as rates, for updates by `threads` (by default the most measured).
 
-        `directories` are those to use, by default all that were measured. `beside_io` gives what
-        updates and drives get while both work, `beside_copies` what updates and links get: each
-        disturbance adds the time that it costs a parameter, and a drive or link is slowed as it was
-        while all threads updated. A number of threads that was not measured is placed between its
-        neighbours on a straight line.
+        `directories` are those to use, by default all that were measured; those on one drive get
+        equal parts of its rates. `beside_io` gives what updates and drives get while both work,
+        `beside_copies` what updates and links get: each disturbance adds the time that it costs a
+        parameter, and a drive or link is slowed as it was while all threads updated. A number of
+        threads that was not measured is placed between its neighbours on a straight line.
 
         Raises:
             ConfigError: an optimizer or a directory was not measured, or there are no threads.
@@ -411,11 +412,21 @@ class Calibration:
         drives = self._drives(directories)
         updates = self.host_updates[optimizer]
         count = max(updates, default=1) if threads is None else threads
-        others: list[Mapping[int, Figure]] = []
+        # Without an identity, which a file may lack, a directory has a drive of its own.
+        drive_of = {name: drive.drive.get("drive", name) for name, drive in drives.items()}
+        sharing = Counter(drive_of.values())
+        parts = []  # of their rate that updates keep
         if beside_copies:
-            others.append({number: figures.beside_copies for number, figures in updates.items()})
+            copies = {number: figures.beside_copies for number, figures in updates.items()}
+            parts.append(_at(copies, count))
         if beside_io:
-            others += [drive.host_updates.get(optimizer, {}) for drive in drives.values()]
+            # Once a drive, however many of its directories are used: the least of theirs.
+            least: dict[str, float] = {}
+            for name, drive in drives.items():
+                part = _at(drive.host_updates.get(optimizer, {}), count)
+                if part is not None:
+                    least[drive_of[name]] = min(part, least.get(drive_of[name], part))
+            parts += least.values()
         alone = _at({number: figures.alone for number, figures in updates.items()}, count)
         links = self.links
         h2d, d2h = links.h2d_beside_updates, links.d2h_beside_updates
@@ -432,7 +443,7 @@ class Calibration:
             dram_bytes_per_s=max(
                 (figure.median for figure in self.dram.values() if figure.median), default=None
             ),
-            host_update_params_per_s=_beside(alone, [_at(other, count) for other in others]),
+            host_update_params_per_s=_beside(alone, parts),
             device_update_params_per_s=None if device is None else device.median,
             host_start_s=self.host_start.median,
             device_start_s=self.device_start.median,
@@ -443,7 +454,7 @@ class Calibration:
                 default=None,
             ),
             nvme={
-                name: _drive_rates(drive, beside_updates=beside_io)
+                name: _drive_rates(drive, beside_updates=beside_io).divided(sharing[drive_of[name]])
                 for name, drive in drives.items()
             },
         )

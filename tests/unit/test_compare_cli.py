@@ -252,13 +252,15 @@ def test_drives_of_directories_hold_what_memory_does_not(infinity: Any, this_mac
 def test_two_directories_of_one_drive_have_its_rate_once(
     infinity: Any, this_machine: Any, monkeypatch: pytest.MonkeyPatch, calibrated: bool
 ) -> None:
-    measured = calibration().with_drives({"/mnt/a": drive(), "/mnt/b": drive()})
     small = ("--gpu-mem", "6GiB", "--ram", "8GiB", "--tflops", "100", "--overlap", "off", "--json")
 
     def step_s(*directories: str, sharing: int) -> float:
         this_machine(calibrated=calibrated)
         if calibrated:
-            kept = measured.with_drives({name: measured.drives[name] for name in directories})
+            # Drives of their own have identities of their own.
+            kept = calibration().with_drives(
+                {name: drive("one" if sharing > 1 else name) for name in directories}
+            )
             monkeypatch.setattr(infinity_engine.calibration, "kept_calibration", lambda _: kept)
         monkeypatch.setattr(
             infinity_engine.machine.capacity,
