@@ -277,6 +277,51 @@ def test_two_directories_of_one_drive_have_its_rate_once(
     assert step_s("/mnt/a", "/mnt/b", sharing=1) < 0.8 * one
 
 
+def test_directories_of_here_choose_among_those_of_a_calibration_file(
+    infinity: Any, this_machine: Any, tmp_path: Path
+) -> None:
+    this_machine(calibrated=False)
+    files = {}
+    for names in (("/mnt/a",), ("/mnt/a", "/mnt/b")):
+        measured = calibration().with_drives({name: drive(name) for name in names})
+        files[names] = tmp_path / f"{len(names)}.json"
+        files[names].write_text(json.dumps(measured.to_mapping()))
+    small = ("--gpu-mem", "6GiB", "--ram", "8GiB", "--tflops", "100", "--overlap", "off", "--json")
+
+    one, both = (
+        json.loads(infinity("plan", *SMALL, "--here", "/mnt/a", *small, "--rates", str(file))[1])
+        for file in files.values()
+    )
+
+    assert both["memory"]["nvme"]["held_bytes"] > 0
+    assert both["step_s"] == one["step_s"]
+
+
+def test_a_directory_that_a_calibration_file_lacks_is_refused(
+    infinity: Any, this_machine: Any, tmp_path: Path
+) -> None:
+    this_machine(calibrated=False)
+    file = tmp_path / "figures.json"
+    file.write_text(json.dumps(calibration().to_mapping()))
+
+    asked = ("plan", *SMALL, "--here", "/mnt/a", "/mnt/b", "--rates", str(file))
+    status, _, err = infinity(*asked)
+
+    assert status == 2
+    assert f"`infinity calibrate /mnt/a /mnt/b --json {file}`, got '/mnt/b'" in err
+    assert infinity(*asked, "--nvme", "0")[0] == 0  # no drive is used
+
+
+def test_a_directory_of_here_that_was_not_measured_is_refused(
+    infinity: Any, this_machine: Any
+) -> None:
+    this_machine(calibrated=True)
+    status, _, err = infinity("plan", *SMALL, "--here", "/mnt/a", "/mnt/b")
+
+    assert status == 2
+    assert "run `infinity calibrate /mnt/b`, got '/mnt/b'" in err
+
+
 def test_a_remedy_for_this_machine_fits_when_it_is_given(infinity: Any, this_machine: Any) -> None:
     """A size without --here would describe another machine, which has no other size."""
     this_machine(calibrated=False, free=6 * GiB, host=8 * GiB)
