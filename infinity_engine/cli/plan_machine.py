@@ -619,7 +619,7 @@ def _measured(
     if not calibration.is_disturbed:
         return _FoundRates(rates, compute, note, RateSource.MEASURED)
     note += (
-        f"; other processes used {calibration.others_share:.0%} of the processors meanwhile, so "
-        "these rates are doubted as if they were given by hand"
+        f"; other processes used {calibration.most_others_share:.0%} of the processors meanwhile, "
+        "so these rates are doubted as if they were given by hand"
     )
     return _FoundRates(rates, compute, note, RateSource.GIVEN)

@@ -181,6 +181,9 @@ class DriveFigures:
     # by optimizer and threads: the part left beside reads and writes
     host_updates: Mapping[str, Mapping[int, Figure]]
     blocks: Figure  # the part that transformer blocks on the host keep beside reads and writes
+    # the part of all processors that other processes used, up to the end of its measuring; files
+    # may lack it
+    others_share: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drive", FrozenMapping(self.drive))
@@ -189,7 +192,8 @@ class DriveFigures:
     @classmethod
     def from_mapping(cls, mapping: object, *, field: str) -> DriveFigures:
         """Return the figures of a JSON-like `mapping`; errors name the place, below `field`."""
-        given = _whole(mapping, field, _names(cls))
+        names = [name for name in _names(cls) if name != "others_share"]
+        given = _whole(mapping, field, names, optional=("others_share",))
         return cls(
             drive=_texts(given["drive"], f"{field}.drive"),
             host_updates=_table(
@@ -198,6 +202,7 @@ class DriveFigures:
                 lambda row, place: _table(row, place, _figure(Unit.PART), key=_count),
             ),
             **_figures(_DRIVE_UNITS, given, field),
+            others_share=_others_share(given, field),
         )
 
     def to_mapping(self) -> dict[str, object]:
@@ -209,6 +214,7 @@ class DriveFigures:
                 rule: {str(threads): figure.to_mapping() for threads, figure in row.items()}
                 for rule, row in self.host_updates.items()
             },
+            "others_share": self.others_share,
         }
 
 
@@ -261,7 +267,7 @@ class Calibration:
     all_gather: Figure
     reduce_scatter: Figure
     drives: Mapping[str, DriveFigures] = field(default_factory=dict)  # by directory
-    # the part of all processors that other processes used meanwhile; files may lack it
+    # likewise, up to the end of all but the drives
     others_share: float = 0.0
 
     def __post_init__(self) -> None:
@@ -289,11 +295,6 @@ class Calibration:
             raise ConfigError(field=f"{field}.version", value=version, expected=expected)
         names = ("version", *(name for name in _names(cls) if name != "others_share"))
         given = _whole(mapping, field, names, optional=("others_share",))
-        others = given.get("others_share", 0.0)
-        # NaN fails every comparison.
-        if isinstance(others, bool) or not isinstance(others, int | float) or not 0 <= others <= 1:
-            expected = "a part, from 0 to 1"
-            raise ConfigError(field=f"{field}.others_share", value=others, expected=expected)
         nbytes = given["memory_bytes"]
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
             raise ConfigError(
@@ -341,7 +342,7 @@ class Calibration:
             all_gather=_figure(Unit.BYTES)(given["all_gather"], f"{field}.all_gather"),
             reduce_scatter=_figure(Unit.BYTES)(given["reduce_scatter"], f"{field}.reduce_scatter"),
             drives=Directories(drives, field=f"{field}.drives"),
-            others_share=others,
+            others_share=_others_share(given, field),
         )
 
     def to_mapping(self) -> dict[str, object]:
@@ -375,9 +376,16 @@ class Calibration:
         }
 
     @property
+    def most_others_share(self) -> float:
+        """What other processes used of the processors while the machine, or one of the drives, was
+        measured: the most of these.
+        """
+        return max([self.others_share, *(drive.others_share for drive in self.drives.values())])
+
+    @property
     def is_disturbed(self) -> bool:
         """Whether other processes used so much of the machine that the figures are not its own."""
-        return self.others_share > _BUSY
+        return self.most_others_share > _BUSY
 
     def with_drives(self, drives: Mapping[str, DriveFigures]) -> Calibration:
         """Return the same with these directories, in place of those that it has."""
@@ -584,6 +592,15 @@ def _whole(
                 field=f"{field}.{name}", value=None, expected="a value: it is missing"
             )
     return given
+
+
+def _others_share(given: Mapping[str, object], field: str) -> float:
+    share = given.get("others_share", 0.0)
+    # NaN fails every comparison.
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        expected = "a part, from 0 to 1"
+        raise ConfigError(field=f"{field}.others_share", value=share, expected=expected)
+    return share
 
 
 def _texts(mapping: object, field: str) -> dict[str, str]:

@@ -56,6 +56,7 @@ DRIVES = st.builds(
     start=SECONDS,
     host_updates=st.dictionaries(RULE, st.dictionaries(COUNT, PARTS, max_size=3), max_size=3),
     blocks=PARTS,
+    others_share=st.floats(0, 1),
 )
 UPDATES = st.builds(HostUpdateFigures, alone=PARAMETERS, beside_copies=PARTS, summing=PARTS)
 CALIBRATIONS = st.builds(
@@ -166,6 +167,22 @@ def test_a_calibration_says_that_others_disturbed_it() -> None:
 
     assert busy.is_disturbed
     assert Calibration.from_mapping(json.loads(json.dumps(busy.to_mapping()))) == busy
+
+
+def test_figures_of_a_drive_say_that_others_disturbed_them() -> None:
+    busy = dataclasses.replace(drive(), others_share=0.3)
+    measured = calibration().with_drives({"/mnt/a": drive("serial 2"), "/mnt/b": busy})
+
+    assert measured.is_disturbed
+    assert measured.most_others_share == 0.3
+    assert not measured.with_drives({}).is_disturbed
+
+
+def test_figures_of_a_drive_without_the_share_of_others_are_of_a_quiet_machine() -> None:
+    mapping = drive().to_mapping()
+    del mapping["others_share"]
+
+    assert DriveFigures.from_mapping(mapping, field="drive") == drive()
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), True, "0.3", None])

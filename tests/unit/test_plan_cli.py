@@ -21,7 +21,7 @@ import pytest
 from infinity_engine.cli.main import main
 from infinity_engine.plan import Calibration, DriveRates, Rates, Unit
 from infinity_engine.sim.configs import FAMILIES
-from support.calibrations import calibration, figure
+from support.calibrations import calibration, drive, figure
 from support.plannings import equal_questions_searched_once
 
 DESKTOP = ("--gpus", "1", "--gpu-mem", "24GiB", "--ram", "64GiB", "--nvme", "2TB")
@@ -533,10 +533,15 @@ def measured_file(folder: Path, measured: Calibration | None = None) -> str:
     return str(file)
 
 
-def test_rates_of_a_busy_machine_count_as_given_by_hand(plan: Any, tmp_path: Path) -> None:
-    busy = measured_file(tmp_path, replace(calibration(), others_share=0.3))
-    asked = ("--model", "gpt2", "--gpus", "0", "--ram", "16GiB", "--rates", busy)
-    _, out, _ = plan(*asked, "--json")
+@pytest.mark.parametrize("of_drive", [False, True])
+def test_rates_of_a_busy_machine_count_as_given_by_hand(
+    plan: Any, tmp_path: Path, of_drive: bool
+) -> None:
+    busy = replace(calibration(), others_share=0.3)
+    if of_drive:
+        busy = calibration().with_drives({"/mnt/a": replace(drive(), others_share=0.3)})
+    asked = ("--model", "gpt2", "--gpus", "0", "--ram", "16GiB", "--rates")
+    _, out, _ = plan(*asked, measured_file(tmp_path, busy), "--json")
 
     answer = json.loads(out)
     assert answer["advice"]["rates_are"] == "given"
