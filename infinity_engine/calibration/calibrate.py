@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from infinity_engine.calibration.identity import (
     machine_identity,
     usable_cores,
 )
+from infinity_engine.machine.busy import OthersWork
 from infinity_engine.plan import (
     BlockFigures,
     BlockShape,
@@ -125,9 +126,13 @@ def calibrated(
             if drive is None
         }
         bench = _Bench(effort, report)
+        # From here on, so that waiting for another process does not count. One for all parts: in a
+        # drive's alone, what the kernel does for its I/O, such as encryption, would be too much.
+        others = OthersWork()
         machine = cache.machine(identity) if uses else None
         if machine is None:
             machine = bench.machine(identity, accelerator)
+            machine = replace(machine, others_share=others.share())
             # Kept at once: a drive that fails does not cost what was measured before.
             cache.keep_machine(machine)
         computing = bench.host_computing(accelerator) if missing else None
@@ -136,6 +141,7 @@ def calibrated(
             # Equal parts of the time, whatever is missing.
             part = effort.part(_DRIVES_SHARE / len(missing))
             measured = bench.drive(name, place, drives[name], queue, part=part, computing=computing)
+            measured = replace(measured, others_share=others.share())
             found[name] = measured
             cache.keep_drive(identity, measured)
     return machine.with_drives({name: drive for name, drive in found.items() if drive is not None})

@@ -24,7 +24,6 @@ from rich.text import Text
 from deepnvme.cli.arguments import seconds_argument
 from deepnvme.cli.report import Output
 from infinity_engine.errors import InfinityError
-from infinity_engine.machine.busy import OthersWork
 from infinity_engine.machine.packages import is_torch_new_enough, probe_packages
 from infinity_engine.plan import Calibration, Figure, Unit
 from infinity_engine.units import format_bytes
@@ -127,8 +126,6 @@ def _measured(options: argparse.Namespace) -> tuple[Calibration, Path | None]:
                 effort = effort.beside_a_gpu()
         # The lock of the user's cache: the one below keeps nothing and locks nothing.
         resources.enter_context(cache.alone(waiting))
-        # From here on, so that waiting for another process does not count.
-        others = OthersWork()
         measured = calibrated(
             options.directories,
             accelerator=accelerator,
@@ -138,11 +135,10 @@ def _measured(options: argparse.Namespace) -> tuple[Calibration, Path | None]:
             cache=CalibrationCache(None),
             report=lambda part: _say(f"measuring {part}"),
         )
-        measured = replace(measured, others_share=others.share())
         if measured.is_disturbed:
             kept = "" if options.even_if_busy else ": they are not kept"
             _say(
-                f"warning: other processes used {measured.others_share:.0%} of this machine's "
+                f"warning: other processes used {measured.most_others_share:.0%} of this machine's "
                 f"processors meanwhile. The figures are those of a busy machine{kept}. Measure "
                 "again when it is quiet, or keep them all the same with --even-if-busy"
             )

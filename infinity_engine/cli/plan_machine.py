@@ -448,8 +448,12 @@ def _rates(
     unified: bool,
     drives: bool,
 ) -> _FoundRates:
+    # Without directories, drives are known by a size alone: they are all that were measured.
+    directories = options.here or None if drives else None
     if options.rates is not None:
-        return _rates_of_file(options, precision, ranks=ranks, unified=unified, drives=drives)
+        return _rates_of_file(
+            options, precision, directories, ranks=ranks, unified=unified, drives=drives
+        )
     if known.calibration is not None:
         note = f"rates were measured {known.calibration.date}, of one process of this machine"
         return _measured(
@@ -457,7 +461,7 @@ def _rates(
             options.optimizer,
             precision,
             note,
-            sharing=known.sharing,
+            directories=directories,
             ranks=ranks,
             unified=unified,
             drives=drives,
@@ -526,7 +530,13 @@ def _where_from(known: _Known) -> str:
 
 
 def _rates_of_file(
-    options: argparse.Namespace, precision: str, *, ranks: int, unified: bool, drives: bool
+    options: argparse.Namespace,
+    precision: str,
+    directories: list[str] | None,
+    *,
+    ranks: int,
+    unified: bool,
+    drives: bool,
 ) -> _FoundRates:
     from infinity_engine.advice.doubt import RateSource
     from infinity_engine.plan import Rates
@@ -555,13 +565,18 @@ def _rates_of_file(
         rates = Rates.from_mapping(given, field="--rates")
         return _FoundRates(rates, _Compute(), f"rates are those of {path}", RateSource.GIVEN)
     calibration = Calibration.from_mapping(given, field="--rates")
+    missing = [name for name in directories or () if name not in calibration.drives]
+    if missing:
+        measuring = f"infinity calibrate {' '.join(directories or ())} --json {path}"
+        expected = f"directories that {path} has rates of: run `{measuring}`"
+        raise ConfigError(field="--here", value=", ".join(missing), expected=expected)
     note = f"rates were measured {calibration.date}, of one process; those of {path}"
     return _measured(
         calibration,
         options.optimizer,
         precision,
         note,
-        sharing={},
+        directories=directories,
         ranks=ranks,
         unified=unified,
         drives=drives,
@@ -574,7 +589,7 @@ def _measured(
     precision: str,
     note: str,
     *,
-    sharing: Mapping[str, int],
+    directories: list[str] | None,
     ranks: int,
     unified: bool,
     drives: bool,
@@ -583,13 +598,11 @@ def _measured(
 
     # The first with what I/O and copies take away, the second without.
     rates, alone = (
-        _shared(
-            calibration.rates(
-                optimizer=optimizer,
-                beside_io=beside and drives,
-                beside_copies=beside and not unified,
-            ),
-            sharing,
+        calibration.rates(
+            optimizer=optimizer,
+            directories=directories,
+            beside_io=beside and drives,
+            beside_copies=beside and not unified,
         ).divided(ranks)
         for beside in (True, False)
     )
@@ -599,14 +612,14 @@ def _measured(
         calibration.flops_per_s(dtype),
         calibration.block_rates(dtype),
         alone,
-        calibration.computing_beside_io(),
-        calibration.io_beside_computing(),
+        calibration.computing_beside_io(directories),
+        calibration.io_beside_computing(directories),
         calibration.summing(optimizer=optimizer),
     )
     if not calibration.is_disturbed:
         return _FoundRates(rates, compute, note, RateSource.MEASURED)
     note += (
-        f"; other processes used {calibration.others_share:.0%} of the processors meanwhile, so "
-        "these rates are doubted as if they were given by hand"
+        f"; other processes used {calibration.most_others_share:.0%} of the processors meanwhile, "
+        "so these rates are doubted as if they were given by hand"
     )
     return _FoundRates(rates, compute, note, RateSource.GIVEN)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -181,6 +182,9 @@ class DriveFigures:
     # by optimizer and threads: the part left beside reads and writes
     host_updates: Mapping[str, Mapping[int, Figure]]
     blocks: Figure  # the part that transformer blocks on the host keep beside reads and writes
+    # the part of all processors that other processes used, up to the end of its measuring; files
+    # may lack it
+    others_share: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drive", FrozenMapping(self.drive))
@@ -189,7 +193,8 @@ class DriveFigures:
     @classmethod
     def from_mapping(cls, mapping: object, *, field: str) -> DriveFigures:
         """Return the figures of a JSON-like `mapping`; errors name the place, below `field`."""
-        given = _whole(mapping, field, _names(cls))
+        names = [name for name in _names(cls) if name != "others_share"]
+        given = _whole(mapping, field, names, optional=("others_share",))
         return cls(
             drive=_texts(given["drive"], f"{field}.drive"),
             host_updates=_table(
@@ -198,6 +203,7 @@ class DriveFigures:
                 lambda row, place: _table(row, place, _figure(Unit.PART), key=_count),
             ),
             **_figures(_DRIVE_UNITS, given, field),
+            others_share=_others_share(given, field),
         )
 
     def to_mapping(self) -> dict[str, object]:
@@ -209,6 +215,7 @@ class DriveFigures:
                 rule: {str(threads): figure.to_mapping() for threads, figure in row.items()}
                 for rule, row in self.host_updates.items()
             },
+            "others_share": self.others_share,
         }
 
 
@@ -261,7 +268,7 @@ class Calibration:
     all_gather: Figure
     reduce_scatter: Figure
     drives: Mapping[str, DriveFigures] = field(default_factory=dict)  # by directory
-    # the part of all processors that other processes used meanwhile; files may lack it
+    # likewise, up to the end of all but the drives
     others_share: float = 0.0
 
     def __post_init__(self) -> None:
@@ -289,11 +296,6 @@ class Calibration:
             raise ConfigError(field=f"{field}.version", value=version, expected=expected)
         names = ("version", *(name for name in _names(cls) if name != "others_share"))
         given = _whole(mapping, field, names, optional=("others_share",))
-        others = given.get("others_share", 0.0)
-        # NaN fails every comparison.
-        if isinstance(others, bool) or not isinstance(others, int | float) or not 0 <= others <= 1:
-            expected = "a part, from 0 to 1"
-            raise ConfigError(field=f"{field}.others_share", value=others, expected=expected)
         nbytes = given["memory_bytes"]
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
             raise ConfigError(
@@ -341,7 +343,7 @@ class Calibration:
             all_gather=_figure(Unit.BYTES)(given["all_gather"], f"{field}.all_gather"),
             reduce_scatter=_figure(Unit.BYTES)(given["reduce_scatter"], f"{field}.reduce_scatter"),
             drives=Directories(drives, field=f"{field}.drives"),
-            others_share=others,
+            others_share=_others_share(given, field),
         )
 
     def to_mapping(self) -> dict[str, object]:
@@ -375,9 +377,16 @@ class Calibration:
         }
 
     @property
+    def most_others_share(self) -> float:
+        """What other processes used of the processors while the machine, or one of the drives, was
+        measured: the most of these.
+        """
+        return max([self.others_share, *(drive.others_share for drive in self.drives.values())])
+
+    @property
     def is_disturbed(self) -> bool:
         """Whether other processes used so much of the machine that the figures are not its own."""
-        return self.others_share > _BUSY
+        return self.most_others_share > _BUSY
 
     def with_drives(self, drives: Mapping[str, DriveFigures]) -> Calibration:
         """Return the same with these directories, in place of those that it has."""
@@ -394,11 +403,11 @@ class Calibration:
     ) -> Rates:
         """Return the medians as rates, for updates by `threads` (by default the most measured).
 
-        `directories` are those to use, by default all that were measured. `beside_io` gives what
-        updates and drives get while both work, `beside_copies` what updates and links get: each
-        disturbance adds the time that it costs a parameter, and a drive or link is slowed as it was
-        while all threads updated. A number of threads that was not measured is placed between its
-        neighbours on a straight line.
+        `directories` are those to use, by default all that were measured; those on one drive get
+        equal parts of its rates. `beside_io` gives what updates and drives get while both work,
+        `beside_copies` what updates and links get: each disturbance adds the time that it costs a
+        parameter, and a drive or link is slowed as it was while all threads updated. A number of
+        threads that was not measured is placed between its neighbours on a straight line.
 
         Raises:
             ConfigError: an optimizer or a directory was not measured, or there are no threads.
@@ -412,11 +421,21 @@ class Calibration:
         drives = self._drives(directories)
         updates = self.host_updates[optimizer]
         count = max(updates, default=1) if threads is None else threads
-        others: list[Mapping[int, Figure]] = []
+        # Without an identity, which a file may lack, a directory has a drive of its own.
+        drive_of = {name: drive.drive.get("drive", name) for name, drive in drives.items()}
+        sharing = Counter(drive_of.values())
+        parts = []  # of their rate that updates keep
         if beside_copies:
-            others.append({number: figures.beside_copies for number, figures in updates.items()})
+            copies = {number: figures.beside_copies for number, figures in updates.items()}
+            parts.append(_at(copies, count))
         if beside_io:
-            others += [drive.host_updates.get(optimizer, {}) for drive in drives.values()]
+            # Once a drive, however many of its directories are used: the least of theirs.
+            least: dict[str, float] = {}
+            for name, drive in drives.items():
+                part = _at(drive.host_updates.get(optimizer, {}), count)
+                if part is not None:
+                    least[drive_of[name]] = min(part, least.get(drive_of[name], part))
+            parts += least.values()
         alone = _at({number: figures.alone for number, figures in updates.items()}, count)
         links = self.links
         h2d, d2h = links.h2d_beside_updates, links.d2h_beside_updates
@@ -433,7 +452,7 @@ class Calibration:
             dram_bytes_per_s=max(
                 (figure.median for figure in self.dram.values() if figure.median), default=None
             ),
-            host_update_params_per_s=_beside(alone, [_at(other, count) for other in others]),
+            host_update_params_per_s=_beside(alone, parts),
             device_update_params_per_s=None if device is None else device.median,
             host_start_s=self.host_start.median,
             device_start_s=self.device_start.median,
@@ -444,7 +463,7 @@ class Calibration:
                 default=None,
             ),
             nvme={
-                name: _drive_rates(drive, beside_updates=beside_io)
+                name: _drive_rates(drive, beside_updates=beside_io).divided(sharing[drive_of[name]])
                 for name, drive in drives.items()
             },
         )
@@ -576,6 +595,15 @@ def _whole(
                 field=f"{field}.{name}", value=None, expected="a value: it is missing"
             )
     return given
+
+
+def _others_share(given: Mapping[str, object], field: str) -> float:
+    share = given.get("others_share", 0.0)
+    # NaN fails every comparison.
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        expected = "a part, from 0 to 1"
+        raise ConfigError(field=f"{field}.others_share", value=share, expected=expected)
+    return share
 
 
 def _texts(mapping: object, field: str) -> dict[str, str]:

@@ -104,7 +104,7 @@ def with_rates(
     streams = isinstance(config.strategy, NvmeStreamed)
     directories = tuple(budget.nvme) if streams else ()
     found = given or _calibration(accelerator, budget, directories, queue)
-    _warn_of_another_machine(found, config.calibration, accelerator)
+    _warn_of_doubtful(found, config.calibration, accelerator)
     rates = of_one_rank(
         found,
         ranks,
@@ -175,7 +175,7 @@ def _with_rates_for_auto(
     try:
         optimizer = name_of(rules[0])
         found = given or _calibration(accelerator, budget, directories, queue)
-        _warn_of_another_machine(found, config.calibration, accelerator)
+        _warn_of_doubtful(found, config.calibration, accelerator)
         rates = of_one_rank(
             found,
             ranks,
@@ -294,8 +294,15 @@ def _read(path: Path) -> Calibration:
         raise ConfigError(field="calibration", value=str(path), expected=expected) from problem
 
 
-def _warn_of_another_machine(found: Calibration, source: str, accelerator: Accelerator) -> None:
-    """Warn where rates are used that another machine was measured to have."""
+def _warn_of_doubtful(found: Calibration, source: str, accelerator: Accelerator) -> None:
+    """Warn where rates are used that another machine was measured to have, or a busy one."""
+    if found.is_disturbed:
+        _LOG.warning(
+            "other processes used %.0f%% of the processors while the rates of this plan were "
+            "measured, so it may be a slow one. Run `infinity calibrate` with the directories when "
+            "the machine is quiet",
+            100 * found.most_others_share,
+        )
     here = machine_identity(device_identity(accelerator))
     names = [*here, *(name for name in found.machine if name not in here)]
     differing = [name for name in names if here.get(name) != found.machine.get(name)]

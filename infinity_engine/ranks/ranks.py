@@ -95,7 +95,8 @@ class Ranks:
         self.neighbours = 1
         """How many ranks this machine has, after `share_budget`."""
         self.users: Mapping[str, int] = MappingProxyType({})
-        """How many of these use each directory of this rank, after `share_budget`."""
+        """How many of these use the file system of each directory of this rank, after
+        `share_budget`."""
         self.cores = CoreShare(tuple(sorted(os.sched_getaffinity(0))), is_shared=False)
         """Which of this process's cores are this rank's, after `share_budget`."""
         self._first_here = collectives.rank
@@ -354,9 +355,11 @@ class Ranks:
         # The least of all: a limit that one rank sees, such as a cgroup's, may bind all of them.
         host = min(neighbour["host"] for neighbour in here) // len(here)
         drives = [neighbour["drives"] for neighbour in here]
+        # By file system: ranks with directories of their own on one drive share its rates too.
+        used = [{system for system, _, _ in directories.values()} for directories in drives]
         self.users = {
-            name: sum(place in directories for directories in drives)
-            for name, place in places.items()
+            directory: sum(system in rank_systems for rank_systems in used)
+            for directory, (system, _) in systems.items()
         }
         nvme = {
             directory: _part_of(places[directory], limit, drives)

@@ -64,6 +64,12 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     measure_small_blocks(monkeypatch)
 
 
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the machine of the tests count as quiet, whatever else runs on it."""
+    monkeypatch.setattr("infinity_engine.machine.busy.OthersWork.share", lambda _: 0.0)
+
+
 @pytest.fixture
 def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrating, "calibrated", lambda *_, **__: pytest.fail("it measures"))
@@ -306,6 +312,18 @@ def test_what_was_not_kept_is_measured_once_and_said(
     caplog.clear()
     with caplog.at_level(logging.WARNING), engine(device):
         assert caplog.messages == []
+
+
+@pytest.mark.usefixtures("tiny")
+def test_figures_that_other_processes_disturbed_are_told_also_when_kept(
+    device: Accelerator, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinity_engine.machine.busy.OthersWork.share", lambda _: 0.4)
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), engine(device) as made:
+            assert made.plan.ops
+        assert caplog.messages[-1].startswith("other processes used 40% of the processors while")
 
 
 @pytest.mark.usefixtures("tiny")

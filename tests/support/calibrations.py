@@ -73,12 +73,12 @@ def calibration() -> Calibration:
     )
 
 
-def drive() -> DriveFigures:
+def drive(identity: str = "serial 1") -> DriveFigures:
     """Return the figures of a drive beside which a fifth of the updates' rate, half of its own, or
     three tenths beside modules, and two fifths of the modules' are lost.
     """
     return DriveFigures(
-        drive={"drive": "serial 1"},
+        drive={"drive": identity},
         read=figure(3e9),
         write=figure(2e9),
         mixed=figure(2.4e9),

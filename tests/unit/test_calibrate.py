@@ -678,6 +678,21 @@ def test_figures_of_a_busy_machine_are_not_kept_and_say_it(
     assert ("other processes used 50% of this machine's processors" in errors) is not kept
 
 
+def test_a_drive_measured_beside_other_processes_stays_marked_on_a_quiet_machine(
+    drive: Path, monkeypatch: pytest.MonkeyPatch, cpu: CpuAccelerator
+) -> None:
+    shares = iter([0.0, 0.5])  # of the machine, of the drive
+    monkeypatch.setattr("infinity_engine.machine.busy.OthersWork.share", lambda _: next(shares))
+
+    measured = calibrated([str(drive)], accelerator=cpu, effort=TINY)
+
+    assert measured.others_share == 0
+    assert measured.drives[str(drive)].others_share == 0.5
+    kept = kept_calibration([str(drive)], accelerator=cpu)
+    assert kept == measured
+    assert kept.is_disturbed
+
+
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.filterwarnings("always::infinity_engine.calibration.cache.CalibrationWarning")
 def test_what_cannot_be_kept_is_not_said_to_be(

@@ -56,6 +56,7 @@ DRIVES = st.builds(
     start=SECONDS,
     host_updates=st.dictionaries(RULE, st.dictionaries(COUNT, PARTS, max_size=3), max_size=3),
     blocks=PARTS,
+    others_share=st.floats(0, 1),
 )
 UPDATES = st.builds(HostUpdateFigures, alone=PARAMETERS, beside_copies=PARTS, summing=PARTS)
 CALIBRATIONS = st.builds(
@@ -166,6 +167,22 @@ def test_a_calibration_says_that_others_disturbed_it() -> None:
 
     assert busy.is_disturbed
     assert Calibration.from_mapping(json.loads(json.dumps(busy.to_mapping()))) == busy
+
+
+def test_figures_of_a_drive_say_that_others_disturbed_them() -> None:
+    busy = dataclasses.replace(drive(), others_share=0.3)
+    measured = calibration().with_drives({"/mnt/a": drive("serial 2"), "/mnt/b": busy})
+
+    assert measured.is_disturbed
+    assert measured.most_others_share == 0.3
+    assert not measured.with_drives({}).is_disturbed
+
+
+def test_figures_of_a_drive_without_the_share_of_others_are_of_a_quiet_machine() -> None:
+    mapping = drive().to_mapping()
+    del mapping["others_share"]
+
+    assert DriveFigures.from_mapping(mapping, field="drive") == drive()
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), True, "0.3", None])
@@ -349,8 +366,43 @@ def test_beside_copies_updates_and_links_have_what_was_left_to_them() -> None:
     assert rates.nvme["/mnt/a"].read_bytes_per_s == 3e9
 
 
+def test_directories_on_one_drive_share_its_rates() -> None:
+    nameless = dataclasses.replace(drive(), drive={})  # it counts as a drive of its own
+    measured = calibration().with_drives(
+        {
+            "/mnt/a/0": drive(),
+            "/mnt/a/1": drive(),
+            "/mnt/b": drive("serial 2"),
+            "/mnt/c": nameless,
+        }
+    )
+
+    rates = measured.rates().nvme
+    alone = measured.rates(directories=["/mnt/a/1"]).nvme
+
+    assert {name: found.read_bytes_per_s for name, found in rates.items()} == {
+        "/mnt/a/0": 1.5e9,
+        "/mnt/a/1": 1.5e9,
+        "/mnt/b": 3e9,
+        "/mnt/c": 3e9,
+    }
+    assert alone["/mnt/a/1"].read_bytes_per_s == 3e9
+
+
+def test_updates_lose_to_a_drive_once_as_beside_its_worst_directory() -> None:
+    worse = dataclasses.replace(drive(), host_updates={"adamw": {4: figure(0.6, Unit.PART)}})
+    measured = calibration().with_drives({"/mnt/a/0": drive(), "/mnt/a/1": worse})
+
+    one, both = (
+        measured.rates(threads=4, beside_io=True, directories=directories)
+        for directories in (["/mnt/a/1"], None)
+    )
+
+    assert both.host_update_params_per_s == one.host_update_params_per_s
+
+
 def test_disturbances_add_up_in_time_per_parameter() -> None:
-    two = calibration().with_drives({"/mnt/a": drive(), "/mnt/b": drive()})
+    two = calibration().with_drives({"/mnt/a": drive(), "/mnt/b": drive("serial 2")})
 
     rates = two.rates(threads=4, beside_io=True, beside_copies=True)
 

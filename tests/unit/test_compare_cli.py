@@ -252,13 +252,15 @@ def test_drives_of_directories_hold_what_memory_does_not(infinity: Any, this_mac
 def test_two_directories_of_one_drive_have_its_rate_once(
     infinity: Any, this_machine: Any, monkeypatch: pytest.MonkeyPatch, calibrated: bool
 ) -> None:
-    measured = calibration().with_drives({"/mnt/a": drive(), "/mnt/b": drive()})
     small = ("--gpu-mem", "6GiB", "--ram", "8GiB", "--tflops", "100", "--overlap", "off", "--json")
 
     def step_s(*directories: str, sharing: int) -> float:
         this_machine(calibrated=calibrated)
         if calibrated:
-            kept = measured.with_drives({name: measured.drives[name] for name in directories})
+            # Drives of their own have identities of their own.
+            kept = calibration().with_drives(
+                {name: drive("one" if sharing > 1 else name) for name in directories}
+            )
             monkeypatch.setattr(infinity_engine.calibration, "kept_calibration", lambda _: kept)
         monkeypatch.setattr(
             infinity_engine.machine.capacity,
@@ -273,6 +275,51 @@ def test_two_directories_of_one_drive_have_its_rate_once(
 
     assert step_s("/mnt/a", "/mnt/b", sharing=2) > 0.95 * one
     assert step_s("/mnt/a", "/mnt/b", sharing=1) < 0.8 * one
+
+
+def test_directories_of_here_choose_among_those_of_a_calibration_file(
+    infinity: Any, this_machine: Any, tmp_path: Path
+) -> None:
+    this_machine(calibrated=False)
+    files = {}
+    for names in (("/mnt/a",), ("/mnt/a", "/mnt/b")):
+        measured = calibration().with_drives({name: drive(name) for name in names})
+        files[names] = tmp_path / f"{len(names)}.json"
+        files[names].write_text(json.dumps(measured.to_mapping()))
+    small = ("--gpu-mem", "6GiB", "--ram", "8GiB", "--tflops", "100", "--overlap", "off", "--json")
+
+    one, both = (
+        json.loads(infinity("plan", *SMALL, "--here", "/mnt/a", *small, "--rates", str(file))[1])
+        for file in files.values()
+    )
+
+    assert both["memory"]["nvme"]["held_bytes"] > 0
+    assert both["step_s"] == one["step_s"]
+
+
+def test_a_directory_that_a_calibration_file_lacks_is_refused(
+    infinity: Any, this_machine: Any, tmp_path: Path
+) -> None:
+    this_machine(calibrated=False)
+    file = tmp_path / "figures.json"
+    file.write_text(json.dumps(calibration().to_mapping()))
+
+    asked = ("plan", *SMALL, "--here", "/mnt/a", "/mnt/b", "--rates", str(file))
+    status, _, err = infinity(*asked)
+
+    assert status == 2
+    assert f"`infinity calibrate /mnt/a /mnt/b --json {file}`, got '/mnt/b'" in err
+    assert infinity(*asked, "--nvme", "0")[0] == 0  # no drive is used
+
+
+def test_a_directory_of_here_that_was_not_measured_is_refused(
+    infinity: Any, this_machine: Any
+) -> None:
+    this_machine(calibrated=True)
+    status, _, err = infinity("plan", *SMALL, "--here", "/mnt/a", "/mnt/b")
+
+    assert status == 2
+    assert "run `infinity calibrate /mnt/b`, got '/mnt/b'" in err
 
 
 def test_a_remedy_for_this_machine_fits_when_it_is_given(infinity: Any, this_machine: Any) -> None:

@@ -549,10 +549,15 @@ def test_what_drives_keep_beside_modules_is_that_of_the_calibration(
     assert step_s(0.1) > 1.1 * step_s(1.0)
 
 
-def test_rates_of_a_busy_machine_count_as_given_by_hand(plan: Any, tmp_path: Path) -> None:
-    busy = measured_file(tmp_path, replace(calibration(), others_share=0.3))
-    asked = ("--model", "gpt2", "--gpus", "0", "--ram", "16GiB", "--rates", busy)
-    _, out, _ = plan(*asked, "--json")
+@pytest.mark.parametrize("of_drive", [False, True])
+def test_rates_of_a_busy_machine_count_as_given_by_hand(
+    plan: Any, tmp_path: Path, of_drive: bool
+) -> None:
+    busy = replace(calibration(), others_share=0.3)
+    if of_drive:
+        busy = calibration().with_drives({"/mnt/a": replace(drive(), others_share=0.3)})
+    asked = ("--model", "gpt2", "--gpus", "0", "--ram", "16GiB", "--rates")
+    _, out, _ = plan(*asked, measured_file(tmp_path, busy), "--json")
 
     answer = json.loads(out)
     assert answer["advice"]["rates_are"] == "given"

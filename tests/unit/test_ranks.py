@@ -103,6 +103,25 @@ def test_directories_that_have_room_beside_each_other_are_had_whole(tmp_path: Pa
     )
 
 
+@pytest.mark.parametrize(("system", "users"), [(None, 2), ("another", 1)])
+def test_ranks_with_own_directories_on_one_file_system_use_it_together(
+    tmp_path: Path, system: str | None, users: int
+) -> None:
+    own = [str((tmp_path / name).resolve()) for name in ("0", "1")]
+    for place in own:
+        Path(place).mkdir()
+
+    def with_its_own(said: dict[str, Any]) -> dict[str, Any]:
+        same, free, limit = said["drives"][own[0]]
+        return {**said, "drives": {str(tmp_path / "2"): [system or same, free, limit]}}
+
+    ranks = ranks_of(Paired(with_its_own))
+    budget = ResolvedBudget(device=GIB, host=GIB, nvme=dict.fromkeys(own, 1 << 20))
+    ranks.share_budget(budget, device_is_shared=False)
+
+    assert ranks.users == dict.fromkeys(own, users)
+
+
 def test_ranks_on_other_cores_have_all_of_their_own() -> None:
     budget = ResolvedBudget(device=GIB, host=GIB, nvme={})
     alone, crowded = ranks_of(Paired(lambda said: {**said, "cores": []})), ranks_of(Paired())
