@@ -49,7 +49,7 @@ from infinity_engine.partition import ShardSpec
 from infinity_engine.partition.digest import digest_of
 from infinity_engine.placement.placing import Plan, place
 from infinity_engine.placement.sizing import Sizing
-from infinity_engine.plan import Budget, Capacity, ResolvedBudget, Tier
+from infinity_engine.plan import Budget, Capacity, Rates, ResolvedBudget, Tier
 from infinity_engine.planning.calibrating import with_rates, with_rates_of_machine
 from infinity_engine.planning.choosing import choose, choose_together, what_fits
 from infinity_engine.ranks.ranks import Ranks
@@ -91,6 +91,8 @@ class Planned:
     queue: IOQueue | None
     sums_bytes: int
     plan: Plan
+    rates: Rates | None
+    """What the plan was made with; None: nothing is known."""
     replanner: Replanner | None
 
     @property
@@ -213,6 +215,7 @@ def check_and_plan(
         queue=queue,
         sums_bytes=sums_bytes,
         plan=plan,
+        rates=rated_config.rates,
         replanner=replanner,
     )
 
