@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from deepnvme.sizes import PAGE
@@ -16,11 +15,10 @@ _GROWTH = 64 << 20  # bytes that the drives are asked for at once
 
 
 class DriveRoom:
-    """Grows `swap` up to `limits`, the bytes of each directory."""
+    """Grows `swap`."""
 
-    def __init__(self, swap: SwapFile, limits: Mapping[str, int]) -> None:
+    def __init__(self, swap: SwapFile) -> None:
         self._swap = swap
-        self._limits = limits
         swap.keep_room_to_grow()
 
     def make(self, nbytes: int, *, what: str) -> None:
@@ -32,25 +30,16 @@ class DriveRoom:
         missing = align_up(nbytes, PAGE) - self._swap.free_bytes
         if missing > 0:
             try:
-                self._grow(max(missing, _GROWTH))
+                self._swap.grow_by(max(missing, _GROWTH))
             except CapacityError:
                 self._grow_at_least(missing, what)
 
     def _grow_at_least(self, nbytes: int, what: str) -> None:
         try:
-            self._grow(nbytes)
+            self._swap.grow_by(nbytes)
         except CapacityError as error:
             raise replace(
                 error,
                 change=f"{error.change}, or raise activations.resident_bytes: {what} has to leave "
                 "memory for a drive",
             ) from None
-
-    def _grow(self, nbytes: int) -> None:
-        whole = max(sum(self._limits.values()), 1)
-        self._swap.grow(
-            {
-                directory: align_up(-(-nbytes * limit // whole), PAGE)
-                for directory, limit in self._limits.items()
-            }
-        )

@@ -180,7 +180,7 @@ class _Assembling:
         in_flight, room = resident // 2, None
         if home is Tier.NVME:
             assert self.swap is not None, "it was opened for what is saved"
-            room = DriveRoom(self.swap, self.planned.budget.nvme)
+            room = DriveRoom(self.swap)
             if pool is not None:
                 in_flight = min(in_flight, settings.host_bytes // 2)
         here = Tier.DEVICE if self.has_device_memory else Tier.HOST

@@ -71,8 +71,8 @@ from infinity_engine.reporting.drives import DriveMeter
 from infinity_engine.residence import ShardRecord
 from infinity_engine.signals import HeldSignals
 from infinity_engine.storage import SwapFile
+from infinity_engine.storage.shares import shares_by_rate
 from infinity_engine.telemetry import NullTelemetry, Telemetry
-from infinity_engine.units import align_up
 from infinity_engine.update.early import EarlyUpdates, NoEarlyUpdates
 from infinity_engine.update.host_thread import HostThread
 from infinity_engine.update.replanning import KeptPlan
@@ -291,6 +291,7 @@ def _reserve(config: EngineConfig, planned: Planned, resources: ExitStack) -> _R
             planned.budget,
             planned.queue,
             resources,
+            rates={} if planned.rates is None else planned.rates.nvme,
             sums_bytes=planned.sums_bytes,
             saves=uses_drives(config),
         )
@@ -498,22 +499,20 @@ def _swap(
     queue: IOQueue | None,
     resources: ExitStack,
     *,
+    rates: Mapping[str, DriveRates],
     sums_bytes: int,
     saves: bool,
 ) -> SwapFile | None:
-    """Open the swap file, each directory's share by its budget, and memory for checksums."""
+    """Open the swap file, each directory's share by its drive's speed, and memory for checksums."""
     needed = plan.demand.nvme
     # For what autograd saves it grows when that comes.
     if not needed and not saves:
         return None
     free = sum(budget.nvme.values())
     whole = max(free, 1)
-    sizes = {
-        directory: align_up(needed * limit // whole, PAGE) + 2 * PAGE
-        for directory, limit in budget.nvme.items()
-    }
-    # Rounded up to pages, a share may pass its directory's limit.
-    if any(nbytes > budget.nvme[directory] for directory, nbytes in sizes.items()):
+    # Each file has a header, and a page of data at least.
+    room = {directory: limit // PAGE - 2 for directory, limit in budget.nvme.items()}
+    if min(room.values()) < 0 or needed > PAGE * sum(room.values()):
         smallest = max(min(budget.nvme.values()), 1)
         enough = needed + 3 * PAGE * whole // smallest  # where the limits keep their proportion
         raise CapacityError(
@@ -525,6 +524,9 @@ def _swap(
             budget=Tier.NVME.value,
             change="name another directory there, or raise the budget's host",
         )
+    speeds = _speeds(budget.nvme, rates)
+    shares = shares_by_rate(needed // PAGE, room, speeds or dict.fromkeys(room, 1.0))
+    sizes = {directory: PAGE * (pages + 2) for directory, pages in shares.items()}
     _warn_of_memory(sizes)
     sums = resources.enter_context(
         ledger.reserve(Tier.HOST, sums_bytes, holder="checksums of swapped bytes")
@@ -532,7 +534,20 @@ def _swap(
     sums.hold(sums_bytes)
     resources.callback(sums.release, sums_bytes)
     checksum = Summing.CRC32C if sums_bytes else Summing.NONE
-    return resources.enter_context(SwapFile(sizes, ledger, queue=queue, checksum=checksum))
+    return resources.enter_context(
+        SwapFile(sizes, ledger, rates=speeds, queue=queue, checksum=checksum)
+    )
+
+
+def _speeds(directories: Iterable[str], rates: Mapping[str, DriveRates]) -> dict[str, float] | None:
+    """Return how fast drives read and write as much, None where that of one is not known."""
+    found = {}
+    for directory in directories:
+        seconds = rates[directory].seconds(1, 1) if directory in rates else None
+        if seconds is None:
+            return None
+        found[directory] = 1 / seconds
+    return found
 
 
 def _warn_of_memory(directories: Iterable[str]) -> None:

@@ -30,6 +30,7 @@ from infinity_engine.kept_errors import again
 from infinity_engine.memory.ledger import Ledger, Reservation
 from infinity_engine.plan import Tier
 from infinity_engine.storage.checksums import BlockSums
+from infinity_engine.storage.shares import shares_by_rate
 from infinity_engine.storage.spare import SpareBytes
 from infinity_engine.storage.transfer import IOHop
 from infinity_engine.units import align_down, align_up
@@ -214,12 +215,46 @@ class SwapFile(Closing):
             )
         more = [align_down(sizes.get(directory, 0), PAGE) for directory in self._directories]
         with self._counting:
-            from_spare = self._spare.remove(more)
-            try:
-                self._grow([nbytes - had for nbytes, had in zip(more, from_spare, strict=True)])
-            except BaseException:
-                self._spare.add(from_spare)
-                raise
+            self._use_spare_and_grow(more)
+
+    def grow_by(self, nbytes: int) -> None:
+        """Have so many bytes more for use, by the speed of the drives that have room.
+
+        Raises:
+            CapacityError: the budget, or a drive, has less left. Nothing was taken.
+        """
+        pages = whole_pages(nbytes) // PAGE
+        with self._counting:
+            room = {
+                directory: (
+                    self._ledger.free(Tier.NVME, directory=directory)
+                    + min(spare, self._spare.unused)
+                )
+                // PAGE
+                for directory, spare in zip(self._directories, self._spare.sizes, strict=True)
+            }
+            free = PAGE * sum(room.values())
+            if pages * PAGE > free:
+                raise CapacityError(
+                    tier=Tier.NVME.name,
+                    directory=", ".join(self._directories),
+                    asked=pages * PAGE,
+                    free=free,
+                    limit=self.capacity + free,
+                    change="raise the budget's nvme, or name another directory there",
+                )
+            rates = dict(zip(self._directories, self._volume.rates, strict=True))
+            shares = shares_by_rate(pages, room, rates)
+            self._use_spare_and_grow([PAGE * shares[name] for name in self._directories])
+
+    def _use_spare_and_grow(self, sizes: Sequence[int]) -> None:
+        """Have so many bytes more of each directory, of which spare ones come first."""
+        from_spare = self._spare.remove(sizes)
+        try:
+            self._grow([nbytes - had for nbytes, had in zip(sizes, from_spare, strict=True)])
+        except BaseException:
+            self._spare.add(from_spare)
+            raise
 
     def trim(self) -> None:
         """Give the drives the free space behind the last place; a directory keeps one page."""

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 import infinity_engine
+from deepnvme.sizes import PAGE
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
 from infinity_engine.lanes.meter import Cargo
-from infinity_engine.plan import DriveRates
+from infinity_engine.plan import DriveRates, Tier
 from infinity_engine.plan.ops import Lane
 from infinity_engine.reporting.report import StepReport
 from infinity_engine.units import TB
@@ -82,6 +83,28 @@ def test_what_was_written_in_all_has_what_the_engine_began_with_and_what_each_st
 
     assert first.written_in_all > first.written_bytes > 0
     assert second.written_in_all == first.written_in_all + second.written_bytes
+
+
+@pytest.mark.parametrize("faster", [None, 3])
+def test_drives_share_what_rests_on_them_by_their_rates_whatever_their_budgets(
+    faster: int | None, tmp_path: Path
+) -> None:
+    drives = first, second = tmp_path / "a", tmp_path / "b"
+    budget = {"host": "64MiB", "nvme": {str(first): "64MiB", str(second): "4MiB"}}
+    rates = replace(
+        RATES,
+        nvme={
+            str(drive): DriveRates(read_bytes_per_s=rate, write_bytes_per_s=rate)
+            for drive, rate in zip(drives, (1e9, 1e9 * (faster or 0)), strict=True)
+            if rate
+        },
+    )
+    with on_drives(*drives, budget=budget, rates=rates) as (engine, task):
+        step(engine, task, 0)
+        held = [use.held - 2 * PAGE for use in engine.usage() if use.tier is Tier.NVME]
+
+    assert min(held) > 0
+    assert held[1] == pytest.approx((faster or 1) * held[0], abs=4 * PAGE)
 
 
 def test_a_drive_is_compared_with_its_calibrated_rates(tmp_path: Path) -> None:

@@ -320,9 +320,27 @@ def test_spare_bytes_leave_a_swap_file_that_grows_in_steps_as_much_as_it_has(
     tmp_path: Path,
 ) -> None:
     with SwapFile({str(tmp_path): 101 * PAGE}, ledger(tmp_path)) as swap:  # of 256 pages
-        DriveRoom(swap, {str(tmp_path): 1 << 20})
+        DriveRoom(swap)
         swap.have_spare(1 << 30, leave=0)
         assert swap.capacity == 155 * PAGE
+
+
+def test_a_swap_file_grows_by_the_speed_of_drives_that_have_room(tmp_path: Path) -> None:
+    drives = [tmp_path / name for name in "ab"]
+    for drive in drives:
+        drive.mkdir()
+    first, second = map(str, drives)
+    books = ledger(*drives, limit=100 * PAGE)
+    with SwapFile({first: 4 * PAGE, second: 4 * PAGE}, books, rates={first: 1, second: 3}) as swap:
+        swap.grow_by(40 * PAGE)
+        assert held_of(books) == {first: 14 * PAGE, second: 34 * PAGE}
+        swap.grow_by(100 * PAGE)
+        assert held_of(books) == {first: 48 * PAGE, second: 100 * PAGE}
+        with pytest.raises(CapacityError, match="raise the budget's nvme") as refused:
+            swap.grow_by(53 * PAGE)
+        assert (refused.value.asked, refused.value.free) == (53 * PAGE, 52 * PAGE)
+        swap.grow_by(52 * PAGE)
+        assert held_of(books) == {first: 100 * PAGE, second: 100 * PAGE}
 
 
 def test_bytes_that_are_not_spare_stay_where_places_aside_lie_in_them(tmp_path: Path) -> None:
