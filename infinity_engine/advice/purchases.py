@@ -74,13 +74,13 @@ def purchases(
     is_given = not isinstance(planner.strategy, Auto | None)
     found = []
     computes = means.compute_rate(decision.training) is not None
-    for offer in _offers(means, better_gpus, computes=computes):
+    for offer in _offers(means.before_inputs(), better_gpus, computes=computes):
         there = planner.with_means(offer.means)
         ns, written = best.timeline.ns, best.timeline.moved.get(Lane.NVME_WRITE, 0)
         is_open = is_given or isinf(before_ns)
         if is_open or there.least_estimate_ns(numel) < (1 - _HOPELESS) * before_ns:
             # Today's plan can still be carried out, so no purchase is a loss.
-            plans = [_of_today(decision, offer.means)]
+            plans = [_of_today(decision, there.means)]
             if (shorter := there.look(below_ns=plans[0].ns)) is not None:
                 plans.append(shorter.timeline)
             shortest = min(plans, key=lambda timeline: timeline.ns)
@@ -94,7 +94,8 @@ def purchases(
 def _of_today(decision: Decision, means: Means) -> StepTimeline:
     """Return the step of today's plan with other means: more memory alone changes nothing in it."""
     best = decision.best
-    if replace(means, budget=decision.means.budget) == decision.means:
+    planned = decision.means
+    if replace(means, budget=planned.budget, whole=planned.whole) == planned:
         return best.timeline
     return retimed(best, decision.training, means)
 
@@ -140,8 +141,9 @@ def worths(decision: Decision) -> tuple[Worth, ...]:
         return before_ns - planner.with_means(means).least_estimate_ns(numel)
 
     found = []
-    twice = dict(_more(decision.means, 1.0))
-    for unit, (amount, means) in _more(decision.means, _LITTLE):
+    there = decision.means.before_inputs()
+    twice = dict(_more(there, 1.0))
+    for unit, (amount, means) in _more(there, _LITTLE):
         saved = saved_ns(means)
         # At an edge an estimate falls by more than steps do: what twice as much would not save
         # either is no worth of the first GiB.

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from infinity_engine.optim import FloatFormat, Formats
 from infinity_engine.placement.tiles import tiled_by_room
-from infinity_engine.placement.training import Means, Training, beside_inputs
+from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Auto, DriveRates, Rates, ResolvedBudget, Strategy, Tier
 from infinity_engine.sim.planner import Planner
 from infinity_engine.units import format_bytes
@@ -278,9 +278,7 @@ def _other(planner: Planner) -> Iterator[Remedy]:
     nothing, training = Needs(0, 0, 0), planner.training
     for words, changed in _changes(planner):
         before, after = training.activation_bytes(), changed.activation_bytes()
-        # Inputs that are moved already are not in these means.
-        means = planner.means if training.inputs_moved else beside_inputs(changed, planner.means)
-        if planner.with_training(changed).with_means(means).fits():
+        if planner.with_training(changed).fits():
             saved = f", which saves {format_bytes(before - after)} of activations"
             yield Remedy(words + (saved if after < before else ""), nothing)
 

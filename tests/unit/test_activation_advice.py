@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from infinity_engine.advice.activations import _rates, activation_advice
+from infinity_engine.advice.activations import _costs, _rates, _room, activation_advice
 from infinity_engine.placement.activations import BlockWay
-from infinity_engine.placement.training import Means, Training
-from infinity_engine.plan import DriveRates, Rates, ResolvedBudget
+from infinity_engine.placement.training import Means, Training, beside_inputs
+from infinity_engine.plan import DriveRates, Rates, ResolvedBudget, Tier
 from infinity_engine.sim.planner import Decision, decide
 from infinity_engine.sim.presets import preset
 from infinity_engine.sim.report import PlanReport, report_of
@@ -68,6 +68,20 @@ def test_the_choice_stays_within_what_the_plan_leaves() -> None:
     assert found is not None
     assert found.choice.predicted.device <= 20 * GiB - asked.logits_bytes()
     assert found.seconds <= found.planned_s + 1e-9
+
+
+@pytest.mark.parametrize("drives", [500 * GB, 0])
+def test_inputs_that_a_plan_moves_leave_their_room_to_the_choice(drives: int) -> None:
+    moved = training(batch=16, chunked_loss=True, inputs_moved=True)
+    there = means(70)
+    budget = replace(there.budget, nvme={"a": drives} if drives else {})
+    decision = decide(moved, beside_inputs(moved, replace(there, budget=budget)))
+    report = report_of(decision)
+
+    room = _room(moved, decision.means, report, _costs(moved, decision.means)[0])
+
+    assert room.drives == drives - report.held(Tier.NVME)
+    assert room.host == 64 * GiB - report.held(Tier.HOST)
 
 
 def test_micro_batches_multiply_the_seconds() -> None:
