@@ -21,8 +21,9 @@ from infinity_engine.advice.means import (
 )
 from infinity_engine.machine.capacity import capacity_of
 from infinity_engine.placement.training import Means
-from infinity_engine.plan import Auto, Lane
+from infinity_engine.plan import Auto
 from infinity_engine.sim.planner import Decision
+from infinity_engine.sim.report import written_bytes
 from infinity_engine.sim.timeline import StepTimeline
 from infinity_engine.units import DAY_S, GB, GiB
 
@@ -66,17 +67,17 @@ def purchases(
     decision: Decision, better_gpus: Mapping[str, Means] = MappingProxyType({})
 ) -> tuple[Purchase, ...]:
     """Return what each purchase would bring, the best first; `better_gpus` as for `advise`."""
-    best, means = decision.best, decision.means
+    best, means, training = decision.best, decision.means, decision.training
     planner = decision.planner
     numel = best.choice.subgroup_numel
     before_ns = planner.least_estimate_ns(numel)
     # Estimates know nothing of a strategy that was asked for.
     is_given = not isinstance(planner.strategy, Auto | None)
     found = []
-    computes = means.compute_rate(decision.training) is not None
+    computes = means.compute_rate(training) is not None
     for offer in _offers(means.before_inputs(), better_gpus, computes=computes):
         there = planner.with_means(offer.means)
-        ns, written = best.timeline.ns, best.timeline.moved.get(Lane.NVME_WRITE, 0)
+        ns, written = best.timeline.ns, written_bytes(best.timeline, training, means)
         is_open = is_given or isinf(before_ns)
         if is_open or there.least_estimate_ns(numel) < (1 - _HOPELESS) * before_ns:
             # Today's plan can still be carried out, so no purchase is a loss.
@@ -84,9 +85,9 @@ def purchases(
             if (shorter := there.look(below_ns=plans[0].ns)) is not None:
                 plans.append(shorter.timeline)
             shortest = min(plans, key=lambda timeline: timeline.ns)
-            ns, written = shortest.ns, shortest.moved.get(Lane.NVME_WRITE, 0)
+            ns, written = shortest.ns, written_bytes(shortest, training, there.means)
         saved = max(1 - ns / best.timeline.ns, 0.0) if best.timeline.ns else 0.0
-        per_day = written * means.ranks * DAY_S / (ns / 1e9) if ns else 0.0
+        per_day = written * DAY_S / (ns / 1e9) if ns else 0.0
         found.append(Purchase(offer.what, ns / 1e9, per_day if computes else None, saved))
     return tuple(sorted(found, key=lambda purchase: -purchase.saved))
 
