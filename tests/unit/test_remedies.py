@@ -181,6 +181,24 @@ def test_tiles_are_offered_where_one_layer_is_too_large() -> None:
     assert not is_planned(training, means)
 
 
+def test_a_smaller_batch_is_found_where_drives_refuse_a_batch_of_one() -> None:
+    training = replace(training_of(preset("opt-13b")), batch=64, chunked_loss=True)
+    means = Means(
+        budget=ResolvedBudget(device=20 * GiB, host=40 * GiB, nvme={"a": 280 * GB}),
+        rates=replace(random_case(0)[1].rates, nvme={"a": _DRIVE}),
+    )
+
+    [change] = [
+        remedy.change
+        for remedy in explain_refusal(training, means).remedies
+        if "--batch" in remedy.change
+    ]
+
+    assert "6 micro-batches of 11 in a step (--batch 11 --accumulation 6)" in change
+    assert is_planned(replace(training, batch=11, accumulation_steps=6), means)
+    assert not is_planned(replace(training, batch=1, accumulation_steps=64), means)
+
+
 def offered_tiles(training: Training, means: Means) -> list[str]:
     return [
         remedy.change
