@@ -111,7 +111,12 @@ def _costs(training: Training, means: Means) -> list[BlockCost]:
 
 def _room(training: Training, means: Means, report: PlanReport, cost: BlockCost) -> ActivationRoom:
     """Return what the plan leaves of each tier, and what its own activations take."""
-    left = {tier: max(report.limits[tier] - report.held(tier), 0) for tier in Tier}
+    # The choice decides anew whether inputs wait elsewhere, and where.
+    moved = means.moved_inputs()
+    left = {
+        tier: max(report.limits[tier] - report.held(tier), 0) + moved.get(tier, 0) // means.ranks
+        for tier in Tier
+    }
     computes = Tier.HOST if means.unified else Tier.DEVICE
     # Not what the plan lists as theirs: gradients take their place as the backward goes on.
     planned = training.activation_bytes() if means.for_all else 0

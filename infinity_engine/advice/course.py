@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from infinity_engine.placement.training import Training
-from infinity_engine.plan import Lane
 from infinity_engine.sim.planner import Decision
+from infinity_engine.sim.report import written_bytes
 
 __all__ = ["Prices", "RunForecast", "TrainingRun", "forecast"]
 
@@ -94,7 +94,7 @@ def forecast(decision: Decision, run: TrainingRun) -> RunForecast:
                 fewer,
                 tokens=fewer * _tokens(more, means.ranks),
                 step_s=found.step_s,
-                written=found.timeline.moved.get(Lane.NVME_WRITE, 0) * means.ranks,
+                written=written_bytes(found.timeline, more, means),
                 accumulation=_MORE,
             )
     planned = _of(
@@ -102,7 +102,7 @@ def forecast(decision: Decision, run: TrainingRun) -> RunForecast:
         steps,
         tokens=tokens,
         step_s=best.step_s,
-        written=best.timeline.moved.get(Lane.NVME_WRITE, 0) * means.ranks,
+        written=written_bytes(best.timeline, training, means),
         accumulation=training.accumulation_steps,
     )
     return replace(planned, accumulated=accumulated)

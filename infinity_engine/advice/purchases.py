@@ -21,8 +21,9 @@ from infinity_engine.advice.means import (
 )
 from infinity_engine.machine.capacity import capacity_of
 from infinity_engine.placement.training import Means
-from infinity_engine.plan import Auto, Lane
+from infinity_engine.plan import Auto
 from infinity_engine.sim.planner import Decision
+from infinity_engine.sim.report import written_bytes
 from infinity_engine.sim.timeline import StepTimeline
 from infinity_engine.units import DAY_S, GB, GiB
 
@@ -66,27 +67,27 @@ def purchases(
     decision: Decision, better_gpus: Mapping[str, Means] = MappingProxyType({})
 ) -> tuple[Purchase, ...]:
     """Return what each purchase would bring, the best first; `better_gpus` as for `advise`."""
-    best, means = decision.best, decision.means
+    best, means, training = decision.best, decision.means, decision.training
     planner = decision.planner
     numel = best.choice.subgroup_numel
     before_ns = planner.least_estimate_ns(numel)
     # Estimates know nothing of a strategy that was asked for.
     is_given = not isinstance(planner.strategy, Auto | None)
     found = []
-    computes = means.compute_rate(decision.training) is not None
-    for offer in _offers(means, better_gpus, computes=computes):
+    computes = means.compute_rate(training) is not None
+    for offer in _offers(means.before_inputs(), better_gpus, computes=computes):
         there = planner.with_means(offer.means)
-        ns, written = best.timeline.ns, best.timeline.moved.get(Lane.NVME_WRITE, 0)
+        ns, written = best.timeline.ns, written_bytes(best.timeline, training, means)
         is_open = is_given or isinf(before_ns)
         if is_open or there.least_estimate_ns(numel) < (1 - _HOPELESS) * before_ns:
             # Today's plan can still be carried out, so no purchase is a loss.
-            plans = [_of_today(decision, offer.means)]
+            plans = [_of_today(decision, there.means)]
             if (shorter := there.look(below_ns=plans[0].ns)) is not None:
                 plans.append(shorter.timeline)
             shortest = min(plans, key=lambda timeline: timeline.ns)
-            ns, written = shortest.ns, shortest.moved.get(Lane.NVME_WRITE, 0)
+            ns, written = shortest.ns, written_bytes(shortest, training, there.means)
         saved = max(1 - ns / best.timeline.ns, 0.0) if best.timeline.ns else 0.0
-        per_day = written * means.ranks * DAY_S / (ns / 1e9) if ns else 0.0
+        per_day = written * DAY_S / (ns / 1e9) if ns else 0.0
         found.append(Purchase(offer.what, ns / 1e9, per_day if computes else None, saved))
     return tuple(sorted(found, key=lambda purchase: -purchase.saved))
 
@@ -94,7 +95,8 @@ def purchases(
 def _of_today(decision: Decision, means: Means) -> StepTimeline:
     """Return the step of today's plan with other means: more memory alone changes nothing in it."""
     best = decision.best
-    if replace(means, budget=decision.means.budget) == decision.means:
+    planned = decision.means
+    if replace(means, budget=planned.budget, whole=planned.whole) == planned:
         return best.timeline
     return retimed(best, decision.training, means)
 
@@ -140,8 +142,9 @@ def worths(decision: Decision) -> tuple[Worth, ...]:
         return before_ns - planner.with_means(means).least_estimate_ns(numel)
 
     found = []
-    twice = dict(_more(decision.means, 1.0))
-    for unit, (amount, means) in _more(decision.means, _LITTLE):
+    there = decision.means.before_inputs()
+    twice = dict(_more(there, 1.0))
+    for unit, (amount, means) in _more(there, _LITTLE):
         saved = saved_ns(means)
         # At an edge an estimate falls by more than steps do: what twice as much would not save
         # either is no worth of the first GiB.

@@ -117,6 +117,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _simulated(options: argparse.Namespace) -> WhatIf:
     from infinity_engine.advice.doubt import retimed
+    from infinity_engine.placement.training import beside_inputs
     from infinity_engine.sim.planner import decide
     from infinity_engine.sim.report import report_of
 
@@ -129,7 +130,7 @@ def _simulated(options: argparse.Namespace) -> WhatIf:
     if options.compute_at is not None and not computes:
         expected = "--tflops, or --rates of a calibration beside it: how fast modules compute"
         raise ConfigError(field="--compute-at", value=options.compute_at, expected=expected)
-    changed = _changed(options, means)
+    changed = beside_inputs(training, _changed(options, means.before_inputs()))
     settings = settings_of(options)
     decision = decide(training, means, **settings)
     best = decision.best
@@ -137,8 +138,11 @@ def _simulated(options: argparse.Namespace) -> WhatIf:
         again = decide(training, changed, **settings).best.timeline
     except CapacityError:
         again = None
-    # Only drives get smaller here; memory stays as it was planned.
-    still_fits = best.plan.demand.nvme <= sum(changed.of_one_rank().nvme.values())
+    # Only drives get smaller here. Memory stays as it was planned, unless moved inputs have to go
+    # there.
+    still_fits = changed.budget.host == means.budget.host and best.plan.demand.nvme <= sum(
+        changed.of_one_rank().nvme.values()
+    )
     same = retimed(best, training, changed) if still_fits else None
     return WhatIf(
         planned=best.timeline,

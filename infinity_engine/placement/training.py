@@ -16,7 +16,7 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.optim import FloatFormat, Formats, Subgroup
 from infinity_engine.placement.models import ModelShape, ParameterShape
 from infinity_engine.placement.sizing import Sizing, cut
-from infinity_engine.plan import BlockRates, ComputeRate, Lane, Rates, ResolvedBudget
+from infinity_engine.plan import BlockRates, ComputeRate, Lane, Rates, ResolvedBudget, Tier
 
 __all__ = ["Means", "Training", "beside_inputs"]
 
@@ -203,6 +203,8 @@ class Means:
     """What one rank sends the others, one way; None: not known, so that takes no time."""
     for_all: bool = True
     """Whether PyTorch's own memory, for activations and autograd, is of the budget as well."""
+    whole: ResolvedBudget | None = None
+    """The budget before `beside_inputs` took moved inputs off; None: it took nothing."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -212,6 +214,18 @@ class Means:
         """Return one rank's budget."""
         drives = {name: limit // self.ranks for name, limit in self.budget.nvme.items()}
         return replace(self.budget, host=self.budget.host // self.ranks, nvme=drives)
+
+    def before_inputs(self) -> Means:
+        """Return the means before `beside_inputs` took moved inputs of blocks off."""
+        return self if self.whole is None else replace(self, budget=self.whole, whole=None)
+
+    def moved_inputs(self) -> Mapping[Tier, int]:
+        """Return the bytes that `beside_inputs` took of the host and of the drives."""
+        whole, budget = self.whole or self.budget, self.budget
+        return {
+            Tier.HOST: whole.host - budget.host,
+            Tier.NVME: sum(whole.nvme.values()) - sum(budget.nvme.values()),
+        }
 
     def room_for_layers(self, training: Training) -> int:
         """Return the bytes that layers and what updates pass have together, as `tiling="auto"`
@@ -291,15 +305,21 @@ class Means:
 
 
 def beside_inputs(training: Training, means: Means) -> Means:
-    """Return the means less what moved inputs of blocks take of the drives, or else of the host."""
+    """Return the means less what moved inputs of blocks take of the drives, or else of the host.
+
+    What the inputs of another training took before is given back.
+    """
+    means = means.before_inputs()
     if not training.inputs_moved:
         return means
     budget, nbytes = means.budget, means.ranks * training.input_bytes()
-    whole = sum(budget.nvme.values())
-    if whole > nbytes:
-        left = {name: limit - nbytes * limit // whole for name, limit in budget.nvme.items()}
-        return replace(means, budget=replace(budget, nvme=left))
-    return replace(means, budget=replace(budget, host=max(budget.host - nbytes, 0)))
+    drives = sum(budget.nvme.values())
+    if drives > nbytes:
+        nvme = {name: limit - nbytes * limit // drives for name, limit in budget.nvme.items()}
+        left = replace(budget, nvme=nvme)
+    else:
+        left = replace(budget, host=max(budget.host - nbytes, 0))
+    return replace(means, budget=left, whole=budget)
 
 
 @lru_cache(maxsize=8)

@@ -16,7 +16,7 @@ from deepnvme.sizes import PAGE
 from infinity_engine.errors import CapacityError
 from infinity_engine.placement.placing import Outlined, Plan, Wish, outline
 from infinity_engine.placement.sizing import Demand, Sizing
-from infinity_engine.placement.training import Means, Training
+from infinity_engine.placement.training import Means, Training, beside_inputs
 from infinity_engine.plan import NvmeStreamed, ResolvedBudget, Strategy, Tier
 from infinity_engine.sim.timeline import StepTimeline, time_quickest_step
 from infinity_engine.sim.walking import GATHERED
@@ -81,12 +81,13 @@ class Evaluator:
     with all that are made of this one for the same training."""
 
     def with_budget(self: _Maker, budget: ResolvedBudget) -> _Maker:
-        """Return the same with other memory."""
-        return replace(self, means=replace(self.means, budget=budget))
+        """Return the same with other memory, of which moved inputs take nothing."""
+        return replace(self, means=replace(self.means, budget=budget, whole=None))
 
     def with_training(self: _Maker, training: Training) -> _Maker:
-        """Return the same for another training."""
-        return replace(self, training=training, sizings={})
+        """Return the same for another training, less what its moved inputs take."""
+        means = beside_inputs(training, self.means)
+        return replace(self, training=training, means=means, sizings={})
 
     @cached_property
     def trained_numel(self) -> int:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from math import inf
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.placement.training import Means, Training
+from infinity_engine.placement.training import Means, Training, beside_inputs
 from infinity_engine.plan import Lane, Strategy, Tier
 from infinity_engine.plan.step import BytesPerParameter, Home
 from infinity_engine.sim.bound import update_bound
@@ -110,8 +110,10 @@ class Planner(Evaluator):
         return Forms(self).least_estimate_ns(subgroup_numel)
 
     def with_means(self, means: Means) -> Planner:
-        """Return the same with other rates and other memory, for as many ranks."""
-        return replace(self, means=means)
+        """Return the same with other rates and other memory, for as many ranks; moved inputs take
+        their part of the memory.
+        """
+        return replace(self, means=beside_inputs(self.training, means))
 
     def _least_ns(self, best: Candidate) -> float | None:
         """Return what no plan can update in less, with as much resident and as much on the drives

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from infinity_engine.optim import FloatFormat, Formats
 from infinity_engine.placement.tiles import tiled_by_room
-from infinity_engine.placement.training import Means, Training, beside_inputs
+from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Auto, DriveRates, Rates, ResolvedBudget, Strategy, Tier
 from infinity_engine.sim.planner import Planner
 from infinity_engine.units import format_bytes
@@ -278,9 +278,7 @@ def _other(planner: Planner) -> Iterator[Remedy]:
     nothing, training = Needs(0, 0, 0), planner.training
     for words, changed in _changes(planner):
         before, after = training.activation_bytes(), changed.activation_bytes()
-        # Inputs that are moved already are not in these means.
-        means = planner.means if training.inputs_moved else beside_inputs(changed, planner.means)
-        if planner.with_training(changed).with_means(means).fits():
+        if planner.with_training(changed).fits():
             saved = f", which saves {format_bytes(before - after)} of activations"
             yield Remedy(words + (saved if after < before else ""), nothing)
 
@@ -343,7 +341,8 @@ def _tiles_of_sequence(planner: Planner) -> Iterator[tuple[str, Training]]:
 
 def _smaller_batches(planner: Planner) -> Iterator[tuple[str, Training]]:
     """Yield a smaller micro-batch, near the largest that fits, with about as many sequences in a
-    step; where sums of gradients leave no room for that, a micro-batch of one sequence.
+    step; where gradients of its micro-batches leave no room for that, a micro-batch of one
+    sequence.
     """
     training = planner.training
     if training.batch == 1:
@@ -353,15 +352,18 @@ def _smaller_batches(planner: Planner) -> Iterator[tuple[str, Training]]:
     def smaller(batch: int) -> Training:
         return replace(training, batch=batch, accumulation_steps=-(-sequences // batch))
 
-    sizes = range(1, training.batch)
-    # Larger ones take more.
-    most = bisect_left(
-        sizes, True, key=lambda batch: not planner.with_training(smaller(batch)).fits()
-    )
-    if most:
-        even = -(-sequences // -(-sequences // most))  # in as few micro-batches, all nearly alike
+    def fits(batch: int) -> bool:
+        return planner.with_training(smaller(batch)).fits()
+
+    # Smaller ones need not take less: gradients on drives are those of each micro-batch.
+    parts, sizes = 2, [-(-training.batch // 2)]
+    while sizes[-1] > 1:
+        parts = -(-4 * parts // 3)
+        sizes.append(-(-training.batch // parts))
+    most = next(filter(fits, dict.fromkeys(sizes)), None)
+    if most is not None:
         whole = max(batch for batch in range(1, most + 1) if sequences % batch == 0)
-        found = smaller(whole if 2 * whole >= even else even)
+        found = smaller(whole if 2 * whole >= most and fits(whole) else most)
         batch, steps = found.batch, found.accumulation_steps
         yield (
             f"{steps:,} micro-batches of {batch:,} in a step "

@@ -27,6 +27,7 @@ __all__ = [
     "WearForecast",
     "report_of",
     "resource",
+    "written_bytes",
 ]
 
 _DAYS_PER_YEAR = 365.25
@@ -273,7 +274,7 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
         moved=MappingProxyType(dict(best.timeline.moved)),
         timeline=best.timeline,
         host_bytes_per_parameter=_on_host(best, means) / numel,
-        wear=_wear(best, means, rated_bytes, computes=computes),
+        wear=_wear(decision, rated_bytes, computes=computes),
         alternatives=tuple(
             Alternative(other.choice.strategy.to_plain(), other.choice.parameters, other.step_s)
             for other in decision.others
@@ -312,11 +313,16 @@ def _io_bytes(best: Candidate, means: Means) -> int:
     return means.io_bytes if best.plan.demand.nvme else 0
 
 
-def _wear(
-    best: Candidate, means: Means, rated_bytes: int | None, *, computes: bool
-) -> WearForecast | None:
+def written_bytes(timeline: StepTimeline, training: Training, means: Means) -> int:
+    """Return what all ranks write to drives in a step, with the moved inputs of blocks."""
+    inputs = training.accumulation_steps * means.moved_inputs()[Tier.NVME]
+    return means.ranks * timeline.moved.get(Lane.NVME_WRITE, 0) + inputs
+
+
+def _wear(decision: Decision, rated_bytes: int | None, *, computes: bool) -> WearForecast | None:
     """Return what wears out; None where nothing does, or a step lacks the time of computing."""
-    written = best.timeline.moved.get(Lane.NVME_WRITE, 0) * means.ranks
+    best = decision.best
+    written = written_bytes(best.timeline, decision.training, decision.means)
     if not written or not computes:
         return None
     per_day = written * DAY_S / best.step_s

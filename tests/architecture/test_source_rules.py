@@ -118,7 +118,11 @@ ONLY = (
         # The second one is on a whole model, as Accelerate's mixed precision is; decision 0042.
         ("infinity_engine/parameters/hooks.py", "infinity_engine/integrations/accelerate.py"),
     ),
-    (r"(.*\.)?saved_tensors_hooks", ("infinity_engine/parameters/hooks.py",)),
+    (
+        r"(.*\.)?saved_tensors_hooks",
+        # The second one measures a block of its own, with no engine.
+        ("infinity_engine/parameters/hooks.py", "infinity_engine/calibration/blocks.py"),
+    ),
     (r"mmap\.mmap|(.*\.)?(madvise|cudaHostRegister|cuMemHostRegister|O_DIRECT)", ("deepnvme/",)),
     (
         r"(transformers|accelerate|lightning|peft)(\..*)?",

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from infinity_engine.advice.activations import _costs, _rates, activation_advice
+from infinity_engine.advice.activations import _costs, _rates, _room, activation_advice
 from infinity_engine.placement.activations import BlockWay
-from infinity_engine.placement.training import Means, Training
+from infinity_engine.placement.training import Means, Training, beside_inputs
 from infinity_engine.plan import (
     BlockRates,
     BlockShape,
@@ -18,6 +18,7 @@ from infinity_engine.plan import (
     DriveRates,
     Rates,
     ResolvedBudget,
+    Tier,
 )
 from infinity_engine.sim.planner import Decision, decide
 from infinity_engine.sim.presets import preset
@@ -83,6 +84,20 @@ def test_a_second_run_costs_what_blocks_take_that_run_again() -> None:
     costs = _costs(training(), replace(means(70), blocks=blocks))
 
     assert costs[0].recompute_s == pytest.approx(costs[0].forward_s * 60 / 80)
+
+
+@pytest.mark.parametrize("drives", [500 * GB, 0])
+def test_inputs_that_a_plan_moves_leave_their_room_to_the_choice(drives: int) -> None:
+    moved = training(batch=16, chunked_loss=True, inputs_moved=True)
+    there = means(70)
+    budget = replace(there.budget, nvme={"a": drives} if drives else {})
+    decision = decide(moved, beside_inputs(moved, replace(there, budget=budget)))
+    report = report_of(decision)
+
+    room = _room(moved, decision.means, report, _costs(moved, decision.means)[0])
+
+    assert room.drives == drives - report.held(Tier.NVME)
+    assert room.host == 64 * GiB - report.held(Tier.HOST)
 
 
 def test_micro_batches_multiply_the_seconds() -> None:

@@ -20,7 +20,7 @@ from infinity_engine.advice.means import (
     with_updates,
 )
 from infinity_engine.advice.purchases import Purchase, _more, purchases, worths
-from infinity_engine.placement.training import Means
+from infinity_engine.placement.training import Means, beside_inputs
 from infinity_engine.plan import (
     BlockRates,
     BlockShape,
@@ -33,7 +33,9 @@ from infinity_engine.plan import (
     Tier,
 )
 from infinity_engine.sim.planner import Decision, Planner, decide
-from infinity_engine.units import GB, GiB
+from infinity_engine.sim.presets import preset
+from infinity_engine.sim.report import report_of
+from infinity_engine.units import DAY_S, GB, GiB
 from support.plannings import (
     equal_questions_searched_once,
     model_of,
@@ -221,6 +223,34 @@ def test_energy_and_cost_follow_from_prices(on_drives: Decision) -> None:
 
     assert run.kwh == pytest.approx(0.5 * hours)
     assert run.cost == pytest.approx(0.4 * 0.5 * hours + 2.0 * hours)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_moved_inputs_wear_the_drives_that_hold_them(ranks: int) -> None:
+    training = replace(
+        training_of(preset("qwen2.5-1.5b"), accumulation=3), sequence=512, inputs_moved=True
+    )
+    means = replace(decided(100, 100, 500).means, ranks=ranks)
+    decision = decide(training, beside_inputs(training, means))
+    inputs = 3 * ranks * training.input_bytes()
+    per_day = inputs * DAY_S / decision.best.step_s
+
+    run = forecast(decision, TrainingRun(steps=40))
+    wear = report_of(decision).wear
+    without_drives = replace(means, budget=replace(means.budget, nvme={}))
+
+    assert not decision.best.timeline.moved.get(Lane.NVME_WRITE)
+    assert wear is not None
+    assert wear.written_per_day == pytest.approx(per_day)
+    assert run.written == 40 * inputs
+    assert run.accumulated is not None
+    assert run.accumulated.written == 40 * inputs
+    assert {
+        round(purchase.written_per_day * purchase.step_s / DAY_S)
+        for purchase in purchases(decision)
+        if purchase.written_per_day is not None
+    } == {inputs}
+    assert report_of(decide(training, beside_inputs(training, without_drives))).wear is None
 
 
 def test_accumulation_writes_less_for_the_same_tokens(on_drives: Decision) -> None:

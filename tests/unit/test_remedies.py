@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -180,6 +181,24 @@ def test_tiles_are_offered_where_one_layer_is_too_large() -> None:
     assert not is_planned(training, means)
 
 
+def test_a_smaller_batch_is_found_where_drives_refuse_a_batch_of_one() -> None:
+    training = replace(training_of(preset("opt-13b")), batch=64, chunked_loss=True)
+    means = Means(
+        budget=ResolvedBudget(device=20 * GiB, host=40 * GiB, nvme={"a": 280 * GB}),
+        rates=replace(random_case(0)[1].rates, nvme={"a": _DRIVE}),
+    )
+
+    [change] = [
+        remedy.change
+        for remedy in explain_refusal(training, means).remedies
+        if "--batch" in remedy.change
+    ]
+
+    assert "6 micro-batches of 11 in a step (--batch 11 --accumulation 6)" in change
+    assert is_planned(replace(training, batch=11, accumulation_steps=6), means)
+    assert not is_planned(replace(training, batch=1, accumulation_steps=64), means)
+
+
 def offered_tiles(training: Training, means: Means) -> list[str]:
     return [
         remedy.change
@@ -238,3 +257,41 @@ def test_moved_inputs_take_their_part_of_the_drives_or_the_host() -> None:
     assert drives["a"] - 300 * GiB == pytest.approx(-0.75 * inputs, abs=1)
     assert beside_inputs(training, without).budget.host == 100 * GiB - inputs
     assert beside_inputs(replace(training, inputs_moved=False), means) == means
+
+
+@pytest.mark.parametrize("changes", [{"batch": 3}, {"batch": 24}, {"inputs_moved": False}])
+@pytest.mark.parametrize("nvme", [{"a": 300 * GiB, "b": 100 * GiB}, {"a": 10 * GiB}, {}])
+def test_inputs_of_another_training_give_back_what_they_took(
+    nvme: dict[str, int], changes: dict[str, Any]
+) -> None:
+    training = replace(training_of(preset("opt-13b")), batch=12, inputs_moved=True)
+    means = Means(budget=ResolvedBudget(device=GiB, host=100 * GiB, nvme=nvme), rates=Rates())
+    planner = Planner(training, beside_inputs(training, means))
+    other = replace(training, **changes)
+
+    assert planner.with_training(other).means == beside_inputs(other, means)
+    assert planner.with_training(other).with_training(training).means == planner.means
+
+
+def test_a_shorter_sequence_leaves_the_host_what_longer_inputs_took() -> None:
+    training = replace(
+        training_of(preset("opt-1.3b")), batch=64, chunked_loss=True, inputs_moved=True
+    )
+    means = Means(
+        budget=ResolvedBudget(device=8 * GiB, host=20 * GiB), rates=random_case(0)[1].rates
+    )
+
+    changes = [
+        remedy.change
+        for remedy in explain_refusal(training, beside_inputs(training, means)).remedies
+    ]
+
+    [length] = [
+        int(change.split("--sequence ")[1].split(")")[0])
+        for change in changes
+        if "--sequence" in change
+    ]
+    enough, longer = (replace(training, sequence=tokens) for tokens in (length, length + 128))
+    assert longer.sequence < training.sequence
+    assert is_planned(enough, beside_inputs(enough, means))
+    assert not is_planned(longer, beside_inputs(longer, means))

@@ -59,6 +59,16 @@ def test_where_a_failed_drive_leaves_too_little_the_plan_cannot_be_carried_out(
     assert "nothing fits" in out
 
 
+def test_drives_that_are_left_hold_the_moved_inputs_as_well(simulate: Any) -> None:
+    moved = ("--sequence", "32768", "--loss", "chunked", "--tile-sequence", "2048")
+    there = ("--gpu-mem", "6GiB", "--ram", "4GiB", "--nvme", "40GB")
+    asked = ("--model", "llama-3.2-1b", *moved, "--offload-inputs", *there)
+
+    assert simulate(*asked, "--drives-left", "0.4")[0] == 0
+    # A part of the room beside the inputs would be enough.
+    assert simulate(*asked, "--drives-left", "0.35")[0] == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
