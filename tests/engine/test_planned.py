@@ -21,8 +21,8 @@ from infinity_engine.optim import FloatFormat, Formats, rules_of
 from infinity_engine.parameters.describing import shape_of, sizing_of
 from infinity_engine.parameters.parameters import collect_frozen, collect_parameters
 from infinity_engine.placement.training import Means, Training
-from infinity_engine.plan import Budget, Rates, ResolvedBudget, Tier
-from infinity_engine.sim.candidate import Candidate
+from infinity_engine.plan import Budget, DeviceOnly, Rates, ResolvedBudget, Tier
+from infinity_engine.sim.candidate import Candidate, Choice
 from infinity_engine.sim.planner import decide
 from infinity_engine.sim.report import report_of
 from support.engine_bits import bits_of
@@ -229,3 +229,46 @@ def test_auto_without_rates_or_with_too_few_goes_by_what_fits() -> None:
 
     assert plans[0] == plans[1]
     assert not plans[0].staging_bytes
+
+
+def test_auto_with_rates_leaves_activations_the_memory_that_they_were_given(
+    tmp_path: Path,
+) -> None:
+    task: Any = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8)))
+    optimizer = torch.optim.AdamW(task.parameters(), lr=1e-3)
+    # Without activations, all of it fits into memory.
+    budget = ResolvedBudget(device=0, host=44 << 20, nvme={str(tmp_path): 64 << 20})
+    activations = 24 << 20
+
+    with engine_of(
+        task,
+        optimizer,
+        None,
+        budget,
+        rates=RATES,
+        subgroup_numel=1 << 16,
+        activation_bytes=activations,
+    ) as engine:
+        engine.backward(engine(torch.ones(1, 512)).sum())
+        engine.step()
+        measured = {each.tier: each.peak_reserved for each in engine.usage()}
+
+    assert measured[Tier.NVME] > 0
+    assert measured[Tier.HOST] <= budget.host - activations
+
+
+def test_a_choice_of_the_planner_without_room_gives_way_to_what_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    too_much = Choice(strategy=DeviceOnly(), parameters=Tier.DEVICE, subgroup_numel=SUBGROUP)
+    monkeypatch.setattr("infinity_engine.planning.choosing._choice", lambda *_: too_much)
+    plans = []
+    for rates in (None, RATES):
+        task, optimizer = made("gpt")
+        budget = ResolvedBudget(device=200 << 10, host=64 << 20)
+        with engine_of(
+            task, optimizer, emulated(1), budget, rates=rates, subgroup_numel=SUBGROUP
+        ) as engine:
+            plans.append(engine._parts.plan)
+
+    assert plans[0] == plans[1]
