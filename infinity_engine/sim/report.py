@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from infinity_engine.placement.training import Means, Training
-from infinity_engine.plan import Lane, Tier
+from infinity_engine.plan import Interleaved, Lane, NvmeStreamed, Tier
 from infinity_engine.plan.step import Home, StepPlan
 from infinity_engine.sim.candidate import Candidate
 from infinity_engine.sim.planner import Decision, Planner
@@ -285,12 +285,13 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
 def _settings(best: Candidate, means: Means) -> Mapping[str, object]:
     choice = best.choice
     overlap = {} if best.overlap else {"overlap": "off"}
-    plain, rates = choice.strategy.to_plain(), {}
-    if isinstance(plain, Mapping) and plain.get("name") == "interleaved":
+    strategy, rates = choice.strategy, {}
+    update = strategy.update if isinstance(strategy, NvmeStreamed) else strategy
+    if isinstance(update, Interleaved):
         rates["rates"] = means.rates.both_at_once().to_mapping()
     return MappingProxyType(
         {
-            "strategy": plain,
+            "strategy": strategy.to_plain(),
             "parameters": choice.parameters.value,
             "subgroup_numel": choice.subgroup_numel,
             **overlap,

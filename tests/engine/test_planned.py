@@ -21,7 +21,15 @@ from infinity_engine.optim import FloatFormat, Formats, rules_of
 from infinity_engine.parameters.describing import shape_of, sizing_of
 from infinity_engine.parameters.parameters import collect_frozen, collect_parameters
 from infinity_engine.placement.training import Means, Training
-from infinity_engine.plan import Budget, DeviceOnly, Rates, ResolvedBudget, Tier
+from infinity_engine.plan import (
+    Budget,
+    DeviceOnly,
+    Interleaved,
+    NvmeStreamed,
+    Rates,
+    ResolvedBudget,
+    Tier,
+)
 from infinity_engine.sim.candidate import Candidate, Choice
 from infinity_engine.sim.planner import decide
 from infinity_engine.sim.report import report_of
@@ -179,6 +187,22 @@ def test_the_engine_makes_the_planned_plan_and_holds_the_planned_bytes(
     assert pinned <= measured[Tier.HOST].peak_reserved <= pinned + there.io_bytes
     if nvme:
         assert measured[Tier.NVME].peak_reserved == pytest.approx(demand.nvme, abs=3 * 4096)
+
+
+def test_settings_of_a_plan_that_interleaves_from_drives_have_its_rates(tmp_path: Path) -> None:
+    device, host, nvme = CASES["drives"]
+    task, optimizer = made("gpt")
+    budget = ResolvedBudget(device=device, host=host, nvme={str(tmp_path): nvme})
+    decision = decide(
+        training_of(task, optimizer, "bf16"),
+        Means(budget=budget, rates=RATES, for_all=False, io_bytes=16 << 20),
+        strategy=NvmeStreamed(update=Interleaved(share=0.5)),
+        subgroup_numel=SUBGROUP,
+    )
+    settings = report_of(decision).settings
+
+    with engine_of(task, optimizer, emulated(1), budget, precision="bf16", **settings) as engine:
+        assert engine.plan == decision.best.plan.steps
 
 
 @pytest.mark.parametrize("case", CASES)
