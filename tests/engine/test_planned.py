@@ -14,12 +14,14 @@ import pytest
 import torch
 
 import infinity_engine
+from deepnvme.sizes import PAGE
 from infinity_engine.accel import Accelerator
 from infinity_engine.config import EngineConfig, Precision
 from infinity_engine.engine.engine import Engine
 from infinity_engine.optim import FloatFormat, Formats, rules_of
 from infinity_engine.parameters.describing import shape_of, sizing_of
 from infinity_engine.parameters.parameters import collect_frozen, collect_parameters
+from infinity_engine.placement.models import Activations
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import (
     Budget,
@@ -187,6 +189,63 @@ def test_the_engine_makes_the_planned_plan_and_holds_the_planned_bytes(
     assert pinned <= measured[Tier.HOST].peak_reserved <= pinned + there.io_bytes
     if nvme:
         assert measured[Tier.NVME].peak_reserved == pytest.approx(demand.nvme, abs=3 * 4096)
+
+
+# Bytes of the device, how much autograd keeps of a token, and where parameters stay. Gradients that
+# stay take more than activations in some, and less in others.
+LEAVING = {
+    "fetched beside activations": (318_800, 3000, Tier.HOST),
+    "fetched beside gradients": (318_800, 1000, Tier.HOST),
+    "from drives": (254_008, 500, Tier.NVME),
+    "all on the device": (438_079, 0, Tier.DEVICE),
+    "one memory": (0, 5000, Tier.DEVICE),
+    "one memory, from drives": (0, 5000, Tier.NVME),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("case", LEAVING)
+def test_settings_of_a_plan_leave_activations_what_the_plan_does(
+    case: str, micro_batches: int, precision: str, tmp_path: Path
+) -> None:
+    device, elements, parameters = LEAVING[case]
+    drives = {str(tmp_path): 64 << 20} if parameters is Tier.NVME else {}
+    host = (900 << 10) + (16 << 20 if drives else 0)
+    budget = ResolvedBudget(device=device, host=host, nvme=drives)
+    task, optimizer = made("gpt")
+    training = training_of(task, optimizer, precision)
+    activations = Activations(blocks=2, hidden=16, elements=elements, fp32=0, logits=0)
+    training = replace(
+        training,
+        model=replace(training.model, activations=activations),
+        batch=8,
+        accumulation_steps=micro_batches,
+    )
+    io_bytes = 16 << 20 if drives else 0
+    there = Means(budget=budget, rates=RATES, unified=not device, io_bytes=io_bytes)
+    decision = decide(training, there, parameters=parameters, subgroup_numel=SUBGROUP)
+
+    with engine_of(
+        task,
+        optimizer,
+        emulated(1) if device else None,
+        budget,
+        precision=precision,
+        accumulation_steps=micro_batches,
+        **report_of(decision).settings,
+    ) as engine:
+        reserved = {each.tier: each.peak_reserved for each in engine.usage()}
+        plan = engine._parts.plan
+
+    assert plan == decision.best.plan.steps
+    demand = decision.best.plan.demand
+    if device:
+        assert reserved[Tier.DEVICE] == demand.device + demand.staying
+    else:
+        held = demand.host + demand.device + demand.staying
+        sums_bytes = PAGE if drives else 0
+        assert held <= reserved[Tier.HOST] <= held + io_bytes + sums_bytes
 
 
 def test_settings_of_a_plan_that_interleaves_from_drives_have_its_rates(tmp_path: Path) -> None:

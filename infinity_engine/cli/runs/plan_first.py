@@ -69,7 +69,10 @@ def plan_first(
         means = _within(machine.means, Budget.from_mapping(engine.get("budget") or {}))
     except CapacityError as error:
         return PlannedTraining(fits=False, sections=[("The budget", [("", str(error))])])
-    return _planned(asked, training, means, machine)
+    planned = _planned(asked, training, means, machine)
+    # What the caller leaves to activations goes before what the planner estimates.
+    kept = {name: value for name, value in planned.settings.items() if name != "activation_bytes"}
+    return replace(planned, settings=kept) if "activation_bytes" in engine else planned
 
 
 def _planned(
