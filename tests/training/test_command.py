@@ -300,3 +300,15 @@ def test_a_run_is_planned_for_the_one_process_that_it_has() -> None:
 
     assert _question(settings, {}, uses_gpu=True).gpus == 1
     assert _question(settings, {}, uses_gpu=False).gpus == 0
+
+
+def test_drives_with_endurances_of_their_own_are_rated_together() -> None:
+    settings = TrainingSettings(
+        model=Path("model"), data=(Path("text"),), run=Path("run"), sequence=16
+    )
+    engine = {
+        "budget": {"nvme": {"a": "1GiB", "b": "1GiB"}},
+        "storage": {"endurance": {"a": "2TB", "b": 3 * 10**12}},
+    }
+
+    assert _question(settings, engine, uses_gpu=False).tbw == f"{5 * 10**12} B"

@@ -115,7 +115,6 @@ def _question(
     """Return the arguments of `infinity plan` for this training on this machine."""
     budget = engine.get("budget") or {}
     drives = budget.get("nvme") or {}
-    endurance = (engine.get("storage") or {}).get("endurance")
     strategy = engine.get("strategy", "auto")
     given = {
         "model": str(settings.model / "config.json"),
@@ -133,15 +132,23 @@ def _question(
         "here": list(drives),
         "gpus": 1 if uses_gpu else 0,  # it trains in one process
         # The planner's rating is that of all drives together.
-        "tbw": None
-        if endurance is None or not drives
-        else f"{len(drives) * parse_bytes(endurance)} B",
+        "tbw": _rated(engine, len(drives)),
     }
     parser = argparse.ArgumentParser()
     for add in (add_training, add_machine, add_settings):
         add(parser)
     parser.set_defaults(**given)
     return parser.parse_args([])
+
+
+def _rated(engine: Mapping[str, Any], drives: int) -> str | None:
+    """Return what all drives together may be written, where that is known and there are some."""
+    endurance = (engine.get("storage") or {}).get("endurance")
+    if not endurance or not drives:
+        return None
+    if isinstance(endurance, Mapping):
+        return f"{sum(map(parse_bytes, endurance.values()))} B"
+    return f"{drives * parse_bytes(endurance)} B"
 
 
 def _precision(given: str, model: ModelShape) -> str:
