@@ -205,6 +205,8 @@ class Means:
     """Whether PyTorch's own memory, for activations and autograd, is of the budget as well."""
     whole: ResolvedBudget | None = None
     """The budget before `beside_inputs` took moved inputs off; None: it took nothing."""
+    activation_bytes: int = 0
+    """What the plan leaves to activations where not `for_all` of it is."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -233,7 +235,7 @@ class Means:
         """
         budget = self.of_one_rank()
         room = budget.host if self.unified else budget.device
-        return max(room - (training.activation_bytes() if self.for_all else 0), 0)
+        return max(room - self._activations(training), 0)
 
     def free_lanes(self) -> frozenset[Lane]:
         """Return the links over which nothing goes: those of one memory."""
@@ -300,8 +302,11 @@ class Means:
             sums=training.accumulation_steps > 1,
             # Gradients are fp32 sums over the ranks.
             gradient_width=FloatFormat.FP32.nbytes if self.ranks > 1 else None,
-            activations=training.activation_bytes() if self.for_all else 0,
+            activations=self._activations(training),
         )
+
+    def _activations(self, training: Training) -> int:
+        return training.activation_bytes() if self.for_all else self.activation_bytes
 
 
 def beside_inputs(training: Training, means: Means) -> Means:

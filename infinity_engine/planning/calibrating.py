@@ -54,10 +54,10 @@ _WORTH_MEASURING = GiB
 
 
 def needs_rates(strategy: Strategy) -> bool:
-    """Tell whether what a strategy leaves open is decided by rates."""
+    """Tell whether rates decide what happens when: also where a strategy says what visits."""
     if isinstance(strategy, NvmeStreamed):
         return needs_rates(strategy.update)
-    return isinstance(strategy, Interleaved) and strategy.share is None and strategy.stride is None
+    return isinstance(strategy, Interleaved)
 
 
 def with_rates(

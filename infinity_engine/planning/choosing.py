@@ -8,6 +8,7 @@ one another what each would choose, and come to the same. Starts nothing and mov
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,22 +47,28 @@ def choose(
     policy: OffloadPolicy | None,
     budget: ResolvedBudget,
     io_bytes: int,
-) -> tuple[Wish, Question | None]:
-    """Return what the settings ask for, with a strategy and a tier where these were left open and
-    rates are known.
+) -> tuple[Plan, Question | None]:
+    """Return the plan that the settings ask for; the planner chooses a strategy and a tier where
+    these were left open and rates are known.
 
-    And what the planner was asked then, None where it was not.
+    And what the planner was asked then, None where what fits has decided.
+
+    Raises:
+        CapacityError: nothing fits.
+        ConfigError: see `place`.
     """
     wish = wish_of(config, policy)
-    if not _is_open(wish) or config.rates is None:
-        return wish, None
-    training = _training(shape_of(model, trained, frozen), sizing, wish, config)
-    means = _means(sizing, config.rates, budget, io_bytes)
-    choice = _choice(training, means, wish, config)
-    if choice is None:
-        return wish, None
-    chosen = _with(wish, choice.strategy, choice.parameters, config.rates)
-    return chosen, Question(training=training, means=means, wish=chosen)
+    if _is_open(wish) and config.rates is not None:
+        training = _training(shape_of(model, trained, frozen), sizing, wish, config)
+        means = _means(sizing, config.rates, budget, io_bytes)
+        choice = _choice(training, means, wish, config)
+        if choice is not None:
+            chosen = _with(wish, choice.strategy, choice.parameters, config.rates)
+            # The engine may have more subgroups than the planner was asked about: they take more.
+            with suppress(CapacityError, ConfigError):
+                plan = place(sizing, chosen, budget, io_bytes=io_bytes)
+                return plan, Question(training=training, means=means, wish=chosen)
+    return place(sizing, wish, budget, io_bytes=io_bytes), None
 
 
 def choose_together(
@@ -208,6 +215,7 @@ def _means(
         unified=sizing.unified,
         io_bytes=io_bytes if budget.nvme else 0,
         for_all=False,
+        activation_bytes=sizing.activations,
     )
 
 

@@ -47,7 +47,7 @@ from infinity_engine.parameters.parameters import (
 )
 from infinity_engine.partition import ShardSpec
 from infinity_engine.partition.digest import digest_of
-from infinity_engine.placement.placing import Plan, place
+from infinity_engine.placement.placing import Plan
 from infinity_engine.placement.sizing import Sizing
 from infinity_engine.plan import Budget, Capacity, Rates, ResolvedBudget, Tier
 from infinity_engine.planning.calibrating import with_rates, with_rates_of_machine
@@ -173,7 +173,7 @@ def check_and_plan(
     )
     with _refusing_beside_saved(saved, budget.host, accelerator), refusing_beside(built):
         if sharding is None:
-            wish, question = choose(
+            plan, question = choose(
                 model,
                 trained,
                 frozen,
@@ -183,7 +183,6 @@ def check_and_plan(
                 budget=planned_budget,
                 io_bytes=io_bytes,
             )
-            plan = place(sizing, wish, planned_budget, io_bytes=io_bytes)
             replanner = _replanner(config, question, sizing, plan, trained=len(trained))
         else:
             chosen = choose_together(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from infinity_engine.placement.training import Means, Training
-from infinity_engine.plan import Lane, Tier
+from infinity_engine.plan import Interleaved, Lane, NvmeStreamed, Tier
 from infinity_engine.plan.step import Home, StepPlan
 from infinity_engine.sim.candidate import Candidate
 from infinity_engine.sim.planner import Decision, Planner
@@ -241,7 +241,7 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
         model=training.model.name,
         parameters=training.model.size,
         ranks=means.ranks,
-        settings=_settings(best, means),
+        settings=_settings(best, training, means),
         steps=steps,
         holdings=tuple(_holdings(best, training, means)),
         limits=MappingProxyType(
@@ -283,21 +283,37 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
     )
 
 
-def _settings(best: Candidate, means: Means) -> Mapping[str, object]:
+def _settings(best: Candidate, training: Training, means: Means) -> Mapping[str, object]:
     choice = best.choice
-    overlap = {} if best.overlap else {"overlap": "off"}
-    plain, rates = choice.strategy.to_plain(), {}
-    if isinstance(plain, Mapping) and plain.get("name") == "interleaved":
-        rates["rates"] = means.rates.both_at_once().to_mapping()
+    more: dict[str, object] = {}
+    if means.for_all:
+        more["activation_bytes"] = _left_to_modules(best, training, means)
+    if not best.overlap:
+        more["overlap"] = "off"
+    strategy = choice.strategy
+    update = strategy.update if isinstance(strategy, NvmeStreamed) else strategy
+    if isinstance(update, Interleaved):
+        more["rates"] = means.rates.both_at_once().to_mapping()
     return MappingProxyType(
         {
-            "strategy": plain,
+            "strategy": strategy.to_plain(),
             "parameters": choice.parameters.value,
             "subgroup_numel": choice.subgroup_numel,
-            **overlap,
-            **rates,
+            **more,
         }
     )
+
+
+def _left_to_modules(best: Candidate, training: Training, means: Means) -> int:
+    """Return the `activation_bytes` with which the engine makes this plan."""
+    sizing, demand = best.sizing, best.plan.demand
+    # The engine itself makes room for the modules that it gathers.
+    gathered = Planner(training, means).gathered(sizing)
+    making = best.beside - sizing.of_backward(demand.staying) - gathered
+    # What is fetched has all the rest of the device: not what a gradient in the making takes beside
+    # those that stay.
+    takes_rest = demand.fetched > 0 and not sizing.sums
+    return making + max(sizing.activations, demand.staying if takes_rest else 0)
 
 
 def _on_host(best: Candidate, means: Means) -> int:

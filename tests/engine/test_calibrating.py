@@ -121,9 +121,9 @@ def both_ways(rates: Rates) -> Rates:
     [
         ("interleaved", True),
         ({"name": "nvme_streamed", "update": "interleaved"}, True),
-        ({"name": "interleaved", "share": 0.5}, False),
-        ({"name": "interleaved", "stride": 2}, False),
-        ({"name": "nvme_streamed", "update": {"name": "interleaved", "share": 0.5}}, False),
+        ({"name": "interleaved", "share": 0.5}, True),
+        ({"name": "interleaved", "stride": 2}, True),
+        ({"name": "nvme_streamed", "update": {"name": "interleaved", "share": 0.5}}, True),
         ("nvme_streamed", False),
         ("host_only", False),
         ("device_only", False),
@@ -131,7 +131,7 @@ def both_ways(rates: Rates) -> Rates:
         ("auto", False),
     ],
 )
-def test_only_what_leaves_the_share_open_needs_rates(strategy: object, needs: bool) -> None:
+def test_only_what_interleaves_needs_rates(strategy: object, needs: bool) -> None:
     assert needs_rates(parse_strategy(strategy)) is needs
 
 

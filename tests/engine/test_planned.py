@@ -14,15 +14,25 @@ import pytest
 import torch
 
 import infinity_engine
+from deepnvme.sizes import PAGE
 from infinity_engine.accel import Accelerator
 from infinity_engine.config import EngineConfig, Precision
 from infinity_engine.engine.engine import Engine
 from infinity_engine.optim import FloatFormat, Formats, rules_of
 from infinity_engine.parameters.describing import shape_of, sizing_of
 from infinity_engine.parameters.parameters import collect_frozen, collect_parameters
+from infinity_engine.placement.models import Activations
 from infinity_engine.placement.training import Means, Training
-from infinity_engine.plan import Budget, Rates, ResolvedBudget, Tier
-from infinity_engine.sim.candidate import Candidate
+from infinity_engine.plan import (
+    Budget,
+    DeviceOnly,
+    Interleaved,
+    NvmeStreamed,
+    Rates,
+    ResolvedBudget,
+    Tier,
+)
+from infinity_engine.sim.candidate import Candidate, Choice
 from infinity_engine.sim.planner import decide
 from infinity_engine.sim.report import report_of
 from support.engine_bits import bits_of
@@ -181,6 +191,79 @@ def test_the_engine_makes_the_planned_plan_and_holds_the_planned_bytes(
         assert measured[Tier.NVME].peak_reserved == pytest.approx(demand.nvme, abs=3 * 4096)
 
 
+# Bytes of the device, how much autograd keeps of a token, and where parameters stay. Gradients that
+# stay take more than activations in some, and less in others.
+LEAVING = {
+    "fetched beside activations": (318_800, 3000, Tier.HOST),
+    "fetched beside gradients": (318_800, 1000, Tier.HOST),
+    "from drives": (254_008, 500, Tier.NVME),
+    "all on the device": (438_079, 0, Tier.DEVICE),
+    "one memory": (0, 5000, Tier.DEVICE),
+    "one memory, from drives": (0, 5000, Tier.NVME),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("case", LEAVING)
+def test_settings_of_a_plan_leave_activations_what_the_plan_does(
+    case: str, micro_batches: int, precision: str, tmp_path: Path
+) -> None:
+    device, elements, parameters = LEAVING[case]
+    drives = {str(tmp_path): 64 << 20} if parameters is Tier.NVME else {}
+    host = (900 << 10) + (16 << 20 if drives else 0)
+    budget = ResolvedBudget(device=device, host=host, nvme=drives)
+    task, optimizer = made("gpt")
+    training = training_of(task, optimizer, precision)
+    activations = Activations(blocks=2, hidden=16, elements=elements, fp32=0, logits=0)
+    training = replace(
+        training,
+        model=replace(training.model, activations=activations),
+        batch=8,
+        accumulation_steps=micro_batches,
+    )
+    io_bytes = 16 << 20 if drives else 0
+    there = Means(budget=budget, rates=RATES, unified=not device, io_bytes=io_bytes)
+    decision = decide(training, there, parameters=parameters, subgroup_numel=SUBGROUP)
+
+    with engine_of(
+        task,
+        optimizer,
+        emulated(1) if device else None,
+        budget,
+        precision=precision,
+        accumulation_steps=micro_batches,
+        **report_of(decision).settings,
+    ) as engine:
+        reserved = {each.tier: each.peak_reserved for each in engine.usage()}
+        plan = engine._parts.plan
+
+    assert plan == decision.best.plan.steps
+    demand = decision.best.plan.demand
+    if device:
+        assert reserved[Tier.DEVICE] == demand.device + demand.staying
+    else:
+        held = demand.host + demand.device + demand.staying
+        sums_bytes = PAGE if drives else 0
+        assert held <= reserved[Tier.HOST] <= held + io_bytes + sums_bytes
+
+
+def test_settings_of_a_plan_that_interleaves_from_drives_have_its_rates(tmp_path: Path) -> None:
+    device, host, nvme = CASES["drives"]
+    task, optimizer = made("gpt")
+    budget = ResolvedBudget(device=device, host=host, nvme={str(tmp_path): nvme})
+    decision = decide(
+        training_of(task, optimizer, "bf16"),
+        Means(budget=budget, rates=RATES, for_all=False, io_bytes=16 << 20),
+        strategy=NvmeStreamed(update=Interleaved(share=0.5)),
+        subgroup_numel=SUBGROUP,
+    )
+    settings = report_of(decision).settings
+
+    with engine_of(task, optimizer, emulated(1), budget, precision="bf16", **settings) as engine:
+        assert engine.plan == decision.best.plan.steps
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_auto_with_rates_is_the_planners_choice_and_changes_no_bit(
     case: str, tmp_path: Path
@@ -229,3 +312,46 @@ def test_auto_without_rates_or_with_too_few_goes_by_what_fits() -> None:
 
     assert plans[0] == plans[1]
     assert not plans[0].staging_bytes
+
+
+def test_auto_with_rates_leaves_activations_the_memory_that_they_were_given(
+    tmp_path: Path,
+) -> None:
+    task: Any = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8)))
+    optimizer = torch.optim.AdamW(task.parameters(), lr=1e-3)
+    # Without activations, all of it fits into memory.
+    budget = ResolvedBudget(device=0, host=44 << 20, nvme={str(tmp_path): 64 << 20})
+    activations = 24 << 20
+
+    with engine_of(
+        task,
+        optimizer,
+        None,
+        budget,
+        rates=RATES,
+        subgroup_numel=1 << 16,
+        activation_bytes=activations,
+    ) as engine:
+        engine.backward(engine(torch.ones(1, 512)).sum())
+        engine.step()
+        measured = {each.tier: each.peak_reserved for each in engine.usage()}
+
+    assert measured[Tier.NVME] > 0
+    assert measured[Tier.HOST] <= budget.host - activations
+
+
+def test_a_choice_of_the_planner_without_room_gives_way_to_what_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    too_much = Choice(strategy=DeviceOnly(), parameters=Tier.DEVICE, subgroup_numel=SUBGROUP)
+    monkeypatch.setattr("infinity_engine.planning.choosing._choice", lambda *_: too_much)
+    plans = []
+    for rates in (None, RATES):
+        task, optimizer = made("gpt")
+        budget = ResolvedBudget(device=200 << 10, host=64 << 20)
+        with engine_of(
+            task, optimizer, emulated(1), budget, rates=rates, subgroup_numel=SUBGROUP
+        ) as engine:
+            plans.append(engine._parts.plan)
+
+    assert plans[0] == plans[1]

@@ -13,12 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from infinity_engine.advice.doubt import RateSource
 from infinity_engine.cli.main import main
+from infinity_engine.cli.plan_machine import AskedMachine
 from infinity_engine.cli.runs import train as command
-from infinity_engine.cli.runs.plan_first import _question
+from infinity_engine.cli.runs.plan_first import _question, plan_first
 from infinity_engine.errors import ConfigError
+from infinity_engine.placement.training import Means
+from infinity_engine.plan import ResolvedBudget
 from infinity_engine.training.settings import TrainingSettings
 from support.families import transformers
+from support.nvme_training import RATES
 from support.tiny_directory import LINES, TEXT, json_lines, tiny_directory
 
 transformers()
@@ -300,3 +305,65 @@ def test_a_run_is_planned_for_the_one_process_that_it_has() -> None:
 
     assert _question(settings, {}, uses_gpu=True).gpus == 1
     assert _question(settings, {}, uses_gpu=False).gpus == 0
+
+
+def test_drives_with_endurances_of_their_own_are_rated_together() -> None:
+    settings = TrainingSettings(
+        model=Path("model"), data=(Path("text"),), run=Path("run"), sequence=16
+    )
+    engine = {
+        "budget": {"nvme": {"a": "1GiB", "b": "1GiB"}},
+        "storage": {"endurance": {"a": "2TB", "b": 3 * 10**12}},
+    }
+
+    assert _question(settings, engine, uses_gpu=False).tbw == f"{5 * 10**12} B"
+
+
+def test_blocks_that_the_engine_runs_again_are_planned_so() -> None:
+    settings = TrainingSettings(
+        model=Path("model"),
+        data=(Path("text"),),
+        run=Path("run"),
+        sequence=16,
+        checkpointing=False,
+    )
+
+    assert not _question(settings, {}, uses_gpu=False).checkpointing
+    engine = {"activations": {"recompute": "blocks"}}
+    assert _question(settings, engine, uses_gpu=False).checkpointing
+
+
+def test_activations_that_leave_are_left_to_the_engine_where_they_have_no_room(
+    infinity: Command, model: Path, text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "leave.json").write_text('{"activations": "nvme"}')
+    asked: tuple[object, ...] = (model, text, "--host", "20MiB", "--nvme", "drive=64MiB")
+    asked += ("--sequence", "32", "--batch", "256", "--no-checkpointing", "--dry-run")
+
+    refused, _, _ = infinity(*asked)
+    status, out, err = infinity(*asked, "--config", "leave.json")
+
+    assert refused == 1
+    assert (status, err) == (0, "")
+    assert "None before the model is loaded" in " ".join(out.split())
+
+
+def test_a_training_is_planned_with_the_layers_that_the_engine_cuts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 32000}
+    family = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**family, **sizes, "dtype": "bfloat16"}))
+    settings = TrainingSettings(
+        model=tmp_path, data=(Path("text"),), run=Path("run"), sequence=8, chunk_loss=True
+    )
+    small = Means(budget=ResolvedBudget(device=48 << 20, host=2 << 30, nvme={}), rates=RATES)
+    machine = AskedMachine(small, (), RateSource.PUBLISHED, None, None)
+    monkeypatch.setattr("infinity_engine.cli.runs.plan_first.machine_of", lambda *_: machine)
+
+    whole, cut = (
+        plan_first(settings, {"tiling": tiling}, uses_gpu=True) for tiling in ("off", "auto")
+    )
+
+    assert (whole.fits, cut.fits) == (False, True)

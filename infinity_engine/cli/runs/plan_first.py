@@ -24,7 +24,9 @@ from infinity_engine.cli.plan_question import (
     settings_of,
     training_of,
 )
+from infinity_engine.config import ActivationsAt, EngineConfig, Recompute, Tiling
 from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.placement.tiles import tiled_by_room
 from infinity_engine.plan import Budget, Capacity
 from infinity_engine.units import parse_bytes
 
@@ -55,6 +57,7 @@ def plan_first(
     Raises:
         ConfigError: a setting cannot be right.
     """
+    config = EngineConfig.from_mapping(engine)
     asked = _question(settings, engine, uses_gpu=uses_gpu)
     try:
         model = model_of(asked)
@@ -69,7 +72,26 @@ def plan_first(
         means = _within(machine.means, Budget.from_mapping(engine.get("budget") or {}))
     except CapacityError as error:
         return PlannedTraining(fits=False, sections=[("The budget", [("", str(error))])])
-    return _planned(asked, training, means, machine)
+    # Layers of a model that is built on drives are left whole.
+    if config.tiling is Tiling.AUTO and not means.budget.nvme:
+        room = means.room_for_layers(training)
+        tiled = tiled_by_room(model, width=training.width, room=room)
+        training = training if tiled is None else replace(training, model=tiled.model)
+    planned = _planned(asked, training, means, machine)
+    at = config.activations.at
+    leave = at is not ActivationsAt.DEVICE
+    if leave and planned.fits is False:
+        words = (
+            "None before the model is loaded: there is no room for all activations where modules "
+            f'compute, and the planner does not know how much activations.at="{at.value}" lets '
+            "leave"
+        )
+        return PlannedTraining(fits=None, sections=[("Plan", [("", words)])])
+    if leave or "activation_bytes" in engine:
+        # What the caller says of activations goes before what the planner estimates.
+        kept = {key: value for key, value in planned.settings.items() if key != "activation_bytes"}
+        return replace(planned, settings=kept)
+    return planned
 
 
 def _planned(
@@ -112,7 +134,7 @@ def _question(
     """Return the arguments of `infinity plan` for this training on this machine."""
     budget = engine.get("budget") or {}
     drives = budget.get("nvme") or {}
-    endurance = (engine.get("storage") or {}).get("endurance")
+    runs_again = EngineConfig.from_mapping(engine).activations.recompute is Recompute.BLOCKS
     strategy = engine.get("strategy", "auto")
     given = {
         "model": str(settings.model / "config.json"),
@@ -121,7 +143,7 @@ def _question(
         "sequence": settings.sequence,
         "accumulation": settings.accumulation_steps,
         "optimizer": settings.optimizer,
-        "checkpointing": settings.checkpointing,
+        "checkpointing": settings.checkpointing or runs_again,
         "loss": "chunked" if settings.chunk_loss else "whole",
         "strategy": strategy if isinstance(strategy, str) else json.dumps(strategy),
         "parameters": engine.get("parameters", "auto"),
@@ -130,15 +152,23 @@ def _question(
         "here": list(drives),
         "gpus": 1 if uses_gpu else 0,  # it trains in one process
         # The planner's rating is that of all drives together.
-        "tbw": None
-        if endurance is None or not drives
-        else f"{len(drives) * parse_bytes(endurance)} B",
+        "tbw": _rated(engine, len(drives)),
     }
     parser = argparse.ArgumentParser()
     for add in (add_training, add_machine, add_settings):
         add(parser)
     parser.set_defaults(**given)
     return parser.parse_args([])
+
+
+def _rated(engine: Mapping[str, Any], drives: int) -> str | None:
+    """Return what all drives together may be written, where that is known and there are some."""
+    endurance = (engine.get("storage") or {}).get("endurance")
+    if not endurance or not drives:
+        return None
+    if isinstance(endurance, Mapping):
+        return f"{sum(map(parse_bytes, endurance.values()))} B"
+    return f"{drives * parse_bytes(endurance)} B"
 
 
 def _precision(given: str, model: ModelShape) -> str:
