@@ -420,7 +420,9 @@ class Search:
             count = self._planner.trained_numel // choice.subgroup_numel
             if isinstance(choice.strategy, Interleaved) and count <= _FEW:
                 strategy = replace(choice.strategy, share=None)
-                self._known_of(replace(choice, strategy=strategy), tried.form)
+                # Rates may settle on no share where drives hold states: what was found stands.
+                with suppress(ConfigError):
+                    self._known_of(replace(choice, strategy=strategy), tried.form)
                 return
 
     # --- one of them ------------------------------------------------------------------------------

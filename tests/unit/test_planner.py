@@ -249,6 +249,25 @@ def test_on_a_device_drives_take_nothing_from_modules() -> None:
     assert ns(replace(there, computing_beside_io=0.5)) == ns(there)
 
 
+def test_a_share_that_rates_do_not_settle_on_leaves_what_was_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    candidate, asked = Planner.candidate, []
+
+    def without_a_best_part(planner: Planner, choice: Choice, **limits: float) -> Candidate:
+        if isinstance(choice.strategy, Interleaved) and choice.strategy.share is None:
+            asked.append(choice)
+            raise ConfigError(field="strategy", value=choice.strategy.name, expected="a share")
+        return candidate(planner, choice, **limits)
+
+    training, there = training_of(SMALL), means(1.5, 100)
+    found = decide(training, there).best
+    monkeypatch.setattr(Planner, "candidate", without_a_best_part)
+
+    assert decide(training, there).best.timeline.ns <= 1.01 * found.timeline.ns
+    assert asked
+
+
 def test_what_is_asked_for_is_kept_to() -> None:
     found = decide(
         training_of(SMALL),
