@@ -508,16 +508,16 @@ def _swap(
     # For what autograd saves it grows when that comes.
     if not needed and not saves:
         return None
-    free = sum(budget.nvme.values())
-    whole = max(free, 1)
     # Each file has a header, and a page of data at least.
     room = {directory: limit // PAGE - 2 for directory, limit in budget.nvme.items()}
-    if min(room.values()) < 0 or needed > PAGE * sum(room.values()):
-        smallest = max(min(budget.nvme.values()), 1)
-        enough = needed + 3 * PAGE * whole // smallest  # where the limits keep their proportion
+    small = [directory for directory, pages in room.items() if pages < 0]
+    if small or needed > PAGE * sum(room.values()):
+        named = small[:1] or list(room)
+        free = sum(budget.nvme[directory] for directory in named)
+        enough = (0 if small else needed) + 3 * PAGE * len(named)  # limits are no whole pages
         raise CapacityError(
             tier=Tier.NVME.name,
-            directory=", ".join(budget.nvme),
+            directory=", ".join(named),
             asked=max(enough, free + 1),
             free=free,
             limit=free,

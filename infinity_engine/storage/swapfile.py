@@ -282,14 +282,16 @@ class SwapFile(Closing):
             missing = max(nbytes - self._spare.nbytes, 0)
             both = zip(self._volume.capacities, self._spare.sizes, strict=True)
             others = [capacity - spare for capacity, spare in both]
-            more: list[int] = []
+            room: dict[str, int] = {}
             for (directory, drive), other in zip(drives.items(), others, strict=True):
-                share = align_up(missing * other // sum(others), PAGE)
                 left = min(self._ledger.free(Tier.NVME, directory=directory), free[drive] // ranks)
                 # How much it will need is not known: as much again is more than it ever did.
                 left -= other if self._grows_in_steps else 0
-                more.append(max(align_down(min(share, left), PAGE), 0))
-                free[drive] -= more[-1] * ranks
+                room[directory] = max(left // PAGE, 0)
+                free[drive] -= PAGE * room[directory] * ranks
+            rates = dict(zip(self._directories, self._volume.rates, strict=True))
+            shares = shares_by_rate(whole_pages(missing) // PAGE, room, rates)
+            more = [PAGE * shares[directory] for directory in self._directories]
             self._grow(more)
             self._spare.add(more)
 
