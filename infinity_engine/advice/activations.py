@@ -98,7 +98,7 @@ def _costs(training: Training, means: Means) -> list[BlockCost]:
     backward = tokens * sum(module.backward_flops(sequence) for module in modules) / rate.backward
     if training.tiles > 1:  # each tile of the sequence runs again, whatever its block does
         tiled = sum(module.flops(sequence) for module in modules if module.feed_forward)
-        backward += tokens * tiled / rate.forward
+        backward += tokens * tiled / rate.again
     cost = BlockCost(
         saved=known.block_bytes(tokens, width=training.width, tile_tokens=training.tile_tokens),
         inputs=known.input_bytes(tokens, width=training.width),

@@ -565,6 +565,13 @@ def _rates_of_file(
         rates = Rates.from_mapping(given, field="--rates")
         return _FoundRates(rates, _Compute(), f"rates are those of {path}", RateSource.GIVEN)
     calibration = Calibration.from_mapping(given, field="--rates")
+    if directories is not None:
+        # Measured by another name of the same directory.
+        named = {drive.drive.get("directory"): name for name, drive in calibration.drives.items()}
+        directories = [
+            name if name in calibration.drives else named.get(str(Path(name).resolve()), name)
+            for name in directories
+        ]
     missing = [name for name in directories or () if name not in calibration.drives]
     if missing:
         measuring = f"infinity calibrate {' '.join(directories or ())} --json {path}"
@@ -615,6 +622,10 @@ def _measured(
         calibration.computing_beside_io(directories),
         calibration.io_beside_computing(directories),
         calibration.summing(optimizer=optimizer),
+    )
+    used = calibration.drives if directories is None else directories
+    calibration = calibration.with_drives(
+        {name: calibration.drives[name] for name in used} if drives else {}
     )
     if not calibration.is_disturbed:
         return _FoundRates(rates, compute, note, RateSource.MEASURED)

@@ -356,11 +356,11 @@ def _smaller_batches(planner: Planner) -> Iterator[tuple[str, Training]]:
         return planner.with_training(smaller(batch)).fits()
 
     # Smaller ones need not take less: gradients on drives are those of each micro-batch.
-    parts, sizes = 2, [-(-training.batch // 2)]
+    steps, sizes = training.accumulation_steps + 1, [training.batch]
     while sizes[-1] > 1:
-        parts = -(-4 * parts // 3)
-        sizes.append(-(-training.batch // parts))
-    most = next(filter(fits, dict.fromkeys(sizes)), None)
+        sizes.append(-(-sequences // steps))
+        steps = -(-4 * steps // 3)
+    most = next(filter(fits, [size for size in dict.fromkeys(sizes) if size < training.batch]), None)
     if most is not None:
         whole = max(batch for batch in range(1, most + 1) if sequences % batch == 0)
         found = smaller(whole if 2 * whole >= most and fits(whole) else most)

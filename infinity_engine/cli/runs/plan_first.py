@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PlannedTraining", "plan_first"]
 
+_LESS_FREE = 32  # a part of the memory: what libraries and the model take until the engine begins
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedTraining:
@@ -67,11 +69,21 @@ def plan_first(
         return PlannedTraining(fits=None, sections=[("Plan", [("", words)])])
     precision = _precision(str(engine.get("precision", "model")), model)
     training = training_of(asked, model, precision)
-    machine = machine_of(asked, precision, training)
     try:
-        means = _within(machine.means, Budget.from_mapping(engine.get("budget") or {}))
+        machine = machine_of(asked, precision, training)
+    except ConfigError as error:
+        if error.field != "directories":
+            raise
+        # The engine measures what was not, where that is worth its time.
+        words = f"None before the model is loaded, as rates are missing: {error}"
+        return PlannedTraining(fits=None, sections=[("Plan", [("", words)])])
+    budget = Budget.from_mapping(engine.get("budget") or {})
+    try:
+        means = _within(machine.means, budget)
     except CapacityError as error:
         return PlannedTraining(fits=False, sections=[("The budget", [("", str(error))])])
+    if config.activation_bytes:  # what the caller says goes before what the planner estimates
+        means = replace(means, for_all=False, activation_bytes=config.activation_bytes)
     # Layers of a model that is built on drives are left whole.
     if config.tiling is Tiling.AUTO and not means.budget.nvme:
         room = means.room_for_layers(training)
@@ -79,18 +91,22 @@ def plan_first(
         training = training if tiled is None else replace(training, model=tiled.model)
     planned = _planned(asked, training, means, machine)
     at = config.activations.at
-    leave = at is not ActivationsAt.DEVICE
-    if leave and planned.fits is False:
+    if at is not ActivationsAt.DEVICE:
+        if planned.fits:
+            # What is moved takes memory that this plan has given away: the engine plans anew.
+            return replace(planned, settings={})
         words = (
             "None before the model is loaded: there is no room for all activations where modules "
             f'compute, and the planner does not know how much activations.at="{at.value}" lets '
             "leave"
         )
         return PlannedTraining(fits=None, sections=[("Plan", [("", words)])])
-    if leave or "activation_bytes" in engine:
-        # What the caller says of activations goes before what the planner estimates.
-        kept = {key: value for key, value in planned.settings.items() if key != "activation_bytes"}
-        return replace(planned, settings=kept)
+    left = planned.settings.get("activation_bytes")
+    if isinstance(left, int) and (budget.device if uses_gpu else budget.host) is None:
+        # The engine, which begins later, finds less free.
+        whole = means.budget.device if uses_gpu else means.budget.host
+        kept = max(left - whole // _LESS_FREE, 0)
+        return replace(planned, settings={**planned.settings, "activation_bytes": kept})
     return planned
 
 
@@ -167,6 +183,8 @@ def _rated(engine: Mapping[str, Any], drives: int) -> str | None:
     if not endurance or not drives:
         return None
     if isinstance(endurance, Mapping):
+        if len(endurance) < drives:
+            return None
         return f"{sum(map(parse_bytes, endurance.values()))} B"
     return f"{drives * parse_bytes(endurance)} B"
 
