@@ -772,8 +772,7 @@ class _SumMemory:
 
     A plan has room for the sums of `accumulation_steps` gradients, none for a single one, where the
     budget's rest comes first. A parameter may get more: from several losses, from a graph that is
-    differentiated twice, from a block that is checkpointed in several places, or where ranks that
-    reduce once a step have to reduce before.
+    differentiated twice, or from a block that is checkpointed in several places.
     """
 
     def __init__(self, pool: PinnedPool, unplanned: Reservation, *, planned: bool) -> None:
@@ -891,9 +890,8 @@ def _too_many(error: CapacityError) -> CapacityError:
         "give no parameter more gradients in a step than accumulation_steps says. For several "
         "losses of one batch, call engine.backward(first + second). A parameter in several "
         "segments of reentrant checkpointing gets one gradient from each segment: use "
-        "use_reentrant=False, or a budget in which the sums fit in memory. With "
-        'ranks.stage="optimizer", call clip_grad_norm_() only after the last micro-batch. Then '
-        "call zero_grad() and go on",
+        "use_reentrant=False, or a budget in which the sums fit in memory. Then call zero_grad() "
+        "and go on",
     )
 
 

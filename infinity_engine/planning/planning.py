@@ -135,15 +135,14 @@ def check_and_plan(
         trained, frozen = cut.trained, cut.frozen
     replanner = None
     sizing = sizing_of(model, trained, frozen, rules, config, unified=accelerator.unified)
-    asked = wish_of(config, policy)
     sharding = None
     if cut is not None:
         sharding = Sharding.of(model, cut, config.accumulation_steps, unified=accelerator.unified)
-        sizing, asked = sharding.sized(sizing), sharding.wish(asked)
+        sizing = sharding.sized(sizing)
     budget = _budget(config, accelerator, built, ranks, (*trained, *frozen))
     endurance = _endurance(config, budget)
     queue = _queue(config, budget, queue, resources)
-    sums_bytes = _sums_bytes(config, sizing, asked.accumulation_steps)
+    sums_bytes = _sums_bytes(config, sizing)
     io_bytes = SwapFile.host_bytes(budget.nvme, queue) + sums_bytes if queue is not None else 0
     update_threads = config.update_threads or (
         len(os.sched_getaffinity(0)) if ranks is None else ranks.cores.threads
@@ -152,9 +151,10 @@ def check_and_plan(
         ranks.tell_of_shared_cores()
     saved = saved_on_host(config.activations, accelerator, budget.host)
     planned_budget = replace(budget, host=max(budget.host - saved, 0))
-    room = planned_budget
+    room, asked = planned_budget, wish_of(config, policy)
     if sharding is not None:
         room = sharding.left_of(planned_budget, unified=accelerator.unified)
+        asked = sharding.wish(asked)
     rated = partial(
         with_rates,
         config if ranks is None else replace(config, update_threads=update_threads),
@@ -266,9 +266,9 @@ def _queue(
     return queue or resources.enter_context(IOQueue(config.storage.backend.value))
 
 
-def _sums_bytes(config: EngineConfig, sizing: Sizing, micro_batches: int) -> int:
-    """Return what the checksums of all that could rest on drives take of the host at most, with the
-    gradients of so many micro-batches; 0 where there are none.
+def _sums_bytes(config: EngineConfig, sizing: Sizing) -> int:
+    """Return what the checksums of all that could rest on drives take of the host at most; 0 where
+    there are none.
     """
     if config.storage.checksum is not Checksum.CRC32C:
         return 0
@@ -281,7 +281,7 @@ def _sums_bytes(config: EngineConfig, sizing: Sizing, micro_batches: int) -> int
         states = 4 * (1 + len(sizing.state_names)) * subgroup.numel
         gradients = sizing.wire(subgroup) * subgroup.numel
         blocks += versions * (states // CHECKSUM_BYTES + 1)
-        blocks += micro_batches * (gradients // CHECKSUM_BYTES + len(subgroup.segments))
+        blocks += config.accumulation_steps * (gradients // CHECKSUM_BYTES + len(subgroup.segments))
     return 4 * blocks
 
 

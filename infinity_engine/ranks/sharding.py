@@ -186,11 +186,7 @@ class Sharding:
 
     def wish(self, wish: Wish) -> Wish:
         """Return the wish for shards: where wholes stay on the device, shards do as well."""
-        if self.by_module:
-            return wish
-        # What is added up before it is reduced comes to the shards once a step.
-        steps = 1 if self.adds_up else wish.accumulation_steps
-        return replace(wish, tiers=(Tier.DEVICE,), accumulation_steps=steps)
+        return wish if self.by_module else replace(wish, tiers=(Tier.DEVICE,))
 
     def left_of(self, budget: ResolvedBudget, *, unified: bool) -> ResolvedBudget:
         """Return the budget without the least that whole parameters and collectives need.
@@ -225,8 +221,7 @@ class Sharding:
 
     def sized(self, sizing: Sizing) -> Sizing:
         """Return the shards' sizes. What modules need at one time is the same on all ranks."""
-        sums = sizing.sums and not self.adds_up
-        return replace(sizing, deepest=self.deepest_shards, sums=sums)
+        return replace(sizing, deepest=self.deepest_shards)
 
     def whole(
         self,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,27 +233,6 @@ def test_sums_of_several_micro_batches_that_are_kept_whole_count() -> None:
         every = 40 * 64 * 64 * 4
         assert found["room"] >= every
         assert [each >= every for each in found["held"]] == [True, False, True, False]
-
-
-def test_gradients_that_are_added_up_before_they_are_reduced_need_room_once(tmp_path: Path) -> None:
-    on_host = {"strategy": "host_only", "budget": {"host": 64 << 10, "device": "32MiB"}}
-    drives = {"host": 4 << 20, "nvme": {str(tmp_path): "2MiB"}}
-    on_drives = {**ONE_BY_ONE, "strategy": "nvme_streamed", "budget": drives}
-    together = {**CLIPPED, "ranks": {"stage": "optimizer"}}
-    runs = {
-        "host": Run(emulated=True, settings={**on_host, **together}),
-        "drives": Run(settings={**on_drives, **together}),
-    }
-    several = {name: replace(run, accumulation=3) for name, run in runs.items()}
-
-    [roomy, *_] = launched(2, programs.train_all, {"roomy": Run(accumulation=3, settings=together)})
-    [once, *_] = launched(2, programs.train_in_the_least, runs)
-
-    for found in launched(2, programs.train_in_the_least, several):
-        for name in runs:
-            assert found[name]["host"] == once[name]["host"]
-            assert found[name]["within"]
-            assert differing(found[name]["states"], roomy["roomy"]["states"]) == []
 
 
 @pytest.mark.parametrize("name", ["routed", "routed, little room"])

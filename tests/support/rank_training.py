@@ -73,7 +73,6 @@ __all__ = [
     "steps_with",
     "train",
     "train_all",
-    "train_in_the_least",
     "wants_another_mesh",
     "where",
 ]
@@ -267,36 +266,6 @@ def train_all(runs: Mapping[str, Run]) -> dict[str, dict[str, Any]]:
         return {name: train(run) for name, run in runs.items()}
     finally:
         dist.destroy_process_group()
-
-
-def train_in_the_least(runs: Mapping[str, Run]) -> dict[str, dict[str, Any]]:
-    """Train each in as much of the host as it is refused for having less than; return what came of
-    it, and how many bytes that is.
-    """
-    dist.init_process_group("gloo")
-    try:
-        found = {}
-        for name, run in runs.items():
-            missing = [0] * where()[1]
-            dist.all_gather_object(missing, _missing(run))
-            # Ranks have equal parts of it.
-            least = run.settings["budget"]["host"] + len(missing) * max(missing)
-            budget = {**run.settings["budget"], "host": least}
-            trained = train(replace(run, settings={**run.settings, "budget": budget}))
-            found[name] = {**trained, "host": least}
-        return found
-    finally:
-        dist.destroy_process_group()
-
-
-def _missing(run: Run) -> int:
-    """Return the bytes of the host that each rank lacks."""
-    with ExitStack() as around:
-        try:
-            engine_of(run, *made(run), around)
-        except CapacityError as error:
-            return error.asked - error.limit
-    raise AssertionError("it was not refused")
 
 
 # --- what else there is to an engine --------------------------------------------------------------
