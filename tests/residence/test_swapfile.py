@@ -239,7 +239,7 @@ def test_spare_bytes_are_for_spare_places_and_go_back_where_a_drive_is_full(
         assert swap.spare_place(place, holder="aside") is None
 
         for _ in range(2):
-            swap.have_spare(6 * PAGE, leave=0)  # in the ratio of what each directory had
+            swap.have_spare(6 * PAGE, leave=0)  # by the drives' rates
             assert held_of(books) == {first: 5 * PAGE, second: 9 * PAGE}
             assert swap.free_bytes == PAGE
         aside = swap.spare_place(place, holder="aside")
@@ -341,6 +341,18 @@ def test_a_swap_file_grows_by_the_speed_of_drives_that_have_room(tmp_path: Path)
         assert (refused.value.asked, refused.value.free) == (53 * PAGE, 52 * PAGE)
         swap.grow_by(52 * PAGE)
         assert held_of(books) == {first: 100 * PAGE, second: 100 * PAGE}
+
+
+def test_a_drive_at_its_limit_leaves_its_part_of_the_spare_bytes_to_others(tmp_path: Path) -> None:
+    drives = [tmp_path / name for name in "ab"]
+    for drive in drives:
+        drive.mkdir()
+    first, second = map(str, drives)
+    books = ledger(*drives)
+    sizes = {first: 98 * PAGE, second: 3 * PAGE}
+    with SwapFile(sizes, books, rates={first: 3, second: 1}) as swap:
+        swap.have_spare(6 * PAGE, leave=0)
+        assert held_of(books) == {first: 100 * PAGE, second: 7 * PAGE}
 
 
 def test_bytes_that_are_not_spare_stay_where_places_aside_lie_in_them(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.placement.training import Means
 from infinity_engine.plan import ResolvedBudget
 from infinity_engine.training.settings import TrainingSettings
+from support.calibrations import calibration
 from support.families import transformers
 from support.nvme_training import RATES
 from support.tiny_directory import LINES, TEXT, json_lines, tiny_directory
@@ -311,12 +313,40 @@ def test_drives_with_endurances_of_their_own_are_rated_together() -> None:
     settings = TrainingSettings(
         model=Path("model"), data=(Path("text"),), run=Path("run"), sequence=16
     )
-    engine = {
+    engine: dict[str, dict[str, Any]] = {
         "budget": {"nvme": {"a": "1GiB", "b": "1GiB"}},
         "storage": {"endurance": {"a": "2TB", "b": 3 * 10**12}},
     }
 
     assert _question(settings, engine, uses_gpu=False).tbw == f"{5 * 10**12} B"
+    engine["storage"]["endurance"].pop("b")
+    assert _question(settings, engine, uses_gpu=False).tbw is None
+
+
+def test_a_directory_that_was_not_measured_is_left_to_the_engine(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = TrainingSettings(model=model, data=(Path("text"),), run=Path("run"), sequence=16)
+    monkeypatch.setattr(
+        "infinity_engine.calibration.kept_calibration", lambda _: calibration().with_drives({})
+    )
+
+    budget = {"host": "64MiB", "nvme": {str(tmp_path): "64MiB"}}
+    planned = plan_first(settings, {"budget": budget}, uses_gpu=False)
+
+    assert (planned.fits, planned.settings) == (None, {})
+    assert f"infinity calibrate {tmp_path}" in str(planned.sections)
+
+
+def test_a_plan_for_all_that_is_free_leaves_some_to_what_begins_until_then(model: Path) -> None:
+    settings = TrainingSettings(model=model, data=(Path("text"),), run=Path("run"), sequence=16)
+    stated = plan_first(settings, {"budget": {"host": "64MiB"}}, uses_gpu=False)
+    free = plan_first(settings, {}, uses_gpu=False)
+
+    assert stated.fits
+    assert free.fits
+    assert stated.settings["activation_bytes"] != 0
+    assert free.settings["activation_bytes"] == 0  # of a small model
 
 
 def test_blocks_that_the_engine_runs_again_are_planned_so() -> None:

@@ -296,6 +296,13 @@ def test_directories_of_here_choose_among_those_of_a_calibration_file(
     assert both["memory"]["nvme"]["held_bytes"] > 0
     assert both["step_s"] == one["step_s"]
 
+    named = drive("one")
+    named = replace(named, drive={**named.drive, "directory": "/mnt/a"})
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(calibration().with_drives({"a": named}).to_mapping()))
+    out = infinity("plan", *SMALL, "--here", "/mnt/a", *small, "--rates", str(other))[1]
+    assert json.loads(out)["step_s"] == one["step_s"]
+
 
 def test_a_directory_that_a_calibration_file_lacks_is_refused(
     infinity: Any, this_machine: Any, tmp_path: Path

@@ -557,8 +557,11 @@ def test_rates_of_a_busy_machine_count_as_given_by_hand(
     if of_drive:
         busy = calibration().with_drives({"/mnt/a": replace(drive(), others_share=0.3)})
     asked = ("--model", "gpt2", "--gpus", "0", "--ram", "16GiB", "--rates")
-    _, out, _ = plan(*asked, measured_file(tmp_path, busy), "--json")
+    asked += (measured_file(tmp_path, busy), "--json")
+    _, out, _ = plan(*asked, *(("--nvme", "100GB") if of_drive else ()))
 
+    if of_drive:  # which a plan without drives does not use
+        assert json.loads(plan(*asked)[1])["advice"]["rates_are"] == "measured"
     answer = json.loads(out)
     assert answer["advice"]["rates_are"] == "given"
     assert any("other processes used 30% of the processors" in note for note in answer["notes"])

@@ -13,7 +13,7 @@ from infinity_engine.placement.training import Means, Training, beside_inputs
 from infinity_engine.plan import DriveRates, Rates, ResolvedBudget
 from infinity_engine.sim.planner import Planner
 from infinity_engine.sim.presets import preset
-from infinity_engine.sim.remedies import Needs, Remedy, explain_refusal
+from infinity_engine.sim.remedies import Needs, Remedy, _smaller_batches, explain_refusal
 from infinity_engine.units import GB, GiB
 from support.plannings import random_case, training_of
 
@@ -179,6 +179,18 @@ def test_tiles_are_offered_where_one_layer_is_too_large() -> None:
     assert change.startswith("model.embed_tokens and lm_head in ")
     assert is_planned(replace(training, model=tiled.model), means)
     assert not is_planned(training, means)
+
+
+def test_batches_just_below_the_one_that_is_asked_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = replace(training_of(preset("gpt2")), batch=10, accumulation_steps=8)
+    monkeypatch.setattr(Planner, "fits", lambda planner: planner.training.batch <= 9)
+
+    [(words, found)] = _smaller_batches(Planner(training, random_case(0)[1]))
+
+    assert words.startswith("9 micro-batches of 9 in a step")
+    assert (found.batch, found.accumulation_steps) == (9, 9)
 
 
 def test_a_smaller_batch_is_found_where_drives_refuse_a_batch_of_one() -> None:
