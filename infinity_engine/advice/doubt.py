@@ -46,8 +46,8 @@ class _DoubtPart(NamedTuple):
     fastest: float
 
 
-# The farthest that the median of three trainings was off a plan with a calibration, of twelve on
-# two machines; single ones were up to 24% off (docs/benchmarks, plan-vs-measured).
+# Chosen: of twelve trainings on two machines, medians of three were up to 12.6% off a plan with a
+# calibration, and single ones up to 24% (docs/benchmarks, plan-vs-measured).
 _OF_MEASURED = 0.16
 _OF_GIVEN = 0.25  # assumed: these numbers were measured too, but not as this engine works
 # 8 billion parameters a second were measured where the peak of the memory allows 19 (Deep Optimizer

@@ -360,7 +360,8 @@ def _smaller_batches(planner: Planner) -> Iterator[tuple[str, Training]]:
     while sizes[-1] > 1:
         sizes.append(-(-sequences // steps))
         steps = -(-4 * steps // 3)
-    most = next(filter(fits, [size for size in dict.fromkeys(sizes) if size < training.batch]), None)
+    smaller_ones = sorted({*sizes} - {training.batch}, reverse=True)
+    most = next(filter(fits, smaller_ones), None)
     if most is not None:
         whole = max(batch for batch in range(1, most + 1) if sequences % batch == 0)
         found = smaller(whole if 2 * whole >= most and fits(whole) else most)

@@ -33,7 +33,7 @@ from infinity_engine.storage.checksums import BlockSums
 from infinity_engine.storage.shares import shares_by_rate
 from infinity_engine.storage.spare import SpareBytes
 from infinity_engine.storage.transfer import IOHop
-from infinity_engine.units import align_down, align_up
+from infinity_engine.units import align_down
 
 __all__ = ["Place", "SwapFile", "Traffic"]
 

@@ -348,7 +348,7 @@ def test_a_drive_at_its_limit_leaves_its_part_of_the_spare_bytes_to_others(tmp_p
     for drive in drives:
         drive.mkdir()
     first, second = map(str, drives)
-    books = ledger(*drives)
+    books = ledger(*drives, limit=100 * PAGE)
     sizes = {first: 98 * PAGE, second: 3 * PAGE}
     with SwapFile(sizes, books, rates={first: 3, second: 1}) as swap:
         swap.have_spare(6 * PAGE, leave=0)

@@ -556,8 +556,8 @@ def test_rates_of_a_busy_machine_count_as_given_by_hand(
     busy = replace(calibration(), others_share=0.3)
     if of_drive:
         busy = calibration().with_drives({"/mnt/a": replace(drive(), others_share=0.3)})
-    asked = ("--model", "gpt2", "--gpus", "0", "--ram", "16GiB", "--rates")
-    asked += (measured_file(tmp_path, busy), "--json")
+    there = ("--gpus", "0", "--ram", "16GiB", "--rates", measured_file(tmp_path, busy))
+    asked = ("--model", "gpt2", *there, "--json")
     _, out, _ = plan(*asked, *(("--nvme", "100GB") if of_drive else ()))
 
     if of_drive:  # which a plan without drives does not use

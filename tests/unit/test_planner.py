@@ -260,11 +260,12 @@ def test_a_share_that_rates_do_not_settle_on_leaves_what_was_found(
             raise ConfigError(field="strategy", value=choice.strategy.name, expected="a share")
         return candidate(planner, choice, **limits)
 
-    training, there = training_of(SMALL), means(1.5, 100)
-    found = decide(training, there).best
+    training, there = random_case(3)
     monkeypatch.setattr(Planner, "candidate", without_a_best_part)
 
-    assert decide(training, there).best.timeline.ns <= 1.01 * found.timeline.ns
+    # A question of its own: equal ones are searched once.
+    found = decide(replace(training, small_bytes=training.small_bytes + 1), there).best
+    assert isinstance(found.choice.strategy, Interleaved)
     assert asked
 
 

@@ -90,6 +90,15 @@ def plan_first(
         tiled = tiled_by_room(model, width=training.width, room=room)
         training = training if tiled is None else replace(training, model=tiled.model)
     planned = _planned(asked, training, means, machine)
+    stated = budget.device if uses_gpu else budget.host
+    whole = means.budget.device if uses_gpu else means.budget.host
+    return _for_engine(planned, config, less_free=0 if stated is not None else whole // _LESS_FREE)
+
+
+def _for_engine(
+    planned: PlannedTraining, config: EngineConfig, *, less_free: int
+) -> PlannedTraining:
+    """Return the plan with the settings that hold as well where so many bytes less are free."""
     at = config.activations.at
     if at is not ActivationsAt.DEVICE:
         if planned.fits:
@@ -102,12 +111,10 @@ def plan_first(
         )
         return PlannedTraining(fits=None, sections=[("Plan", [("", words)])])
     left = planned.settings.get("activation_bytes")
-    if isinstance(left, int) and (budget.device if uses_gpu else budget.host) is None:
-        # The engine, which begins later, finds less free.
-        whole = means.budget.device if uses_gpu else means.budget.host
-        kept = max(left - whole // _LESS_FREE, 0)
-        return replace(planned, settings={**planned.settings, "activation_bytes": kept})
-    return planned
+    if not isinstance(left, int):
+        return planned
+    kept = max(left - less_free, 0)
+    return replace(planned, settings={**planned.settings, "activation_bytes": kept})
 
 
 def _planned(
