@@ -50,6 +50,15 @@ def ledger(*directories: Path, limit: int = 1 << 20) -> Ledger:
     )
 
 
+def two_drives(place: Path) -> tuple[Ledger, str, str]:
+    """Make two directories there, of 100 pages each."""
+    drives = [place / name for name in "ab"]
+    for drive in drives:
+        drive.mkdir()
+    first, second = map(str, drives)
+    return ledger(*drives, limit=100 * PAGE), first, second
+
+
 def other_process(directory: Path) -> subprocess.Popen[str]:
     """Start a process that has a swap file there until it is told to end, or killed."""
     pipe = subprocess.PIPE
@@ -326,11 +335,7 @@ def test_spare_bytes_leave_a_swap_file_that_grows_in_steps_as_much_as_it_has(
 
 
 def test_a_swap_file_grows_by_the_speed_of_drives_that_have_room(tmp_path: Path) -> None:
-    drives = [tmp_path / name for name in "ab"]
-    for drive in drives:
-        drive.mkdir()
-    first, second = map(str, drives)
-    books = ledger(*drives, limit=100 * PAGE)
+    books, first, second = two_drives(tmp_path)
     with SwapFile({first: 4 * PAGE, second: 4 * PAGE}, books, rates={first: 1, second: 3}) as swap:
         swap.grow_by(40 * PAGE)
         assert held_of(books) == {first: 14 * PAGE, second: 34 * PAGE}
@@ -344,11 +349,7 @@ def test_a_swap_file_grows_by_the_speed_of_drives_that_have_room(tmp_path: Path)
 
 
 def test_a_drive_at_its_limit_leaves_its_part_of_the_spare_bytes_to_others(tmp_path: Path) -> None:
-    drives = [tmp_path / name for name in "ab"]
-    for drive in drives:
-        drive.mkdir()
-    first, second = map(str, drives)
-    books = ledger(*drives, limit=100 * PAGE)
+    books, first, second = two_drives(tmp_path)
     sizes = {first: 98 * PAGE, second: 3 * PAGE}
     with SwapFile(sizes, books, rates={first: 3, second: 1}) as swap:
         swap.have_spare(6 * PAGE, leave=0)
