@@ -245,14 +245,14 @@ class Means:
         """Return in which lanes ops of others run: in one memory, the host makes all updates."""
         return MappingProxyType({Lane.DEVICE: Lane.HOST} if self.unified else {})
 
-    def undisturbed(self) -> Rates:
-        """Return the rates that no update exceeds, however little its parts work at the same
-        time.
+    def undisturbed(self, reads: int, writes: int) -> Rates:
+        """Return the rates that no update exceeds in which drives do so much of both, however
+        little its parts work at the same time.
         """
-        beside = self.rates.both_at_once()
+        beside = self.rates.both_at_once(reads, writes)
         if self.alone is None:
             return beside
-        alone = self.alone.both_at_once()
+        alone = self.alone.both_at_once(reads, writes)
 
         def fastest(name: str, one: object, other: object) -> float | None:
             found: tuple[float | None, float | None] = getattr(one, name), getattr(other, name)

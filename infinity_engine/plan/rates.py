@@ -37,17 +37,24 @@ class DriveRates:
             **{name: _part(getattr(self, name), users) for name in _names(DriveRates)}
         )
 
-    def both_at_once(self) -> DriveRates:
-        """Return what reads and writes each get while the drive does as much of both.
+    def both_at_once(self, reads: float = 1, writes: float = 1) -> DriveRates:
+        """Return what reads and writes get on average while the drive is to do so much of both.
 
-        That is half of the mixed rate. Where it was not measured, reads and writes take turns.
+        Together they each get half of the mixed rate; where it was not measured, they take turns.
+        What is left when one of them has ended gets the drive alone.
         """
         read, write, mixed = self.read_bytes_per_s, self.write_bytes_per_s, self.mixed_bytes_per_s
         if read is None or write is None:
             return self
         # Taking turns, reads and writes get equal bytes, so their times add up.
         half = 1 / (1 / read + 1 / write) if mixed is None else mixed / 2
-        return replace(self, read_bytes_per_s=min(read, half), write_bytes_per_s=min(write, half))
+        reading, writing = min(read, half), min(write, half)
+        reading_s, writing_s = reads / reading, writes / writing
+        if reading_s > writing_s:
+            reading = reads / (writing_s + (reads - reading * writing_s) / read)
+        elif writing_s > reading_s:
+            writing = writes / (reading_s + (writes - writing * reading_s) / write)
+        return replace(self, read_bytes_per_s=reading, write_bytes_per_s=writing)
 
     def seconds(self, read_bytes: int, written_bytes: int) -> float | None:
         """Return what so many bytes take, both at once if that was measured; None: unknown."""
@@ -108,15 +115,15 @@ class Rates:
             },
         )
 
-    def both_at_once(self) -> Rates:
+    def both_at_once(self, reads: float = 1, writes: float = 1) -> Rates:
         """Return the rates while both directions of the links, and of the drives, are in use, as
-        in an update.
+        in an update, in which drives do so much of both.
         """
         return replace(
             self,
             h2d_bytes_per_s=self.duplex_h2d_bytes_per_s or self.h2d_bytes_per_s,
             d2h_bytes_per_s=self.duplex_d2h_bytes_per_s or self.d2h_bytes_per_s,
-            nvme={name: drive.both_at_once() for name, drive in self.nvme.items()},
+            nvme={name: drive.both_at_once(reads, writes) for name, drive in self.nvme.items()},
         )
 
     @classmethod

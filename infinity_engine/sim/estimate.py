@@ -112,15 +112,21 @@ class Pace:
     """While an update goes both ways."""
     passing: Mapping[Lane, _LaneTime]
     """In a forward or a backward."""
+    one_way: Mapping[Lane, float]
+    """What drives take for a byte that they only read, or write, as a part of `update`'s."""
     computing: _Computing
 
     @classmethod
     def of(cls, training: Training, means: Means) -> Pace:
         """Return that of a training with certain means."""
         free = means.free_lanes()
+        update = _lane_times(LaneClocks(means.rates.both_at_once(), free=free))
+        one_way = LaneClocks(means.rates, free=free)
+        drives = Lane.NVME_READ, Lane.NVME_WRITE
         return cls(
-            _lane_times(LaneClocks(means.rates.both_at_once(), free=free)),
+            update,
             _lane_times(LaneClocks(means.alone or means.rates, free=free)),
+            {lane: _lane_time(one_way, lane).each_ns / update[lane].each_ns for lane in drives},
             _Computing.of(training, means),
         )
 
@@ -409,6 +415,9 @@ class StepEstimate:
         for lane, (amount, moved) in work.items():
             each_ns, start_ns = pace[lane]
             lanes[lane] = each_ns * amount + start_ns + start_ns * moved / largest
+        longer = max(self._pace.one_way, key=lanes.__getitem__)
+        both_ns = min(lanes[lane] for lane in self._pace.one_way)
+        lanes[longer] = both_ns + self._pace.one_way[longer] * (lanes[longer] - both_ns)
         crossing_ns = self._crossing_ns(lanes, fetched) if visiting else 0.0
         updating = self._pipelined(lanes, spill, crossing_ns, parts)
         computing = self._pace.computing

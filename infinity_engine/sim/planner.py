@@ -125,7 +125,11 @@ class Planner(Evaluator):
         steps = best.plan.steps
         numel = sum(subgroup.numel for subgroup in steps.subgroups)
         states = 4 * (1 + len(best.sizing.state_names))
-        rates, means = replace(self.means.undisturbed(), dram_bytes_per_s=None), self.means
+        means, drives = self.means, {Lane.NVME_READ: 0, Lane.NVME_WRITE: 0}
+        for op in steps.ops:
+            if op.lane in drives:
+                drives[op.lane] += op.amount
+        rates = replace(means.undisturbed(*drives.values()), dram_bytes_per_s=None)
         instead = means.lanes_instead()
         busy = simulate(steps, rates, free=means.free_lanes(), instead=instead).busy_ns
         if means.unified:

@@ -327,14 +327,15 @@ class _Disturbance:
         """Return the rates of an update, and how long modules compute beside it where the host
         `computes` meanwhile.
         """
-        means = self._means
-        beside = self._summing(means.rates.both_at_once())
+        means, of_update = self._means, self._work.amounts
+        both = of_update.get(Lane.NVME_READ, 0), of_update.get(Lane.NVME_WRITE, 0)
+        beside = self._summing(means.rates.both_at_once(*both))
         if means.alone is None:
             return beside, self.alone
-        alone = self._summing(means.alone.both_at_once())
+        alone = self._summing(means.alone.both_at_once(*both))
         free, instead = means.free_lanes(), means.lanes_instead()
         amounts: dict[Lane, int] = {}
-        for own, amount in self._work.amounts.items():
+        for own, amount in of_update.items():
             lane = instead.get(own, own)
             if lane not in free and lane is not Lane.DEVICE:
                 amounts[lane] = amounts.get(lane, 0) + amount

@@ -93,7 +93,10 @@ class Bounds:
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         training, means = planner.training, planner.means
-        self._clocks = LaneClocks(means.undisturbed(), free=means.free_lanes())
+        # A drive's lane may have it alone for a part of the time, however much the other one does.
+        reads, writes = (means.undisturbed(*both) for both in ((1, 0), (0, 1)))
+        self._clocks = LaneClocks(reads, free=means.free_lanes())
+        self._write_clocks = LaneClocks(writes)
         self._sizings: dict[int, Sizing] = {}
         self._homes: dict[tuple[int, Strategy], tuple[int, int, int]] = {}
         self._compute = Lane.HOST if means.unified else Lane.DEVICE
@@ -156,7 +159,8 @@ class Bounds:
         )
 
     def _ns(self, lane: Lane, amount: float) -> float:
-        return self._clocks.duration_ns(lane, int(amount)) if amount else 0.0
+        clocks = self._write_clocks if lane is Lane.NVME_WRITE else self._clocks
+        return clocks.duration_ns(lane, int(amount)) if amount else 0.0
 
     def _sizing(self, numel: int) -> Sizing:
         if numel not in self._sizings:

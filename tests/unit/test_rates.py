@@ -196,6 +196,39 @@ def test_a_drive_takes_the_time_of_what_it_reads_and_writes_at_once_and_of_the_r
     assert drive.seconds(0, 0) == 0
 
 
+@given(
+    read=st.floats(1e6, 1e10),
+    write=st.floats(1e6, 1e10),
+    part=st.floats(0.1, 1.0) | st.none(),
+    reads=st.integers(0, 10**12),
+    writes=st.integers(0, 10**12),
+)
+def test_reads_and_writes_at_once_end_when_the_drive_has_moved_both(
+    read: float, write: float, part: float | None, reads: int, writes: int
+) -> None:
+    """`part`: what the drive keeps of twice its slower rate while it does both."""
+    mixed = None if part is None else part * 2 * min(read, write)
+    drive = DriveRates(read_bytes_per_s=read, write_bytes_per_s=write, mixed_bytes_per_s=mixed)
+
+    both = drive.both_at_once(reads, writes)
+
+    assert both.read_bytes_per_s is not None
+    assert both.write_bytes_per_s is not None
+    longer = max(reads / both.read_bytes_per_s, writes / both.write_bytes_per_s)
+    assert longer == pytest.approx(drive.seconds(reads, writes))
+
+
+def test_what_is_left_of_writes_has_the_drive_alone() -> None:
+    drive = DriveRates(read_bytes_per_s=6e9, write_bytes_per_s=4e9, mixed_bytes_per_s=4e9)
+
+    more_writes = drive.both_at_once(10 * 10**9, 14 * 10**9)
+    assert more_writes.read_bytes_per_s == 2e9
+    assert more_writes.write_bytes_per_s == pytest.approx(14e9 / (5 + 1))
+    assert drive.both_at_once(0, 10**9).write_bytes_per_s == pytest.approx(4e9)
+    assert drive.both_at_once(10**9, 0).read_bytes_per_s == pytest.approx(6e9)
+    assert drive.both_at_once(0, 0) == drive.both_at_once()
+
+
 def test_where_the_rate_of_both_at_once_is_not_known_they_take_their_times_one_after_the_other() -> (
     None
 ):
