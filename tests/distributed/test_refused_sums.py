@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from support.ranks import launched
 # Where gradients are, the stage, and the micro-batches of a step.
 ON_HOST = ("host", "parameters", 1)
 ON_DRIVES = ("drives", "parameters", 2)
+SUMMED_FIRST = ("device", "optimizer", 2)
 
 # Where gradients rest on drives, no rank has room: the first one is named.
 NAMED = {"host": 1, "device": 1, "drives": 0}
@@ -61,3 +63,18 @@ def test_all_ranks_refuse_gradients_that_one_has_no_room_to_sum(
     for rank, plain in zip(ranks, expected, strict=True):
         assert f"gradient of a parameter on rank {NAMED[place]} was refused" in rank["step"]
         assert differing(rank["states"], plain) == []
+
+
+@pytest.mark.parametrize("where", [SUMMED_FIRST, ON_DRIVES])
+def test_a_clip_within_an_accumulation_takes_no_memory_beside_the_plan(
+    where: tuple[str, str, int], tmp_path: Path
+) -> None:
+    place, stage, _ = where
+    with_room, full = (
+        launched(2, partial(programs.clip_within, full=full), place, stage, tmp_path)
+        for full in (False, True)
+    )
+
+    for rank, plain in zip(full, with_room, strict=True):
+        assert rank["norms"] == plain["norms"]
+        assert differing(rank["states"], plain["states"]) == []

@@ -17,7 +17,7 @@ from support.determinism import deterministic_compute
 from support.rank_training import Run, batch_of, engine_of, made, states_of, where
 from support.small_models import Task
 
-__all__ = ["refuse_further", "refuse_sums", "train_with_room"]
+__all__ = ["clip_within", "refuse_further", "refuse_sums", "train_with_room"]
 
 
 def _run(place: str, stage: str, folder: Path, accumulation: int) -> Run:
@@ -128,3 +128,15 @@ def train_with_room(place: str, stage: str, folder: Path, planned: int) -> dict[
         for _ in range(2):
             _make_step(engine, task, planned)
         return states_of(engine, task)
+
+
+def clip_within(place: str, stage: str, folder: Path, *, full: bool) -> dict[str, Any]:
+    """Clip after each of two micro-batches; return the norms and the states."""
+    norms = []
+    with _opened(_run(place, stage, folder, 2), full=full) as (engine, task):
+        for step in range(2):
+            for micro_batch in range(2):
+                engine.backward(_loss(engine, task, 2 * step + micro_batch))
+                norms.append(engine.clip_grad_norm_(0.05))
+            engine.step()
+        return {"norms": norms, "states": states_of(engine, task)}
