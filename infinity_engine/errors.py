@@ -127,7 +127,7 @@ class CapacityError(InfinityError):
     took the rest, as (name, nbytes); `change` says what would make it fit; `directory` names the
     drive where there are several. `largest` is the largest free piece, where free bytes are in
     pieces. Where raising one of the budget's limits is enough, `budget` is its name, and the
-    message says to how much.
+    message says to how much. Where all ranks raise the error, `rank` is the one that has no room.
     """
 
     tier: str
@@ -139,6 +139,7 @@ class CapacityError(InfinityError):
     directory: str | None = None
     largest: int | None = None
     budget: str | None = None
+    rank: int | None = None
 
     def beside(self, holder: str, nbytes: int) -> CapacityError:
         """Return the error for the whole limit, where `limit` was what `holder` leaves of it."""
@@ -151,6 +152,8 @@ class CapacityError(InfinityError):
 
     def _message(self) -> str:
         where = self.tier if self.directory is None else f"{self.tier} ({self.directory})"
+        if self.rank is not None:
+            where += f" of rank {self.rank}"
         held = "".join(
             f"; {name} holds {_size(nbytes)}" for name, nbytes in self.holders[:_SHOWN_ITEMS]
         )

@@ -223,6 +223,7 @@ def _parts(
         early=early,
         staying=reserved.staying,
         sums=reserved.sums,
+        planned=config.accumulation_steps,
         # Block sums are made as gradients come only where each step needs a norm.
         sums_early=has_fp16 or config.max_grad_norm is not None,
     )
@@ -473,6 +474,7 @@ def _gradients(
     early: EarlyUpdates | NoEarlyUpdates,
     staying: Reservation,
     sums: Reservation,
+    planned: int,
     sums_early: bool,
 ) -> GradientKeeper:
     offload: GradientOffload | NoOffload = NoOffload()
@@ -487,8 +489,8 @@ def _gradients(
         offload,
         staying=staying,
         sums=sums,
+        planned=planned,
         sums_early=sums_early,
-        plans_sums=sizing.sums,
     )
 
 

@@ -249,7 +249,8 @@ class Engine:
         Raises:
             CapacityError: the device's budget has no room for what the backward allocates; or the
                 host's has none for the gradients of more micro-batches than `accumulation_steps`.
-                In the second case nothing has changed, and step() uses the gradients so far.
+                In the second case nothing has changed, and step() uses the gradients so far. All
+                ranks raise it where one has no room.
             RuntimeError: this step has gradients of backwards with the other `scale`, or its
                 updates have begun early. Nothing has changed.
         """
@@ -289,7 +290,7 @@ class Engine:
         # Also ends a deferred update, which still uses the gradients of its step.
         self._check_whole()
         self._begin()
-        self._window.begin_backward(averaged=averaged)
+        self._window.begin_backward(averaged=averaged, all_ranks=True)
         around.enter_context(self._parts.telemetry.timed("backward"))
         around.enter_context(self._window.backward())
         self._parts.activations.begin_backward()
@@ -304,6 +305,8 @@ class Engine:
         case.
 
         Raises:
+            CapacityError: a rank has no room to sum gradients that came outside of `backward`. All
+                ranks raise it; zero_grad() begins the step again.
             FloatingPointError: with fp16, the gradients are not finite at a loss scale of 1.
                 Nothing was updated.
             RuntimeError: no gradient has come since the last step; your code changed a parameter;
@@ -390,6 +393,9 @@ class Engine:
         """Clip the gradients to `max_norm` in the next step, unless dropped; return their norm.
 
         Use it instead of torch.nn.utils.clip_grad_norm_, which sees no gradients here.
+
+        Raises:
+            CapacityError: as in `step`.
         """
         self._check_whole()
         return self._window.clip(max_norm)

@@ -53,10 +53,12 @@ class GradientWindow:
         finally:
             self._in_backward = False
 
-    def begin_backward(self, *, averaged: bool) -> None:
+    def begin_backward(self, *, averaged: bool, all_ranks: bool) -> None:
         """Refuse gradients that this step cannot use, before any comes.
 
-        Begins the updates that storage.early_updates makes in the last backward.
+        Begins the updates that storage.early_updates makes in the last backward. `all_ranks`: all
+        ranks call this now, so they can refuse together. If not, several ranks refuse after they
+        have reduced.
         """
         parts, accumulation = self._parts, self.accumulation
         if accumulation.is_full:
@@ -68,7 +70,8 @@ class GradientWindow:
                     "then compute this loss again"
                 )
             # Refused before anything is computed: step() can still use what has come.
-            parts.gradients.check_room_for_more(accumulation.planned)
+            if all_ranks or parts.ranks.is_alone:
+                parts.ranks.check_room_for_more()
         accumulation.begin_backward(averaged=averaged)
         may_begin = parts.early.enabled and not parts.early.begun
         if accumulation.expects_last and may_begin and not self._modifying:
@@ -94,7 +97,8 @@ class GradientWindow:
             )
         # A plain loss.backward(): nothing was checked before it began.
         if not self._in_backward:
-            self.begin_backward(averaged=True)
+            # Another rank may get no gradient in this backward.
+            self.begin_backward(averaged=True, all_ranks=False)
             if parts.scale.dynamic:
                 raise RuntimeError(
                     "This gradient is of a loss that was not scaled, and in fp16 small values of "
@@ -102,7 +106,7 @@ class GradientWindow:
                 )
         parts.modules.check_asked(number)
         if self.nan_checks.is_suspect(gradient):
-            parts.gradients.note_refused(number)
+            parts.gradients.note_refused(parts.trained[number].name)
             raise RuntimeError(
                 f"The gradient of {parts.trained[number].name} is NaN. If it is finite in plain "
                 "PyTorch, a torch.autograd.Function in your model keeps a parameter where the "

@@ -27,6 +27,7 @@ from deepnvme.sizes import PAGE
 from infinity_engine.accel import Event
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.gradients.offloading import GradientOffload, NoOffload
+from infinity_engine.kept_errors import kept
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Cargo, Wait
 from infinity_engine.memory import Lease, PinnedPool, Reservation
@@ -51,8 +52,9 @@ class GradientKeeper:
 
     `staying` counts gradients that stay on the device, and `sums` those sums on the host that no
     plan foresees. Both grow as far as the budget allows when more comes than was planned, and
-    shrink when it is dropped. With `sums_early`, block sums for the norm are computed while a
-    gradient is still in memory on its way to the drives.
+    shrink when it is dropped. `planned` is how many gradients of each parameter a step has. With
+    `sums_early`, block sums for the norm are computed while a gradient is still in memory on its
+    way to the drives.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class GradientKeeper:
         *,
         staying: Reservation,
         sums: Reservation,
-        plans_sums: bool = True,
+        planned: int,
         sums_early: bool = False,
     ) -> None:
         self._names = tuple(names)
@@ -73,12 +75,15 @@ class GradientKeeper:
         self._lanes = lanes
         self.room = staying.nbytes  # the bytes planned for gradients that stay on the device
         self._staying = staying
-        self._sum_memory = _SumMemory(lanes.host, sums, planned=plans_sums)
+        self._planned = planned
+        self._sum_memory = _SumMemory(lanes.host, sums, planned=planned > 1)
         self._offload = offload
         self._sums_early = sums_early
         # The plan says which pieces there are: another plan makes new slots in keep_in().
         self._slots: tuple[_Slots, ...] = ()
         self._refused_name: str | None = None  # its gradient was refused
+        self.refusal: CapacityError | None = None
+        """The first error that `deliver` has kept since `clear`."""
         self.keep_in(pieces)
 
     def keep_in(self, pieces: Sequence[Sequence[GradientPiece]]) -> None:
@@ -140,8 +145,31 @@ class GradientKeeper:
                 ) from None
             raise
 
-    def check_room_for_more(self, planned: int) -> None:
-        """Refuse another backward where the host has no room to sum more than `planned` gradients.
+    def deliver(self, parameter: int, gradient: torch.Tensor) -> None:
+        """Add a sum of all ranks' gradients; where there is no room for it, keep the `refusal`.
+
+        The reduces go on: other ranks take part in them.
+        """
+        try:
+            self.accumulate(parameter, gradient)
+        except CapacityError as error:
+            self.refusal = self.refusal or kept(error)
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether a further gradient of a parameter takes memory that no plan has room for.
+
+        Between reduces, the same on all ranks.
+        """
+        return any(slots.count == self._planned for slots in self._slots)
+
+    @property
+    def may_have_refused(self) -> bool:
+        """Whether such a gradient has come. Between reduces, the same on all ranks."""
+        return any(slots.count > self._planned for slots in self._slots)
+
+    def check_room_for_more(self) -> None:
+        """Refuse another backward where the host has no room to sum more gradients than planned.
 
         Raises:
             CapacityError: it has not. Nothing has changed.
@@ -151,16 +179,16 @@ class GradientKeeper:
         except CapacityError as error:
             raise _refused(
                 error,
-                f"accumulation_steps plans for {planned} in a step. This backward() would be one "
-                "more, and its gradients are added up in host memory. Nothing was lost: call "
+                f"accumulation_steps plans for {self._planned} in a step. This backward() would be "
+                "one more, and its gradients are added up in host memory. Nothing was lost: call "
                 "step(), which uses what has come, then compute this loss again. If a step has "
                 "more backwards, raise accumulation_steps to their number, or add up the losses of "
                 "one batch",
             ) from None
 
-    def note_refused(self, parameter: int) -> None:
+    def note_refused(self, name: str) -> None:
         """Refuse every step until `clear`: a backward refused a gradient of this parameter."""
-        self._refused_name = self._names[parameter]
+        self._refused_name = name
 
     def values(self, parameter: int, piece: int) -> Values | None:
         """Return a piece of a gradient in the memory where its update runs.
@@ -252,7 +280,7 @@ class GradientKeeper:
 
     def clear(self) -> None:
         """Drop all gradients."""
-        self._refused_name = None
+        self._refused_name = self.refusal = None
         self._offload.drop()
         for slots in self._slots:
             slots.clear()

@@ -250,7 +250,7 @@ class Sharding:
             self.members,
             self.ranks,
             shards.lanes,
-            shards.gradients.accumulate,
+            shards.gradients.deliver,
             room=self.reduces,
             wires=[
                 resources.enter_context(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from infinity_engine.errors import CollectiveError
+from infinity_engine.errors import CapacityError, CollectiveError
 from infinity_engine.gradients.accumulation import Accumulation
 from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.kept_errors import again, kept
@@ -88,6 +89,10 @@ class OneRank(_Together):
 
     def on_wait(self, call: Callable[[], object]) -> None:
         """Do nothing: this rank waits for no other."""
+
+    def check_room_for_more(self) -> None:
+        """Refuse another backward where the keeper has no room to sum its gradients."""
+        self._gradients.check_room_for_more()
 
     def accumulate(self, number: int, gradient: torch.Tensor) -> None:
         """Give a gradient to the keeper."""
@@ -219,6 +224,27 @@ class ManyRanks(_Together):
         """Call `call` again and again while this rank waits for others."""
         self.ranks.on_wait(call)
 
+    def check_room_for_more(self) -> None:
+        """Refuse another backward where a rank has no room to sum its gradients.
+
+        All ranks call this.
+
+        Raises:
+            CapacityError: one has not. All ranks raise it, and nothing has changed.
+        """
+        # Gradients of a plain loss.backward() may be in flight: count them on all ranks.
+        self.finish(last=True)
+        if not self._gradients.may_refuse:
+            return
+        refusal = None
+        try:
+            self._gradients.check_room_for_more()
+        except CapacityError as error:
+            refusal = kept(error)
+        refusal = self._first_refusal("room for a further backward", refusal)
+        if refusal is not None:
+            raise again(refusal)
+
     def accumulate(self, number: int, gradient: torch.Tensor) -> None:
         """Give a whole gradient to the reducer."""
         self.reducer.accumulate(number, gradient)
@@ -227,6 +253,9 @@ class ManyRanks(_Together):
         """Reduce the gradients of a backward, or note that they wait for the `last` one.
 
         All ranks call this.
+
+        Raises:
+            CapacityError: a rank has no room for their sums. All ranks raise it.
         """
         # Before gradients are reduced: modules let go of what their backward held.
         self.modules.end_backward()
@@ -240,7 +269,11 @@ class ManyRanks(_Together):
         return self.reducer.adds_up and not last
 
     def finish(self, *, last: bool) -> None:
-        """Reduce gradients that came outside of `Engine.backward`, or that waited for this."""
+        """Reduce gradients that came outside of `Engine.backward`, or that waited for this.
+
+        Raises:
+            CapacityError: as `end_backward`.
+        """
         if (self.reducer.open or self._must_reduce) and not self.waits(last=last):
             self._reduce()
 
@@ -275,6 +308,26 @@ class ManyRanks(_Together):
         self._must_reduce = False
         self._norm = None
         self.reducer.finish()
+        self._check_refused()
+
+    def _check_refused(self) -> None:
+        """Raise, on all ranks, where one had no room for the sum of a gradient."""
+        refusal = self._gradients.refusal
+        # Nothing is exchanged for what the plans of all ranks have room for.
+        if self._gradients.may_have_refused:
+            refusal = self._first_refusal("room for the sums of gradients", refusal)
+            if refusal is not None:
+                # No rank may step with gradients that another one lacks.
+                self._gradients.note_refused(f"a parameter on rank {refusal.rank}")
+        if refusal is not None:
+            raise again(refusal)
+
+    def _first_refusal(self, what: str, own: CapacityError | None) -> CapacityError | None:
+        """Return what the first rank that has no room says, None where all have room."""
+        for rank, refusal in enumerate(self.tell(what, own and asdict(own))):
+            if refusal is not None:
+                return CapacityError(**{**refusal, "rank": rank})
+        return None
 
     def norm(self) -> GradientNorm:
         """Return the norm of the gradients of all ranks, which they exchange once a step."""

@@ -940,9 +940,10 @@ def _steps_with(
 
     Or with a second backward, before which the gradients of the first are dropped, or are not.
     """
-    task, optimizer = made(Run())
+    run = Run(accumulation=2)
+    task, optimizer = made(run)
     with ExitStack() as around:
-        engine = engine_of(Run(), task, optimizer, around)
+        engine = engine_of(run, task, optimizer, around)
         for step in range(2):
             engine.backward(engine(batch_of(task, step)))
             if step:
@@ -953,7 +954,7 @@ def _steps_with(
                 engine.backward(engine(batch_of(task, step)))
             if step and clip is not None:
                 engine.clip_grad_norm_(clip)
-            engine.step()
+            engine.step(update=True)
 
 
 def ends(rank: int, step: int, how: str, settings: Mapping[str, Any]) -> str:
