@@ -28,6 +28,7 @@ from infinity_engine.calibration.identity import (
     usable_cores,
 )
 from infinity_engine.machine.busy import OthersWork
+from infinity_engine.memory.freed import return_freed_memory
 from infinity_engine.plan import (
     BlockFigures,
     BlockShape,
@@ -162,6 +163,7 @@ class _Bench:
         matmul = self._matmul(accelerator)
         # Needs the rates of the products: they say which shapes take too long.
         blocks = self._blocks(accelerator, matmul)
+        return_freed_memory()  # of what was computed: malloc keeps tens of megabytes
         memory = self._taken()
         self._report("updates of the host, and sweeps over its memory")
         host = memory.updates.measure(effort.part(_HOST_SHARE))

@@ -533,8 +533,11 @@ from infinity_engine.accel import CpuAccelerator
 from infinity_engine.calibration import FULL, CalibrationCache, calibrated
 from dataclasses import replace
 
+def status(name):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) << 10
+
 def peak():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) << 10
+    return status("VmHWM") - status("RssFile")  # without pages of libraries' own files
 
 small = [torch.ones(64, 64, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
 [each @ each for each in small]  # what torch loads when it multiplies first
