@@ -48,13 +48,19 @@ class DriveRates:
             return self
         # Taking turns, reads and writes get equal bytes, so their times add up.
         half = 1 / (1 / read + 1 / write) if mixed is None else mixed / 2
-        reading, writing = min(read, half), min(write, half)
-        reading_s, writing_s = reads / reading, writes / writing
-        if reading_s > writing_s:
-            reading = reads / (writing_s + (reads - reading * writing_s) / read)
-        elif writing_s > reading_s:
-            writing = writes / (reading_s + (writes - writing * reading_s) / write)
+        both = min(read, half), min(write, half)
+        reading, writing = _on_average((reads, writes), both=both, alone=(read, write))
         return replace(self, read_bytes_per_s=reading, write_bytes_per_s=writing)
+
+    def reading_more(self, more: float, *, reads: float, writes: float) -> DriveRates:
+        """Return what `more` reads get on average that come after `reads`, and what the writes
+        get beside them all.
+        """
+        every, first = self.both_at_once(reads + more, writes), self.both_at_once(reads, writes)
+        if every.read_bytes_per_s is None or first.read_bytes_per_s is None:
+            return every
+        more_s = (reads + more) / every.read_bytes_per_s - reads / first.read_bytes_per_s
+        return replace(every, read_bytes_per_s=more / more_s)
 
     def seconds(self, read_bytes: int, written_bytes: int) -> float | None:
         """Return what so many bytes take, both at once if that was measured; None: unknown."""
@@ -115,14 +121,26 @@ class Rates:
             },
         )
 
-    def both_at_once(self, reads: float = 1, writes: float = 1) -> Rates:
+    def both_at_once(
+        self,
+        reads: float = 1,
+        writes: float = 1,
+        *,
+        up_and_down: tuple[float, float] | None = None,
+    ) -> Rates:
         """Return the rates while both directions of the links, and of the drives, are in use, as
         in an update, in which drives do so much of both.
+
+        With `up_and_down`, links go on alone, too, where one way has more to move than the other.
         """
+        h2d, d2h = self.h2d_bytes_per_s, self.d2h_bytes_per_s
+        up, down = self.duplex_h2d_bytes_per_s or h2d, self.duplex_d2h_bytes_per_s or d2h
+        if up_and_down and h2d and d2h and up and down:
+            up, down = _on_average(up_and_down, both=(up, down), alone=(h2d, d2h))
         return replace(
             self,
-            h2d_bytes_per_s=self.duplex_h2d_bytes_per_s or self.h2d_bytes_per_s,
-            d2h_bytes_per_s=self.duplex_d2h_bytes_per_s or self.d2h_bytes_per_s,
+            h2d_bytes_per_s=up,
+            d2h_bytes_per_s=down,
             nvme={name: drive.both_at_once(reads, writes) for name, drive in self.nvme.items()},
         )
 
@@ -163,6 +181,19 @@ class Rates:
             for directory, drive in self.nvme.items()
         }
         return {"version": _VERSION, **scalars, "nvme": drives}
+
+
+def _on_average(
+    amounts: tuple[float, float], *, both: tuple[float, float], alone: tuple[float, float]
+) -> tuple[float, float]:
+    """Return what two ways get on average: both at once, then what one of them has left alone."""
+    (one, other), (one_rate, other_rate) = amounts, both
+    one_s, other_s = one / one_rate, other / other_rate
+    if one_s > other_s and one_rate != alone[0]:  # else rounding would change it
+        one_rate = one / (other_s + (one - one_rate * other_s) / alone[0])
+    elif other_s > one_s and other_rate != alone[1]:
+        other_rate = other / (one_s + (other - other_rate * one_s) / alone[1])
+    return one_rate, other_rate
 
 
 def _part(rate: float | None, users: int) -> float | None:

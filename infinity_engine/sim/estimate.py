@@ -114,6 +114,8 @@ class Pace:
     """In a forward or a backward."""
     one_way: Mapping[Lane, float]
     """What drives take for a byte that they only read, or write, as a part of `update`'s."""
+    both_ways: Mapping[Lane, float]
+    """How many times what it takes in `passing` a byte takes while others go the other way."""
     computing: _Computing
 
     @classmethod
@@ -123,10 +125,17 @@ class Pace:
         update = _lane_times(LaneClocks(means.rates.both_at_once(), free=free))
         one_way = LaneClocks(means.rates, free=free)
         drives = Lane.NVME_READ, Lane.NVME_WRITE
+        alone = means.alone or means.rates
+        passing = _lane_times(LaneClocks(alone, free=free))
+        both = _lane_times(LaneClocks(alone.both_at_once(), free=free))
         return cls(
             update,
-            _lane_times(LaneClocks(means.alone or means.rates, free=free)),
+            passing,
             {lane: _lane_time(one_way, lane).each_ns / update[lane].each_ns for lane in drives},
+            {
+                lane: both[lane].each_ns / time.each_ns if time.each_ns else 1.0
+                for lane, time in passing.items()
+            },
             _Computing.of(training, means),
         )
 
@@ -393,6 +402,8 @@ class StepEstimate:
         visiting, resident = parts.visiting * numel, parts.resident * numel
         on_host = max(numel - visiting - resident, 0)
         values = self._parameters if self._tier is Tier.NVME else 0
+        # Values without copies are the masters: an update on the host reads its own.
+        masters = sizing.width * on_host if values and not sizing.formats.has_copies else 0
         on_device = visiting + resident
         io = on_host + visiting if self._drives else 0
         # What a lane moves or updates, and of how many parameters: each subgroup costs a start.
@@ -407,7 +418,7 @@ class StepEstimate:
                 states * visiting + (sizing.width * on_device if self._at_home else 0),
                 visiting + (on_device if self._at_home else 0),
             ),
-            Lane.NVME_READ: (spill.states + spill.gradients * self._micro_batches, io),
+            Lane.NVME_READ: (spill.states + masters + spill.gradients * self._micro_batches, io),
             Lane.NVME_WRITE: (spill.states + values, io),
         }
         pace, largest = self._pace.update, self._largest
@@ -426,12 +437,18 @@ class StepEstimate:
         read_again = again if values else 0
         two_modules = sizing.deepest + self._parameters / computing.modules
         waits = bool(again) and fetched < two_modules
-        passing = partial(self._passing_ns, waits=waits)
+        passing, time = partial(self._passing_ns, waits=waits), self._pace.passing
         if waits not in self._forward_ns:
-            self._forward_ns[waits] = passing(computing.forward_ns, come, values)
+            fetching = time[Lane.H2D].of(come), time[Lane.NVME_READ].of(values)
+            self._forward_ns[waits] = passing(computing.forward_ns, fetching)
         forward_ns = self._forward_ns[waits]
-        making_ns = passing(computing.backward_ns, again, read_again)
-        sending_ns = self._sending_ns(self._bytes.gradient * on_host, spill, parts)
+        gradients = self._bytes.gradient * on_host
+        up_ns, down_ns = self._both_ways_ns((Lane.H2D, again), (Lane.D2H, gradients))
+        read_ns, written_ns = self._both_ways_ns(
+            (Lane.NVME_READ, read_again), (Lane.NVME_WRITE, spill.gradients)
+        )
+        making_ns = passing(computing.backward_ns, (up_ns, read_ns))
+        sending_ns = self._sending_ns((down_ns, written_ns), parts)
         backward_ns = max(making_ns, sending_ns)
         updating_ns = updating + forward_ns
         if True in self._overlaps:
@@ -451,33 +468,44 @@ class StepEstimate:
         if not more:
             return updating_ns + backward_ns
         # What the device has room for stays from one micro-batch to the next.
-        next_forward_ns = passing(computing.forward_ns, again, read_again)
+        next_forward_ns = passing(
+            computing.forward_ns, (time[Lane.H2D].of(again), time[Lane.NVME_READ].of(read_again))
+        )
         # The next forward does not wait for gradients to come down.
         return updating_ns + backward_ns + more * max(next_forward_ns + making_ns, sending_ns)
 
+    def _both_ways_ns(
+        self, one: tuple[Lane, float], other: tuple[Lane, float]
+    ) -> tuple[float, float]:
+        """Return how long a pass takes for so much each way: both at once, then one alone."""
+        one_ns, other_ns = (self._pace.passing[lane].of(amount) for lane, amount in (one, other))
+        if not (one[1] and other[1]):
+            return one_ns, other_ns
+        slower, other_slower = (self._pace.both_ways[lane] for lane, _ in (one, other))
+        one_ns, other_ns = slower * one_ns, other_slower * other_ns
+        both_ns = min(one_ns, other_ns)
+        return (
+            both_ns + (one_ns - both_ns) / slower,
+            both_ns + (other_ns - both_ns) / other_slower,
+        )
+
     def _passing_ns(
-        self, computing_ns: float, fetched: float, read: float, *, waits: bool
+        self, computing_ns: float, fetching: tuple[float, float], *, waits: bool
     ) -> float:
-        """Return how long all modules take, with so many bytes that they fetch, and read of drives.
+        """Return how long all modules take that fetch over the link and from drives for so long.
 
         `waits`: there is no room to fetch the next module while one computes.
         """
-        fetching = [
-            self._pace.passing[Lane.H2D].of(fetched),
-            self._pace.passing[Lane.NVME_READ].of(read),
-        ]
         if waits:
             return computing_ns + max(fetching)
         return _overlapped([computing_ns, *fetching], self._pace.computing.modules)
 
-    def _sending_ns(self, nbytes: float, spill: _Spill, parts: Parts) -> float:
-        """Return how long a backward takes with so many bytes of gradients that go down."""
+    def _sending_ns(self, sending: tuple[float, float], parts: Parts) -> float:
+        """Return how long a backward takes with gradients that go down, and to drives, for so
+        long.
+        """
         resident_ns = parts.resident * self._pace.computing.backward_ns
-        times = [
-            self._pace.computing.backward_ns - resident_ns,
-            self._pace.passing[Lane.D2H].of(nbytes),
-            self._pace.passing[Lane.NVME_WRITE].of(spill.gradients),
-        ]
+        times = [self._pace.computing.backward_ns - resident_ns, *sending]
         # Residents are the last modules: their gradients stay, and those of others come after them.
         return resident_ns + _overlapped(times, (1 - parts.resident) * self._pace.computing.modules)
 

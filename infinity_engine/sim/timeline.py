@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from math import inf
 from operator import attrgetter
@@ -211,13 +211,13 @@ class _StepWork(NamedTuple):
 class _Lanes:
     """The lanes of a step by their `clocks`, and what has been written down of them.
 
-    What moves takes as long as at the rates of `alone`, while nothing goes the other way.
+    What moves takes at least as long as at the rates of `alone`, while nothing goes the other way.
     """
 
     def __init__(self, clocks: LaneClocks, alone: Rates) -> None:
         self.clocks = clocks
         self.spans: list[Span] = []
-        self._alone = LaneClocks(alone)
+        self._alone = self._moving = LaneClocks(alone)
 
     def work(self, lane: Lane, duration_ns: int, after_ns: int, nbytes: int = 0) -> int:
         """Let a lane work, next and not before `after_ns`; return when it has."""
@@ -228,14 +228,14 @@ class _Lanes:
 
     def move(self, lane: Lane, nbytes: int, after_ns: int, *, copies: int = 1) -> int:
         """Let a lane move so many bytes in so many copies; return when it has."""
-        return self.work(lane, self._alone.duration_ns(lane, nbytes, copies), after_ns, nbytes)
+        return self.work(lane, self._moving.duration_ns(lane, nbytes, copies), after_ns, nbytes)
 
     def move_at(self, rates: Rates) -> None:
         """Let what moves from here on take as long as at these rates."""
-        self._alone = LaneClocks(rates)
+        self._moving = LaneClocks(rates)
 
     def moving_ns(self, lane: Lane, nbytes: int) -> int:
-        """Return how long a lane moves so many bytes; 0 where there are none."""
+        """Return how long a lane moves so many bytes at least; 0 where there are none."""
         return self._alone.duration_ns(lane, nbytes) if nbytes > 0 else 0
 
     def read(self, nbytes: int, after_ns: int) -> int:
@@ -243,7 +243,7 @@ class _Lanes:
 
         Until it can be read, the drives go on with what comes next.
         """
-        duration_ns = self._alone.duration_ns(Lane.NVME_READ, nbytes)
+        duration_ns = self._moving.duration_ns(Lane.NVME_READ, nbytes)
         return max(self.work(Lane.NVME_READ, duration_ns, 0, nbytes), after_ns + duration_ns)
 
 
@@ -323,49 +323,75 @@ class _Disturbance:
         self.alone = ComputeTime(self._compute_rate)
         """How long modules compute while nothing disturbs them."""
 
-    def beside_update(self, *, computes: bool) -> tuple[Rates, ComputeTime]:
-        """Return the rates of an update, and how long modules compute beside it where the host
-        `computes` meanwhile.
+    def beside_update(self, *, deferred: bool) -> tuple[Rates, Rates, ComputeTime]:
+        """Return the rates of an update, those of what modules fetch beside it, and how long these
+        compute, where the update is `deferred` into the forward.
         """
         means, of_update = self._means, self._work.amounts
-        both = of_update.get(Lane.NVME_READ, 0), of_update.get(Lane.NVME_WRITE, 0)
-        beside = self._summing(means.rates.both_at_once(*both))
+        read, written = (of_update.get(lane, 0) for lane in (Lane.NVME_READ, Lane.NVME_WRITE))
+        # On one memory, modules are handed what is updated; the others read theirs.
+        read_too = sum(
+            needs.fetches * needs.read
+            for needs in (self._work.modules if deferred else ())
+            if not (means.unified and needs.subgroups)
+        )
+
+        def both_at_once(rates: Rates) -> tuple[Rates, Rates]:
+            updating = rates.both_at_once(read, written)
+            if not read_too:
+                return self._summing(updating), rates
+            more = {
+                name: drive.reading_more(read_too, reads=read, writes=written)
+                for name, drive in rates.nvme.items()
+            }
+            drives = {
+                name: replace(drive, write_bytes_per_s=more[name].write_bytes_per_s)
+                for name, drive in updating.nvme.items()
+            }
+            return self._summing(replace(updating, nvme=drives)), replace(rates, nvme=more)
+
+        beside, fetching = both_at_once(means.rates)
         if means.alone is None:
-            return beside, self.alone
-        alone = self._summing(means.alone.both_at_once(*both))
+            return beside, fetching, self.alone
+        alone, fetching = both_at_once(means.alone)
         free, instead = means.free_lanes(), means.lanes_instead()
         amounts: dict[Lane, int] = {}
         for own, amount in of_update.items():
             lane = instead.get(own, own)
             if lane not in free and lane is not Lane.DEVICE:
                 amounts[lane] = amounts.get(lane, 0) + amount
-        computing_ns = 0
-        if computes:
-            computing_ns = self._computing_ns(backward=False)
-            modules = self._work.modules
-            # What is updated is handed over; other modules read theirs.
-            read = sum(needs.fetches * needs.read for needs in modules if not needs.subgroups)
-            amounts[Lane.NVME_READ] = amounts.get(Lane.NVME_READ, 0) + read
+        if read_too:
+            amounts[Lane.NVME_READ] = read + read_too
+        computing_ns = self._computing_ns(backward=False) if deferred and means.unified else 0
         rates, kept = self._shared(alone, beside, amounts, computing_ns)
-        return rates, ComputeTime(self._compute_rate, kept)
+        return rates, fetching, ComputeTime(self._compute_rate, kept)
 
-    def beside_moves(self, *, backward: bool, stays: int) -> tuple[Rates | None, ComputeTime]:
-        """Return the rates of what modules read and write in a pass without updates, None where
-        that is nothing, and how long they compute. So many bytes are there already.
+    def beside_moves(self, *, backward: bool, stays: int) -> tuple[Rates, ComputeTime]:
+        """Return the rates of what modules fetch and leave in a pass without updates, and how long
+        they compute. So many bytes are there already.
         """
-        means = self._means
-        if not means.unified or means.alone is None:
-            return None, self.alone
-        modules = self._work.modules
-        passing = [needs.of_backward() if backward else needs for needs in modules]
-        read = sum(needs.fetches * needs.read for needs in passing)
-        written = sum(needs.gradient_written for needs in passing) if backward else 0
-        amounts = {Lane.NVME_READ: max(read - stays, 0), Lane.NVME_WRITE: written}
-        moved = {lane: amount for lane, amount in amounts.items() if amount}
-        if not moved:
-            return None, self.alone
+        means, read, fetched, written, down = self._means, 0, 0, 0, 0
+        for needs in self._work.modules:
+            passing = needs.of_backward() if backward else needs
+            read += passing.fetches * passing.read
+            fetched += passing.fetches * passing.fetched
+            if backward:
+                written += passing.gradient_written
+                down += passing.gradient_down
+        read, fetched = max(read - stays, 0), max(fetched - stays, 0)
+        both_ways = partial(
+            Rates.both_at_once, reads=read, writes=written, up_and_down=(fetched, down)
+        )
+        alone = both_ways(means.alone or means.rates)
+        moved = {
+            lane: nbytes
+            for lane, nbytes in ((Lane.NVME_READ, read), (Lane.NVME_WRITE, written))
+            if nbytes
+        }
+        if not (means.unified and means.alone and moved):
+            return alone, self.alone
         computing_ns = self._computing_ns(backward=backward)
-        rates, kept = self._shared(means.alone, means.rates, moved, computing_ns)
+        rates, kept = self._shared(alone, both_ways(means.rates), moved, computing_ns)
         return rates, ComputeTime(self._compute_rate, kept)
 
     def _summing(self, rates: Rates) -> Rates:
@@ -434,8 +460,8 @@ class _TimedStep:
         self._compute = Lane.HOST if means.unified else Lane.DEVICE
         self._work = work
         self._deferred = training.overlap is not False and _defers(plan, work.modules, means)
-        rates, self._beside_update_ns = self._disturbance.beside_update(
-            computes=self._deferred and means.unified
+        rates, fetching, self._beside_update_ns = self._disturbance.beside_update(
+            deferred=self._deferred
         )
         clocks = LaneClocks(
             rates,
@@ -443,6 +469,7 @@ class _TimedStep:
             instead=means.lanes_instead(),
         )
         self._lanes = _Lanes(clocks, means.alone or means.rates)
+        self._lanes.move_at(fetching)
         self._room = FetchingRoom(
             {number: needs.fetched for number, needs in enumerate(work.modules) if needs.fetched},
             plan.demand.fetched,
@@ -510,8 +537,7 @@ class _TimedStep:
         """
         stays = 0 if first else self._room.resident.limit  # of the last pass, at most
         rates, computing_ns = self._disturbance.beside_moves(backward=backward, stays=stays)
-        if rates is not None:
-            self._lanes.move_at(rates)
+        self._lanes.move_at(rates)
         return computing_ns
 
     def _forward(self, begin_ns: int, *, deferred: bool, first: bool = True) -> int:

@@ -917,6 +917,56 @@ def test_a_step_takes_at_least_as_long_as_each_link_moves_its_bytes(seed: int) -
         assert timeline.ns >= links.duration_ns(lane, nbytes), lane
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("host", [0.4, 0.5, 0.7])
+def test_each_phase_takes_as_long_as_the_drives_read_and_write_its_bytes(
+    host: float, accumulation: int
+) -> None:
+    """A backward reads parameters and writes gradients, a forward reads beside an update."""
+    drive = DriveRates(read_bytes_per_s=2e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2e9)
+    there = means(0.55, host, 100)
+    there = replace(there, rates=replace(there.rates, nvme={"a": drive}))
+    training = training_of(SMALL, accumulation=accumulation)
+    timeline = decide(training, there, parameters=Tier.NVME).best.timeline
+
+    for name, begin_ns, end_ns in timeline.cuts:
+        read, written = (
+            sum(
+                span.nbytes
+                for span in timeline.spans
+                if span.lane is lane and begin_ns <= span.start_ns < end_ns
+            )
+            for lane in (Lane.NVME_READ, Lane.NVME_WRITE)
+        )
+        least_s = drive.seconds(read, written)
+        assert least_s
+        assert end_ns - begin_ns >= 0.99e9 * least_s, name  # spans may begin before their phase
+
+
+def test_a_backward_takes_as_long_as_links_move_its_bytes_both_ways() -> None:
+    rates = replace(DESKTOP, duplex_h2d_bytes_per_s=1e9, duplex_d2h_bytes_per_s=1e9, nvme={})
+    there = replace(means(0.55, 100), rates=rates)
+    best = decide(training_of(SMALL), there, strategy=HostOnly(), parameters=Tier.HOST).best
+    timeline = best.timeline
+
+    (begin_ns, end_ns), moved = timeline.cuts[-1][1:], dict.fromkeys(Lane, 0)
+    for span in timeline.spans:
+        if span.start_ns >= begin_ns:
+            moved[span.lane] += span.nbytes
+    both = min(moved[Lane.H2D], moved[Lane.D2H])
+    rest = moved[Lane.H2D] + moved[Lane.D2H] - 2 * both
+    assert both
+    assert end_ns - begin_ns >= 0.99e9 * (both / 1e9 + rest / 25e9)
+
+
+def test_an_estimate_knows_that_an_update_reads_masters_of_32_bits_from_drives() -> None:
+    decision = decide(training_of(SMALL, bits=32), means(0.85, 8, 100), parameters=Tier.NVME)
+    best = decision.best
+
+    estimate_ns = decision.planner.least_estimate_ns(best.choice.subgroup_numel)
+    assert estimate_ns == pytest.approx(best.timeline.ns, rel=0.15)
+
+
 def test_an_update_takes_half_of_a_drives_mixed_rate_each_way() -> None:
     drive = DriveRates(read_bytes_per_s=7e9, write_bytes_per_s=5e9, mixed_bytes_per_s=6e9)
     rates = replace(DESKTOP, duplex_h2d_bytes_per_s=20e9, nvme={"a": drive}).both_at_once()

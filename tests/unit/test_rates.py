@@ -218,6 +218,48 @@ def test_reads_and_writes_at_once_end_when_the_drive_has_moved_both(
     assert longer == pytest.approx(drive.seconds(reads, writes))
 
 
+@given(
+    read=st.floats(1e6, 1e10),
+    write=st.floats(1e6, 1e10),
+    part=st.floats(0.1, 1.0),
+    reads=st.integers(0, 10**12),
+    more=st.integers(1, 10**12),
+    writes=st.integers(0, 10**12),
+)
+def test_reads_one_after_the_other_end_when_the_drive_has_moved_all(
+    read: float, write: float, part: float, reads: int, more: int, writes: int
+) -> None:
+    mixed = part * 2 * min(read, write)
+    drive = DriveRates(read_bytes_per_s=read, write_bytes_per_s=write, mixed_bytes_per_s=mixed)
+
+    first, then = (
+        drive.both_at_once(reads, writes),
+        drive.reading_more(more, reads=reads, writes=writes),
+    )
+
+    assert first.read_bytes_per_s
+    assert then.read_bytes_per_s
+    assert then.write_bytes_per_s
+    read_s = reads / first.read_bytes_per_s + more / then.read_bytes_per_s
+    longer = max(read_s, writes / then.write_bytes_per_s)
+    assert longer == pytest.approx(drive.seconds(reads + more, writes))
+
+
+def test_what_is_left_of_one_way_has_the_link_alone() -> None:
+    rates = Rates(
+        h2d_bytes_per_s=20,
+        d2h_bytes_per_s=20,
+        duplex_h2d_bytes_per_s=10,
+        duplex_d2h_bytes_per_s=10,
+    )
+
+    both = rates.both_at_once(up_and_down=(100, 40))
+    assert both.d2h_bytes_per_s == 10
+    assert both.h2d_bytes_per_s == 100 / (4 + 3)
+    assert rates.both_at_once(up_and_down=(100, 0)).h2d_bytes_per_s == 20
+    assert rates.both_at_once().h2d_bytes_per_s == 10
+
+
 def test_what_is_left_of_writes_has_the_drive_alone() -> None:
     drive = DriveRates(read_bytes_per_s=6e9, write_bytes_per_s=4e9, mixed_bytes_per_s=4e9)
 
