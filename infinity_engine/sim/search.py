@@ -43,6 +43,7 @@ _MOST_SUBGROUPS = 50_000
 _FEW = 300  # subgroups: with more, the policy alone takes seconds to find its share
 _ENOUGH = 46  # that are not resident
 _MOST_WORK = 6500  # simulated subgroups: about a second of one core
+_MODULES = 2  # that a simulated forward and backward go through take as long as one subgroup
 _PLACED = 40  # simulated subgroups take as long as to find whether a plan fits
 _HOPEFUL = 1.1  # times the best step: what is estimated to take longer is not simulated
 _LOOKS = 2  # simulated plans of a short search
@@ -96,6 +97,7 @@ class Search:
         self._alike: dict[_WholeSubgroups, Choice] = {}
         self._in_memory: dict[_WholeSubgroups, bool] = {}  # whether these fit without drives
         self._work = 0
+        self._modules = len(planner.training.model.modules)
         self._least_ns = inf
         self._least_of_kind: dict[tuple[str, str, Tier], float] = {}
         self._known_ns = inf  # what a step takes that the caller knows of
@@ -273,9 +275,12 @@ class Search:
         for numel in {entry.numel for entry in entries}:
             alike = [entry for entry in entries if entry.numel == numel]
             tried += self._forms.refined_from(alike, most=1)
-        for entry in sorted(tried, key=lambda entry: entry.estimate_ns):
-            expected_ns = entry.estimate_ns * times.get(entry.form.kind, 1.0)
-            if expected_ns < self._least_ns:
+
+        def expected_ns(entry: Ranked) -> float:
+            return entry.estimate_ns * times.get(entry.form.kind, 1.0)
+
+        for entry in sorted(tried, key=expected_ns):
+            if expected_ns(entry) < self._least_ns:
                 self._simulate(entry)
         self._go_on(_LAST_STEPS, starts=1, most_work=_MOST_WORK)
 
@@ -458,7 +463,8 @@ class Search:
                 candidate = self._planner.candidate(choice, below_ns=below_ns, alike_ns=alike_ns)
                 self._least_of_kind[choice.kind] = min(alike_ns, candidate.timeline.ns)
                 self._tried[choice] = tried._replace(candidate=candidate)
-                self._work += self._planner.trained_numel // choice.subgroup_numel
+                subgroups = self._planner.trained_numel // choice.subgroup_numel
+                self._work += max(subgroups, self._modules // _MODULES)
                 self._least_ns = min(self._least_ns, candidate.timeline.ns)
                 estimate_ns = self._forms.estimate_ns(form, choice.subgroup_numel)
                 if 0 < estimate_ns < inf:
