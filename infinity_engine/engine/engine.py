@@ -1079,7 +1079,8 @@ class Engine:
                 "telemetry.recording on"
             )
         drives = self._parts.drives
-        return report_of(ended[-1], self.usage(), drives.uses(ended[-1]), drives.rates_of_update())
+        step, rates = ended[-1], drives.rates_of_update(ended[-1])
+        return report_of(step, self.usage(), drives.uses(step), rates)
 
     def in_step(self, batches: Iterable[_B]) -> Iterator[tuple[_B, bool]]:
         """Yield this rank's batches, each with True, until every rank has had all of its own.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from infinity_engine.lanes.meter import lane_counter
 from infinity_engine.plan import DriveRates, Lane, Rates
 from infinity_engine.reporting.wear import Endurance, Wear
 from infinity_engine.storage import SwapFile, Traffic
@@ -75,10 +76,15 @@ class DriveMeter:
             directory: self._use(directory, now, step) for directory, now in self._counted.items()
         }
 
-    def rates_of_update(self) -> dict[Lane, float]:
-        """Return the bytes per second of all drives together in an update, if all are known."""
-        # The rates of a drive that reads and writes at the same time, as updates do.
-        drives = Rates(nvme=self._rates).both_at_once().nvme
+    def rates_of_update(self, step: StepRecord) -> dict[Lane, float]:
+        """Return the bytes per second of all drives together in the update of a step, if all are
+        known.
+        """
+        read, written = (
+            step.counters.get(lane_counter(lane, "bytes"), 0)
+            for lane in (Lane.NVME_READ, Lane.NVME_WRITE)
+        )
+        drives = Rates(nvme=self._rates).both_at_once(read, written).nvme
         known = [drives[directory] for directory in self._counted if directory in drives]
         found = {}
         for lane, rates in (
