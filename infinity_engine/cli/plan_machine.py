@@ -615,9 +615,13 @@ def _measured(
     )
     # Only these two are measured: fp16 is taken to compute as bf16.
     dtype = "fp32" if precision == "fp32" else "bf16"
+    flops_per_s, blocks = calibration.flops_per_s(dtype), calibration.block_rates(dtype)
+    if unified and calibration.machine.get("device", "").startswith("cuda"):
+        flops_per_s, blocks = None, None
+        note += "; modules computed on a GPU then: how fast they compute without one is not known"
     compute = _Compute(
-        calibration.flops_per_s(dtype),
-        calibration.block_rates(dtype),
+        flops_per_s,
+        blocks,
         alone,
         calibration.computing_beside_io(directories),
         calibration.io_beside_computing(directories),

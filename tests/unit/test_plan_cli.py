@@ -533,6 +533,18 @@ def measured_file(folder: Path, measured: Calibration | None = None) -> str:
     return str(file)
 
 
+def test_a_machine_without_its_gpu_computes_at_no_rate_that_the_gpu_had(
+    plan: Any, tmp_path: Path
+) -> None:
+    of_gpu = replace(calibration(), machine={"cpu": "Imaginary 9000", "device": "cuda: RTX 4090"})
+    there = ("--gpus", "0", "--ram", "16GiB", "--rates", measured_file(tmp_path, of_gpu))
+
+    answer = json.loads(plan("--model", "gpt2", *there, "--json")[1])
+    assert any("modules computed on a GPU then" in note for note in answer["notes"])
+    given = json.loads(plan("--model", "gpt2", *there, "--tflops", "0.2", "--json")[1])
+    assert given["step_s"] > 2 * answer["step_s"]  # of the update alone
+
+
 def test_what_drives_keep_beside_modules_is_that_of_the_calibration(
     plan: Any, tmp_path: Path
 ) -> None:
