@@ -8,7 +8,7 @@ and what wears out. Made of a Decision; the command line prints it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from infinity_engine.placement.training import Means, Training
@@ -293,7 +293,9 @@ def _settings(best: Candidate, training: Training, means: Means) -> Mapping[str,
     strategy = choice.strategy
     update = strategy.update if isinstance(strategy, NvmeStreamed) else strategy
     if isinstance(update, Interleaved):
-        more["rates"] = means.rates.both_at_once().to_mapping()
+        # The engine itself lets drives read and write at once.
+        rates = replace(means.rates.both_at_once(), nvme=means.rates.nvme)
+        more["rates"] = rates.to_mapping()
     return MappingProxyType(
         {
             "strategy": strategy.to_plain(),

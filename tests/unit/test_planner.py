@@ -967,6 +967,17 @@ def test_an_estimate_knows_that_an_update_reads_masters_of_32_bits_from_drives()
     assert estimate_ns == pytest.approx(best.timeline.ns, rel=0.15)
 
 
+def test_rates_among_the_settings_are_those_that_the_engine_lets_drives_share() -> None:
+    """Without a mixed rate, halves of them would be halved once more."""
+    there = means(3.0, 4, 100)
+    strategy = NvmeStreamed(update=Interleaved(share=0.25))
+    found = report_of(decide(training_of(SMALL), there, strategy=strategy)).settings
+
+    rates = Rates.from_mapping(found["rates"])
+    assert rates.nvme == there.rates.nvme
+    assert rates.both_at_once() == there.rates.both_at_once()
+
+
 def test_an_update_takes_half_of_a_drives_mixed_rate_each_way() -> None:
     drive = DriveRates(read_bytes_per_s=7e9, write_bytes_per_s=5e9, mixed_bytes_per_s=6e9)
     rates = replace(DESKTOP, duplex_h2d_bytes_per_s=20e9, nvme={"a": drive}).both_at_once()
