@@ -31,6 +31,7 @@ __all__ = ["AskedMachine", "add_arguments", "better_gpus_of", "free", "machine_o
 _ASSUMED = "desktop_4090"
 _QUEUE_BYTES = 16 << 20  # of the host for each drive, as deepnvme's queues take them
 _LEAST_TFLOPS, _MOST_TFLOPS = 1e-6, 1e9
+_OF_THE_SHEET = "about 0.4 of the data sheet's"  # as sim/hardware.py takes rates from peaks
 _MOST_GPUS = 64
 _NOTHING = re.compile(r"\s*0+(\.0*)?\s*[a-zA-Z]*\s*$")  # a size
 
@@ -87,7 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tflops",
         type=float,
         metavar="N",
-        help="compute rate of each rank, in 10^12 operations a second",
+        help=f"the rate that your model reaches on each rank, in 10^12 operations a second: "
+        f"{_OF_THE_SHEET}",
     )
 
 
@@ -160,7 +162,10 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
     compute = found.compute
     if options.tflops is not None:
         if not _LEAST_TFLOPS <= options.tflops <= _MOST_TFLOPS:
-            expected = f"a positive number, from {_LEAST_TFLOPS:g} to {_MOST_TFLOPS:g}"
+            expected = (
+                f"a positive number, from {_LEAST_TFLOPS:g} to {_MOST_TFLOPS:g}: the rate that "
+                f"your model reaches, {_OF_THE_SHEET}"
+            )
             raise ConfigError(field="--tflops", value=options.tflops, expected=expected)
         # What is given takes the place of measured blocks, too.
         compute = compute._replace(flops_per_s=options.tflops * 1e12, blocks=None)
@@ -296,7 +301,7 @@ def _of_catalogue(options: argparse.Namespace) -> _Known:
             gpus = find_gpu(options.gpu, field="--gpu")
         except ConfigError as error:
             expected = f"{error.expected}; to plan for another GPU, give --gpu-mem and --tflops "
-            expected += "instead"
+            expected += f"({_OF_THE_SHEET}) instead"
             raise replace(error, expected=expected) from error
         known = _with_gpu(known, gpus[0])
         known = replace(known, notes=(*known.notes, *_also("--gpu", options.gpu, gpus)))

@@ -139,7 +139,7 @@ def test_without_gpus_energy_needs_watts(infinity: Any, this_machine: Any) -> No
         (("--gpu", "voodoo", "--ram", "64GiB"), "--gpu: expected one of RTX"),
         (
             ("--gpu", "voodoo", "--ram", "64GiB"),
-            "to plan for another GPU, give --gpu-mem and --tflops instead",
+            "to plan for another GPU, give --gpu-mem and --tflops (about 0.4 of the data sheet's)",
         ),
         (("--gpu", "4090", "--ram", "64GiB", "--drive", "floppy"), "--drive: expected one of"),
         (("--here", "--gpu", "4090"), "--here: expected without --machine, --gpu and --drive"),

@@ -21,6 +21,7 @@ import pytest
 from infinity_engine.cli.main import main
 from infinity_engine.plan import Calibration, DriveRates, Rates, Unit
 from infinity_engine.sim.configs import FAMILIES
+from infinity_engine.sim.hardware import DESKTOP_4090
 from support.calibrations import calibration, drive, figure
 from support.plannings import equal_questions_searched_once
 
@@ -906,6 +907,22 @@ def test_without_a_rate_of_computing_no_life_of_drives_is_promised(plan: Any) ->
     assert "a day" not in text
     assert answer["wear"] is None
     assert answer["advice"]["step_range_s"] is None
+
+
+def test_tflops_is_said_to_be_what_a_model_reaches_of_the_data_sheet(
+    plan: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    _, _, refused = plan("--model", "gpt2", *DESKTOP, "--tflops", "0")
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    gpu = replace(DESKTOP_4090.gpu, achieved_flops_per_s=None, peak_flops_per_s=1.0)
+
+    part = f"about {gpu.training_flops_per_s(fp32=False):g} of the data sheet's"
+    for text in (said, refused, page):
+        assert "the rate that your model reaches" in text
+        assert part in text
 
 
 def test_the_time_of_further_micro_batches_has_its_line(plan: Any) -> None:
