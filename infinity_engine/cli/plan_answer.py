@@ -78,10 +78,14 @@ def answer(
     tiles: TileAdvice | None = None,
     *,
     full: bool = False,
+    without_rate: str = "give --tflops, or --rates of a calibration",
 ) -> Iterator[Section]:
-    """Yield what a plan that fits says: what fits on one screen, or every figure."""
+    """Yield what a plan that fits says: what fits on one screen, or every figure.
+
+    `without_rate` is what to do where the rate of computing is not known.
+    """
     title = f"{report.model} fits: {step_in_words(report)}{range_in_words(report, advice)}"
-    yield title, _summary(report, training)
+    yield title, _summary(report, training, without_rate=without_rate)
     yield "Settings", [(name, setting_in_words(value)) for name, value in report.settings.items()]
     if full:
         yield from _every_figure(report)
@@ -199,7 +203,7 @@ def _between_ranks(report: PlanReport) -> Rows:
         yield "between ranks", f"gathers and reductions take {gathering}, hidden or not"
 
 
-def _summary(report: PlanReport, training: Training) -> Rows:
+def _summary(report: PlanReport, training: Training, *, without_rate: str) -> Rows:
     kept = "checkpointed" if training.checkpointing else "all kept"
     if training.inputs_moved:
         kept += f", their inputs elsewhere: {format_bytes(training.input_bytes())}"
@@ -218,7 +222,7 @@ def _summary(report: PlanReport, training: Training) -> Rows:
     yield "activations", kept
     # Without a rate of computing only the update's time is known.
     if report.tokens_per_s is None:
-        yield "throughput", "unknown: give --tflops, or --rates of a calibration"
+        yield "throughput", f"unknown: {without_rate}"
     else:
         yield "throughput", f"{report.tokens_per_s:,.1f} tokens/s"
 
@@ -236,7 +240,7 @@ def setting_in_words(value: object) -> str:
             f"{value.get('name', '')}({inner})"
             if "name" in value
             # Rates and the like have too many values for one line.
-            else "those of this plan, in --json"
+            else "those of this plan (`infinity plan --json` has them)"
         )
     return f"{value:g}" if isinstance(value, float) else str(value)
 
