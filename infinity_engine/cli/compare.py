@@ -181,13 +181,13 @@ def _kind(name: str, machine: str) -> str:
     with suppress(ConfigError):
         find_drive(name)
         return "--drive"
-    raise _wrong(machine)
+    raise _wrong(machine, f"; {name!r} is none of them")
 
 
-def _wrong(machine: str) -> ConfigError:
+def _wrong(machine: str, more: str = "") -> ConfigError:
     expected = (
         'a known machine, "here", or parts such as "4090 + 64GiB + samsung 990 pro", sizes with '
-        "their units (infinity plan --models lists parts)"
+        f"their units (infinity plan --models lists parts){more}"
     )
     return ConfigError(field="MACHINE", value=machine, expected=expected)
 

@@ -141,6 +141,10 @@ def test_without_gpus_energy_needs_watts(infinity: Any, this_machine: Any) -> No
             ("--gpu", "voodoo", "--ram", "64GiB"),
             "to plan for another GPU, give --gpu-mem and --tflops (about 0.4 of the data sheet's)",
         ),
+        (
+            ("--gpu", "4070", "--ram", "64GiB"),
+            "--gpu: expected one of RTX 4070 Ti 12 GB, or another name that `infinity plan --models`",
+        ),
         (("--gpu", "4090", "--ram", "64GiB", "--drive", "floppy"), "--drive: expected one of"),
         (("--here", "--gpu", "4090"), "--here: expected without --machine, --gpu and --drive"),
         (("--pcie", "4"), "--pcie: expected --gpu beside it"),
@@ -465,6 +469,12 @@ def test_a_machine_that_is_none_is_refused(infinity: Any, machine: str) -> None:
 
     assert (status, out) == (2, "")
     assert err.startswith("infinity compare: error: MACHINE: expected ")
+
+
+def test_a_part_that_is_none_is_named(infinity: Any) -> None:
+    _, _, err = infinity("compare", *SMALL, "4070 + 64GiB")
+
+    assert "'4070' is none of them" in err
 
 
 def test_what_binds_a_step_of_many_micro_batches_is_computing(infinity: Any) -> None:
