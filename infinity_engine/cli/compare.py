@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 def _compared(options: argparse.Namespace, machine: str) -> ComparedMachine:
     from infinity_engine.advice.doubt import step_range
     from infinity_engine.sim.planner import decide
-    from infinity_engine.sim.report import report_of
+    from infinity_engine.sim.report import notes_of_ranks, report_of
 
     parser = argparse.ArgumentParser(add_help=False)
     add_machine(parser)
@@ -109,7 +109,7 @@ def _compared(options: argparse.Namespace, machine: str) -> ComparedMachine:
     try:
         decision = decide(training, found.means)
     except CapacityError:
-        notes = (*found.notes, *model.notes)
+        notes = (*found.notes, *model.notes, *notes_of_ranks(found.means))
         return ComparedMachine(machine=machine, fits=False, notes=notes)
     report = report_of(decision)
     computes = report.tokens_per_s is not None

@@ -136,9 +136,10 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
         decision = decide(training, means, **settings)
     except CapacityError as error:
         from infinity_engine.sim.remedies import explain_refusal
+        from infinity_engine.sim.report import notes_of_ranks
 
         refusal = with_options(explain_refusal(training, means, **settings), machine)
-        refusal = replace(refusal, notes=(*sources, *refusal.notes))
+        refusal = replace(refusal, notes=(*sources, *refusal.notes, *notes_of_ranks(means)))
         return PlanAnswer(
             status=1,
             sections=refused(refusal),

@@ -25,6 +25,7 @@ __all__ = [
     "PhaseReport",
     "PlanReport",
     "WearForecast",
+    "notes_of_ranks",
     "report_of",
     "resource",
     "written_bytes",
@@ -541,6 +542,11 @@ def _notes(decision: Decision) -> Iterable[str]:
             f"{means.ranks} ranks divide the host, the drives and their rates, parameters, states "
             f"and gradients among them, and keep sums of gradients in fp32{timed}"
         )
+    yield from notes_of_ranks(means)
+
+
+def notes_of_ranks(means: Means) -> Iterator[str]:
+    """Yield what this version of the engine does not run of a plan for so many ranks."""
     if means.ranks > 1 and not means.unified:
         yield (
             "this version of the engine refuses several ranks on GPUs: it trains on one GPU, or on "

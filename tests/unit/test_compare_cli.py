@@ -471,6 +471,14 @@ def test_a_machine_that_is_none_is_refused(infinity: Any, machine: str) -> None:
     assert err.startswith("infinity compare: error: MACHINE: expected ")
 
 
+def test_several_gpus_that_do_not_suffice_have_the_note_of_those_that_do(infinity: Any) -> None:
+    asked = ("compare", "--model", "llama-3-70b", "2 x 4090 + 16GiB", "--json")
+    [refused] = json.loads(infinity(*asked)[1])["machines"]
+
+    assert not refused["fits"]
+    assert any("refuses several ranks on GPUs" in note for note in refused["notes"])
+
+
 def test_a_part_that_is_none_is_named(infinity: Any) -> None:
     _, _, err = infinity("compare", *SMALL, "4070 + 64GiB")
 

@@ -355,6 +355,16 @@ def test_what_ranks_exchange_takes_time_and_what_the_engine_refuses_is_said(plan
     assert not any("ranks" in note for note in one["notes"])
 
 
+def test_a_refusal_of_several_gpus_says_that_the_engine_takes_one(plan: Any) -> None:
+    asked = ("--model", "llama-3.2-1b", "--gpu-mem", "4GiB", "--ram", "9GiB", "--gpus")
+    one, four = (plan(*asked, gpus, "--json") for gpus in ("1", "4"))
+
+    assert (one[0], four[0]) == (1, 1)
+    assert any("refuses several ranks on GPUs" in note for note in json.loads(four[1])["notes"])
+    assert "refuses several ranks on GPUs" in plan(*asked, "4")[1]
+    assert "several ranks" not in one[1]
+
+
 def assert_drawn_within_its_box(chart: ElementTree.Element) -> None:
     """Assert that there is something in a chart, and that all of it can be seen."""
     _, _, width, height = map(float, (chart.get("viewBox") or "").split())
