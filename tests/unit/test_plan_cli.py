@@ -355,6 +355,26 @@ def test_what_ranks_exchange_takes_time_and_what_the_engine_refuses_is_said(plan
     assert not any("ranks" in note for note in one["notes"])
 
 
+def test_a_phase_is_bound_by_the_exchange_between_ranks_where_that_takes_longest(
+    plan: Any,
+) -> None:
+    asked = ("--model", "llama-3.2-1b", "--gpu-mem", "24GiB", "--ram", "256GiB", "--gpus", "8")
+    many = ("--accumulation", "3", "--tile-sequence", "512")
+    for more in ((), many):
+        answer = json.loads(plan(*asked, *more, "--json")[1])
+        _, forward, backward = answer["phases"]
+        exchanged = sum(
+            phase["seconds"] * phase["utilisation"]["exchange between ranks"]
+            for phase in (forward, backward)
+        )
+
+        assert forward["binding"] == backward["binding"] == "exchange between ranks"
+        assert exchanged == pytest.approx(answer["gathering_s"] / answer["micro_batches"], rel=1e-6)
+    assert "bound by exchange between ranks" in plan(*asked)[1]
+    fast = json.loads(plan("--model", "llama-3-8b", "--machine", "h200_node", "--json")[1])
+    assert fast["phases"][-1]["binding"] == "compute"
+
+
 def test_a_refusal_of_several_gpus_says_that_the_engine_takes_one(plan: Any) -> None:
     asked = ("--model", "llama-3.2-1b", "--gpu-mem", "4GiB", "--ram", "9GiB", "--gpus")
     one, four = (plan(*asked, gpus, "--json") for gpus in ("1", "4"))
