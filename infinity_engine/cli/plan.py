@@ -22,6 +22,7 @@ from infinity_engine.cli.plan_machine import better_gpus_of, machine_of
 from infinity_engine.cli.plan_question import (
     add_settings,
     add_training,
+    engine_settings,
     in_words,
     model_of,
     precision_of,
@@ -167,8 +168,10 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
             return None
 
     tiles = None if tiled is None else tile_advice(whole, tiled, step_s_of)
+    more = engine_settings(precision, training, drives=machine.moved_to_drives)
     if options.tiling == "auto":
-        report = replace(report, settings={**report.settings, "tiling": "auto"})
+        more["tiling"] = "auto"
+    report = replace(report, settings={**report.settings, **more})
     # Where the rates come from stands first: all else follows from them.
     notes = (*sources, *report.notes)
     if run is not None and advice.run is None:

@@ -42,6 +42,7 @@ Section = tuple[str, Iterable[tuple[str, str]]]
 _UNKNOWN = "unknown, as the rate of computing is"
 _LEAST_GAIN = 0.001  # of a step, that one GiB more saves
 _LARGEST = 3  # of what a tier holds, on one line
+_MOST_ON_LINE = 4  # values of a setting
 _MOST_PURCHASES = 3  # that are shown
 _WORTH_SHOWING = 0.02  # of a step
 _SOURCES = MappingProxyType(
@@ -236,12 +237,11 @@ def setting_in_words(value: object) -> str:
             # The name stands before the brackets; None is what is left to its default.
             if key != "name" and inside is not None
         )
-        return (
-            f"{value.get('name', '')}({inner})"
-            if "name" in value
-            # Rates and the like have too many values for one line.
-            else "those of this plan (`infinity plan --json` has them)"
-        )
+        if "name" in value:
+            return f"{value['name']}({inner})"
+        # Rates have too many values for one line.
+        fits = len(value) <= _MOST_ON_LINE
+        return inner if fits else "those of this plan (`infinity plan --json` has them)"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

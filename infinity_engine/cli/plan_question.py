@@ -37,6 +37,7 @@ __all__ = [
     "AskedSettings",
     "add_settings",
     "add_training",
+    "engine_settings",
     "in_words",
     "model_of",
     "precision_of",
@@ -229,6 +230,27 @@ def training_of(options: argparse.Namespace, model: ModelShape, precision: str) 
         small_bytes=StorageConfig().small_bytes,
         overlap={"auto": None, "on": True, "off": False}[options.overlap],
     )
+
+
+def engine_settings(precision: str, training: Training, *, drives: bool) -> dict[str, object]:
+    """Return the engine's settings of a training in this precision, but for defaults; `drives`:
+    moved inputs of its blocks wait there, not on the host.
+    """
+    activations: dict[str, object] = {}
+    if training.inputs_moved:
+        activations["at"] = "nvme" if drives else "host"
+        if not drives:
+            activations["host_bytes"] = training.input_bytes()  # as the plan takes them off it
+    if training.checkpointing:
+        activations["recompute"] = "blocks"
+    widths = {parameter.element_bytes for parameter in training.model.parameters}
+    several = training.accumulation_steps > 1
+    return {
+        # Any other one would cast adapters, which are planned in fp32.
+        "precision": precision if widths <= {None, training.width} else "model",
+        **({"accumulation_steps": training.accumulation_steps} if several else {}),
+        **({"activations": activations} if activations else {}),
+    }
 
 
 def _states(optimizer: str) -> tuple[str, ...]:

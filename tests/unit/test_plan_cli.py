@@ -19,6 +19,7 @@ from xml.etree import ElementTree
 import pytest
 
 from infinity_engine.cli.main import main
+from infinity_engine.config import ActivationsConfig, EngineConfig
 from infinity_engine.plan import Calibration, DriveRates, Rates, Unit
 from infinity_engine.sim.configs import FAMILIES
 from infinity_engine.sim.hardware import DESKTOP_4090
@@ -76,7 +77,7 @@ def test_the_default_answer_fits_one_screen_and_full_has_every_figure(plan: Any)
     _, short, _ = plan(*asked)
     _, full, _ = plan(*asked, "--full")
 
-    assert len(short.splitlines()) <= 45
+    assert len(short.splitlines()) <= 47
     for title in ("What else fits", "Bytes over each link", "least update"):
         assert title in full
         assert title not in short
@@ -373,6 +374,38 @@ def test_a_phase_is_bound_by_the_exchange_between_ranks_where_that_takes_longest
     assert "bound by exchange between ranks" in plan(*asked)[1]
     fast = json.loads(plan("--model", "llama-3-8b", "--machine", "h200_node", "--json")[1])
     assert fast["phases"][-1]["binding"] == "compute"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "precision", "activations"),
+    [
+        (("--precision", "bf16_autocast"), "bf16_autocast", {"recompute": "blocks"}),
+        (("--precision", "fp32", "--no-checkpointing"), "fp32", {}),
+        (("--lora", "8"), "model", {"recompute": "blocks"}),
+        (("--offload-inputs",), "bf16", {"at": "nvme", "recompute": "blocks"}),
+        (
+            ("--offload-inputs", "--nvme", "0", "--machine", "desktop_4090"),
+            "bf16",
+            {"at": "host", "recompute": "blocks", "host_bytes": 16 * 2048 * 2048 * 2},
+        ),
+    ],
+)
+def test_the_settings_of_an_answer_make_the_training_that_was_planned(
+    plan: Any, arguments: tuple[str, ...], precision: str, activations: dict[str, object]
+) -> None:
+    there = () if "--machine" in arguments else DESKTOP
+    asked = ("--model", "llama-3.2-1b", *there, "--accumulation", "4", *arguments)
+    answer = json.loads(plan(*asked, "--json")[1])
+
+    config = EngineConfig.from_mapping(answer["settings"])
+    assert config.precision.value == precision
+    assert config.accumulation_steps == 4
+    assert config.activations == ActivationsConfig(**activations)
+    assert config.subgroup_numel == answer["settings"]["subgroup_numel"]
+    said = plan(*asked)[1]
+    assert re.search(rf"^precision +{precision}", said, re.MULTILINE)
+    recomputes = re.search(r"^activations .*recompute=blocks", said, re.MULTILINE)
+    assert bool(recomputes) == bool(activations)
 
 
 def test_a_refusal_of_several_gpus_says_that_the_engine_takes_one(plan: Any) -> None:
