@@ -133,7 +133,9 @@ def _room(training: Training, means: Means, report: PlanReport, cost: BlockCost)
 
 def _rates(means: Means, report: PlanReport) -> ActivationRates:
     """Return the rates of links and drives in the time that parameters and gradients leave them."""
-    drives = means.rates.nvme.values()
+    # Rates of a known machine have drives that there may be none of.
+    there = sum(means.before_inputs().budget.nvme.values())
+    drives = means.rates.nvme.values() if there else ()
     read = sum(drive.read_bytes_per_s or 0.0 for drive in drives)
     write = sum(drive.write_bytes_per_s or 0.0 for drive in drives)
     links = not means.unified
