@@ -541,9 +541,10 @@ def _notes(decision: Decision) -> Iterable[str]:
     if training.model.activations is None:
         yield "activations of this model are not known, and not counted"
     if training.inputs_moved:
+        place = "drives" if means.moved_inputs()[Tier.NVME] else "the host"
         yield (
             f"the {format_bytes(means.ranks * training.input_bytes())} of inputs of blocks that "
-            "wait elsewhere are taken off the budget, but the time that they take on links and "
+            f"wait on {place} are taken off the budget, but the time that they take on links and "
             "drives is in no phase"
         )
     if means.compute_rate(training) is None:

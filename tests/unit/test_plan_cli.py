@@ -298,6 +298,25 @@ def test_tiles_of_the_sequence_are_planned_and_said(plan: Any) -> None:
     assert "feed-forward blocks in 4 tiles of the sequence" in said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kept", "held"),
+    [
+        ((*DESKTOP, "--offload-inputs"), r"on drives \(128 MiB\)", "device"),
+        ((*DESKTOP[:6], "--offload-inputs"), r"on the host \(128 MiB\)", "device"),
+        (("--gpus", "0", "--ram", "64GiB", "--tflops", "1"), "the rest is recomputed", "host"),
+        ((*DESKTOP, "--no-checkpointing"), "all are kept for the backward", "device"),
+    ],
+)
+def test_the_answer_says_what_is_kept_of_activations_and_where(
+    plan: Any, arguments: tuple[str, ...], kept: str, held: str
+) -> None:
+    _, out, _ = plan("--model", "llama-3.2-1b", *arguments)
+
+    assert re.search(rf"^activations +.*{kept}", out, re.MULTILINE)
+    assert re.search(rf'^activations="auto" +.*with at most [\d.]+ [MG]iB of the {held}', out, re.M)
+    assert "saves 220 MiB where it is kept, its inputs of 8 MiB where it is recomputed" in out
+
+
 def test_moved_inputs_are_said_to_take_no_time_in_a_plan(plan: Any) -> None:
     _, out, _ = plan("--model", "gpt2", "--offload-inputs", *DESKTOP, "--json")
 
