@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from infinity_engine.cli.plan_question import size_of
 from infinity_engine.errors import ConfigError
+from infinity_engine.units import format_bytes
 
 if TYPE_CHECKING:
     from infinity_engine.advice.doubt import RateSource
@@ -186,6 +187,16 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
     # Without GPUs, what the machine draws is not known either.
     watts = None if known.watts is None else float(known.watts * gpus) or None
     beside = beside_inputs(training, means)
+    nvme_option = _nvme_option(options, known, found.rates)
+    moved_bytes = ranks * training.input_bytes() if training.inputs_moved else 0
+    to_drives = training.inputs_moved and sum(left.nvme.values()) > moved_bytes
+    if training.inputs_moved and means.unified and not to_drives:
+        expected = (
+            f"drives with more than {format_bytes(moved_bytes)} free for them "
+            f"({nvme_option.format('SIZE')}): without a GPU, inputs of blocks are in the host's "
+            "memory already, and can only go to drives"
+        )
+        raise ConfigError(field="--offload-inputs", value="yes", expected=expected)
     return AskedMachine(
         beside,
         (*known.notes, found.note),
@@ -193,9 +204,9 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
         rated_bytes,
         watts,
         is_implied=known.capacity is not None and options.here is None,
-        nvme_option=_nvme_option(options, known, found.rates),
-        moved_bytes=ranks * training.input_bytes() if training.inputs_moved else 0,
-        moved_to_drives=beside.budget.nvme != means.budget.nvme,
+        nvme_option=nvme_option,
+        moved_bytes=moved_bytes,
+        moved_to_drives=to_drives,
     )
 
 

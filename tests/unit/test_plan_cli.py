@@ -846,6 +846,14 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
             "--offload-inputs: expected --checkpointing with it",
         ),
         (
+            ("--model", "gpt2", "--gpus", "0", "--ram", "64GiB", "--offload-inputs"),
+            "--offload-inputs: expected drives with more than 18 MiB free for them (--nvme SIZE)",
+        ),
+        (
+            ("--model", "gpt2", "--gpus=0", "--ram=64GiB", "--nvme=10MiB", "--offload-inputs"),
+            "without a GPU, inputs of blocks are in the host's memory already",
+        ),
+        (
             ("--model", "gpt2", *DESKTOP, "--tile-sequence", "0"),
             "--tile-sequence: expected a whole number, 1 or more",
         ),
