@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         with without_collecting():
             found = [_compared(options, machine) for machine in options.machines]
     except ConfigError as error:
-        print(f"infinity compare: error: {in_words(error)}", file=sys.stderr)
+        print(f"infinity compare: error: {in_words(error, here='MACHINE')}", file=sys.stderr)
         return 2
     if options.json:
         told = [asdict(machine) for machine in found]

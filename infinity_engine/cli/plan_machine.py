@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,6 +33,8 @@ _ASSUMED = "desktop_4090"
 _QUEUE_BYTES = 16 << 20  # of the host for each drive, as deepnvme's queues take them
 _LEAST_TFLOPS, _MOST_TFLOPS = 1e-6, 1e9
 _OF_THE_SHEET = "about 0.4 of the data sheet's"  # as sim/hardware.py takes rates from peaks
+_LEAST_RATE, _MOST_RATE = 1.0, 1e18  # bytes or parameters a second
+_MOST_START_S = 3600.0
 _MOST_GPUS = 64
 _NOTHING = re.compile(r"\s*0+(\.0*)?\s*[a-zA-Z]*\s*$")  # a size
 
@@ -579,6 +581,7 @@ def _rates_of_file(
     if not (isinstance(given, dict) and "links" in given):
         # No calibration: plain rates by their names.
         rates = Rates.from_mapping(given, field="--rates")
+        _check_rates(rates)
         return _FoundRates(rates, _Compute(), f"rates are those of {path}", RateSource.GIVEN)
     calibration = Calibration.from_mapping(given, field="--rates")
     if directories is not None:
@@ -604,6 +607,24 @@ def _rates_of_file(
         unified=unified,
         drives=drives,
     )
+
+
+def _check_rates(rates: Rates) -> None:
+    """Refuse rates of a file that no machine has, and with which a plan's times have no end."""
+    tables = {"": rates, **{f".nvme[{name!r}]": drive for name, drive in rates.nvme.items()}}
+    for place, table in tables.items():
+        for item in fields(table):
+            value = getattr(table, item.name)
+            if not isinstance(value, float | int):
+                continue
+            least, most = (0, _MOST_START_S)
+            if item.name.endswith("_per_s"):
+                least, most = _LEAST_RATE, _MOST_RATE
+            if not least <= value <= most:
+                expected = f"a number from {least:g} to {most:g}"
+                raise ConfigError(
+                    field=f"--rates{place}.{item.name}", value=value, expected=expected
+                )
 
 
 def _measured(

@@ -343,8 +343,10 @@ def _more_than_nothing(given: float | None, field: str) -> float | None:
     return given
 
 
-def in_words(error: ConfigError) -> str:
-    """Return an error with the names of options, where it has those of fields."""
+def in_words(error: ConfigError, *, here: str = "--here") -> str:
+    """Return an error with the names of options, where it has those of fields; `here` has the
+    directories of this machine.
+    """
     # Fields of settings, as this command calls them.
     names = {
         "batch": "--batch",
@@ -353,7 +355,8 @@ def in_words(error: ConfigError) -> str:
         "tile_positions": "--tile-sequence",
         "model": "--model",
     }
-    names |= {"machine": "--machine", "subgroup_numel": "--subgroup"}
+    names |= {"machine": "--machine", "subgroup_numel": "--subgroup", "ranks": "--gpus"}
+    names |= {"Budget.nvme": here, "directories": here, "strategy": "--strategy"}
     if error.field.startswith("Rates."):  # the option of the file names what it has wrong
         expected = (
             f"a file with {error.field}, which this plan uses: `infinity calibrate DIR` measures "
@@ -363,11 +366,10 @@ def in_words(error: ConfigError) -> str:
     if error.field == "budget.nvme":
         expected = 'a size such as "2TB": this plan keeps data on drives'
         return str(ConfigError(field="--nvme", value=error.value, expected=expected))
-    return str(
-        ConfigError(
-            field=names.get(error.field, error.field), value=error.value, expected=error.expected
-        )
-    )
+    field = names.get(error.field, error.field)
+    if field.startswith("config"):  # what the file of the option has wrong
+        field = f"--model: {field}"
+    return str(ConfigError(field=field, value=error.value, expected=error.expected))
 
 
 # --- the model ------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def test_without_gpus_energy_needs_watts(infinity: Any, this_machine: Any) -> No
         (("--pcie", "4"), "--pcie: expected --gpu beside it"),
         (("--gpu", "4090", "--gpus", "0", "--ram", "64GiB"), "--gpu: expected nothing, as there"),
         (("--machine", "gh200", "--nvme", "2TB"), "--nvme: expected --drive beside it: a GH200"),
-        (("--here", "/absent"), "Budget.nvme: expected a directory that can be used"),
+        (("--here", "/absent"), "--here: expected a directory that can be used"),
     ],
 )
 def test_wrong_parts_are_refused_by_the_name_of_their_option(
@@ -479,10 +479,17 @@ def test_several_gpus_that_do_not_suffice_have_the_note_of_those_that_do(infinit
     assert any("refuses several ranks on GPUs" in note for note in refused["notes"])
 
 
-def test_a_part_that_is_none_is_named(infinity: Any) -> None:
-    _, _, err = infinity("compare", *SMALL, "4070 + 64GiB")
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        ("4070 + 64GiB", "'4070' is none of them"),
+        ("here + /absent", "MACHINE: expected a directory that can be used"),
+    ],
+)
+def test_a_part_that_is_none_is_named(infinity: Any, machine: str, said: str) -> None:
+    _, _, err = infinity("compare", *SMALL, machine)
 
-    assert "'4070' is none of them" in err
+    assert said in err
 
 
 def test_what_binds_a_step_of_many_micro_batches_is_computing(infinity: Any) -> None:

@@ -783,6 +783,39 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
     assert re.search(said, err)
 
 
+@pytest.mark.parametrize(
+    ("drive", "name", "value"),
+    [
+        (False, "h2d_bytes_per_s", 1e-300),
+        (False, "host_update_params_per_s", 1e-320),
+        (False, "host_start_s", 1e300),
+        (True, "read_bytes_per_s", 1e-320),
+        (True, "write_bytes_per_s", 1e300),
+    ],
+)
+def test_rates_that_no_machine_has_are_refused(
+    plan: Any, tmp_path: Path, drive: bool, name: str, value: float
+) -> None:
+    file = rates_file(tmp_path)
+    rates = json.loads(file.read_text())
+    (rates["nvme"]["/mnt/a"] if drive else rates)[name] = value
+    file.write_text(json.dumps(rates))
+    status, _, err = plan("--model", "llama-3-8b", *DESKTOP, "--rates", str(file))
+
+    assert status == 2
+    place = "--rates.nvme['/mnt/a']" if drive else "--rates"
+    assert f"{place}.{name}: expected a number from " in err
+
+
+def test_a_config_with_a_wrong_size_is_refused_by_the_name_of_the_option(
+    plan: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 0}))
+    _, _, err = plan("--model", str(tmp_path), *DESKTOP)
+
+    assert "--model: config.vocab_size: expected a whole number, 1 or more, got 0" in err
+
+
 # --- wrong input ----------------------------------------------------------------------------------
 
 
