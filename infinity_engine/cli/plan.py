@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     """Plan and print; return 0 where it fits, 1 where it does not, 2 for a wrong question."""
     try:
         with without_collecting():
-            return _list() if options.models else _plan(options)
+            return _list(options) if options.models else _plan(options)
     except ConfigError as error:
         print(f"infinity plan: error: {in_words(error)}", file=sys.stderr)
         return 2
@@ -215,11 +215,26 @@ def _plan(options: argparse.Namespace) -> int:
     return found.status
 
 
-def _list() -> int:
+def _list(options: argparse.Namespace) -> int:
     from infinity_engine.machine.catalogue import DRIVE_SHEETS, GPU_SHEETS
     from infinity_engine.sim.hardware import MACHINES
     from infinity_engine.sim.presets import PRESETS, preset
 
+    if options.json:
+        gpus_and_drives = {"gpus": GPU_SHEETS, "drives": DRIVE_SHEETS}
+        listed = {
+            "schema": SCHEMA,
+            "models": [{"name": name, "parameters": preset(name).numel} for name in PRESETS],
+            "machines": [
+                {"name": name, "title": machine.title} for name, machine in MACHINES.items()
+            ],
+            **{
+                kind: [{**asdict(sheet), "compared": sheet.compared} for sheet in sheets]
+                for kind, sheets in gpus_and_drives.items()
+            },
+        }
+        print(json.dumps(listed, indent=2))
+        return 0
     models = [(name, f"{preset(name).numel / 1e9:,.2f} billion parameters") for name in PRESETS]
     machines = [(name, machine.title) for name, machine in MACHINES.items()]
     gpus = [

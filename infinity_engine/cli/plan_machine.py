@@ -75,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     means.add_argument("--ram", metavar="SIZE", help="the host's memory that is free")
     means.add_argument(
         "--nvme",
+        action=_OnlyOnce,
         metavar="SIZE",
         help="free space on all drives together; 0: use none (default: those of --machine, --drive "
         "or --here)",
@@ -94,6 +95,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the rate that your model reaches on each rank, in 10^12 operations a second: "
         f"{_OF_THE_SHEET}",
     )
+
+
+class _OnlyOnce(argparse.Action):
+    """Refuses an option that is given again, where the last one would hold unseen."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        if before is not None:
+            told = (
+                f"expected one size, of all drives together: give the sum of {before} and {values}"
+            )
+            raise argparse.ArgumentError(self, told)
+        setattr(namespace, self.dest, values)
 
 
 class AskedMachine(NamedTuple):

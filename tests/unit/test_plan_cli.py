@@ -556,6 +556,29 @@ def test_models_and_machines_are_listed(plan: Any) -> None:
     assert "Samsung 990 PRO 2 TB" in out
 
 
+def test_models_and_machines_are_listed_in_json(plan: Any) -> None:
+    status, out, _ = plan("--models", "--json")
+
+    listed = json.loads(out)
+    assert status == 0
+    assert {"name": "gpt2", "parameters": 124_439_808} in listed["models"]
+    assert "desktop_4090" in {machine["name"] for machine in listed["machines"]}
+    [gpu] = (gpu for gpu in listed["gpus"] if gpu["name"] == "RTX 4090 24 GB")
+    assert (gpu["memory_bytes"], gpu["flops_per_s"]) == (24 << 30, 165.2e12)
+    [drive] = (drive for drive in listed["drives"] if drive["name"] == "Samsung 990 PRO 2 TB")
+    assert drive["rated_bytes"] == 1200 * 10**12
+
+
+def test_a_second_size_of_drives_is_refused(plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan("--model", "gpt2", *DESKTOP, "--nvme", "1TB")
+
+    assert ended.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "argument --nvme: expected one size, of all drives together" in said
+    assert "give the sum of 2TB and 1TB" in said
+
+
 def test_the_program_of_the_page_runs_without_torch_and_commands_of_the_page_are_understood(
     plan: Any,
 ) -> None:
