@@ -221,17 +221,14 @@ def _list(options: argparse.Namespace) -> int:
     from infinity_engine.sim.presets import PRESETS, preset
 
     if options.json:
-        gpus_and_drives = {"gpus": GPU_SHEETS, "drives": DRIVE_SHEETS}
         listed = {
             "schema": SCHEMA,
             "models": [{"name": name, "parameters": preset(name).numel} for name in PRESETS],
             "machines": [
                 {"name": name, "title": machine.title} for name, machine in MACHINES.items()
             ],
-            **{
-                kind: [{**asdict(sheet), "compared": sheet.compared} for sheet in sheets]
-                for kind, sheets in gpus_and_drives.items()
-            },
+            "gpus": [{**asdict(gpu), "compared": gpu.compared} for gpu in GPU_SHEETS],
+            "drives": [{**asdict(drive), "compared": drive.compared} for drive in DRIVE_SHEETS],
         }
         print(json.dumps(listed, indent=2))
         return 0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from infinity_engine.advice.doubt import RateSource
     from infinity_engine.machine.catalogue import DriveSheet, GpuSheet
     from infinity_engine.placement.training import Means, Training
-    from infinity_engine.plan import BlockRates, Calibration, Capacity, Rates
+    from infinity_engine.plan import BlockRates, Calibration, Capacity, DriveRates, Rates
     from infinity_engine.sim.hardware import MachineModel
 
 __all__ = ["AskedMachine", "add_arguments", "better_gpus_of", "free", "machine_of"]
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     means.add_argument("--ram", metavar="SIZE", help="the host's memory that is free")
     means.add_argument(
         "--nvme",
-        action=_OnlyOnce,
+        action="append",  # _nvme() refuses a second one
         metavar="SIZE",
         help="free space on all drives together; 0: use none (default: those of --machine, --drive "
         "or --here)",
@@ -95,25 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the rate that your model reaches on each rank, in 10^12 operations a second: "
         f"{_OF_THE_SHEET}",
     )
-
-
-class _OnlyOnce(argparse.Action):
-    """Refuses an option that is given again, where the last one would hold unseen."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        before = getattr(namespace, self.dest)
-        if before is not None:
-            told = (
-                f"expected one size, of all drives together: give the sum of {before} and {values}"
-            )
-            raise argparse.ArgumentError(self, told)
-        setattr(namespace, self.dest, values)
 
 
 class AskedMachine(NamedTuple):
@@ -291,7 +272,7 @@ def free(device: int, host: int, drives: int) -> Capacity:
 def _known(options: argparse.Namespace) -> _Known:
     typed = (options.machine, options.gpu, options.drive, options.gpus, options.gpu_mem)
     if options.here is None and any(
-        given is not None for given in (*typed, options.ram, options.nvme)
+        given is not None for given in (*typed, options.ram, _nvme(options))
     ):
         return _of_catalogue(options)
     if any(given is not None for given in (options.machine, options.gpu, options.drive)):
@@ -424,8 +405,9 @@ def _capacity(options: argparse.Namespace, known: _Known, gpus: int) -> Capacity
     here = known.capacity
     device = 0 if gpus == 0 else _given(options.gpu_mem, known, "--gpu-mem")
     host = _given(options.ram, known, "--ram")
-    asked = "--nvme" in known.sizes if options.nvme is None else not _NOTHING.match(options.nvme)
-    drives = _given(options.nvme, known, "--nvme") if asked else 0
+    nvme = _nvme(options)
+    asked = "--nvme" in known.sizes if nvme is None else not _NOTHING.match(nvme)
+    drives = _given(nvme, known, "--nvme") if asked else 0
     typed = free(device, host, drives)
     if here is None:
         return typed
@@ -433,8 +415,23 @@ def _capacity(options: argparse.Namespace, known: _Known, gpus: int) -> Capacity
         here,
         device=here.device if options.gpu_mem is None and gpus else typed.device,
         host=here.host if options.ram is None else typed.host,
-        nvme=here.nvme if options.nvme is None else typed.nvme,
+        nvme=here.nvme if nvme is None else typed.nvme,
     )
+
+
+def _nvme(options: argparse.Namespace) -> str | None:
+    """Return the size of all drives together, where it was given.
+
+    Raises:
+        ConfigError: it was given twice: the last one would take the place of the first unseen.
+    """
+    if options.nvme is None:
+        return None
+    if len(options.nvme) > 1:
+        expected = "one size, of all drives together: give the sum"
+        raise ConfigError(field="--nvme", value=" and ".join(options.nvme), expected=expected)
+    [size] = options.nvme
+    return str(size)
 
 
 def _given(given: str | None, known: _Known, field: str) -> int:
@@ -522,14 +519,14 @@ def _published(
     model, fp32 = known.model, precision == "fp32"
     if drives and model.drives is None:
         expected = f"--drive beside it: a {model.title} has no drives whose rates are published"
-        raise ConfigError(field="--nvme", value=options.nvme, expected=expected)
+        raise ConfigError(field="--nvme", value=_nvme(options), expected=expected)
     alone = replace(
         model.rates(min(ranks, model.gpus)),
         host_update_params_per_s=model.host.update_params_per_s / ranks,
         dram_bytes_per_s=model.host.dram_bytes_per_s / ranks,
         nvme={} if model.drives is None else {"NVMe": model.drives.divided(ranks)},
     )
-    if known.capacity is not None and options.nvme is None and alone.nvme:
+    if known.capacity is not None and _nvme(options) is None and alone.nvme:
         [drive] = alone.nvme.values()
         alone = replace(alone, nvme=dict.fromkeys(known.capacity.nvme, drive))
         alone = _shared(alone, known.sharing)
@@ -631,13 +628,14 @@ def _rates_of_file(
 
 def _check_rates(rates: Rates) -> None:
     """Refuse rates of a file that no machine has, and with which a plan's times have no end."""
-    tables = {"": rates, **{f".nvme[{name!r}]": drive for name, drive in rates.nvme.items()}}
+    tables: dict[str, Rates | DriveRates] = {"": rates}
+    tables.update({f".nvme[{name!r}]": drive for name, drive in rates.nvme.items()})
     for place, table in tables.items():
         for item in fields(table):
             value = getattr(table, item.name)
             if not isinstance(value, float | int):
                 continue
-            least, most = (0, _MOST_START_S)
+            least, most = 0.0, _MOST_START_S
             if item.name.endswith("_per_s"):
                 least, most = _LEAST_RATE, _MOST_RATE
             if not least <= value <= most:

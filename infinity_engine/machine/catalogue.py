@@ -9,7 +9,7 @@ Called by the command line, for machines that are described by their parts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
@@ -325,14 +325,13 @@ def find_drive(name: str, *, field: str = "drive") -> tuple[DriveSheet, ...]:
     return _found(name, DRIVE_SHEETS, field)
 
 
-def _found(name: str, sheets: Iterable[_Sheet], field: str) -> tuple[_Sheet, ...]:
-    sheets = tuple(sheets)
+def _found(name: str, sheets: Sequence[_Sheet], field: str) -> tuple[_Sheet, ...]:
     asked = _words(name)
     found = tuple(sheet for sheet in sheets if asked and _fits(asked, _words(sheet.name)))
     if found:
         return found
     models = {word for word in asked if _has_digit(word)}
-    near = [sheet.name for sheet in sheets if models & {*_words(sheet.name)[:-2]}]
+    near = [sheet.name for sheet in sheets if models.intersection(_words(sheet.name)[:-2])]
     if near:
         expected = f"one of {', '.join(near)}, or another name that `infinity plan --models` lists"
         raise ConfigError(field=field, value=name, expected=expected)
