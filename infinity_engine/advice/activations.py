@@ -35,6 +35,7 @@ _STAGED_INPUTS = 3  # tensors of about that size that are on their way while a b
 class ActivationAdvice:
     """Bytes that one block saves and is given, the choice, and the seconds that it saves.
 
+    `planned_s` are those of the plan, with what its moved inputs take, which its phases lack.
     `gains` are the seconds of a step that one GiB more of a tier would save.
     """
 
@@ -76,14 +77,16 @@ def activation_advice(decision: Decision, report: PlanReport) -> ActivationAdvic
     except CapacityError:
         return None
     planned = BlockWay.RECOMPUTE if training.checkpointing else BlockWay.KEEP
+    if training.inputs_moved:
+        to_drives = bool(means.moved_inputs()[Tier.NVME])
+        planned = BlockWay.RECOMPUTE_DRIVE if to_drives else BlockWay.RECOMPUTE_HOST
     micro_batches = training.accumulation_steps
     return ActivationAdvice(
         saved=costs[0].saved,
         inputs=costs[0].inputs,
         choice=choice,
         seconds=micro_batches * choice.predicted.seconds,
-        planned_s=micro_batches
-        * predict_step(costs, [planned] * len(costs), ActivationRates()).seconds,
+        planned_s=micro_batches * predict_step(costs, [planned] * len(costs), rates).seconds,
         gains={tier: micro_batches * gain for tier, gain in gains.items()},
     )
 
@@ -133,7 +136,9 @@ def _room(training: Training, means: Means, report: PlanReport, cost: BlockCost)
 
 def _rates(means: Means, report: PlanReport) -> ActivationRates:
     """Return the rates of links and drives in the time that parameters and gradients leave them."""
-    drives = means.rates.nvme.values()
+    # Rates of a known machine have drives that there may be none of.
+    there = sum(means.before_inputs().budget.nvme.values())
+    drives = means.rates.nvme.values() if there else ()
     read = sum(drive.read_bytes_per_s or 0.0 for drive in drives)
     write = sum(drive.write_bytes_per_s or 0.0 for drive in drives)
     links = not means.unified

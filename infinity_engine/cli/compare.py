@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         with without_collecting():
             found = [_compared(options, machine) for machine in options.machines]
     except ConfigError as error:
-        print(f"infinity compare: error: {in_words(error)}", file=sys.stderr)
+        print(f"infinity compare: error: {in_words(error, here='MACHINE')}", file=sys.stderr)
         return 2
     if options.json:
         told = [asdict(machine) for machine in found]
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 def _compared(options: argparse.Namespace, machine: str) -> ComparedMachine:
     from infinity_engine.advice.doubt import step_range
     from infinity_engine.sim.planner import decide
-    from infinity_engine.sim.report import report_of
+    from infinity_engine.sim.report import notes_of_ranks, report_of
 
     parser = argparse.ArgumentParser(add_help=False)
     add_machine(parser)
@@ -109,7 +109,7 @@ def _compared(options: argparse.Namespace, machine: str) -> ComparedMachine:
     try:
         decision = decide(training, found.means)
     except CapacityError:
-        notes = (*found.notes, *model.notes)
+        notes = (*found.notes, *model.notes, *notes_of_ranks(found.means))
         return ComparedMachine(machine=machine, fits=False, notes=notes)
     report = report_of(decision)
     computes = report.tokens_per_s is not None
@@ -181,13 +181,13 @@ def _kind(name: str, machine: str) -> str:
     with suppress(ConfigError):
         find_drive(name)
         return "--drive"
-    raise _wrong(machine)
+    raise _wrong(machine, f"; {name!r} is none of them")
 
 
-def _wrong(machine: str) -> ConfigError:
+def _wrong(machine: str, more: str = "") -> ConfigError:
     expected = (
         'a known machine, "here", or parts such as "4090 + 64GiB + samsung 990 pro", sizes with '
-        "their units (infinity plan --models lists parts)"
+        f"their units (infinity plan --models lists parts){more}"
     )
     return ConfigError(field="MACHINE", value=machine, expected=expected)
 

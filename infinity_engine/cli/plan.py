@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from infinity_engine.cli.plan_machine import better_gpus_of, machine_of
 from infinity_engine.cli.plan_question import (
     add_settings,
     add_training,
+    engine_settings,
     in_words,
     model_of,
     precision_of,
@@ -92,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     """Plan and print; return 0 where it fits, 1 where it does not, 2 for a wrong question."""
     try:
         with without_collecting():
-            return _list() if options.models else _plan(options)
+            return _list(options) if options.models else _plan(options)
     except ConfigError as error:
         print(f"infinity plan: error: {in_words(error)}", file=sys.stderr)
         return 2
@@ -136,9 +137,10 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
         decision = decide(training, means, **settings)
     except CapacityError as error:
         from infinity_engine.sim.remedies import explain_refusal
+        from infinity_engine.sim.report import notes_of_ranks
 
         refusal = with_options(explain_refusal(training, means, **settings), machine)
-        refusal = replace(refusal, notes=(*sources, *refusal.notes))
+        refusal = replace(refusal, notes=(*sources, *refusal.notes, *notes_of_ranks(means)))
         return PlanAnswer(
             status=1,
             sections=refused(refusal),
@@ -166,8 +168,10 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
             return None
 
     tiles = None if tiled is None else tile_advice(whole, tiled, step_s_of)
+    more = engine_settings(precision, training, drives=machine.moved_to_drives)
     if options.tiling == "auto":
-        report = replace(report, settings={**report.settings, "tiling": "auto"})
+        more["tiling"] = "auto"
+    report = replace(report, settings={**report.settings, **more})
     # Where the rates come from stands first: all else follows from them.
     notes = (*sources, *report.notes)
     if run is not None and advice.run is None:
@@ -211,11 +215,23 @@ def _plan(options: argparse.Namespace) -> int:
     return found.status
 
 
-def _list() -> int:
+def _list(options: argparse.Namespace) -> int:
     from infinity_engine.machine.catalogue import DRIVE_SHEETS, GPU_SHEETS
     from infinity_engine.sim.hardware import MACHINES
     from infinity_engine.sim.presets import PRESETS, preset
 
+    if options.json:
+        listed = {
+            "schema": SCHEMA,
+            "models": [{"name": name, "parameters": preset(name).numel} for name in PRESETS],
+            "machines": [
+                {"name": name, "title": machine.title} for name, machine in MACHINES.items()
+            ],
+            "gpus": [{**asdict(gpu), "compared": gpu.compared} for gpu in GPU_SHEETS],
+            "drives": [{**asdict(drive), "compared": drive.compared} for drive in DRIVE_SHEETS],
+        }
+        print(json.dumps(listed, indent=2))
+        return 0
     models = [(name, f"{preset(name).numel / 1e9:,.2f} billion parameters") for name in PRESETS]
     machines = [(name, machine.title) for name, machine in MACHINES.items()]
     gpus = [

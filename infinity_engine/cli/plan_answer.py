@@ -42,6 +42,7 @@ Section = tuple[str, Iterable[tuple[str, str]]]
 _UNKNOWN = "unknown, as the rate of computing is"
 _LEAST_GAIN = 0.001  # of a step, that one GiB more saves
 _LARGEST = 3  # of what a tier holds, on one line
+_MOST_ON_LINE = 4  # values of a setting
 _MOST_PURCHASES = 3  # that are shown
 _WORTH_SHOWING = 0.02  # of a step
 _SOURCES = MappingProxyType(
@@ -78,10 +79,14 @@ def answer(
     tiles: TileAdvice | None = None,
     *,
     full: bool = False,
+    without_rate: str = "give --tflops, or --rates of a calibration",
 ) -> Iterator[Section]:
-    """Yield what a plan that fits says: what fits on one screen, or every figure."""
+    """Yield what a plan that fits says: what fits on one screen, or every figure.
+
+    `without_rate` is what to do where the rate of computing is not known.
+    """
     title = f"{report.model} fits: {step_in_words(report)}{range_in_words(report, advice)}"
-    yield title, _summary(report, training)
+    yield title, _summary(report, training, without_rate=without_rate)
     yield "Settings", [(name, setting_in_words(value)) for name, value in report.settings.items()]
     if full:
         yield from _every_figure(report)
@@ -103,7 +108,7 @@ def what_follows(
     if tiles is not None:
         yield "Tiles", _tiles(tiles)
     if ways is not None:
-        yield "Activations", _activations(ways)
+        yield "Activations", _activations(ways, report)
     if report.wear is not None:
         yield "Wear", _wear(report)
     if advice.run is not None:
@@ -199,14 +204,7 @@ def _between_ranks(report: PlanReport) -> Rows:
         yield "between ranks", f"gathers and reductions take {gathering}, hidden or not"
 
 
-def _summary(report: PlanReport, training: Training) -> Rows:
-    kept = "checkpointed" if training.checkpointing else "all kept"
-    if training.inputs_moved:
-        kept += f", their inputs elsewhere: {format_bytes(training.input_bytes())}"
-    if training.chunked_loss:
-        kept += ", no whole logits"
-    if training.tiles > 1:
-        kept += f", feed-forward blocks in {training.tiles:,} tiles of the sequence"
+def _summary(report: PlanReport, training: Training, *, without_rate: str) -> Rows:
     trained = sum(parameter.numel for parameter in training.model.parameters if parameter.trained)
     part = "" if trained == report.parameters else f", {trained:,} of them trained"
     yield "parameters", f"{report.parameters:,}{part}"
@@ -215,12 +213,29 @@ def _summary(report: PlanReport, training: Training) -> Rows:
         f"{report.ranks} x {report.micro_batches} x {training.batch} sequences of "
         f"{training.sequence} tokens",
     )
-    yield "activations", kept
+    yield "activations", "; ".join(_kept(report, training))
     # Without a rate of computing only the update's time is known.
     if report.tokens_per_s is None:
-        yield "throughput", "unknown: give --tflops, or --rates of a calibration"
+        yield "throughput", f"unknown: {without_rate}"
     else:
         yield "throughput", f"{report.tokens_per_s:,.1f} tokens/s"
+
+
+def _kept(report: PlanReport, training: Training) -> Iterator[str]:
+    """Yield what is kept of activations until the backward, and what makes them fewer."""
+    activations = report.settings.get("activations")
+    if not training.checkpointing:
+        yield "all are kept for the backward"
+    elif training.inputs_moved and isinstance(activations, Mapping):
+        place = "drives" if activations["at"] == "nvme" else "the host"
+        inputs = f"{format_bytes(training.input_bytes())}{_of_each_rank(report)}"
+        yield f"only the inputs of blocks are kept, on {place} ({inputs}), the rest is recomputed"
+    else:
+        yield "only the inputs of blocks are kept, the rest is recomputed"
+    if training.chunked_loss:
+        yield "the loss makes no whole logits"
+    if training.tiles > 1:
+        yield f"feed-forward blocks in {training.tiles:,} tiles of the sequence"
 
 
 def setting_in_words(value: object) -> str:
@@ -232,12 +247,11 @@ def setting_in_words(value: object) -> str:
             # The name stands before the brackets; None is what is left to its default.
             if key != "name" and inside is not None
         )
-        return (
-            f"{value.get('name', '')}({inner})"
-            if "name" in value
-            # Rates and the like have too many values for one line.
-            else "those of this plan, in --json"
-        )
+        if "name" in value:
+            return f"{value['name']}({inner})"
+        # Rates have too many values for one line.
+        fits = len(value) <= _MOST_ON_LINE
+        return inner if fits else "those of this plan (`infinity plan --json` has them)"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -278,28 +292,40 @@ def _times(report: PlanReport) -> Rows:
     yield "host per parameter", f"{report.host_bytes_per_parameter:.2f} B"
 
 
-def _activations(ways: ActivationAdvice) -> Rows:
+def _activations(ways: ActivationAdvice, report: PlanReport) -> Rows:
     """Yield what a block saves, the ways that the engine would choose, and what more would save."""
+    from infinity_engine.plan import Tier
+
+    # On the CPU, device and host are one memory.
+    words = {Tier.DEVICE: "the device", Tier.HOST: "the host", Tier.NVME: "drives"}
+    words[Tier.DEVICE] = words[Tier.DEVICE if report.limits[Tier.DEVICE] else Tier.HOST]
     predicted = ways.choice.predicted
     yield (
         "each block",
-        f"saves {format_bytes(ways.saved)}, is given {format_bytes(ways.inputs)} of it",
+        f"saves {format_bytes(ways.saved)} where it is kept, its inputs of "
+        f"{format_bytes(ways.inputs)} where it is recomputed",
+    )
+    places = {
+        Tier.DEVICE: predicted.device,
+        Tier.HOST: predicted.host,
+        Tier.NVME: predicted.drives,
+    }
+    counts = "; ".join(f"{count} {way.value}" for way, count in ways.choice.counts().items())
+    held = ", ".join(
+        f"{format_bytes(nbytes)} of {words[tier]}" for tier, nbytes in places.items() if nbytes
     )
     took, planned = seconds_in_words(ways.seconds), seconds_in_words(ways.planned_s)
-    places = (
-        (predicted.device, "where modules compute"),
-        (predicted.host, "of the host"),
-        (predicted.drives, "of drives"),
-    )
-    held = ", ".join(f"{format_bytes(nbytes)} {where}" for nbytes, where in places if nbytes)
     yield (
         'activations="auto"',
-        f"{ways.choice} with {held}: forward and backward {took}, planned {planned}",
+        f"{counts}; with at most {held}, blocks take {took} forward and backward, {planned} as "
+        "planned",
     )
-    gains = [(tier, gain) for tier, gain in ways.gains.items() if gain > _LEAST_GAIN * ways.seconds]
+    gains = {tier: gain for tier, gain in ways.gains.items() if gain > _LEAST_GAIN * ways.seconds}
     if gains:
-        more = "; ".join(f"{tier.value} {seconds_in_words(gain)}" for tier, gain in gains)
-        yield "1 GiB more saves", more
+        saved = "; ".join(
+            f"of {words[tier]} saves {seconds_in_words(gain)}" for tier, gain in gains.items()
+        )
+        yield "1 GiB more", saved
 
 
 def _tiles(tiles: TileAdvice) -> Rows:

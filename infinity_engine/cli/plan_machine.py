@@ -12,18 +12,19 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from infinity_engine.cli.plan_question import size_of
 from infinity_engine.errors import ConfigError
+from infinity_engine.units import format_bytes
 
 if TYPE_CHECKING:
     from infinity_engine.advice.doubt import RateSource
     from infinity_engine.machine.catalogue import DriveSheet, GpuSheet
     from infinity_engine.placement.training import Means, Training
-    from infinity_engine.plan import BlockRates, Calibration, Capacity, Rates
+    from infinity_engine.plan import BlockRates, Calibration, Capacity, DriveRates, Rates
     from infinity_engine.sim.hardware import MachineModel
 
 __all__ = ["AskedMachine", "add_arguments", "better_gpus_of", "free", "machine_of"]
@@ -31,6 +32,9 @@ __all__ = ["AskedMachine", "add_arguments", "better_gpus_of", "free", "machine_o
 _ASSUMED = "desktop_4090"
 _QUEUE_BYTES = 16 << 20  # of the host for each drive, as deepnvme's queues take them
 _LEAST_TFLOPS, _MOST_TFLOPS = 1e-6, 1e9
+_OF_THE_SHEET = "about 0.4 of the data sheet's"  # as sim/hardware.py takes rates from peaks
+_LEAST_RATE, _MOST_RATE = 1.0, 1e18  # bytes or parameters a second
+_MOST_START_S = 3600.0
 _MOST_GPUS = 64
 _NOTHING = re.compile(r"\s*0+(\.0*)?\s*[a-zA-Z]*\s*$")  # a size
 
@@ -71,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     means.add_argument("--ram", metavar="SIZE", help="the host's memory that is free")
     means.add_argument(
         "--nvme",
+        action="append",  # _nvme() refuses a second one
         metavar="SIZE",
         help="free space on all drives together; 0: use none (default: those of --machine, --drive "
         "or --here)",
@@ -87,7 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tflops",
         type=float,
         metavar="N",
-        help="compute rate of each rank, in 10^12 operations a second",
+        help=f"the rate that your model reaches on each rank, in 10^12 operations a second: "
+        f"{_OF_THE_SHEET}",
     )
 
 
@@ -160,7 +166,10 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
     compute = found.compute
     if options.tflops is not None:
         if not _LEAST_TFLOPS <= options.tflops <= _MOST_TFLOPS:
-            expected = f"a positive number, from {_LEAST_TFLOPS:g} to {_MOST_TFLOPS:g}"
+            expected = (
+                f"a positive number, from {_LEAST_TFLOPS:g} to {_MOST_TFLOPS:g}: the rate that "
+                f"your model reaches, {_OF_THE_SHEET}"
+            )
             raise ConfigError(field="--tflops", value=options.tflops, expected=expected)
         # What is given takes the place of measured blocks, too.
         compute = compute._replace(flops_per_s=options.tflops * 1e12, blocks=None)
@@ -181,6 +190,16 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
     # Without GPUs, what the machine draws is not known either.
     watts = None if known.watts is None else float(known.watts * gpus) or None
     beside = beside_inputs(training, means)
+    nvme_option = _nvme_option(options, known, found.rates)
+    moved_bytes = ranks * training.input_bytes() if training.inputs_moved else 0
+    to_drives = training.inputs_moved and sum(left.nvme.values()) > moved_bytes
+    if training.inputs_moved and means.unified and not to_drives:
+        expected = (
+            f"drives with more than {format_bytes(moved_bytes)} free for them "
+            f"({nvme_option.format('SIZE')}): without a GPU, inputs of blocks are in the host's "
+            "memory already, and can only go to drives"
+        )
+        raise ConfigError(field="--offload-inputs", value="yes", expected=expected)
     return AskedMachine(
         beside,
         (*known.notes, found.note),
@@ -188,9 +207,9 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
         rated_bytes,
         watts,
         is_implied=known.capacity is not None and options.here is None,
-        nvme_option=_nvme_option(options, known, found.rates),
-        moved_bytes=ranks * training.input_bytes() if training.inputs_moved else 0,
-        moved_to_drives=beside.budget.nvme != means.budget.nvme,
+        nvme_option=nvme_option,
+        moved_bytes=moved_bytes,
+        moved_to_drives=to_drives,
     )
 
 
@@ -253,7 +272,7 @@ def free(device: int, host: int, drives: int) -> Capacity:
 def _known(options: argparse.Namespace) -> _Known:
     typed = (options.machine, options.gpu, options.drive, options.gpus, options.gpu_mem)
     if options.here is None and any(
-        given is not None for given in (*typed, options.ram, options.nvme)
+        given is not None for given in (*typed, options.ram, _nvme(options))
     ):
         return _of_catalogue(options)
     if any(given is not None for given in (options.machine, options.gpu, options.drive)):
@@ -296,7 +315,7 @@ def _of_catalogue(options: argparse.Namespace) -> _Known:
             gpus = find_gpu(options.gpu, field="--gpu")
         except ConfigError as error:
             expected = f"{error.expected}; to plan for another GPU, give --gpu-mem and --tflops "
-            expected += "instead"
+            expected += f"({_OF_THE_SHEET}) instead"
             raise replace(error, expected=expected) from error
         known = _with_gpu(known, gpus[0])
         known = replace(known, notes=(*known.notes, *_also("--gpu", options.gpu, gpus)))
@@ -386,8 +405,9 @@ def _capacity(options: argparse.Namespace, known: _Known, gpus: int) -> Capacity
     here = known.capacity
     device = 0 if gpus == 0 else _given(options.gpu_mem, known, "--gpu-mem")
     host = _given(options.ram, known, "--ram")
-    asked = "--nvme" in known.sizes if options.nvme is None else not _NOTHING.match(options.nvme)
-    drives = _given(options.nvme, known, "--nvme") if asked else 0
+    nvme = _nvme(options)
+    asked = "--nvme" in known.sizes if nvme is None else not _NOTHING.match(nvme)
+    drives = _given(nvme, known, "--nvme") if asked else 0
     typed = free(device, host, drives)
     if here is None:
         return typed
@@ -395,8 +415,23 @@ def _capacity(options: argparse.Namespace, known: _Known, gpus: int) -> Capacity
         here,
         device=here.device if options.gpu_mem is None and gpus else typed.device,
         host=here.host if options.ram is None else typed.host,
-        nvme=here.nvme if options.nvme is None else typed.nvme,
+        nvme=here.nvme if nvme is None else typed.nvme,
     )
+
+
+def _nvme(options: argparse.Namespace) -> str | None:
+    """Return the size of all drives together, where it was given.
+
+    Raises:
+        ConfigError: it was given twice: the last one would take the place of the first unseen.
+    """
+    if options.nvme is None:
+        return None
+    if len(options.nvme) > 1:
+        expected = "one size, of all drives together: give the sum"
+        raise ConfigError(field="--nvme", value=" and ".join(options.nvme), expected=expected)
+    [size] = options.nvme
+    return str(size)
 
 
 def _given(given: str | None, known: _Known, field: str) -> int:
@@ -484,14 +519,14 @@ def _published(
     model, fp32 = known.model, precision == "fp32"
     if drives and model.drives is None:
         expected = f"--drive beside it: a {model.title} has no drives whose rates are published"
-        raise ConfigError(field="--nvme", value=options.nvme, expected=expected)
+        raise ConfigError(field="--nvme", value=_nvme(options), expected=expected)
     alone = replace(
         model.rates(min(ranks, model.gpus)),
         host_update_params_per_s=model.host.update_params_per_s / ranks,
         dram_bytes_per_s=model.host.dram_bytes_per_s / ranks,
         nvme={} if model.drives is None else {"NVMe": model.drives.divided(ranks)},
     )
-    if known.capacity is not None and options.nvme is None and alone.nvme:
+    if known.capacity is not None and _nvme(options) is None and alone.nvme:
         [drive] = alone.nvme.values()
         alone = replace(alone, nvme=dict.fromkeys(known.capacity.nvme, drive))
         alone = _shared(alone, known.sharing)
@@ -563,6 +598,7 @@ def _rates_of_file(
     if not (isinstance(given, dict) and "links" in given):
         # No calibration: plain rates by their names.
         rates = Rates.from_mapping(given, field="--rates")
+        _check_rates(rates)
         return _FoundRates(rates, _Compute(), f"rates are those of {path}", RateSource.GIVEN)
     calibration = Calibration.from_mapping(given, field="--rates")
     if directories is not None:
@@ -588,6 +624,25 @@ def _rates_of_file(
         unified=unified,
         drives=drives,
     )
+
+
+def _check_rates(rates: Rates) -> None:
+    """Refuse rates of a file that no machine has, and with which a plan's times have no end."""
+    tables: dict[str, Rates | DriveRates] = {"": rates}
+    tables.update({f".nvme[{name!r}]": drive for name, drive in rates.nvme.items()})
+    for place, table in tables.items():
+        for item in fields(table):
+            value = getattr(table, item.name)
+            if not isinstance(value, float | int):
+                continue
+            least, most = 0.0, _MOST_START_S
+            if item.name.endswith("_per_s"):
+                least, most = _LEAST_RATE, _MOST_RATE
+            if not least <= value <= most:
+                expected = f"a number from {least:g} to {most:g}"
+                raise ConfigError(
+                    field=f"--rates{place}.{item.name}", value=value, expected=expected
+                )
 
 
 def _measured(

@@ -37,6 +37,7 @@ __all__ = [
     "AskedSettings",
     "add_settings",
     "add_training",
+    "engine_settings",
     "in_words",
     "model_of",
     "precision_of",
@@ -231,6 +232,27 @@ def training_of(options: argparse.Namespace, model: ModelShape, precision: str) 
     )
 
 
+def engine_settings(precision: str, training: Training, *, drives: bool) -> dict[str, object]:
+    """Return the engine's settings of a training in this precision, but for defaults; `drives`:
+    moved inputs of its blocks wait there, not on the host.
+    """
+    activations: dict[str, object] = {}
+    if training.inputs_moved:
+        activations["at"] = "nvme" if drives else "host"
+        if not drives:
+            activations["host_bytes"] = training.input_bytes()  # as the plan takes them off it
+    if training.checkpointing:
+        activations["recompute"] = "blocks"
+    widths = {parameter.element_bytes for parameter in training.model.parameters}
+    several = training.accumulation_steps > 1
+    return {
+        # Any other one would cast adapters, which are planned in fp32.
+        "precision": precision if widths <= {None, training.width} else "model",
+        **({"accumulation_steps": training.accumulation_steps} if several else {}),
+        **({"activations": activations} if activations else {}),
+    }
+
+
 def _states(optimizer: str) -> tuple[str, ...]:
     from infinity_engine.optim import SGD, Adagrad, Adam, AdamW, Lion
 
@@ -321,8 +343,10 @@ def _more_than_nothing(given: float | None, field: str) -> float | None:
     return given
 
 
-def in_words(error: ConfigError) -> str:
-    """Return an error with the names of options, where it has those of fields."""
+def in_words(error: ConfigError, *, here: str = "--here") -> str:
+    """Return an error with the names of options, where it has those of fields; `here` has the
+    directories of this machine.
+    """
     # Fields of settings, as this command calls them.
     names = {
         "batch": "--batch",
@@ -331,7 +355,8 @@ def in_words(error: ConfigError) -> str:
         "tile_positions": "--tile-sequence",
         "model": "--model",
     }
-    names |= {"machine": "--machine", "subgroup_numel": "--subgroup"}
+    names |= {"machine": "--machine", "subgroup_numel": "--subgroup", "ranks": "--gpus"}
+    names |= {"Budget.nvme": here, "directories": here, "strategy": "--strategy"}
     if error.field.startswith("Rates."):  # the option of the file names what it has wrong
         expected = (
             f"a file with {error.field}, which this plan uses: `infinity calibrate DIR` measures "
@@ -341,11 +366,10 @@ def in_words(error: ConfigError) -> str:
     if error.field == "budget.nvme":
         expected = 'a size such as "2TB": this plan keeps data on drives'
         return str(ConfigError(field="--nvme", value=error.value, expected=expected))
-    return str(
-        ConfigError(
-            field=names.get(error.field, error.field), value=error.value, expected=error.expected
-        )
-    )
+    field = names.get(error.field, error.field)
+    if field.startswith("config"):  # what the file of the option has wrong
+        field = f"--model: {field}"
+    return str(ConfigError(field=field, value=error.value, expected=error.expected))
 
 
 # --- the model ------------------------------------------------------------------------------------

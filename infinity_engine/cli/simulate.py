@@ -39,7 +39,7 @@ NAME = "simulate"
 HELP = "Tell what a plan takes where the rates or drives of its machine change."
 SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goes
 
-_MOST = 1000.0  # times as fast
+_LEAST, _MOST = 0.001, 1000.0  # times as fast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +102,10 @@ def run(options: argparse.Namespace) -> int:
         with without_collecting():
             found = _simulated(options)
     except CapacityError as error:
+        # What follows names settings of the engine; the other command names options.
+        short, _, _ = str(error).partition(". To make it fit")
         more = "`infinity plan`, asked the same, says what would do"
-        print(f"infinity simulate: there is no plan: {error}. {more}", file=sys.stderr)
+        print(f"infinity simulate: there is no plan: {short}. {more}", file=sys.stderr)
         return 1
     except ConfigError as error:
         print(f"infinity simulate: error: {in_words(error)}", file=sys.stderr)
@@ -173,8 +175,8 @@ def _changed(options: argparse.Namespace, means: Means) -> Means:
         if times is None:
             continue
         most = 1.0 if option == "--drives-left" else _MOST
-        if not 0 < times <= most:
-            expected = f"a number above 0, at most {most:g}"
+        if not _LEAST <= times <= most:
+            expected = f"a number from {_LEAST:g} to {most:g}"
             raise ConfigError(field=option, value=times, expected=expected)
         if option.startswith("--drives") and not means.budget.nvme:
             expected = "--nvme or --drive beside it: the plan has no drives"

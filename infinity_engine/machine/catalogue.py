@@ -9,7 +9,7 @@ Called by the command line, for machines that are described by their parts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
@@ -33,6 +33,7 @@ _TERA = 10**12  # operations
 _LARGER = 1.2  # times as much memory is the next size
 _FASTER = 1.3  # times the operations a second
 _OFFERED = 2  # better GPUs
+_VARIANTS = frozenset({"ti", "pro", "plus"})  # after the name of one board, they name another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +287,7 @@ def find_gpu(name: str, *, field: str = "gpu") -> tuple[GpuSheet, ...]:
     """Return the GPUs that a name such as "4090" or "a100 40" fits, the likeliest first.
 
     Raises:
-        ConfigError: it fits none.
+        ConfigError: it fits none; "4070" does not fit a 4070 Ti, which is another board.
     """
     return _found(name, GPU_SHEETS, field)
 
@@ -324,17 +325,17 @@ def find_drive(name: str, *, field: str = "drive") -> tuple[DriveSheet, ...]:
     return _found(name, DRIVE_SHEETS, field)
 
 
-def _found(name: str, sheets: Iterable[_Sheet], field: str) -> tuple[_Sheet, ...]:
-    sheets = tuple(sheets)
+def _found(name: str, sheets: Sequence[_Sheet], field: str) -> tuple[_Sheet, ...]:
     asked = _words(name)
-    found = [sheet for sheet in sheets if asked and _fits(asked, _words(sheet.name))]
-    if not found:
-        raise ConfigError.unknown_name(
-            field=field, name=name, known=[sheet.name for sheet in sheets]
-        )
-    # "5070" is a word of the 5070 and of the 5070 Ti: the name with fewest other words is meant
-    shortest = min(len(_words(sheet.name)) for sheet in found)
-    return tuple(sorted(found, key=lambda sheet: len(_words(sheet.name)) > shortest))
+    found = tuple(sheet for sheet in sheets if asked and _fits(asked, _words(sheet.name)))
+    if found:
+        return found
+    models = {word for word in asked if _has_digit(word)}
+    near = [sheet.name for sheet in sheets if models.intersection(_words(sheet.name)[:-2])]
+    if near:
+        expected = f"one of {', '.join(near)}, or another name that `infinity plan --models` lists"
+        raise ConfigError(field=field, value=name, expected=expected)
+    raise ConfigError.unknown_name(field=field, name=name, known=[sheet.name for sheet in sheets])
 
 
 def _words(name: str) -> list[str]:
@@ -348,4 +349,11 @@ def _words(name: str) -> list[str]:
 
 
 def _fits(asked: list[str], words: list[str]) -> bool:
-    return all(word in words for word in asked)
+    # "4070" means no 4070 Ti; "samsung" alone means any of its drives
+    another = _VARIANTS.intersection(words).difference(asked)
+    means_one_model = any(map(_has_digit, asked))
+    return all(word in words for word in asked) and not (means_one_model and another)
+
+
+def _has_digit(word: str) -> bool:
+    return any(letter.isdecimal() for letter in word)

@@ -25,6 +25,7 @@ __all__ = [
     "PhaseReport",
     "PlanReport",
     "WearForecast",
+    "notes_of_ranks",
     "report_of",
     "resource",
     "written_bytes",
@@ -33,7 +34,7 @@ __all__ = [
 _DAYS_PER_YEAR = 365.25
 _SUMMED = 4  # bytes of an fp32 sum
 _COMPUTE = "compute"
-_MOST = 0.75  # of a step
+_EXCHANGE = "exchange between ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +130,7 @@ class PlanReport:
 
     @property
     def bound_by(self) -> str:
-        """What works longest in the longest part of the step; the exchange between ranks, where it
-        takes most of the step.
-        """
-        if self.gathering_s > _MOST * self.step_s:
-            return "exchange between ranks"
+        """What works longest in the longest part of the step."""
         last = self.phases[-1]  # the backward: most of what further micro-batches repeat
         longest = max(
             self.phases,
@@ -260,7 +257,7 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
         step_s=best.step_s,
         tokens_per_s=tokens / best.step_s if computes else None,
         gathering_s=best.timeline.gathering_ns / 1e9,
-        phases=tuple(_phases(best, means)),
+        phases=tuple(_phases(best, training, means)),
         micro_batches=training.accumulation_steps,
         update_s=best.timeline.update_ns / 1e9,
         update_utilisation=MappingProxyType(
@@ -351,22 +348,41 @@ def _wear(decision: Decision, rated_bytes: int | None, *, computes: bool) -> Wea
 # --- phases ---------------------------------------------------------------------------------------
 
 
-def _phases(best: Candidate, means: Means) -> Iterator[PhaseReport]:
+def _phases(best: Candidate, training: Training, means: Means) -> Iterator[PhaseReport]:
+    exchanged_ns = _exchanged_ns(best, training, means)
     for phase in best.timeline.phases:
-        names = {lane: resource(lane, phase.name, unified=means.unified) for lane in Lane}
-        binding = phase.binding
+        busy_ns = {
+            resource(lane, phase.name, unified=means.unified): ns
+            for lane, ns in phase.busy_ns.items()
+            if ns
+        }
+        exchanged = sum(ns for name, ns in exchanged_ns.items() if name in phase.name)
+        if exchanged:
+            busy_ns[_EXCHANGE] = min(exchanged, phase.ns)
         yield PhaseReport(
             phase.name,
             phase.ns / 1e9,
-            "nothing" if binding is None else names[binding],
-            MappingProxyType(
-                {
-                    names[lane]: ns / phase.ns
-                    for lane, ns in phase.busy_ns.items()
-                    if ns and phase.ns
-                }
-            ),
+            max(busy_ns, key=lambda name: busy_ns[name], default="nothing"),
+            MappingProxyType({name: ns / phase.ns for name, ns in busy_ns.items() if phase.ns}),
         )
+
+
+def _exchanged_ns(best: Candidate, training: Training, means: Means) -> Mapping[str, int]:
+    """Return how long ranks exchange parameters and gradients in the passes of one micro-batch."""
+    if not means.wire_bytes_per_s:
+        return {}
+    sizes = {
+        parameter.name: nbytes
+        for parameter, nbytes in zip(training.ordered(), best.sizing.parameters, strict=True)
+    }
+    gathered = sum(
+        (training.tiles if module.feed_forward else 1) * sizes[parameter.name]
+        for module in training.model.modules
+        for parameter in module.parameters
+    )
+    forward_ns = round((means.ranks - 1) * gathered / means.wire_bytes_per_s * 1e9)
+    both_ns = best.timeline.gathering_ns // training.accumulation_steps
+    return {"forward": forward_ns, "backward": both_ns - forward_ns}
 
 
 def resource(lane: Lane, phase: str = "update", *, unified: bool = False) -> str:
@@ -527,9 +543,10 @@ def _notes(decision: Decision) -> Iterable[str]:
     if training.model.activations is None:
         yield "activations of this model are not known, and not counted"
     if training.inputs_moved:
+        place = "drives" if means.moved_inputs()[Tier.NVME] else "the host"
         yield (
             f"the {format_bytes(means.ranks * training.input_bytes())} of inputs of blocks that "
-            "wait elsewhere are taken off the budget, but the time that they take on links and "
+            f"wait on {place} are taken off the budget, but the time that they take on links and "
             "drives is in no phase"
         )
     if means.compute_rate(training) is None:
@@ -543,6 +560,11 @@ def _notes(decision: Decision) -> Iterable[str]:
             f"{means.ranks} ranks divide the host, the drives and their rates, parameters, states "
             f"and gradients among them, and keep sums of gradients in fp32{timed}"
         )
+    yield from notes_of_ranks(means)
+
+
+def notes_of_ranks(means: Means) -> Iterator[str]:
+    """Yield what this version of the engine does not run of a plan for so many ranks."""
     if means.ranks > 1 and not means.unified:
         yield (
             "this version of the engine refuses several ranks on GPUs: it trains on one GPU, or on "

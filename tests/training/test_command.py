@@ -103,6 +103,79 @@ def test_a_budget_that_is_too_small_is_refused_with_what_would_do(
     assert not Path("run").exists()
 
 
+WIDE = {"hidden_size": 512, "intermediate_size": 16384, "vocab_size": 1000}
+DEEP = {"hidden_size": 1024, "intermediate_size": 1024, "vocab_size": 1000}
+DEEP["num_hidden_layers"] = 32
+LARGE_HEAD = {"hidden_size": 512, "intermediate_size": 4096, "vocab_size": 32000}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "device_mib", "drives", "engine", "offers"),
+    [
+        (WIDE, 440, 0, {}, "--batch 1 --accumulation-steps 4"),
+        (DEEP, 280, 0, {}, '{"activations": {"at": "host"}} in the file of --config'),
+        (DEEP, 280, 8 << 30, {}, '{"activations": {"at": "nvme"}} in the file of --config'),
+        (LARGE_HEAD, 64, 0, {}, '{"tiling": "auto"} in the file of --config'),
+        (WIDE, 900, 0, {"strategy": "device_only"}, 'without --strategy or the "strategy" of'),
+    ],
+)
+def test_a_refusal_offers_only_options_of_this_command(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: dict[str, int],
+    device_mib: int,
+    drives: int,
+    engine: dict[str, Any],
+    offers: str,
+) -> None:
+    budget = ResolvedBudget(
+        device=device_mib << 20, host=8 << 30, nvme={"d": drives} if drives else {}
+    )
+    asked = {**engine, "budget": {"nvme": dict.fromkeys(budget.nvme)}}
+    said = refusal_of(tmp_path, monkeypatch, sizes, budget, asked)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+
+    assert offers in said
+    assert set(re.findall(r"--[a-z-]+", said)) <= parser._option_string_actions.keys()
+
+
+def test_tiles_are_not_offered_where_drives_keep_layers_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = ResolvedBudget(device=64 << 20, host=8 << 30, nvme={"d": 8 << 30})
+    asked = {"budget": {"nvme": {"d": None}}}
+
+    assert "tiles" not in refusal_of(tmp_path, monkeypatch, LARGE_HEAD, budget, asked)
+
+
+def refusal_of(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: dict[str, int],
+    budget: ResolvedBudget,
+    engine: dict[str, Any],
+) -> str:
+    """Return what is said of a training that does not fit."""
+    family = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8}
+    (folder / "config.json").write_text(json.dumps({**family, **sizes, "dtype": "bfloat16"}))
+    large_head = sizes is LARGE_HEAD
+    settings = TrainingSettings(
+        model=folder,
+        data=(Path("text"),),
+        run=Path("run"),
+        sequence=8 if large_head else 1024,
+        batch=1 if large_head else 4,
+        chunk_loss=large_head,
+    )
+    means = Means(budget=budget, rates=RATES)
+    machine = AskedMachine(means, (), RateSource.PUBLISHED, None, None)
+    monkeypatch.setattr("infinity_engine.cli.runs.plan_first.machine_of", lambda *_: machine)
+    planned = plan_first(settings, engine, uses_gpu=True)
+    assert planned.fits is False
+    return "\n".join(row for _, rows in planned.sections for _, row in rows)
+
+
 def test_more_than_the_machine_has_is_refused_before_planning(
     infinity: Command, model: Path, text: Path
 ) -> None:
@@ -200,11 +273,13 @@ def test_the_plan_has_the_loss_of_the_training(
         (("MODEL", "TEXT", "--accumulation-steps", "0"), "--accumulation-steps: expected"),
         (("MODEL", "TEXT", "--lora", "0"), "--lora: expected a whole number"),
         (("MODEL", "TEXT", "--host", "64"), '--host: expected a size with its unit: did you mean'),
-        (("MODEL", "TEXT", "--nvme", "none=1GiB"), "none"),
-        (("MODEL", "TEXT", "--strategy", "fastest"), "strategy: expected one of"),
+        (("MODEL", "TEXT", "--nvme", "none=1GiB"), "--nvme: expected a directory"),
+        (("MODEL", "TEXT", "--nvme", "=1GiB"), "--nvme: expected directories as text"),
+        (("MODEL", "TEXT", "--max-grad-norm", "nan"), "--max-grad-norm: expected a positive"),
+        (("MODEL", "TEXT", "--strategy", "fastest"), "error: --strategy: expected one of"),
         (("MODEL", "TEXT", "--strategy", "{"), "--strategy: expected a name, or JSON"),
-        (("MODEL", "TEXT", "--config", "none.json"), "none.json"),
-        (("MODEL", "TEXT", "--config", "wrong.json"), "strategie"),
+        (("MODEL", "TEXT", "--config", "none.json"), "--config: expected a file with a JSON"),
+        (("MODEL", "TEXT", "--config", "wrong.json"), "error: strategie"),
         (("MODEL", "TEXT", "--config", "ds.json"), "`infinity migrate ds.json` prints what"),
         (("MODEL", "TEXT", "--save-every", "soon"), "--save-every: expected"),
         (("MODEL", "TEXT", "--run", "bad.jsonl"), "--run: expected a directory that can be"),

@@ -100,6 +100,31 @@ def test_inputs_that_a_plan_moves_leave_their_room_to_the_choice(drives: int) ->
     assert room.host == 64 * GiB - report.held(Tier.HOST)
 
 
+@pytest.mark.parametrize("drives", [500 * GB, 0])
+def test_more_of_drives_is_offered_only_where_there_are_drives(drives: int) -> None:
+    there = means(16)
+    budget = replace(there.budget, nvme={"a": drives} if drives else {})
+    decision = decide(training(), replace(there, budget=budget))
+    found = activation_advice(decision, report_of(decision))
+
+    assert found is not None
+    assert (Tier.NVME in found.gains) == bool(drives)
+
+
+@pytest.mark.parametrize("drives", [500 * GB, 0])
+def test_as_planned_is_with_what_moved_inputs_take(drives: int) -> None:
+    moved = training(batch=16, chunked_loss=True, inputs_moved=True)
+    slow = replace(RATES, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
+    budget = replace(means(70).budget, nvme={"a": drives} if drives else {})
+    there = replace(means(70), budget=budget, rates=slow)
+    decision = decide(moved, beside_inputs(moved, there))
+    found = activation_advice(decision, report_of(decision))
+
+    assert found is not None
+    assert found.planned_s >= 2 * moved.input_bytes() / 1e9
+    assert found.seconds <= found.planned_s
+
+
 def test_micro_batches_multiply_the_seconds() -> None:
     one = activation_advice(*_decided(training()))
     four = activation_advice(*_decided(training(accumulation_steps=4)))

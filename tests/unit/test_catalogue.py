@@ -104,6 +104,29 @@ def test_a_drive_is_found_with_others_that_the_name_fits() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("4070", "RTX 4070 Ti 12 GB"),
+        ("NVIDIA GeForce RTX 4070", "RTX 4070 Ti 12 GB"),
+        ("4080 Super", "RTX 4080 16 GB"),
+        ("3090 Ti", "RTX 3090 24 GB"),
+        ("a100 sxm 40", "A100 PCIe 80 GB, A100 SXM 80 GB, A100 PCIe 40 GB"),
+        ("h100 sxm 94", "H100 SXM 80 GB, H100 PCIe 80 GB, H100 NVL 94 GB"),
+    ],
+)
+def test_a_board_without_a_line_is_refused_with_near_names(name: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"gpu: expected one of {near}, or another name"):
+        find_gpu(name)
+
+
+def test_a_name_fits_no_variant_that_it_does_not_say() -> None:
+    assert [gpu.name for gpu in find_gpu("5070")] == ["RTX 5070 12 GB"]
+    with pytest.raises(ConfigError, match="drive: expected one of Samsung 980 PRO 2 TB, or"):
+        find_drive("samsung 980")
+    assert len(find_drive("samsung")) > 2  # no model is named
+
+
 @pytest.mark.parametrize("name", ["", "  ", "4091", "voodoo 2"])
 def test_a_name_that_nothing_has_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--gpu: expected one of RTX 3080"):

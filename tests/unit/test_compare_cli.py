@@ -139,14 +139,18 @@ def test_without_gpus_energy_needs_watts(infinity: Any, this_machine: Any) -> No
         (("--gpu", "voodoo", "--ram", "64GiB"), "--gpu: expected one of RTX"),
         (
             ("--gpu", "voodoo", "--ram", "64GiB"),
-            "to plan for another GPU, give --gpu-mem and --tflops instead",
+            "to plan for another GPU, give --gpu-mem and --tflops (about 0.4 of the data sheet's)",
+        ),
+        (
+            ("--gpu", "4070", "--ram", "64GiB"),
+            "--gpu: expected one of RTX 4070 Ti 12 GB, or another name that `infinity plan --models`",
         ),
         (("--gpu", "4090", "--ram", "64GiB", "--drive", "floppy"), "--drive: expected one of"),
         (("--here", "--gpu", "4090"), "--here: expected without --machine, --gpu and --drive"),
         (("--pcie", "4"), "--pcie: expected --gpu beside it"),
         (("--gpu", "4090", "--gpus", "0", "--ram", "64GiB"), "--gpu: expected nothing, as there"),
         (("--machine", "gh200", "--nvme", "2TB"), "--nvme: expected --drive beside it: a GH200"),
-        (("--here", "/absent"), "Budget.nvme: expected a directory that can be used"),
+        (("--here", "/absent"), "--here: expected a directory that can be used"),
     ],
 )
 def test_wrong_parts_are_refused_by_the_name_of_their_option(
@@ -465,6 +469,27 @@ def test_a_machine_that_is_none_is_refused(infinity: Any, machine: str) -> None:
 
     assert (status, out) == (2, "")
     assert err.startswith("infinity compare: error: MACHINE: expected ")
+
+
+def test_several_gpus_that_do_not_suffice_have_the_note_of_those_that_do(infinity: Any) -> None:
+    asked = ("compare", "--model", "llama-3-70b", "2 x 4090 + 16GiB", "--json")
+    [refused] = json.loads(infinity(*asked)[1])["machines"]
+
+    assert not refused["fits"]
+    assert any("refuses several ranks on GPUs" in note for note in refused["notes"])
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        ("4070 + 64GiB", "'4070' is none of them"),
+        ("here + /absent", "MACHINE: expected a directory that can be used"),
+    ],
+)
+def test_a_part_that_is_none_is_named(infinity: Any, machine: str, said: str) -> None:
+    _, _, err = infinity("compare", *SMALL, machine)
+
+    assert said in err
 
 
 def test_what_binds_a_step_of_many_micro_batches_is_computing(infinity: Any) -> None:

@@ -19,8 +19,10 @@ from xml.etree import ElementTree
 import pytest
 
 from infinity_engine.cli.main import main
+from infinity_engine.config import ActivationsConfig, EngineConfig
 from infinity_engine.plan import Calibration, DriveRates, Rates, Unit
 from infinity_engine.sim.configs import FAMILIES
+from infinity_engine.sim.hardware import DESKTOP_4090
 from support.calibrations import calibration, drive, figure
 from support.plannings import equal_questions_searched_once
 
@@ -75,7 +77,7 @@ def test_the_default_answer_fits_one_screen_and_full_has_every_figure(plan: Any)
     _, short, _ = plan(*asked)
     _, full, _ = plan(*asked, "--full")
 
-    assert len(short.splitlines()) <= 45
+    assert len(short.splitlines()) <= 47
     for title in ("What else fits", "Bytes over each link", "least update"):
         assert title in full
         assert title not in short
@@ -296,6 +298,25 @@ def test_tiles_of_the_sequence_are_planned_and_said(plan: Any) -> None:
     assert "feed-forward blocks in 4 tiles of the sequence" in said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kept", "held"),
+    [
+        ((*DESKTOP, "--offload-inputs"), r"on drives \(128 MiB\)", "device"),
+        ((*DESKTOP[:6], "--offload-inputs"), r"on the host \(128 MiB\)", "device"),
+        (("--gpus", "0", "--ram", "64GiB", "--tflops", "1"), "the rest is recomputed", "host"),
+        ((*DESKTOP, "--no-checkpointing"), "all are kept for the backward", "device"),
+    ],
+)
+def test_the_answer_says_what_is_kept_of_activations_and_where(
+    plan: Any, arguments: tuple[str, ...], kept: str, held: str
+) -> None:
+    _, out, _ = plan("--model", "llama-3.2-1b", *arguments)
+
+    assert re.search(rf"^activations +.*{kept}", out, re.MULTILINE)
+    assert re.search(rf'^activations="auto" +.*with at most [\d.]+ [MG]iB of the {held}', out, re.M)
+    assert "saves 220 MiB where it is kept, its inputs of 8 MiB where it is recomputed" in out
+
+
 def test_moved_inputs_are_said_to_take_no_time_in_a_plan(plan: Any) -> None:
     _, out, _ = plan("--model", "gpt2", "--offload-inputs", *DESKTOP, "--json")
 
@@ -352,6 +373,68 @@ def test_what_ranks_exchange_takes_time_and_what_the_engine_refuses_is_said(plan
     assert eight["step_s"] > one["step_s"] + 0.5 * eight["gathering_s"]
     assert any("refuses several ranks on GPUs" in note for note in eight["notes"])
     assert not any("ranks" in note for note in one["notes"])
+
+
+def test_a_phase_is_bound_by_the_exchange_between_ranks_where_that_takes_longest(
+    plan: Any,
+) -> None:
+    asked = ("--model", "llama-3.2-1b", "--gpu-mem", "24GiB", "--ram", "256GiB", "--gpus", "8")
+    many = ("--accumulation", "3", "--tile-sequence", "512")
+    for more in ((), many):
+        answer = json.loads(plan(*asked, *more, "--json")[1])
+        _, forward, backward = answer["phases"]
+        exchanged = sum(
+            phase["seconds"] * phase["utilisation"]["exchange between ranks"]
+            for phase in (forward, backward)
+        )
+
+        assert forward["binding"] == backward["binding"] == "exchange between ranks"
+        assert exchanged == pytest.approx(answer["gathering_s"] / answer["micro_batches"], rel=1e-6)
+    assert "bound by exchange between ranks" in plan(*asked)[1]
+    fast = json.loads(plan("--model", "llama-3-8b", "--machine", "h200_node", "--json")[1])
+    assert fast["phases"][-1]["binding"] == "compute"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "precision", "activations"),
+    [
+        (("--precision", "bf16_autocast"), "bf16_autocast", {"recompute": "blocks"}),
+        (("--precision", "fp32", "--no-checkpointing"), "fp32", {}),
+        (("--lora", "8"), "model", {"recompute": "blocks"}),
+        (("--offload-inputs",), "bf16", {"at": "nvme", "recompute": "blocks"}),
+        (
+            ("--offload-inputs", "--nvme", "0", "--machine", "desktop_4090"),
+            "bf16",
+            {"at": "host", "recompute": "blocks", "host_bytes": 16 * 2048 * 2048 * 2},
+        ),
+    ],
+)
+def test_the_settings_of_an_answer_make_the_training_that_was_planned(
+    plan: Any, arguments: tuple[str, ...], precision: str, activations: dict[str, object]
+) -> None:
+    there = () if "--machine" in arguments else DESKTOP
+    asked = ("--model", "llama-3.2-1b", *there, "--accumulation", "4", *arguments)
+    answer = json.loads(plan(*asked, "--json")[1])
+
+    config = EngineConfig.from_mapping(answer["settings"])
+    assert config.precision.value == precision
+    assert config.accumulation_steps == 4
+    assert config.activations == ActivationsConfig(**activations)
+    assert config.subgroup_numel == answer["settings"]["subgroup_numel"]
+    said = plan(*asked)[1]
+    assert re.search(rf"^precision +{precision}", said, re.MULTILINE)
+    recomputes = re.search(r"^activations .*recompute=blocks", said, re.MULTILINE)
+    assert bool(recomputes) == bool(activations)
+
+
+def test_a_refusal_of_several_gpus_says_that_the_engine_takes_one(plan: Any) -> None:
+    asked = ("--model", "llama-3.2-1b", "--gpu-mem", "4GiB", "--ram", "9GiB", "--gpus")
+    one, four = (plan(*asked, gpus, "--json") for gpus in ("1", "4"))
+
+    assert (one[0], four[0]) == (1, 1)
+    assert any("refuses several ranks on GPUs" in note for note in json.loads(four[1])["notes"])
+    assert "refuses several ranks on GPUs" in plan(*asked, "4")[1]
+    assert "several ranks" not in one[1]
 
 
 def assert_drawn_within_its_box(chart: ElementTree.Element) -> None:
@@ -471,6 +554,19 @@ def test_models_and_machines_are_listed(plan: Any) -> None:
     assert "desktop_4090" in out
     assert "RTX 4090 24 GB" in out
     assert "Samsung 990 PRO 2 TB" in out
+
+
+def test_models_and_machines_are_listed_in_json(plan: Any) -> None:
+    status, out, _ = plan("--models", "--json")
+
+    listed = json.loads(out)
+    assert status == 0
+    assert {"name": "gpt2", "parameters": 124_439_808} in listed["models"]
+    assert "desktop_4090" in {machine["name"] for machine in listed["machines"]}
+    [gpu] = (gpu for gpu in listed["gpus"] if gpu["name"] == "RTX 4090 24 GB")
+    assert (gpu["memory_bytes"], gpu["flops_per_s"]) == (24 << 30, 165.2e12)
+    [drive] = (drive for drive in listed["drives"] if drive["name"] == "Samsung 990 PRO 2 TB")
+    assert drive["rated_bytes"] == 1200 * 10**12
 
 
 def test_the_program_of_the_page_runs_without_torch_and_commands_of_the_page_are_understood(
@@ -712,6 +808,39 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
     assert re.search(said, err)
 
 
+@pytest.mark.parametrize(
+    ("drive", "name", "value"),
+    [
+        (False, "h2d_bytes_per_s", 1e-300),
+        (False, "host_update_params_per_s", 1e-320),
+        (False, "host_start_s", 1e300),
+        (True, "read_bytes_per_s", 1e-320),
+        (True, "write_bytes_per_s", 1e300),
+    ],
+)
+def test_rates_that_no_machine_has_are_refused(
+    plan: Any, tmp_path: Path, drive: bool, name: str, value: float
+) -> None:
+    file = rates_file(tmp_path)
+    rates = json.loads(file.read_text())
+    (rates["nvme"]["/mnt/a"] if drive else rates)[name] = value
+    file.write_text(json.dumps(rates))
+    status, _, err = plan("--model", "llama-3-8b", *DESKTOP, "--rates", str(file))
+
+    assert status == 2
+    place = "--rates.nvme['/mnt/a']" if drive else "--rates"
+    assert f"{place}.{name}: expected a number from " in err
+
+
+def test_a_config_with_a_wrong_size_is_refused_by_the_name_of_the_option(
+    plan: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 0}))
+    _, _, err = plan("--model", str(tmp_path), *DESKTOP)
+
+    assert "--model: config.vocab_size: expected a whole number, 1 or more, got 0" in err
+
+
 # --- wrong input ----------------------------------------------------------------------------------
 
 
@@ -732,6 +861,10 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
         (("--model", "gpt2", "--gpu-mem", "24.5", "--ram", "64GiB"), 'did you mean "24.5GiB"?'),
         (("--model", "gpt2", *DESKTOP, "--tbw", "1200"), 'did you mean "1200TB"?'),
         (("--model", "gpt2", *DESKTOP[:6], "--tbw", "1200TB"), "--tbw: expected a size in --nvme"),
+        (
+            ("--model", "gpt2", *DESKTOP, "--nvme", "1TB"),
+            "--nvme: expected one size, of all drives together: give the sum, got '2TB and 1TB'",
+        ),
         (("--model", "gpt2", *DESKTOP, "--batch", "0"), "--batch: expected a whole number"),
         (("--model", "gpt2", *DESKTOP, "--batch", "9" * 400), "--batch: expected at most 1,000"),
         (
@@ -773,6 +906,14 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
         (
             ("--model", "gpt2", *DESKTOP, "--offload-inputs", "--no-checkpointing"),
             "--offload-inputs: expected --checkpointing with it",
+        ),
+        (
+            ("--model", "gpt2", "--gpus", "0", "--ram", "64GiB", "--offload-inputs"),
+            "--offload-inputs: expected drives with more than 18 MiB free for them (--nvme SIZE)",
+        ),
+        (
+            ("--model", "gpt2", "--gpus=0", "--ram=64GiB", "--nvme=10MiB", "--offload-inputs"),
+            "without a GPU, inputs of blocks are in the host's memory already",
         ),
         (
             ("--model", "gpt2", *DESKTOP, "--tile-sequence", "0"),
@@ -918,6 +1059,22 @@ def test_without_a_rate_of_computing_no_life_of_drives_is_promised(plan: Any) ->
     assert "a day" not in text
     assert answer["wear"] is None
     assert answer["advice"]["step_range_s"] is None
+
+
+def test_tflops_is_said_to_be_what_a_model_reaches_of_the_data_sheet(
+    plan: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    _, _, refused = plan("--model", "gpt2", *DESKTOP, "--tflops", "0")
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    gpu = replace(DESKTOP_4090.gpu, achieved_flops_per_s=None, peak_flops_per_s=1.0)
+
+    part = f"about {gpu.training_flops_per_s(fp32=False):g} of the data sheet's"
+    for text in (said, refused, page):
+        assert "the rate that your model reaches" in text
+        assert part in text
 
 
 def test_the_time_of_further_micro_batches_has_its_line(plan: Any) -> None:

@@ -73,9 +73,11 @@ def test_drives_that_are_left_hold_the_moved_inputs_as_well(simulate: Any) -> No
     ("arguments", "said"),
     [
         ((), "--drives-at: expected what changes: one of --drives-at, --links-at"),
-        (("--drives-at", "0"), "--drives-at: expected a number above 0"),
-        (("--drives-left", "1.5"), "--drives-left: expected a number above 0, at most 1"),
-        (("--links-at", "nan"), "--links-at: expected a number above 0"),
+        (("--drives-at", "0"), "--drives-at: expected a number from 0.001 to 1000"),
+        (("--drives-left", "1.5"), "--drives-left: expected a number from 0.001 to 1,"),
+        (("--links-at", "nan"), "--links-at: expected a number from 0.001"),
+        (("--compute-at", "1e-320"), "--compute-at: expected a number from 0.001"),
+        (("--drives-at", "1e-300"), "--drives-at: expected a number from 0.001"),
     ],
 )
 def test_a_change_that_is_none_is_refused_by_its_option(
@@ -85,6 +87,16 @@ def test_a_change_that_is_none_is_refused_by_its_option(
 
     assert (status, out) == (2, "")
     assert said in err
+
+
+def test_where_there_is_no_plan_no_settings_of_the_engine_are_named(simulate: Any) -> None:
+    small = ("--gpu-mem", "24GiB", "--ram", "16GiB", "--nvme", "1TB", "--subgroup", "1000000000")
+    status, _, err = simulate("--model", "llama-3-8b", *small, "--links-at", "0.5")
+
+    assert status == 1
+    assert "HOST cannot hold" in err
+    assert "`infinity plan`, asked the same, says what would do" in err
+    assert "subgroup_numel" not in err
 
 
 def test_drives_that_a_plan_lacks_cannot_change(simulate: Any) -> None:

@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from infinity_engine.advice.doubt import RateSource
@@ -33,9 +34,22 @@ from infinity_engine.units import parse_bytes
 if TYPE_CHECKING:
     from infinity_engine.placement.models import ModelShape
     from infinity_engine.placement.training import Means, Training
+    from infinity_engine.sim.remedies import Refusal
     from infinity_engine.training.settings import TrainingSettings
 
 __all__ = ["PlannedTraining", "plan_first"]
+
+_OPTIONS_OF_TRAIN = MappingProxyType(
+    {
+        "--accumulation": "--accumulation-steps",
+        "--tiling auto": '{"tiling": "auto"} in the file of --config',
+        # The option's "auto" leaves what the file says.
+        "--strategy auto": 'without --strategy or the "strategy" of --config',
+        "--parameters auto": 'without --parameters or the "parameters" of --config',
+        "no --subgroup": 'without the "subgroup_numel" of --config',
+    }
+)
+"""What `infinity train` has in place of options of `infinity plan` that refusals name."""
 
 _LESS_FREE = 32  # a part of the memory: what libraries and the model take until the engine begins
 
@@ -130,7 +144,7 @@ def _planned(
     try:
         decision = decide(training, means, **limits)
     except CapacityError:
-        refusal = explain_refusal(training, means, **limits)
+        refusal = _for_train(explain_refusal(training, means, **limits), training, means)
         return PlannedTraining(fits=False, sections=refused(refusal))
     report = report_of(decision, rated_bytes=machine.rated_bytes)
     report = replace(report, notes=(*machine.notes, *report.notes))
@@ -140,7 +154,12 @@ def _planned(
         fits=True,
         sections=[
             section
-            for section in answer(report, training, advise(decision, machine.source, None))
+            for section in answer(
+                report,
+                training,
+                advise(decision, machine.source, None),
+                without_rate="`infinity calibrate` measures the rate of computing",
+            )
             if section[0] != "Next purchase"
         ],
         settings={
@@ -148,6 +167,32 @@ def _planned(
             **report.settings,
         },
         prediction=prediction_of(report, means.rates, machine.source.value),
+    )
+
+
+def _for_train(refusal: Refusal, training: Training, means: Means) -> Refusal:
+    """Return the refusal with the options of `infinity train`, without what it cannot do."""
+    drives = sum(means.budget.nvme.values())
+    place = "nvme" if drives > training.input_bytes() else "host"
+    words = {
+        **_OPTIONS_OF_TRAIN,
+        "--offload-inputs": f'{{"activations": {{"at": "{place}"}}}} in the file of --config',
+    }
+    # The engine leaves layers whole that are built on drives.
+    absent = ("--tile-sequence", *(("--tiling",) if drives else ()))
+
+    def reworded(change: str) -> str:
+        for option, instead in words.items():
+            change = change.replace(option, instead)
+        return change
+
+    return replace(
+        refusal,
+        remedies=tuple(
+            replace(remedy, change=reworded(remedy.change))
+            for remedy in refusal.remedies
+            if not any(option in remedy.change for option in absent)
+        ),
     )
 
 

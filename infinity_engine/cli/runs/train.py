@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ NAME = "train"
 HELP = "Fine-tune a local model of Transformers on text or JSON lines, within budgets."
 _INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 _LINE_EVERY_S = 10.0  # where the output is no terminal
+_MAX_GRAD_NORM = 1.0
 _LORA_LR = 2e-4  # adapters are trained at rates that would destroy whole weights
 
 
@@ -152,7 +154,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--max-grad-norm",
         type=float,
-        default=1.0,
+        default=_MAX_GRAD_NORM,
         metavar="N",
         help="the norm that gradients are clipped to; 0: they are not clipped (default: 1)",
     )
@@ -245,7 +247,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _run(options)
     except ConfigError as error:
-        print(f"infinity train: error: {_in_words(error)}", file=sys.stderr)
+        print(f"infinity train: error: {_in_words(error, options)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         resume = f"go on with --resume --run {options.run_directory}"
@@ -336,7 +338,10 @@ def _sequence(options: argparse.Namespace) -> int:
 
 def _engine(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the engine: those of the file, and the options in their place."""
-    given: dict[str, Any] = {} if options.config is None else dict(read_json(options.config))
+    try:
+        given: dict[str, Any] = {} if options.config is None else dict(read_json(options.config))
+    except ConfigError as error:
+        raise replace(error, field="--config") from error
     if is_deepspeed(given):
         expected = (
             "a file with settings of the engine. This one has DeepSpeed's: `infinity migrate "
@@ -366,13 +371,32 @@ def _engine(options: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def _in_words(error: ConfigError) -> str:
-    """Return an error with the names of options, where it has those of settings."""
+def _in_words(error: ConfigError, options: argparse.Namespace) -> str:
+    """Return an error with the names of options, where it has those of settings that they gave."""
     named = {"model": "MODEL_DIR", "data": "DATA", "run": "--run", "every": "--save-every"}
     if error.field in TrainingSettings.__dataclass_fields__ or error.field in named:
         option = named.get(error.field, "--" + error.field.replace("_", "-"))
-        error = ConfigError(field=option, value=error.value, expected=error.expected)
-    return str(error)
+    else:
+        option = next(
+            (
+                option + error.field.removeprefix(setting)
+                for setting, (option, given) in _given(options).items()
+                if given and error.field.startswith(setting)
+            ),
+            error.field,
+        )
+    return str(ConfigError(field=option, value=error.value, expected=error.expected))
+
+
+def _given(options: argparse.Namespace) -> dict[str, tuple[str, object]]:
+    """Return options by the setting of the engine that they give, and whether they were given."""
+    clips = options.max_grad_norm != _MAX_GRAD_NORM
+    return {
+        "max_grad_norm": ("--max-grad-norm", clips),
+        "strategy": ("--strategy", options.strategy != "auto"),
+        "Budget.nvme": ("--nvme", options.nvme),
+        "budget.nvme": ("--nvme", options.nvme),
+    }
 
 
 # --- what is printed ------------------------------------------------------------------------------
