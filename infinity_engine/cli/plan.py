@@ -137,7 +137,8 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
     except CapacityError as error:
         from infinity_engine.sim.remedies import explain_refusal
 
-        refusal = with_options(explain_refusal(training, means, **settings), machine)
+        explained = explain_refusal(whole, means, **settings, tiling=options.tiling == "auto")
+        refusal = with_options(explained, machine)
         refusal = replace(refusal, notes=(*sources, *refusal.notes))
         return PlanAnswer(
             status=1,

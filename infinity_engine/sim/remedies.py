@@ -9,10 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from types import MappingProxyType
 
 from infinity_engine.optim import FloatFormat, Formats
-from infinity_engine.placement.tiles import tiled_by_room
+from infinity_engine.placement.tiles import has_large_layers, tiled_by_room
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Auto, DriveRates, Rates, ResolvedBudget, Strategy, Tier
 from infinity_engine.sim.planner import Planner
@@ -25,6 +26,7 @@ _WORDS = MappingProxyType({"device": "the device", "host": "the host", "nvme": "
 _PLENTY = 1 << 60
 _SOME_DRIVE = "NVMe"
 _SOME_RATE = 1e9
+_LEAST_ROOM = 1 << 20
 _CLOSE = 1.01  # times the least amount that fits: near enough
 _LESS = (1.01, 1.03)  # an amount that fits is compared with so many times less
 _STEP = 1.1  # from an amount that fits to the next smaller one, until one does not
@@ -95,13 +97,21 @@ def explain_refusal(
     strategy: Strategy | None = None,
     parameters: Tier | None = None,
     subgroup_numel: int | None = None,
+    tiling: bool = False,
 ) -> Refusal:
-    """Return what is missing, and what would do."""
+    """Return what is missing, and what would do. `tiling`: the training's layers are whole, and
+    those without room are cut anew for each memory and training that is tried.
+    """
     asked = None if isinstance(strategy, Auto) else strategy
     means = replace(means, rates=_with_all(means.rates))  # for drives that there may not be yet
     planner = Planner(
-        training, means, strategy=asked, parameters=parameters, subgroup_numel=subgroup_numel
-    )
+        training,
+        means,
+        strategy=asked,
+        parameters=parameters,
+        subgroup_numel=subgroup_numel,
+        whole_model=training.model if tiling else None,
+    ).with_training(training)
     there = _there(planner)
     remedies = [*_left_open(planner), *_larger(planner), *_other(planner)]
     if not training.checkpointing and training.model.activations is not None:
@@ -210,6 +220,9 @@ def _smallest(planner: Planner, there: Needs, name: str) -> Needs | None:
     about = _with(planner, raised(_PLENTY)).least(Tier(name))
     if about > most:
         return None
+    if planner.whole_model is not None and name == _where_modules_compute(planner):
+        bracket = _first_that_fits(planner, there, name, most)
+        return None if bracket is None else raised(_bisected(fits, *bracket)[1])
     enough = about = max(about, low)
     for times in _FURTHER:
         enough = times * about
@@ -227,6 +240,34 @@ def _smallest(planner: Planner, there: Needs, name: str) -> Needs | None:
     while below > low and fits(below):
         high, below = below, below / _STEP
     return raised(_bisected(fits, max(low, below), high)[1])
+
+
+def _first_that_fits(
+    planner: Planner, there: Needs, name: str, most: float
+) -> tuple[float, float] | None:
+    """Return an amount that does not fit, and a little more that does, where each amount has tiles
+    of its own; None: no amount fits.
+
+    From below: smaller tiles need less, and between tiles and whole layers more may fit worse.
+    """
+    below = float(getattr(there, name))
+    amount = max(below, float(planner.training.activation_bytes()), _LEAST_ROOM)
+    while amount <= most:
+        tried = _with(planner, replace(there, **{name: int(amount)}))
+        if tried.fits():
+            return below, amount
+        below, about = amount, 0.0
+        model, width = tried.training.model, tried.training.width
+        room = tried.means.room_for_layers(tried.training)
+        # Large layers are whole only where tiles would be too many: more room may need less.
+        if not has_large_layers(model, width=width, room=room):
+            about = tried.least(Tier(name))
+        amount = max(_STEP * below, about / _LESS[0] if about < inf else 0.0)
+    return None
+
+
+def _where_modules_compute(planner: Planner) -> str:
+    return "host" if planner.means.unified else "device"
 
 
 def _bisected(enough: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:
@@ -287,7 +328,7 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
     training = planner.training
     room = planner.means.room_for_layers(training)
     tiled = tiled_by_room(training.model, width=training.width, room=room)
-    if tiled is not None:
+    if tiled is not None and planner.whole_model is None:
         yield f"{tiled} (--tiling auto)", replace(training, model=tiled.model)
     if not training.checkpointing and training.model.activations is not None:
         yield _CHECKPOINT, replace(training, checkpointing=True)

@@ -205,6 +205,8 @@ def test_what_does_not_fit_is_refused_with_what_would_do(plan: Any) -> None:
         ("--gpus", "0", "--ram", "64GiB"),
         ("--model", "opt-1.3b", "--batch", "8", "--offload-inputs", "--gpu", "3090", "--ram=8GiB"),
         ("--model", "opt-1.3b", "--batch", "64", "--gpu", "3090", "--ram", "24GiB"),
+        ("--gpu-mem", "1GiB", "--ram", "64GiB", "--sequence", "256", "--tiling", "auto"),
+        ("--gpus", "0", "--ram", "3GiB", "--nvme", "200GB", "--tiling", "auto"),
     ],
 )
 def test_what_a_remedy_says_fits_when_it_is_given(plan: Any, arguments: tuple[str, ...]) -> None:
@@ -863,6 +865,26 @@ def test_a_plan_with_tiles_says_what_is_cut_why_and_what_more_would_do(
     tiling = json.loads(out)["tiling"]
     assert tiling["layers"] == ["model.embed_tokens", "lm_head"]
     assert tiling["step_s_with_whole_layers"] is None
+
+
+def test_layers_are_cut_anew_for_the_memory_that_a_remedy_adds(plan: Any) -> None:
+    asked = ("--model", "llama-3-8b", "--gpu-mem", "1GiB", "--ram", "230GiB", "--tiling", "auto")
+    status, out, _ = plan(*asked)
+    assert status == 1
+    [offered] = re.findall(r"--gpu-mem (\d+)GiB", out)
+
+    assert plan(*asked, "--gpu-mem", f"{offered}GiB")[0] == 0
+    assert plan(*asked, "--gpu-mem", f"{int(offered) - 1}GiB")[0] == 1
+
+
+def test_layers_are_cut_anew_for_the_training_that_a_remedy_changes(plan: Any) -> None:
+    asked = ("--model", "llama-3-8b", "--gpu-mem", "1GiB", "--ram", "230GiB", "--tiling", "auto")
+    _, out, _ = plan(*asked)
+    length = re.search(r"--sequence (\d+)", out)
+
+    assert length is not None
+    assert plan(*asked, "--sequence", length[1])[0] == 0
+    assert plan(*asked, "--sequence", str(int(length[1]) + 128))[0] == 1
 
 
 def test_tiling_that_cuts_nothing_says_so(plan: Any, tmp_path: Path) -> None:
