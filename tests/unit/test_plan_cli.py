@@ -236,6 +236,14 @@ def test_what_was_asked_for_can_be_left_to_the_planner(plan: Any) -> None:
     assert re.search(r"1\.\s+what is best, left to the planner \(no --subgroup\)", both)
 
 
+def test_too_small_subgroups_are_refused_before_remedies_are_looked_for(plan: Any) -> None:
+    little = ("--gpu-mem", "8GiB", "--ram", "16GiB")
+    status, _, err = plan("--model", "llama-3-8b", *little, "--subgroup", "150000")
+
+    assert status == 2
+    assert "--subgroup: expected at least 160605" in err
+
+
 def test_a_refusal_in_json_has_bytes(plan: Any) -> None:
     status, out, _ = plan("--model", "llama-3-8b", "--gpu-mem", "8GiB", "--ram", "16GiB", "--json")
 
