@@ -158,16 +158,19 @@ class Evaluator:
         # fp32 parameters may be the masters, beside their gradients.
         per_parameter = states + (2 * width if width < _FP32 else width)
         numel = self.trained_numel
-        there = (
-            (0 if self.means.unified else budget.device) + budget.host + sum(budget.nvme.values())
-        )
+        tiers = {"device": 0 if self.means.unified else budget.device, "host": budget.host}
+        tiers["drives"] = sum(budget.nvme.values())
+        there = sum(tiers.values())
         if per_parameter * numel > there:
-            tier = Tier.NVME if budget.nvme else Tier.HOST
-            raise _short(
-                tier,
-                per_parameter * numel,
-                there,
-                "give a tier more: all of them together are too small",
+            *others, last = [name for name, limit in tiers.items() if limit] or ["host"]
+            together = f"{', '.join(others)} and {last} together" if others else f"the {last}"
+            raise CapacityError(
+                tier=together if self.means.ranks == 1 else f"{together}, for each rank,",
+                asked=per_parameter * numel,
+                free=there,
+                limit=there,
+                change="give more memory or drives: masters, states, parameters and gradients "
+                "alone take so much",
             )
 
     # --- one choice -------------------------------------------------------------------------------

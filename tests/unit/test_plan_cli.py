@@ -253,6 +253,25 @@ def test_a_refusal_in_json_has_bytes(plan: Any) -> None:
     assert answer["remedies"][0]["more_bytes"]["nvme"] > 100 * 2**30
 
 
+@pytest.mark.parametrize(
+    ("machine", "tiers"),
+    [
+        (("--gpu-mem", "8GiB", "--ram", "16GiB"), "device and host together"),
+        (
+            ("--gpus", "2", "--gpu-mem", "8GiB", "--ram", "16GiB", "--nvme", "20GB"),
+            "device, host and drives together, for each rank,",
+        ),
+        (("--gpus", "0", "--ram", "16GiB"), "the host"),
+    ],
+)
+def test_the_reason_names_all_tiers_that_are_too_small_together(
+    plan: Any, machine: tuple[str, ...], tiers: str
+) -> None:
+    _, out, _ = plan("--model", "llama-3-8b", *machine, "--json")
+
+    assert json.loads(out)["reason"].startswith(f"{tiers} cannot hold ")
+
+
 def test_the_page_stands_by_itself(plan: Any, tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
     status, _, _ = plan("--model", "llama-3.2-3b", *DESKTOP, "--html", str(file))
