@@ -30,6 +30,8 @@ _LEAST_ROOM = 1 << 20
 _CLOSE = 1.01  # times the least amount that fits: near enough
 _LESS = (1.01, 1.03)  # an amount that fits is compared with so many times less
 _STEP = 1.1  # from an amount that fits to the next smaller one, until one does not
+_ALIKE = 1.1  # times another answer: no worse than it
+_FAR = 2.0  # times what the host has, or times another answer: far more
 _FURTHER = (1.0, 1.01, 1.02, 1.04, 1.08, 1.16, 1.32)  # times an estimate that may be too small
 _SHORTEST, _TOKENS = 128, 128  # of a sequence, and the steps in which it gets shorter
 _LEAST_POSITIONS = 64  # of a tile of the sequence
@@ -51,6 +53,10 @@ class Needs:
             max(self.host - there.host, 0),
             max(self.nvme - there.nvme, 0),
         )
+
+    def is_within(self, times: float, other: Needs) -> bool:
+        """Tell whether this is at most so many times the other, in each tier."""
+        return all(getattr(self, name) <= times * getattr(other, name) for name in Needs.__slots__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +160,20 @@ def _there(planner: Planner) -> Needs:
 
 
 def _larger(planner: Planner, *, before: str = "") -> Iterator[Remedy]:
-    """Yield what more memory would do: the least of each tier alone, else of several."""
+    """Yield what more memory would do, the cheapest bytes first: the least of one tier alone; and
+    where that is the device, or far more of the host, the least of several.
+    """
     there = _there(planner)
     names = [name for name in _NAMES if name != "device" or not planner.means.unified]
-    alone = [_smallest(planner, there, name) for name in names]
-    found = [needs for needs in alone if needs is not None]
-    if not found:
-        found = [needs for last in ("nvme", "host") if (needs := _of_several(planner, there, last))]
-    for more in dict.fromkeys(needs.without(there) for needs in found):
+    found = {name: _smallest(planner, there, name) for name in names}
+    lacking = [name for name in ("nvme", "host") if found[name] is None]
+    host = found["host"]
+    if "nvme" in lacking and (host is None or host.host > _FAR * there.host):
+        start = _with_least_device(planner, there)
+        if start is not None:
+            found |= {name: _of_several(planner, start, name) for name in lacking}
+    enough = [needs.without(there) for needs in found.values() if needs is not None]
+    for more in _worth_offering(enough):
         parts = [
             f"{format_bytes(getattr(more, name))} more of {_WORDS[name]}"
             for name in reversed(_NAMES)
@@ -170,23 +182,30 @@ def _larger(planner: Planner, *, before: str = "") -> Iterator[Remedy]:
         yield Remedy(before + " and ".join(parts), more)
 
 
-def _of_several(planner: Planner, there: Needs, last: str) -> Needs | None:
-    """Return the least of the device, then of the other tiers; all that is left of the `last`."""
-    order = [name for name in ("device", "host", "nvme") if name != last]
-    needs: Needs | None = there
-    for name in order if not planner.means.unified else order[1:]:
-        later = {
-            other: _PLENTY for other in ("host", "nvme") if other not in order or other == last
-        }
-        if name == "device":
-            later = dict.fromkeys(("host", "nvme"), _PLENTY)
-        assert needs is not None, "the loop goes on with what was found"
-        known = needs
-        enough = _smallest(planner, replace(known, **later), name)
-        if enough is None:
-            return None
-        needs = replace(known, **{name: getattr(enough, name)})
-    return None if needs is None else _smallest(planner, needs, last)
+def _worth_offering(found: list[Needs]) -> Iterator[Needs]:
+    """Yield those beside which no other one takes about as little of each tier, or less."""
+    kept: list[Needs] = []
+    for place, needs in enumerate(found):
+        if not any(other.is_within(_ALIKE, needs) for other in (*kept, *found[place + 1 :])):
+            kept.append(needs)
+    yield from kept
+
+
+def _with_least_device(planner: Planner, there: Needs) -> Needs | None:
+    """Return what is there, with the least of the device where the others have plenty."""
+    if planner.means.unified:
+        return there
+    enough = _smallest(planner, replace(there, host=_PLENTY, nvme=_PLENTY), "device")
+    return None if enough is None else replace(there, device=enough.device)
+
+
+def _of_several(planner: Planner, start: Needs, last: str) -> Needs | None:
+    """Return the least of the host or the drives, then what is left of the `last` of these."""
+    first = "host" if last == "nvme" else "nvme"
+    enough = _smallest(planner, replace(start, **{last: _PLENTY}), first)
+    if enough is None:
+        return None
+    return _smallest(planner, replace(start, **{first: getattr(enough, first)}), last)
 
 
 def _least_of_each(planner: Planner) -> Needs:
@@ -216,7 +235,8 @@ def _smallest(planner: Planner, there: Needs, name: str) -> Needs | None:
 
     low, most = float(getattr(there, name)), _most(planner)
     if planner.strategy is not None:  # which estimates know nothing of
-        return raised(_bisected(fits, low, most)[1]) if fits(most) else None
+        tried = next(filter(fits, (low, most)), None)
+        return None if tried is None else raised(_bisected(fits, low, tried)[1])
     about = _with(planner, raised(_PLENTY)).least(Tier(name))
     if about > most:
         return None

@@ -207,6 +207,7 @@ def test_what_does_not_fit_is_refused_with_what_would_do(plan: Any) -> None:
         ("--model", "opt-1.3b", "--batch", "64", "--gpu", "3090", "--ram", "24GiB"),
         ("--gpu-mem", "1GiB", "--ram", "64GiB", "--sequence", "256", "--tiling", "auto"),
         ("--gpus", "0", "--ram", "3GiB", "--nvme", "200GB", "--tiling", "auto"),
+        ("--gpu-mem", "2GiB", "--ram", "24GiB", "--nvme", "100GB", "--strategy", "nvme_streamed"),
     ],
 )
 def test_what_a_remedy_says_fits_when_it_is_given(plan: Any, arguments: tuple[str, ...]) -> None:
@@ -220,6 +221,19 @@ def test_what_a_remedy_says_fits_when_it_is_given(plan: Any, arguments: tuple[st
         assert options
         given = [word for option in options for word in option.replace(",", "").split()]
         assert plan(*asked, *given)[0] == 0, given
+
+
+def test_a_little_of_several_tiers_is_offered_beside_much_of_the_device(plan: Any) -> None:
+    asked = ("--model", "llama-3-8b", "--gpu-mem", "2GiB", "--ram", "100GiB")
+    _, out, _ = plan(*asked, "--json")
+
+    drives, host, device = [remedy["more_bytes"] for remedy in json.loads(out)["remedies"]]
+    assert device["device"] > 5 * drives["device"]
+    assert drives["device"] == host["device"] > 4 * 2**30
+    assert drives["host"] == host["nvme"] == 0
+    assert plan(*asked, "--gpu-mem", "7GiB", "--ram", "130GiB")[0] == 0
+    assert plan(*asked, "--gpu-mem", "6GiB", "--ram", "130GiB")[0] == 1
+    assert plan(*asked, "--gpu-mem", "7GiB", "--ram", "126GiB")[0] == 1
 
 
 def test_what_was_asked_for_can_be_left_to_the_planner(plan: Any) -> None:
