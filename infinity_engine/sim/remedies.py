@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from math import inf
 from types import MappingProxyType
 
@@ -32,6 +34,7 @@ _LESS = (1.01, 1.03)  # an amount that fits is compared with so many times less
 _STEP = 1.1  # from an amount that fits to the next smaller one, until one does not
 _ALIKE = 1.1  # times another answer: no worse than it
 _FAR = 2.0  # times what the host has, or times another answer: far more
+_MOST_COMBINED = 2  # changes that are offered together with memory
 _FURTHER = (1.0, 1.01, 1.02, 1.04, 1.08, 1.16, 1.32)  # times an estimate that may be too small
 _SHORTEST, _TOKENS = 128, 128  # of a sequence, and the steps in which it gets shorter
 _LEAST_POSITIONS = 64  # of a tile of the sequence
@@ -119,11 +122,10 @@ def explain_refusal(
         whole_model=training.model if tiling else None,
     ).with_training(training)
     there = _there(planner)
-    remedies = [*_left_open(planner), *_larger(planner), *_other(planner)]
-    if not training.checkpointing and training.model.activations is not None:
-        checkpointed = planner.with_training(replace(training, checkpointing=True))
-        if not checkpointed.fits():
-            remedies += _larger(checkpointed, before=f"{_CHECKPOINT} and ")
+    larger = list(_larger(planner))
+    remedies = [*_left_open(planner), *larger, *_other(planner)]
+    if training.model.activations is not None:
+        remedies += _combined(planner, [remedy.more for remedy in larger])
     return Refusal(
         model=training.model.name,
         there=there,
@@ -163,23 +165,34 @@ def _larger(planner: Planner, *, before: str = "") -> Iterator[Remedy]:
     """Yield what more memory would do, the cheapest bytes first: the least of one tier alone; and
     where that is the device, or far more of the host, the least of several.
     """
-    there = _there(planner)
-    names = [name for name in _NAMES if name != "device" or not planner.means.unified]
-    found = {name: _smallest(planner, there, name) for name in names}
-    lacking = [name for name in ("nvme", "host") if found[name] is None]
-    host = found["host"]
-    if "nvme" in lacking and (host is None or host.host > _FAR * there.host):
-        start = _with_least_device(planner, there)
-        if start is not None:
-            found |= {name: _of_several(planner, start, name) for name in lacking}
-    enough = [needs.without(there) for needs in found.values() if needs is not None]
-    for more in _worth_offering(enough):
+    for more in _worth_offering(list(_amounts(planner))):
         parts = [
             f"{format_bytes(getattr(more, name))} more of {_WORDS[name]}"
             for name in reversed(_NAMES)
             if getattr(more, name)
         ]
         yield Remedy(before + " and ".join(parts), more)
+
+
+def _amounts(planner: Planner) -> Iterator[Needs]:
+    """Yield the amounts of `_larger`, and those that are no better than another one of them."""
+    there = _there(planner)
+    drives = _smallest(planner, there, "nvme")
+    if drives is not None:
+        yield drives.without(there)
+    host = _smallest(planner, there, "host")
+    if drives is None and (host is None or host.host > _FAR * there.host):
+        start = _with_least_device(planner, there)
+        for last in ("nvme", "host") if host is None else ("nvme",):
+            mixed = None if start is None else _of_several(planner, start, last)
+            if mixed is not None:
+                yield mixed.without(there)
+    if host is not None:
+        yield host.without(there)
+    if not planner.means.unified:
+        device = _smallest(planner, there, "device")
+        if device is not None:
+            yield device.without(there)
 
 
 def _worth_offering(found: list[Needs]) -> Iterator[Needs]:
@@ -315,6 +328,86 @@ def _with(planner: Planner, needs: Needs) -> Planner:
     return planner.with_budget(budget)
 
 
+# --- more memory, with less to hold ---------------------------------------------------------------
+
+
+def _combined(planner: Planner, alone: list[Needs]) -> Iterator[Remedy]:
+    """Yield changes that lower activations, each with the memory that is missing then, where the
+    memory `alone` is far more.
+    """
+    before, training = "", planner.training
+    if not training.checkpointing:
+        before = f"{_CHECKPOINT} and "
+        planner = planner.with_training(replace(training, checkpointing=True))
+        if planner.fits():  # which is offered alone
+            return
+        found = [it for it in _larger(planner, before=before) if _is_far_less(it.more, alone)]
+        yield from found
+        alone = [*alone, *(remedy.more for remedy in found)]
+    if planner.strategy is not None:  # each amount takes too long to find
+        return
+    combined = _with_lower_activations(planner, alone, before)
+    yield from islice((it for it in combined if _is_far_less(it.more, alone)), _MOST_COMBINED)
+
+
+def _with_lower_activations(planner: Planner, alone: list[Needs], before: str) -> Iterator[Remedy]:
+    """Yield the changes that save half of what is missing where modules compute, and what is
+    missing then, up to the first one that is enough without more memory.
+    """
+    training, where = planner.training, _where_modules_compute(planner)
+    ranks = planner.means.ranks if planner.means.unified else 1
+    missing = min((getattr(more, where) for more in alone), default=0)
+
+    def fits(after: Training) -> bool:
+        return planner.with_training(after).fits()
+
+    for changes, lowest in _lower_activations(training):
+        saved = ranks * (training.activation_bytes() - lowest.activation_bytes())
+        if not missing or _FAR * saved < missing:
+            continue
+        enough = next((words for words, after in changes(planner) if fits(after)), None)
+        if enough is not None:
+            if before:  # else it is offered already
+                yield Remedy(f"{before}{enough}", Needs(0, 0, 0))
+            return
+        richer = planner
+        if changes is not _chunked_loss:  # else the change is no larger than it has to be
+            least = planner.with_training(lowest)
+            richer = _with_more(planner, next(_amounts(least), Needs(0, 0, 0)))
+        for words, after in changes(richer):
+            there = planner.with_training(after)
+            yield from islice(_larger(there, before=f"{before}{words} and "), 1)
+
+
+def _lower_activations(
+    training: Training,
+) -> Iterator[tuple[Callable[[Planner], Iterator[tuple[str, Training]]], Training]]:
+    """Yield what finds the smallest change of a kind that is enough, and the largest change of that
+    kind; the kinds that cost least come first.
+    """
+    known = training.model.activations
+    yield _chunked_loss, replace(training, chunked_loss=True)
+    yield _smaller_batches, _in_batches_of(training, 1)
+    if known is not None and known.inner and training.tile_positions is None:
+        yield _tiles_of_sequence, replace(training, tile_positions=_LEAST_POSITIONS)
+
+
+def _is_far_less(more: Needs, others: list[Needs]) -> bool:
+    """Tell whether each of the others takes far more of a tier."""
+    return not any(other.is_within(_FAR, more) for other in others)
+
+
+def _with_more(planner: Planner, more: Needs) -> Planner:
+    means = planner.means.before_inputs()
+    budget, nvme = means.budget, sum(means.budget.nvme.values()) + more.nvme
+    larger = ResolvedBudget(
+        device=budget.device + more.device,
+        host=budget.host + more.host,
+        nvme={_SOME_DRIVE: nvme} if nvme else {},
+    )
+    return planner.with_means(replace(means, budget=larger))
+
+
 # --- other settings -------------------------------------------------------------------------------
 
 
@@ -357,8 +450,7 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
         words = f"inputs of blocks on drives or the host, {moved} there (--offload-inputs)"
         yield words, replace(training, inputs_moved=True)
     yield from _tiles_of_sequence(planner)
-    if not training.chunked_loss and training.model.activations is not None:
-        yield "a loss without whole logits (--loss chunked)", replace(training, chunked_loss=True)
+    yield from _chunked_loss(planner)
     yield from _smaller_batches(planner)
     sequence = _longest(planner)
     if sequence:
@@ -374,6 +466,12 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
     if len(training.state_names) > 1:
         lion = replace(training, state_names=training.state_names[:1])
         yield "an optimizer with one state (--optimizer lion)", lion
+
+
+def _chunked_loss(planner: Planner) -> Iterator[tuple[str, Training]]:
+    training = planner.training
+    if not training.chunked_loss and training.model.activations is not None:
+        yield "a loss without whole logits (--loss chunked)", replace(training, chunked_loss=True)
 
 
 def _tiles_of_sequence(planner: Planner) -> Iterator[tuple[str, Training]]:
@@ -409,9 +507,7 @@ def _smaller_batches(planner: Planner) -> Iterator[tuple[str, Training]]:
     if training.batch == 1:
         return
     sequences = training.batch * training.accumulation_steps
-
-    def smaller(batch: int) -> Training:
-        return replace(training, batch=batch, accumulation_steps=-(-sequences // batch))
+    smaller = partial(_in_batches_of, training)
 
     def fits(batch: int) -> bool:
         return planner.with_training(smaller(batch)).fits()
@@ -434,6 +530,12 @@ def _smaller_batches(planner: Planner) -> Iterator[tuple[str, Training]]:
         )
     else:
         yield "a micro-batch of 1 (--batch 1)", replace(training, batch=1)
+
+
+def _in_batches_of(training: Training, batch: int) -> Training:
+    """Return the training with another micro-batch, and about as many sequences in a step."""
+    sequences = training.batch * training.accumulation_steps
+    return replace(training, batch=batch, accumulation_steps=-(-sequences // batch))
 
 
 def _longest(planner: Planner) -> int:

@@ -207,6 +207,8 @@ def test_what_does_not_fit_is_refused_with_what_would_do(plan: Any) -> None:
         ("--model", "opt-1.3b", "--batch", "64", "--gpu", "3090", "--ram", "24GiB"),
         ("--gpu-mem", "1GiB", "--ram", "64GiB", "--sequence", "256", "--tiling", "auto"),
         ("--gpus", "0", "--ram", "3GiB", "--nvme", "200GB", "--tiling", "auto"),
+        ("--gpu-mem", "12GiB", "--ram", "32GiB", "--batch", "16", "--tiling", "auto"),
+        ("--gpu-mem=24GiB", "--ram=48GiB", "--nvme=100GB", "--batch", "8", "--no-checkpointing"),
         ("--gpu-mem", "2GiB", "--ram", "24GiB", "--nvme", "100GB", "--strategy", "nvme_streamed"),
     ],
 )
@@ -227,7 +229,7 @@ def test_a_little_of_several_tiers_is_offered_beside_much_of_the_device(plan: An
     asked = ("--model", "llama-3-8b", "--gpu-mem", "2GiB", "--ram", "100GiB")
     _, out, _ = plan(*asked, "--json")
 
-    drives, host, device = [remedy["more_bytes"] for remedy in json.loads(out)["remedies"]]
+    drives, host, device, *_ = [remedy["more_bytes"] for remedy in json.loads(out)["remedies"]]
     assert device["device"] > 5 * drives["device"]
     assert drives["device"] == host["device"] > 4 * 2**30
     assert drives["host"] == host["nvme"] == 0
@@ -912,10 +914,13 @@ def test_layers_are_cut_anew_for_the_memory_that_a_remedy_adds(plan: Any) -> Non
     asked = ("--model", "llama-3-8b", "--gpu-mem", "1GiB", "--ram", "230GiB", "--tiling", "auto")
     status, out, _ = plan(*asked)
     assert status == 1
-    [offered] = re.findall(r"--gpu-mem (\d+)GiB", out)
+    offered, with_chunked_loss = re.findall(r"--gpu-mem (\d+)GiB", out)
 
     assert plan(*asked, "--gpu-mem", f"{offered}GiB")[0] == 0
     assert plan(*asked, "--gpu-mem", f"{int(offered) - 1}GiB")[0] == 1
+    chunked = (*asked, "--loss", "chunked", "--gpu-mem")
+    assert plan(*chunked, f"{with_chunked_loss}GiB")[0] == 0
+    assert plan(*chunked, f"{int(with_chunked_loss) - 1}GiB")[0] == 1
 
 
 def test_layers_are_cut_anew_for_the_training_that_a_remedy_changes(plan: Any) -> None:
