@@ -183,6 +183,9 @@ def _amounts(planner: Planner) -> Iterator[Needs]:
     host = _smallest(planner, there, "host")
     if drives is None and (host is None or host.host > _FAR * there.host):
         start = _with_least_device(planner, there)
+        if start is not None and _with(planner, start).fits():  # the device alone lacks something
+            yield from (needs.without(there) for needs in (host, start) if needs is not None)
+            return
         for last in ("nvme", "host") if host is None else ("nvme",):
             mixed = None if start is None else _of_several(planner, start, last)
             if mixed is not None:
@@ -294,7 +297,8 @@ def _first_that_fits(
         room = tried.means.room_for_layers(tried.training)
         # Large layers are whole only where tiles would be too many: more room may need less.
         if not has_large_layers(model, width=width, room=room):
-            about = tried.least(Tier(name))
+            as_cut = replace(tried, whole_model=None)
+            about = _with(as_cut, replace(there, **{name: _PLENTY})).least(Tier(name))
         amount = max(_STEP * below, about / _LESS[0] if about < inf else 0.0)
     return None
 
@@ -344,7 +348,8 @@ def _combined(planner: Planner, alone: list[Needs]) -> Iterator[Remedy]:
         found = [it for it in _larger(planner, before=before) if _is_far_less(it.more, alone)]
         yield from found
         alone = [*alone, *(remedy.more for remedy in found)]
-    if planner.strategy is not None:  # each amount takes too long to find
+    # With these, each amount takes long to find: subgroups may be many.
+    if planner.strategy is not None or planner.subgroup_numel is not None:
         return
     combined = _with_lower_activations(planner, alone, before)
     yield from islice((it for it in combined if _is_far_less(it.more, alone)), _MOST_COMBINED)
