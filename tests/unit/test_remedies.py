@@ -252,6 +252,35 @@ def test_tiles_are_offered_where_one_layer_is_too_large() -> None:
     assert not is_planned(training, means)
 
 
+def in_tiles(training: Training, means: Means) -> Training:
+    room = means.room_for_layers(training)
+    tiled = tiled_by_room(training.model, width=training.width, room=room)
+    return training if tiled is None else replace(training, model=tiled.model)
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "unified"), [(GiB // 2, 57, False), (GiB // 2, 200, False), (0, 4, True)]
+)
+def test_with_tiles_each_amount_is_enough_and_a_little_less_is_not(
+    device: int, host: int, unified: bool
+) -> None:
+    training = replace(training_of(preset("llama-3-8b")), sequence=256)
+    budget = ResolvedBudget(device=device, host=host * GiB)
+    rates = replace(random_case(0)[1].rates, nvme={"a": _DRIVE})
+    means = Means(budget=budget, rates=rates, unified=unified)
+
+    remedies = list(filter(is_memory, explain_refusal(training, means, tiling=True).remedies))
+
+    assert remedies
+    for remedy in remedies:
+        given, enough = changed(training, remedy), larger(means, remedy.more)
+        assert is_planned(in_tiles(given, enough), enough)
+        for tier in ("device", "host", "nvme"):
+            less = larger(means, remedy.more, times=0.97, of=tier)
+            if getattr(remedy.more, tier):
+                assert not is_planned(in_tiles(given, less), less), (tier, remedy.change)
+
+
 def test_batches_just_below_the_one_that_is_asked_are_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
