@@ -139,7 +139,8 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
         from infinity_engine.sim.remedies import explain_refusal
         from infinity_engine.sim.report import notes_of_ranks
 
-        refusal = with_options(explain_refusal(training, means, **settings), machine)
+        explained = explain_refusal(whole, means, **settings, tiling=options.tiling == "auto")
+        refusal = with_options(explained, machine)
         refusal = replace(refusal, notes=(*sources, *refusal.notes, *notes_of_ranks(means)))
         return PlanAnswer(
             status=1,

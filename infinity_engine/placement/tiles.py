@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from infinity_engine.placement.models import ModelShape, ModuleShape
 from infinity_engine.units import format_bytes
 
-__all__ = ["TiledShape", "largest_tile", "needs_tiles", "tiled_by_room"]
+__all__ = ["TiledShape", "has_large_layers", "largest_tile", "needs_tiles", "tiled_by_room"]
 
 _PART_FOR_LAYERS = 2  # of the room; the rest is for buffers that updates and copies pass
 _MOST_TILES = 4096  # that are planned
@@ -52,6 +52,11 @@ class TiledShape:
             len(others), f"{first} and {len(others)} more layers"
         )
         return f"{cut} in {self.tiles} tiles of at most {format_bytes(self.tile_bytes)}"
+
+
+def has_large_layers(model: ModelShape, *, width: int, room: int) -> bool:
+    """Tell whether `tiling="auto"` has something to cut, however many tiles that takes."""
+    return any(_is_large(module, width, room) for module in model.modules)
 
 
 def tiled_by_room(model: ModelShape, *, width: int, room: int) -> TiledShape | None:

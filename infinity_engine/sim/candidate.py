@@ -14,8 +14,10 @@ from typing import TypeVar
 
 from deepnvme.sizes import PAGE
 from infinity_engine.errors import CapacityError
+from infinity_engine.placement.models import ModelShape
 from infinity_engine.placement.placing import Outlined, Plan, Wish, outline
 from infinity_engine.placement.sizing import Demand, Sizing
+from infinity_engine.placement.tiles import tiled_by_room
 from infinity_engine.placement.training import Means, Training, beside_inputs
 from infinity_engine.plan import NvmeStreamed, ResolvedBudget, Strategy, Tier
 from infinity_engine.sim.timeline import StepTimeline, time_quickest_step
@@ -74,6 +76,9 @@ class Evaluator:
     strategy: Strategy | None = field(default=None, kw_only=True)
     parameters: Tier | None = field(default=None, kw_only=True)
     subgroup_numel: int | None = field(default=None, kw_only=True)
+    whole_model: ModelShape | None = field(default=None, kw_only=True)
+    """With `tiling="auto"`, the model before it is cut, so that another memory or training gets
+    tiles of its own; None: the training's model stays as it is."""
     sizings: dict[tuple[int, bool], Sizing] = field(
         default_factory=dict, kw_only=True, repr=False, compare=False
     )
@@ -82,12 +87,28 @@ class Evaluator:
 
     def with_budget(self: _Maker, budget: ResolvedBudget) -> _Maker:
         """Return the same with other memory, of which moved inputs take nothing."""
-        return replace(self, means=replace(self.means, budget=budget, whole=None))
+        return self._given(replace(self.means, budget=budget, whole=None))
 
     def with_training(self: _Maker, training: Training) -> _Maker:
         """Return the same for another training, less what its moved inputs take."""
         means = beside_inputs(training, self.means)
-        return replace(self, training=training, means=means, sizings={})
+        return replace(self, training=self._cut(training, means), means=means, sizings={})
+
+    def _given(self: _Maker, means: Means) -> _Maker:
+        training = self._cut(self.training, means)
+        sizings = self.sizings if training is self.training else {}
+        return replace(self, training=training, means=means, sizings=sizings)
+
+    def _cut(self, training: Training, means: Means) -> Training:
+        """Return the training with the layers in tiles that have no room there, where
+        `tiling="auto"` is asked for.
+        """
+        if self.whole_model is None:
+            return training
+        room = means.room_for_layers(training)
+        tiled = tiled_by_room(self.whole_model, width=training.width, room=room)
+        model = self.whole_model if tiled is None else tiled.model
+        return training if model == training.model else replace(training, model=model)
 
     @cached_property
     def trained_numel(self) -> int:
@@ -137,16 +158,19 @@ class Evaluator:
         # fp32 parameters may be the masters, beside their gradients.
         per_parameter = states + (2 * width if width < _FP32 else width)
         numel = self.trained_numel
-        there = (
-            (0 if self.means.unified else budget.device) + budget.host + sum(budget.nvme.values())
-        )
+        tiers = {"device": 0 if self.means.unified else budget.device, "host": budget.host}
+        tiers["drives"] = sum(budget.nvme.values())
+        there = sum(tiers.values())
         if per_parameter * numel > there:
-            tier = Tier.NVME if budget.nvme else Tier.HOST
-            raise _short(
-                tier,
-                per_parameter * numel,
-                there,
-                "give a tier more: all of them together are too small",
+            *others, last = [name for name, limit in tiers.items() if limit] or ["host"]
+            together = f"{', '.join(others)} and {last} together" if others else f"the {last}"
+            raise CapacityError(
+                tier=together if self.means.ranks == 1 else f"{together}, for each rank,",
+                asked=per_parameter * numel,
+                free=there,
+                limit=there,
+                change="give more memory or drives: masters, states, parameters and gradients "
+                "alone take so much",
             )
 
     # --- one choice -------------------------------------------------------------------------------

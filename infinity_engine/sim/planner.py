@@ -113,7 +113,7 @@ class Planner(Evaluator):
         """Return the same with other rates and other memory, for as many ranks; moved inputs take
         their part of the memory.
         """
-        return replace(self, means=beside_inputs(self.training, means))
+        return self._given(beside_inputs(self.training, means))
 
     def _least_ns(self, best: Candidate) -> float | None:
         """Return what no plan can update in less, with as much resident and as much on the drives

@@ -9,10 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from math import inf
 from types import MappingProxyType
 
 from infinity_engine.optim import FloatFormat, Formats
-from infinity_engine.placement.tiles import tiled_by_room
+from infinity_engine.placement.tiles import has_large_layers, tiled_by_room
 from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Auto, DriveRates, Rates, ResolvedBudget, Strategy, Tier
 from infinity_engine.sim.planner import Planner
@@ -25,9 +28,13 @@ _WORDS = MappingProxyType({"device": "the device", "host": "the host", "nvme": "
 _PLENTY = 1 << 60
 _SOME_DRIVE = "NVMe"
 _SOME_RATE = 1e9
+_LEAST_ROOM = 1 << 20
 _CLOSE = 1.01  # times the least amount that fits: near enough
 _LESS = (1.01, 1.03)  # an amount that fits is compared with so many times less
 _STEP = 1.1  # from an amount that fits to the next smaller one, until one does not
+_ALIKE = 1.1  # times another answer: no worse than it
+_FAR = 2.0  # times what the host has, or times another answer: far more
+_MOST_COMBINED = 2  # changes that are offered together with memory
 _FURTHER = (1.0, 1.01, 1.02, 1.04, 1.08, 1.16, 1.32)  # times an estimate that may be too small
 _SHORTEST, _TOKENS = 128, 128  # of a sequence, and the steps in which it gets shorter
 _LEAST_POSITIONS = 64  # of a tile of the sequence
@@ -49,6 +56,10 @@ class Needs:
             max(self.host - there.host, 0),
             max(self.nvme - there.nvme, 0),
         )
+
+    def is_within(self, times: float, other: Needs) -> bool:
+        """Tell whether this is at most so many times the other, in each tier."""
+        return all(getattr(self, name) <= times * getattr(other, name) for name in Needs.__slots__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +106,26 @@ def explain_refusal(
     strategy: Strategy | None = None,
     parameters: Tier | None = None,
     subgroup_numel: int | None = None,
+    tiling: bool = False,
 ) -> Refusal:
-    """Return what is missing, and what would do."""
+    """Return what is missing, and what would do. `tiling`: the training's layers are whole, and
+    those without room are cut anew for each memory and training that is tried.
+    """
     asked = None if isinstance(strategy, Auto) else strategy
     means = replace(means, rates=_with_all(means.rates))  # for drives that there may not be yet
     planner = Planner(
-        training, means, strategy=asked, parameters=parameters, subgroup_numel=subgroup_numel
-    )
+        training,
+        means,
+        strategy=asked,
+        parameters=parameters,
+        subgroup_numel=subgroup_numel,
+        whole_model=training.model if tiling else None,
+    ).with_training(training)
     there = _there(planner)
-    remedies = [*_left_open(planner), *_larger(planner), *_other(planner)]
-    if not training.checkpointing and training.model.activations is not None:
-        checkpointed = planner.with_training(replace(training, checkpointing=True))
-        if not checkpointed.fits():
-            remedies += _larger(checkpointed, before=f"{_CHECKPOINT} and ")
+    larger = list(_larger(planner))
+    remedies = [*_left_open(planner), *larger, *_other(planner)]
+    if training.model.activations is not None:
+        remedies += _combined(planner, [remedy.more for remedy in larger])
     return Refusal(
         model=training.model.name,
         there=there,
@@ -144,14 +162,10 @@ def _there(planner: Planner) -> Needs:
 
 
 def _larger(planner: Planner, *, before: str = "") -> Iterator[Remedy]:
-    """Yield what more memory would do: the least of each tier alone, else of several."""
-    there = _there(planner)
-    names = [name for name in _NAMES if name != "device" or not planner.means.unified]
-    alone = [_smallest(planner, there, name) for name in names]
-    found = [needs for needs in alone if needs is not None]
-    if not found:
-        found = [needs for last in ("nvme", "host") if (needs := _of_several(planner, there, last))]
-    for more in dict.fromkeys(needs.without(there) for needs in found):
+    """Yield what more memory would do, the cheapest bytes first: the least of one tier alone; and
+    where that is the device, or far more of the host, the least of several.
+    """
+    for more in _worth_offering(list(_amounts(planner))):
         parts = [
             f"{format_bytes(getattr(more, name))} more of {_WORDS[name]}"
             for name in reversed(_NAMES)
@@ -160,23 +174,54 @@ def _larger(planner: Planner, *, before: str = "") -> Iterator[Remedy]:
         yield Remedy(before + " and ".join(parts), more)
 
 
-def _of_several(planner: Planner, there: Needs, last: str) -> Needs | None:
-    """Return the least of the device, then of the other tiers; all that is left of the `last`."""
-    order = [name for name in ("device", "host", "nvme") if name != last]
-    needs: Needs | None = there
-    for name in order if not planner.means.unified else order[1:]:
-        later = {
-            other: _PLENTY for other in ("host", "nvme") if other not in order or other == last
-        }
-        if name == "device":
-            later = dict.fromkeys(("host", "nvme"), _PLENTY)
-        assert needs is not None, "the loop goes on with what was found"
-        known = needs
-        enough = _smallest(planner, replace(known, **later), name)
-        if enough is None:
-            return None
-        needs = replace(known, **{name: getattr(enough, name)})
-    return None if needs is None else _smallest(planner, needs, last)
+def _amounts(planner: Planner) -> Iterator[Needs]:
+    """Yield the amounts of `_larger`, and those that are no better than another one of them."""
+    there = _there(planner)
+    drives = _smallest(planner, there, "nvme")
+    if drives is not None:
+        yield drives.without(there)
+    host = _smallest(planner, there, "host")
+    if drives is None and (host is None or host.host > _FAR * there.host):
+        start = _with_least_device(planner, there)
+        if start is not None and _with(planner, start).fits():  # the device alone lacks something
+            yield from (needs.without(there) for needs in (host, start) if needs is not None)
+            return
+        for last in ("nvme", "host") if host is None else ("nvme",):
+            mixed = None if start is None else _of_several(planner, start, last)
+            if mixed is not None:
+                yield mixed.without(there)
+    if host is not None:
+        yield host.without(there)
+    if not planner.means.unified:
+        device = _smallest(planner, there, "device")
+        if device is not None:
+            yield device.without(there)
+
+
+def _worth_offering(found: list[Needs]) -> Iterator[Needs]:
+    """Yield those beside which no other one takes about as little of each tier, or less."""
+    kept: list[Needs] = []
+    for place, needs in enumerate(found):
+        if not any(other.is_within(_ALIKE, needs) for other in (*kept, *found[place + 1 :])):
+            kept.append(needs)
+    yield from kept
+
+
+def _with_least_device(planner: Planner, there: Needs) -> Needs | None:
+    """Return what is there, with the least of the device where the others have plenty."""
+    if planner.means.unified:
+        return there
+    enough = _smallest(planner, replace(there, host=_PLENTY, nvme=_PLENTY), "device")
+    return None if enough is None else replace(there, device=enough.device)
+
+
+def _of_several(planner: Planner, start: Needs, last: str) -> Needs | None:
+    """Return the least of the host or the drives, then what is left of the `last` of these."""
+    first = "host" if last == "nvme" else "nvme"
+    enough = _smallest(planner, replace(start, **{last: _PLENTY}), first)
+    if enough is None:
+        return None
+    return _smallest(planner, replace(start, **{first: getattr(enough, first)}), last)
 
 
 def _least_of_each(planner: Planner) -> Needs:
@@ -206,10 +251,14 @@ def _smallest(planner: Planner, there: Needs, name: str) -> Needs | None:
 
     low, most = float(getattr(there, name)), _most(planner)
     if planner.strategy is not None:  # which estimates know nothing of
-        return raised(_bisected(fits, low, most)[1]) if fits(most) else None
+        tried = next(filter(fits, (low, most)), None)
+        return None if tried is None else raised(_bisected(fits, low, tried)[1])
     about = _with(planner, raised(_PLENTY)).least(Tier(name))
     if about > most:
         return None
+    if planner.whole_model is not None and name == _where_modules_compute(planner):
+        bracket = _first_that_fits(planner, there, name, most)
+        return None if bracket is None else raised(_bisected(fits, *bracket)[1])
     enough = about = max(about, low)
     for times in _FURTHER:
         enough = times * about
@@ -227,6 +276,35 @@ def _smallest(planner: Planner, there: Needs, name: str) -> Needs | None:
     while below > low and fits(below):
         high, below = below, below / _STEP
     return raised(_bisected(fits, max(low, below), high)[1])
+
+
+def _first_that_fits(
+    planner: Planner, there: Needs, name: str, most: float
+) -> tuple[float, float] | None:
+    """Return an amount that does not fit, and a little more that does, where each amount has tiles
+    of its own; None: no amount fits.
+
+    From below: smaller tiles need less, and between tiles and whole layers more may fit worse.
+    """
+    below = float(getattr(there, name))
+    amount = max(below, float(planner.training.activation_bytes()), _LEAST_ROOM)
+    while amount <= most:
+        tried = _with(planner, replace(there, **{name: int(amount)}))
+        if tried.fits():
+            return below, amount
+        below, about = amount, 0.0
+        model, width = tried.training.model, tried.training.width
+        room = tried.means.room_for_layers(tried.training)
+        # Large layers are whole only where tiles would be too many: more room may need less.
+        if not has_large_layers(model, width=width, room=room):
+            as_cut = replace(tried, whole_model=None)
+            about = _with(as_cut, replace(there, **{name: _PLENTY})).least(Tier(name))
+        amount = max(_STEP * below, about / _LESS[0] if about < inf else 0.0)
+    return None
+
+
+def _where_modules_compute(planner: Planner) -> str:
+    return "host" if planner.means.unified else "device"
 
 
 def _bisected(enough: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:
@@ -252,6 +330,87 @@ def _with(planner: Planner, needs: Needs) -> Planner:
     drives = {_SOME_DRIVE: needs.nvme} if needs.nvme else {}
     budget = ResolvedBudget(device=needs.device, host=needs.host, nvme=drives)
     return planner.with_budget(budget)
+
+
+# --- more memory, with less to hold ---------------------------------------------------------------
+
+
+def _combined(planner: Planner, alone: list[Needs]) -> Iterator[Remedy]:
+    """Yield changes that lower activations, each with the memory that is missing then, where the
+    memory `alone` is far more.
+    """
+    before, training = "", planner.training
+    if not training.checkpointing:
+        before = f"{_CHECKPOINT} and "
+        planner = planner.with_training(replace(training, checkpointing=True))
+        if planner.fits():  # which is offered alone
+            return
+        found = [it for it in _larger(planner, before=before) if _is_far_less(it.more, alone)]
+        yield from found
+        alone = [*alone, *(remedy.more for remedy in found)]
+    # With these, each amount takes long to find: subgroups may be many.
+    if planner.strategy is not None or planner.subgroup_numel is not None:
+        return
+    combined = _with_lower_activations(planner, alone, before)
+    yield from islice((it for it in combined if _is_far_less(it.more, alone)), _MOST_COMBINED)
+
+
+def _with_lower_activations(planner: Planner, alone: list[Needs], before: str) -> Iterator[Remedy]:
+    """Yield the changes that save half of what is missing where modules compute, and what is
+    missing then, up to the first one that is enough without more memory.
+    """
+    training, where = planner.training, _where_modules_compute(planner)
+    ranks = planner.means.ranks if planner.means.unified else 1
+    missing = min((getattr(more, where) for more in alone), default=0)
+
+    def fits(after: Training) -> bool:
+        return planner.with_training(after).fits()
+
+    for changes, lowest in _lower_activations(training):
+        saved = ranks * (training.activation_bytes() - lowest.activation_bytes())
+        if not missing or _FAR * saved < missing:
+            continue
+        enough = next((words for words, after in changes(planner) if fits(after)), None)
+        if enough is not None:
+            if before:  # else it is offered already
+                yield Remedy(f"{before}{enough}", Needs(0, 0, 0))
+            return
+        richer = planner
+        if changes is not _chunked_loss:  # else the change is no larger than it has to be
+            least = planner.with_training(lowest)
+            richer = _with_more(planner, next(_amounts(least), Needs(0, 0, 0)))
+        for words, after in changes(richer):
+            there = planner.with_training(after)
+            yield from islice(_larger(there, before=f"{before}{words} and "), 1)
+
+
+def _lower_activations(
+    training: Training,
+) -> Iterator[tuple[Callable[[Planner], Iterator[tuple[str, Training]]], Training]]:
+    """Yield what finds the smallest change of a kind that is enough, and the largest change of that
+    kind; the kinds that cost least come first.
+    """
+    known = training.model.activations
+    yield _chunked_loss, replace(training, chunked_loss=True)
+    yield _smaller_batches, _in_batches_of(training, 1)
+    if known is not None and known.inner and training.tile_positions is None:
+        yield _tiles_of_sequence, replace(training, tile_positions=_LEAST_POSITIONS)
+
+
+def _is_far_less(more: Needs, others: list[Needs]) -> bool:
+    """Tell whether each of the others takes far more of a tier."""
+    return not any(other.is_within(_FAR, more) for other in others)
+
+
+def _with_more(planner: Planner, more: Needs) -> Planner:
+    means = planner.means.before_inputs()
+    budget, nvme = means.budget, sum(means.budget.nvme.values()) + more.nvme
+    larger = ResolvedBudget(
+        device=budget.device + more.device,
+        host=budget.host + more.host,
+        nvme={_SOME_DRIVE: nvme} if nvme else {},
+    )
+    return planner.with_means(replace(means, budget=larger))
 
 
 # --- other settings -------------------------------------------------------------------------------
@@ -287,7 +446,7 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
     training = planner.training
     room = planner.means.room_for_layers(training)
     tiled = tiled_by_room(training.model, width=training.width, room=room)
-    if tiled is not None:
+    if tiled is not None and planner.whole_model is None:
         yield f"{tiled} (--tiling auto)", replace(training, model=tiled.model)
     if not training.checkpointing and training.model.activations is not None:
         yield _CHECKPOINT, replace(training, checkpointing=True)
@@ -296,8 +455,7 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
         words = f"inputs of blocks on drives or the host, {moved} there (--offload-inputs)"
         yield words, replace(training, inputs_moved=True)
     yield from _tiles_of_sequence(planner)
-    if not training.chunked_loss and training.model.activations is not None:
-        yield "a loss without whole logits (--loss chunked)", replace(training, chunked_loss=True)
+    yield from _chunked_loss(planner)
     yield from _smaller_batches(planner)
     sequence = _longest(planner)
     if sequence:
@@ -313,6 +471,12 @@ def _changes(planner: Planner) -> Iterator[tuple[str, Training]]:
     if len(training.state_names) > 1:
         lion = replace(training, state_names=training.state_names[:1])
         yield "an optimizer with one state (--optimizer lion)", lion
+
+
+def _chunked_loss(planner: Planner) -> Iterator[tuple[str, Training]]:
+    training = planner.training
+    if not training.chunked_loss and training.model.activations is not None:
+        yield "a loss without whole logits (--loss chunked)", replace(training, chunked_loss=True)
 
 
 def _tiles_of_sequence(planner: Planner) -> Iterator[tuple[str, Training]]:
@@ -348,9 +512,7 @@ def _smaller_batches(planner: Planner) -> Iterator[tuple[str, Training]]:
     if training.batch == 1:
         return
     sequences = training.batch * training.accumulation_steps
-
-    def smaller(batch: int) -> Training:
-        return replace(training, batch=batch, accumulation_steps=-(-sequences // batch))
+    smaller = partial(_in_batches_of, training)
 
     def fits(batch: int) -> bool:
         return planner.with_training(smaller(batch)).fits()
@@ -373,6 +535,12 @@ def _smaller_batches(planner: Planner) -> Iterator[tuple[str, Training]]:
         )
     else:
         yield "a micro-batch of 1 (--batch 1)", replace(training, batch=1)
+
+
+def _in_batches_of(training: Training, batch: int) -> Training:
+    """Return the training with another micro-batch, and about as many sequences in a step."""
+    sequences = training.batch * training.accumulation_steps
+    return replace(training, batch=batch, accumulation_steps=-(-sequences // batch))
 
 
 def _longest(planner: Planner) -> int:

@@ -112,8 +112,8 @@ class Search:
             CapacityError: nothing fits.
             ConfigError: subgroups of the size that is asked for are too many.
         """
-        self._planner.check_all()
         self._check_size()
+        self._planner.check_all()
         numels = self._forms.numels()
         entries = list(self._forms.entries(numels))
         explored = coarsest_near_the_best(entries)

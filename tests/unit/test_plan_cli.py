@@ -207,6 +207,11 @@ def test_what_does_not_fit_is_refused_with_what_would_do(plan: Any) -> None:
         ("--gpus", "0", "--ram", "64GiB"),
         ("--model", "opt-1.3b", "--batch", "8", "--offload-inputs", "--gpu", "3090", "--ram=8GiB"),
         ("--model", "opt-1.3b", "--batch", "64", "--gpu", "3090", "--ram", "24GiB"),
+        ("--gpu-mem", "1GiB", "--ram", "64GiB", "--sequence", "256", "--tiling", "auto"),
+        ("--gpus", "0", "--ram", "3GiB", "--nvme", "200GB", "--tiling", "auto"),
+        ("--gpu-mem", "12GiB", "--ram", "32GiB", "--batch", "16", "--tiling", "auto"),
+        ("--gpu-mem=24GiB", "--ram=48GiB", "--nvme=100GB", "--batch", "8", "--no-checkpointing"),
+        ("--gpu-mem", "2GiB", "--ram", "24GiB", "--nvme", "100GB", "--strategy", "nvme_streamed"),
     ],
 )
 def test_what_a_remedy_says_fits_when_it_is_given(plan: Any, arguments: tuple[str, ...]) -> None:
@@ -220,6 +225,19 @@ def test_what_a_remedy_says_fits_when_it_is_given(plan: Any, arguments: tuple[st
         assert options
         given = [word for option in options for word in option.replace(",", "").split()]
         assert plan(*asked, *given)[0] == 0, given
+
+
+def test_a_little_of_several_tiers_is_offered_beside_much_of_the_device(plan: Any) -> None:
+    asked = ("--model", "llama-3-8b", "--gpu-mem", "2GiB", "--ram", "100GiB")
+    _, out, _ = plan(*asked, "--json")
+
+    drives, host, device, *_ = [remedy["more_bytes"] for remedy in json.loads(out)["remedies"]]
+    assert device["device"] > 5 * drives["device"]
+    assert drives["device"] == host["device"] > 4 * 2**30
+    assert drives["host"] == host["nvme"] == 0
+    assert plan(*asked, "--gpu-mem", "7GiB", "--ram", "130GiB")[0] == 0
+    assert plan(*asked, "--gpu-mem", "6GiB", "--ram", "130GiB")[0] == 1
+    assert plan(*asked, "--gpu-mem", "7GiB", "--ram", "126GiB")[0] == 1
 
 
 def test_what_was_asked_for_can_be_left_to_the_planner(plan: Any) -> None:
@@ -236,6 +254,14 @@ def test_what_was_asked_for_can_be_left_to_the_planner(plan: Any) -> None:
     assert re.search(r"1\.\s+what is best, left to the planner \(no --subgroup\)", both)
 
 
+def test_too_small_subgroups_are_refused_before_remedies_are_looked_for(plan: Any) -> None:
+    little = ("--gpu-mem", "8GiB", "--ram", "16GiB")
+    status, _, err = plan("--model", "llama-3-8b", *little, "--subgroup", "150000")
+
+    assert status == 2
+    assert "--subgroup: expected at least 160605" in err
+
+
 def test_a_refusal_in_json_has_bytes(plan: Any) -> None:
     status, out, _ = plan("--model", "llama-3-8b", "--gpu-mem", "8GiB", "--ram", "16GiB", "--json")
 
@@ -243,6 +269,25 @@ def test_a_refusal_in_json_has_bytes(plan: Any) -> None:
     assert status == 1
     assert answer["fits"] is False
     assert answer["remedies"][0]["more_bytes"]["nvme"] > 100 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("machine", "tiers"),
+    [
+        (("--gpu-mem", "8GiB", "--ram", "16GiB"), "device and host together"),
+        (
+            ("--gpus", "2", "--gpu-mem", "8GiB", "--ram", "16GiB", "--nvme", "20GB"),
+            "device, host and drives together, for each rank,",
+        ),
+        (("--gpus", "0", "--ram", "16GiB"), "the host"),
+    ],
+)
+def test_the_reason_names_all_tiers_that_are_too_small_together(
+    plan: Any, machine: tuple[str, ...], tiers: str
+) -> None:
+    _, out, _ = plan("--model", "llama-3-8b", *machine, "--json")
+
+    assert json.loads(out)["reason"].startswith(f"{tiers} cannot hold ")
 
 
 def test_the_page_stands_by_itself(plan: Any, tmp_path: Path) -> None:
@@ -1016,6 +1061,29 @@ def test_a_plan_with_tiles_says_what_is_cut_why_and_what_more_would_do(
     tiling = json.loads(out)["tiling"]
     assert tiling["layers"] == ["model.embed_tokens", "lm_head"]
     assert tiling["step_s_with_whole_layers"] is None
+
+
+def test_layers_are_cut_anew_for_the_memory_that_a_remedy_adds(plan: Any) -> None:
+    asked = ("--model", "llama-3-8b", "--gpu-mem", "1GiB", "--ram", "230GiB", "--tiling", "auto")
+    status, out, _ = plan(*asked)
+    assert status == 1
+    offered, with_chunked_loss = re.findall(r"--gpu-mem (\d+)GiB", out)
+
+    assert plan(*asked, "--gpu-mem", f"{offered}GiB")[0] == 0
+    assert plan(*asked, "--gpu-mem", f"{int(offered) - 1}GiB")[0] == 1
+    chunked = (*asked, "--loss", "chunked", "--gpu-mem")
+    assert plan(*chunked, f"{with_chunked_loss}GiB")[0] == 0
+    assert plan(*chunked, f"{int(with_chunked_loss) - 1}GiB")[0] == 1
+
+
+def test_layers_are_cut_anew_for_the_training_that_a_remedy_changes(plan: Any) -> None:
+    asked = ("--model", "llama-3-8b", "--gpu-mem", "1GiB", "--ram", "230GiB", "--tiling", "auto")
+    _, out, _ = plan(*asked)
+    length = re.search(r"--sequence (\d+)", out)
+
+    assert length is not None
+    assert plan(*asked, "--sequence", length[1])[0] == 0
+    assert plan(*asked, "--sequence", str(int(length[1]) + 128))[0] == 1
 
 
 def test_tiling_that_cuts_nothing_says_so(plan: Any, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -56,17 +58,38 @@ def wrong_remedies(seed: int) -> list[str]:
     training, means = random_refusal(seed)
     found = explain_refusal(training, means).remedies
     wrong = [] if any(is_memory(remedy) for remedy in found) else ["no memory is enough"]
-    for remedy in filter(is_memory, found):
-        given = training
-        if remedy.change.startswith("checkpoint"):
-            given = replace(training, checkpointing=True)
+    wrong += wrong_amounts(training, means, filter(is_memory, found))
+    return [f"{seed}: {words}" for words in wrong]
+
+
+def wrong_amounts(training: Training, means: Means, remedies: Iterable[Remedy]) -> list[str]:
+    """Return the remedies with memory that is too little, or more than it takes."""
+    wrong = []
+    for remedy in remedies:
+        given = changed(training, remedy)
         if not is_planned(given, larger(means, remedy.more)):
-            wrong.append(f"{seed}: too little: {remedy.change}")
+            wrong.append(f"too little: {remedy.change}")
         for tier in ("device", "host", "nvme"):
             less = larger(means, remedy.more, times=0.97, of=tier)
             if getattr(remedy.more, tier) and is_planned(given, less):
-                wrong.append(f"{seed}: 3% less of {tier} is enough: {remedy.change}")
+                wrong.append(f"3% less of {tier} is enough: {remedy.change}")
     return wrong
+
+
+def changed(training: Training, remedy: Remedy) -> Training:
+    """Return the training with the settings that a remedy names beside memory."""
+    words = remedy.change.replace(")", " ").replace("(", " ").split()
+    after = dict(pairwise(words))
+    names = {"--batch": "batch", "--accumulation": "accumulation_steps"}
+    names |= {"--tile-sequence": "tile_positions"}
+    found: dict[str, Any] = {
+        names[option]: int(after[option]) for option in names if option in after
+    }
+    if "--checkpointing" in after:
+        found["checkpointing"] = True
+    if "--loss" in after:
+        found["chunked_loss"] = True
+    return replace(training, **found)
 
 
 def is_memory(remedy: Remedy) -> bool:
@@ -106,6 +129,54 @@ def test_each_remedy_is_enough_and_a_little_less_is_not(seed: int) -> None:
 @pytest.mark.parametrize("first", range(0, 200, 20))
 def test_each_of_two_hundred_refusals_is_answered_with_the_least(first: int) -> None:
     assert [wrong for seed in range(first, first + 20) for wrong in wrong_remedies(seed)] == []
+
+
+def test_a_change_that_saves_activations_is_offered_with_what_is_missing_then() -> None:
+    training = replace(training_of(preset("llama-3-8b")), batch=16)
+    means = Means(
+        budget=ResolvedBudget(device=12 * GiB, host=30 * GiB), rates=random_case(0)[1].rates
+    )
+
+    remedies = list(filter(is_memory, explain_refusal(training, means).remedies))
+
+    combined = [remedy for remedy in remedies if changed(training, remedy) != training]
+    alone = [remedy for remedy in remedies if remedy not in combined]
+    assert ["--loss" in remedy.change for remedy in combined] == [True, False]
+    assert "--batch" in combined[1].change
+    assert wrong_amounts(training, means, combined) == []
+    most = max(remedy.more.device for remedy in combined)
+    assert all(remedy.more.device > 2 * most for remedy in alone)
+
+
+def test_tiles_of_the_sequence_are_offered_with_what_is_missing_then() -> None:
+    training = replace(
+        training_of(preset("qwen2.5-7b")), sequence=32768, chunked_loss=True, inputs_moved=True
+    )
+    means = Means(
+        budget=ResolvedBudget(device=11 * GiB, host=80 * GiB), rates=random_case(0)[1].rates
+    )
+
+    remedies = explain_refusal(training, beside_inputs(training, means)).remedies
+
+    [combined] = [remedy for remedy in remedies if "--tile-sequence" in remedy.change]
+    assert "of NVMe" in combined.change
+    assert combined.more.device == 0
+    tiled = changed(training, combined)
+    assert is_planned(tiled, beside_inputs(tiled, larger(means, combined.more)))
+    larger_tiles = replace(tiled, tile_positions=2 * (tiled.tile_positions or 0))
+    assert not is_planned(larger_tiles, beside_inputs(larger_tiles, larger(means, combined.more)))
+
+
+def test_no_change_is_offered_with_memory_that_would_do_alone() -> None:
+    training = replace(training_of(preset("llama-3-8b")), batch=4)
+    means = Means(
+        budget=ResolvedBudget(device=40 * GiB, host=30 * GiB), rates=random_case(0)[1].rates
+    )
+
+    remedies = list(filter(is_memory, explain_refusal(training, means).remedies))
+
+    assert remedies
+    assert all(changed(training, remedy) == training for remedy in remedies)
 
 
 def test_a_mix_of_host_and_device_is_less_than_either_alone_would_take() -> None:
@@ -179,6 +250,35 @@ def test_tiles_are_offered_where_one_layer_is_too_large() -> None:
     assert change.startswith("model.embed_tokens and lm_head in ")
     assert is_planned(replace(training, model=tiled.model), means)
     assert not is_planned(training, means)
+
+
+def in_tiles(training: Training, means: Means) -> Training:
+    room = means.room_for_layers(training)
+    tiled = tiled_by_room(training.model, width=training.width, room=room)
+    return training if tiled is None else replace(training, model=tiled.model)
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "unified"), [(GiB // 2, 57, False), (GiB // 2, 200, False), (0, 4, True)]
+)
+def test_with_tiles_each_amount_is_enough_and_a_little_less_is_not(
+    device: int, host: int, unified: bool
+) -> None:
+    training = replace(training_of(preset("llama-3-8b")), sequence=256)
+    budget = ResolvedBudget(device=device, host=host * GiB)
+    rates = replace(random_case(0)[1].rates, nvme={"a": _DRIVE})
+    means = Means(budget=budget, rates=rates, unified=unified)
+
+    remedies = list(filter(is_memory, explain_refusal(training, means, tiling=True).remedies))
+
+    assert remedies
+    for remedy in remedies:
+        given, enough = changed(training, remedy), larger(means, remedy.more)
+        assert is_planned(in_tiles(given, enough), enough)
+        for tier in ("device", "host", "nvme"):
+            less = larger(means, remedy.more, times=0.97, of=tier)
+            if getattr(remedy.more, tier):
+                assert not is_planned(in_tiles(given, less), less), (tier, remedy.change)
 
 
 def test_batches_just_below_the_one_that_is_asked_are_tried(
