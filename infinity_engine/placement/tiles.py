@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from infinity_engine.placement.models import ModelShape, ModuleShape
 from infinity_engine.units import format_bytes
@@ -74,11 +75,13 @@ def tiled_by_room(model: ModelShape, *, width: int, room: int) -> TiledShape | N
         return None
     # An output layer that uses an embedding's weight uses it tile by tile.
     tied = {module.numel: counts[module.name] for module in large.values()}
-    modules = tuple(
-        part
+    cut = {
+        module.name: tuple(
+            _parts(module, counts.get(module.name) or tied.get(module.shared_numel, 1))
+        )
         for module in model.modules
-        for part in _parts(module, counts.get(module.name) or tied.get(module.shared_numel, 1))
-    )
+    }
+    modules = tuple(chain.from_iterable(cut.values()))
     before, after = (
         max(module.numel for module in registered) for registered in (model.modules, modules)
     )
@@ -93,11 +96,7 @@ def tiled_by_room(model: ModelShape, *, width: int, room: int) -> TiledShape | N
         ),
         names=tuple(large),
         tiles=sum(counts.values()),
-        tile_bytes=max(
-            _nbytes(part, width)
-            for name, module in large.items()
-            for part in _parts(module, counts[name])
-        ),
+        tile_bytes=max(_nbytes(part, width) for name in large for part in cut[name]),
         working=working,
         room=room,
     )

@@ -166,12 +166,16 @@ def _larger(planner: Planner, *, before: str = "") -> Iterator[Remedy]:
     where that is the device, or far more of the host, the least of several.
     """
     for more in _worth_offering(list(_amounts(planner))):
-        parts = [
-            f"{format_bytes(getattr(more, name))} more of {_WORDS[name]}"
-            for name in reversed(_NAMES)
-            if getattr(more, name)
-        ]
-        yield Remedy(before + " and ".join(parts), more)
+        yield _adding(more, before=before)
+
+
+def _adding(more: Needs, *, before: str) -> Remedy:
+    parts = [
+        f"{format_bytes(getattr(more, name))} more of {_WORDS[name]}"
+        for name in reversed(_NAMES)
+        if getattr(more, name)
+    ]
+    return Remedy(before + " and ".join(parts), more)
 
 
 def _amounts(planner: Planner) -> Iterator[Needs]:
@@ -380,8 +384,9 @@ def _with_lower_activations(planner: Planner, alone: list[Needs], before: str) -
             least = planner.with_training(lowest)
             richer = _with_more(planner, next(_amounts(least), Needs(0, 0, 0)))
         for words, after in changes(richer):
-            there = planner.with_training(after)
-            yield from islice(_larger(there, before=f"{before}{words} and "), 1)
+            more = next(_amounts(planner.with_training(after)), None)
+            if more is not None:
+                yield _adding(more, before=f"{before}{words} and ")
 
 
 def _lower_activations(

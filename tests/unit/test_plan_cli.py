@@ -224,7 +224,16 @@ def test_what_a_remedy_says_fits_when_it_is_given(plan: Any, arguments: tuple[st
     for options in changes:
         assert options
         given = [word for option in options for word in option.replace(",", "").split()]
-        assert plan(*asked, *given)[0] == 0, given
+        assert plan(*without_drives(asked, given), *given)[0] == 0, given
+
+
+def without_drives(asked: tuple[str, ...], given: list[str]) -> list[str]:
+    """Return what is asked, without drives where they are given: they may be said once."""
+    words = [part for word in asked for part in word.split("=")]
+    if "--nvme" in given and "--nvme" in words:
+        place = words.index("--nvme")
+        del words[place : place + 2]
+    return words
 
 
 def test_a_little_of_several_tiers_is_offered_beside_much_of_the_device(plan: Any) -> None:
