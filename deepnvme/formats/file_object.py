@@ -21,6 +21,7 @@ from deepnvme.errors import ForkedError, NVMeError
 from deepnvme.memory.arrays import Returns, empty
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.future import IOFuture
+from deepnvme.queue.leftovers import Leftover
 from deepnvme.queue.pipeline import once_there_is_room
 from deepnvme.queue.queue import File, IOQueue, Sync
 from deepnvme.sizes import PAGE, whole_pages
@@ -60,7 +61,7 @@ def open(  # named as in gzip and bz2
         through.use_pool(pool)
         ends.callback(through.forget_pool, pool)
         buffers = [pool.buffer(nbytes) for _ in range(_BLOCKS)]
-        return FileObject(file, mode, buffers, ends.pop_all())
+        return FileObject(file, mode, buffers, ends.pop_all(), queue)
 
 
 def _opened(queue: IOQueue, path: str | os.PathLike[str], mode: str) -> File:
@@ -81,7 +82,14 @@ class FileObject(io.BufferedIOBase):
     It has no file descriptor: a library that got one would read and write past this object.
     """
 
-    def __init__(self, file: File, mode: str, buffers: list[memoryview], ends: ExitStack) -> None:
+    def __init__(
+        self,
+        file: File,
+        mode: str,
+        buffers: list[memoryview],
+        ends: ExitStack,
+        shared: IOQueue | None,
+    ) -> None:
         self.name = file.path
         self.mode = mode
         self._file = file
@@ -91,8 +99,10 @@ class FileObject(io.BufferedIOBase):
         self._writer = _BlockWriter(file, buffers)
         self._end = file.size if mode == "ab" else None  # where all writes go, then
         self._position = self._end or 0
-        # At the end of the program it runs before that of the queue, which is older.
-        self._finalizer = weakref.finalize(self, self._writer.flush)
+        # At the end of the program it runs before that of the queue, which is older. It holds the
+        # queue, which is thus not collected together with this object.
+        still_open = _StillOpen(self._reader, self._writer, ends, shared)
+        self._finalizer = weakref.finalize(self, _let_go, weakref.ref(self), still_open)
 
     def readable(self) -> bool:
         """Return whether it was opened for reading."""
@@ -243,6 +253,15 @@ class FileObject(io.BufferedIOBase):
                 super().close()
                 self._finalizer.detach()
 
+    def __del__(self) -> None:
+        """Close, as Python's own files do, unless the garbage collector has found it.
+
+        Then its finalizer has run, and `_let_go` has handed over what is left to do.
+        """
+        finalizer = getattr(self, "_finalizer", None)  # none where __init__ was interrupted
+        if finalizer is not None and finalizer.alive:
+            self.close()
+
     def __repr__(self) -> str:
         """Show path, mode and position."""
         state = "closed" if self.closed else f"at {self._position}"
@@ -272,6 +291,34 @@ class FileObject(io.BufferedIOBase):
                 f"the file object of {self.name} belongs to the parent process; a forked child "
                 "opens the file again"
             )
+
+
+class _StillOpen(NamedTuple):
+    """What is to be ended of a file object that is not closed."""
+
+    reader: _BlockReader
+    writer: _BlockWriter
+    ends: ExitStack
+    shared: IOQueue | None  # the queue, where others use it as well
+
+    def end(self) -> None:
+        """Write what was collected, and close the file. As FileObject.close()."""
+        with suppress(ForkedError), self.ends:
+            try:
+                self.writer.flush()
+            finally:
+                self.reader.forget()
+
+
+def _let_go(of: weakref.ref[FileObject], still_open: _StillOpen) -> None:
+    """Write what a file object has collected, at the end of the program; else let another thread
+    close its file.
+    """
+    # A weak reference is empty before the finalizers of what is collected run.
+    if of() is not None:
+        still_open.writer.flush()
+    elif not still_open.writer.is_forked:
+        Leftover(still_open.end, still_open.shared).hand_over()
 
 
 class _ReadBlock(NamedTuple):

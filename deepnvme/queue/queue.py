@@ -41,6 +41,7 @@ from deepnvme.memory.device_arrays import device_array_of
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.faults import FaultPlan
 from deepnvme.queue.future import SLICE_S, IOFuture
+from deepnvme.queue.leftovers import Leftover
 from deepnvme.queue.pending import NO_DEADLINE_S, Pending
 from deepnvme.queue.staging import Staging
 
@@ -376,6 +377,8 @@ class IOQueue(Closing):
         Ctrl-C ends the wait alone: what was submitted goes on, and its memory is held until it has
         ended.
         """
+        # Files that the garbage collector has found still have bytes to write through this queue.
+        Leftover.end_those_of(self)
         self._closed = True
         if self._finalizer.alive and self._shut_down():
             # Last: after an interrupted wait, or where a callback closes and cannot wait, it still

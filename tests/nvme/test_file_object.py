@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import sys
 import tarfile
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +20,7 @@ import torch
 
 import deepnvme
 from deepnvme import FaultPlan, File, IOFuture, IOQueue, NVMeError, Requests, WhenFull
+from support.nvme_held import until
 from support.nvme_programs import output_of, run_program
 
 BLOCK, PAGE = 64 << 10, 4096
@@ -326,6 +330,185 @@ def test_interrupted_reads_can_be_repeated(moment: str, tmp_path: Path) -> None:
                 file.read(1000)
             file.seek(start)
             assert file.read(1000) == data[start : start + 1000]
+
+
+# --- the garbage collector ---------------------------------------------------------------------
+
+COLLECTED_WITH_A_LOCK = """
+import faulthandler, gc, sys, threading, time
+import deepnvme
+
+faulthandler.dump_traceback_later(60, exit=True)
+
+class Holder:
+    pass
+
+def leave_in_a_cycle():
+    holder = Holder()
+    holder.itself, holder.file = holder, deepnvme.open(sys.argv[1], "wb")
+    holder.file.write(b"abc")
+
+gc.disable()
+leave_in_a_cycle()
+# As where threading.enumerate() or Thread.start() allocates: they hold this lock then, which the
+# end of the queue's thread takes.
+with threading._active_limbo_lock:
+    gc.collect()
+while not (written := open(sys.argv[1], "rb").read()):
+    time.sleep(0.001)
+print(written)
+"""
+
+
+def test_a_file_that_is_collected_where_a_thread_holds_a_lock_is_written_later(
+    tmp_path: Path,
+) -> None:
+    done = run_program(COLLECTED_WITH_A_LOCK, tmp_path / "f", folder=tmp_path)
+
+    assert (output_of(done), done.stderr) == ("b'abc'\n", "")
+
+
+COLLECTED_ANYWHERE = """
+import faulthandler, gc, sys, threading
+from pathlib import Path
+import deepnvme
+
+faulthandler.dump_traceback_later(100, exit=True)
+folder = Path(sys.argv[1])
+queue = deepnvme.IOQueue(max_pending=4)
+pool = deepnvme.Pool(1 << 20)
+
+class Holder:
+    pass
+
+def leave_in_a_cycle(path, queue):
+    holder = Holder()
+    holder.itself, holder.file = holder, deepnvme.open(path, "wb", block_bytes=4096, queue=queue)
+    holder.file.write(b"x" * 10_000)
+
+def work(number):
+    with deepnvme.Volume.temporary([folder], 1 << 20, queue=queue) as volume:
+        for turn in range(10):
+            leave_in_a_cycle(folder / f"{number}-{turn}", queue if turn % 2 else None)
+            extents = volume.allocate(8192)
+            writes = volume.pwrite(extents, pool.buffer(8192))
+            writes[0].add_done_callback(lambda _: [[] for _ in range(10)])
+            threading.enumerate()
+            assert [write.result() for write in writes] == [8192]
+            volume.sync()
+            volume.release(extents)
+
+gc.set_threshold(1)
+threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_files_that_are_collected_amid_the_work_of_many_threads_are_written(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    done = run_program(COLLECTED_ANYWHERE, tmp_path / "files", folder=tmp_path)
+
+    assert (output_of(done), done.stderr) == ("", "")
+    sizes = [path.stat().st_size for path in (tmp_path / "files").iterdir()]
+    assert sizes == [10_000] * 60
+
+
+def leave_in_a_cycle(file: Any) -> None:
+    holder = [file]
+    holder.append(holder)
+
+
+def test_collecting_a_file_leaves_its_writes_to_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    pwrite: Callable[..., Any] = File.pwrite
+
+    def write(*arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return pwrite(*arguments)
+
+    monkeypatch.setattr(File, "pwrite", write)
+    file = opened(tmp_path / "f", "wb")
+    file.write(b"abc")
+    leave_in_a_cycle(file)
+    del file
+    gc.collect()
+    until(lambda: (tmp_path / "f").read_bytes() == b"abc")
+
+    assert len(threads) == 1
+    assert threads != [threading.get_ident()]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_queue_that_closes_lets_collected_files_write_first(count: int, tmp_path: Path) -> None:
+    slow = FaultPlan().delay(delay_us=20_000, every=1)
+    with IOQueue("threads", faults=slow) as queue:
+        for number in range(count):
+            file = opened(tmp_path / f"{number}", "wb", queue=queue)
+            file.write(b"abc")
+            leave_in_a_cycle(file)
+            del file
+            gc.collect()
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"abc"] * count
+
+
+def test_a_collected_file_whose_write_fails_says_so(tmp_path: Path) -> None:
+    escaped: list[Any] = []
+    plan = FaultPlan().fail(every=1, errno=28, requests=Requests.WRITES)
+    with IOQueue("threads", faults=plan) as queue, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", escaped.append)
+        file = opened(tmp_path / "f", "wb", queue=queue)
+        file.write(b"abc")
+        leave_in_a_cycle(file)
+        del file
+        gc.collect()
+        until(lambda: bool(escaped))
+    assert (escaped[0].exc_value.errno, escaped[0].exc_value.path) == (28, str(tmp_path / "f"))
+
+
+def test_a_file_that_is_dropped_is_written_at_once_as_a_file_of_python_is(tmp_path: Path) -> None:
+    opened(tmp_path / "f", "wb").write(b"abc")
+
+    assert (tmp_path / "f").read_bytes() == b"abc"
+
+
+def test_a_dropped_file_whose_write_fails_says_so(tmp_path: Path) -> None:
+    escaped: list[Any] = []
+    plan = FaultPlan().fail(every=1, errno=28, requests=Requests.WRITES)
+    with pytest.MonkeyPatch.context() as patch, IOQueue("threads", faults=plan) as queue:
+        patch.setattr(sys, "unraisablehook", escaped.append)
+        opened(tmp_path / "f", "wb", queue=queue).write(b"abc")
+    assert [shown.exc_value.errno for shown in escaped] == [28]
+
+
+COLLECTED_AT_THE_END = """
+import gc, os, sys
+import deepnvme
+
+slow = deepnvme.FaultPlan().delay(delay_us=300_000, every=1)
+queue = deepnvme.IOQueue("threads", faults=slow)
+for name in "abc":
+    holder = [deepnvme.open(name, "wb", queue=queue)]
+    holder[0].write(b"abc")
+    holder.append(holder)
+del holder
+gc.collect()
+if os.fork() == 0:
+    sys.exit()
+print(os.wait()[1])
+"""
+
+
+def test_collected_files_are_written_before_the_program_ends(tmp_path: Path) -> None:
+    ignoring = ["-W", "ignore::DeprecationWarning"]  # newer Pythons warn of any fork with threads
+    done = run_program(COLLECTED_AT_THE_END, folder=tmp_path, python=ignoring)
+
+    assert (output_of(done), done.stderr) == ("0\n", "")
+    assert [(tmp_path / name).read_bytes() for name in "abc"] == [b"abc"] * 3
 
 
 # --- the end of the program --------------------------------------------------------------------
