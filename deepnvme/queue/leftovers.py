@@ -1,9 +1,10 @@
-"""`Leftover`: ends what the garbage collector found unused, on a thread of its own.
+"""`at_end_of`: ends what the garbage collector found unused, on a thread of its own.
 
 The collector runs on any thread, between any two lines of it, with whatever locks that thread
 holds. So what it calls must neither wait for a drive nor take a lock. This takes no lock there and
-starts no `threading.Thread`, which would take one of `threading`. Called by file objects, and by
-queues that close, which their leftovers still need.
+starts no `threading.Thread`, which would take one of `threading`. Called by what has something to
+end: queues, volumes, file objects, handles of `compat`; and by queues that close, which leftovers
+may still need.
 """
 
 from __future__ import annotations
@@ -14,11 +15,33 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from deepnvme.queue.pending import report_escaped
 
-__all__ = ["Leftover"]
+__all__ = ["Leftover", "at_end_of"]
+
+
+def at_end_of(
+    owner: object, end: Callable[[], object], *, queue: object = None
+) -> weakref.finalize[..., Any]:
+    """Return a finalizer that calls `end` at the exit of the program, or has another thread call it
+    soon after the garbage collector found `owner`.
+
+    `end` is as in `Leftover`, and must not refer to `owner`. The owner's `__del__` closes it while
+    the finalizer is alive: so it is closed at once where its last reference goes.
+    """
+    return weakref.finalize(owner, _end_or_hand_over, weakref.ref(owner), end, queue, os.getpid())
+
+
+def _end_or_hand_over(
+    owner: weakref.ref[object], end: Callable[[], object], queue: object, process: int
+) -> None:
+    # A weak reference is empty before the finalizers of what is collected run.
+    if owner() is not None:
+        end()
+    elif os.getpid() == process:  # a forked child ends nothing of its parent's
+        Leftover(end, queue).hand_over()
 
 
 class Leftover:
