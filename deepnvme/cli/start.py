@@ -1,7 +1,7 @@
 """The way into the command line, which says in one sentence what it lacks where it cannot run.
 
-Ctrl-C ends it with one line and status 130 at any time, also while modules are imported and while
-the program ends.
+Ctrl-C ends it with one line and status 130, also while the command's modules are imported and while
+the program ends; not while Python itself starts, before this module is there.
 """
 
 from __future__ import annotations
