@@ -28,6 +28,7 @@ from deepnvme.memory.buffers import Memory, memory_of, torch_of
 from deepnvme.memory.device_arrays import device_array_of
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.future import IOFuture
+from deepnvme.queue.leftovers import at_end_of
 from deepnvme.queue.queue import Direct, File, IOQueue
 
 if TYPE_CHECKING:
@@ -131,7 +132,8 @@ class aio_handle:  # noqa: N801 - the name that programs use
         self._waiting = threading.Lock()
         # It has the list and not the handle: `wait` changes the list in place, so that both see the
         # same.
-        self._finalizer = weakref.finalize(self, _abandon, self.queue, self._pending, os.getpid())
+        abandon = partial(_abandon, self.queue, self._pending, os.getpid())
+        self._finalizer = at_end_of(self, abandon)
 
     def get_block_size(self) -> int:
         """Return `block_size` as given."""
@@ -287,6 +289,14 @@ class aio_handle:  # noqa: N801 - the name that programs use
             # First: it would warn of a handle that was dropped without wait().
             self._finalizer.detach()
             self.queue.close()
+
+    def __del__(self) -> None:
+        """End what is under way, unless the garbage collector has found it: another thread does it
+        then.
+        """
+        finalizer = getattr(self, "_finalizer", None)  # none where __init__ raised
+        if finalizer is not None:
+            finalizer()  # does nothing where it was called already
 
     def _read(
         self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None

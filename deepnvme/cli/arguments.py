@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from deepnvme.sizes import parse_size
 
-__all__ = ["seconds_argument", "size_argument"]
+__all__ = ["directory_argument", "seconds_argument", "size_argument"]
+
+
+def directory_argument(text: str) -> Path:
+    """Return the directory. An empty text, as of a variable that is not set, names none."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a directory, got ''; the current one is .")
+    return Path(text)
 
 
 def size_argument(text: str) -> int:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deepnvme.cli import fio
-from deepnvme.cli.arguments import seconds_argument, size_argument
+from deepnvme.cli.arguments import directory_argument, seconds_argument, size_argument
 from deepnvme.cli.doctor import settings_record, settings_text
 from deepnvme.cli.report import Output
 from deepnvme.cli.scratch import (
@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `deepnvme bench`."""
     parser.add_argument(
         "directory",
-        type=Path,
+        type=directory_argument,
         metavar="DIR",
         help="where to measure; the file made there is removed",
     )

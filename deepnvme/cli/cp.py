@@ -90,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Copy, print."""
     began = time.perf_counter()
+    _refuse_same_store(options.source, options.target)
     open_target = _target_file if options.target.is_file else _target_store
     with (
         signals_are_exceptions(),
@@ -105,6 +106,25 @@ def run(options: argparse.Namespace) -> int:
         f"{seconds:.1f} s ({total / 1e9 / seconds:.2f} GB/s)"
     )
     return 0
+
+
+def _refuse_same_store(source: Place, target: Place) -> None:
+    """Refuse a store that would take its own place.
+
+    Raises:
+        OSError: a directory of both is the same.
+    """
+    if source.is_file or target.is_file:
+        return
+    of_both = {os.path.realpath(path) for path in source.paths} & {
+        os.path.realpath(path) for path in target.paths
+    }
+    if of_both:
+        raise OSError(
+            errno.EINVAL,
+            "this is the store that is copied: name another directory for the copy",
+            min(of_both),
+        )
 
 
 def _copy(source: _Source, target: _Target, advance: Callable[[int], None]) -> None:

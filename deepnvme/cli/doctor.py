@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from deepnvme.cli.arguments import directory_argument
 from deepnvme.cli.report import drive_rows, installed_version, show, system_rows
 from deepnvme.machine.diagnosis import Chosen, about_directory, about_system, can_work, worst_first
 from deepnvme.machine.probing import DirectoryProbe, probe_directory, probe_system
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directories",
         nargs="*",
-        type=Path,
+        type=directory_argument,
         metavar="DIR",
         help="directories to look at (default: the current one)",
     )

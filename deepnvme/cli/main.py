@@ -1,9 +1,9 @@
 """Entry point of the `deepnvme` command: parses the command line and hands it to the subcommand's
 module.
 
-Exit status: that of the subcommand, which says what it means; 1 when it could not do its work, 2
-for wrong usage, 130 when interrupted, 141 when the reader of its output has gone. What went wrong
-is one line on standard error.
+Exit status: that of the subcommand, which says what it means; 1 when it could not do its work (2 of
+`verify`), 2 for wrong usage, 130 when interrupted, 141 when the reader of its output has gone. What
+went wrong is one line on standard error.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import argparse
 import io
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
 from deepnvme.cli import bench, cp, doctor, ls, tune, verify
-from deepnvme.cli.report import installed_version
+from deepnvme.cli.report import complain, explained, installed_version
 from deepnvme.machine.profile import ProfileError
 
 __all__ = ["main"]
@@ -43,30 +44,32 @@ _COMMANDS: tuple[_Command, ...] = (doctor, bench, tune, ls, cp, verify)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (by default this process's) and return the exit status."""
-    parser = _parser()
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    if not arguments:  # the whole help, not only that a command is missing
-        parser.print_help(sys.stderr)
-        parser.exit(_WRONG_USAGE)
-    options = parser.parse_args(arguments)
-    # a path need not be text in this terminal's encoding
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    failed = _FAILED
     try:
+        parser = _parser()
+        arguments = sys.argv[1:] if argv is None else list(argv)
+        if not arguments:  # the whole help, not only that a command is missing
+            parser.print_help(sys.stderr)
+            parser.exit(_WRONG_USAGE)
+        options = parser.parse_args(arguments)
+        failed = options.failed
+        # a path need not be text in this terminal's encoding
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             status: int = options.run(options)
-        sys.stdout.flush()
+        _flush()
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         # The interpreter flushes standard output at its end, and would report the closed pipe
         # there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
     except (OSError, ProfileError) as error:
-        print(f"deepnvme: {_what_happened(error)}", file=sys.stderr)
-        return _FAILED
+        complain(f"deepnvme: {_what_happened(error)}")
+        return failed
     except KeyboardInterrupt:
-        print("deepnvme: interrupted", file=sys.stderr)
+        complain("deepnvme: interrupted")
         return _INTERRUPTED
     return status
 
@@ -81,16 +84,26 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:
         subparser = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP)
+        subparser.set_defaults(run=command.run, failed=_FAILED)
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
     return parser
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"deepnvme: warning: {message}", file=sys.stderr)
+    complain(f"deepnvme: warning: {message}")
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it is where the shell has closed it, as by >&-
+        sys.stdout.flush()
 
 
 def _what_happened(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    if error.filename:
+        return f"{error.filename}: {explained(error)}"
+    # Those of the library name a file, or say what failed. Only commands and tables print.
+    *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+    prints = frame.f_globals["__name__"].startswith(("deepnvme.cli.", "rich."))
+    return f"standard output: {explained(error)}" if prints else explained(error)

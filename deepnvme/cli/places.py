@@ -73,9 +73,13 @@ class Place:
 def place_argument(text: str) -> Place:
     """Return what an argument names: a file, if it is one or has the suffix; else a store."""
     whole = Path(text)
-    if whole.suffix == FILE_SUFFIX or whole.is_file():
+    try:
+        is_file, exists = whole.suffix == FILE_SUFFIX or whole.is_file(), whole.exists()
+    except OSError:  # this user may not look: the command says so when it opens the place
+        is_file, exists = whole.suffix == FILE_SUFFIX, True
+    if is_file:
         return Place((whole,), is_file=True)
-    parts = [text] if whole.exists() else text.split(",")
+    parts = [text] if exists else text.split(",")
     if not all(parts):
         raise argparse.ArgumentTypeError(
             f"expected a {FILE_SUFFIX} file or directories joined by commas, got {text!r}"

@@ -7,8 +7,11 @@ Only words and tables; finds out nothing by itself. Imports nothing that needs t
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -23,7 +26,16 @@ from deepnvme.version import __version__
 if TYPE_CHECKING:
     from deepnvme.machine.probing import DirectoryProbe, LiburingProbe, Memlock, SystemProbe
 
-__all__ = ["Output", "Rows", "drive_rows", "installed_version", "show", "system_rows"]
+__all__ = [
+    "Output",
+    "Rows",
+    "complain",
+    "drive_rows",
+    "explained",
+    "installed_version",
+    "show",
+    "system_rows",
+]
 
 Rows = Iterable[tuple[str, str]]
 
@@ -41,6 +53,38 @@ class Output(Console):
     def on_broken_pipe(self) -> None:
         """Raise as `print` does; rich would end the program with status 1."""
         raise BrokenPipeError
+
+
+# What to do about an error that the system names and no message of deepnvme explains.
+_REMEDIES = MappingProxyType(
+    {
+        errno.ENOENT: "check the name, and whether the drive is mounted",
+        errno.ENOTDIR: "a part of the path is a file: check the name",
+        errno.EISDIR: "name a file",
+        errno.EACCES: "run this as a user with that right, or have its owner give it (chmod)",
+        errno.EPERM: "run this as a user with that right",
+        errno.EROFS: "name a place on another drive, or mount this one for writing",
+        errno.ENOSPC: "free some space, or name a place on another drive",
+        errno.EDQUOT: "free some of this user's space, or name a place on another drive",
+        errno.EMFILE: "allow this process more open files (ulimit -n)",
+        errno.ENAMETOOLONG: "choose a shorter name",
+    }
+)
+
+
+def explained(error: OSError) -> str:
+    """Return what happened, with what to do where the system's own words are all there is."""
+    text = error.strerror or str(error)
+    remedy = _REMEDIES.get(error.errno or 0)
+    is_bare = remedy is not None and text.endswith(os.strerror(error.errno or 0))
+    return f"{text}; {remedy}" if is_bare else text
+
+
+def complain(text: str) -> None:
+    """Print to standard error; do nothing where that is closed or full, as no one can be told."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def installed_version() -> str:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deepnvme.cli.arguments import seconds_argument
+from deepnvme.cli.arguments import directory_argument, seconds_argument
 from deepnvme.cli.doctor import settings_text
 from deepnvme.cli.report import Output
 from deepnvme.cli.scratch import (
@@ -100,7 +100,10 @@ class Rates:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `deepnvme tune`."""
     parser.add_argument(
-        "directory", type=Path, metavar="DIR", help="on the drive; the file made there is removed"
+        "directory",
+        type=directory_argument,
+        metavar="DIR",
+        help="on the drive; the file made there is removed",
     )
     parser.add_argument(
         "--seconds",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import sys
 
 from deepnvme.cli.places import (
     Place,
@@ -20,6 +19,7 @@ from deepnvme.cli.places import (
     printable,
     tensor_count,
 )
+from deepnvme.cli.report import complain, explained
 from deepnvme.errors import NVMeError
 from deepnvme.formats.safetensors import SafetensorsFile
 from deepnvme.sizes import format_bytes
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "has no checksums: its header is checked, and that it can be read",
     )
     add_generation_argument(parser)
+    parser.set_defaults(failed=_NOT_LOOKED_AT)  # 1 says that there is damage
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,42 +55,50 @@ def run(options: argparse.Namespace) -> int:
 def _status(place: Place, generation: int | None) -> int:
     try:
         place.refuse_generation(generation)
-        return _verified_file(place) if place.is_file else _verified_store(place, generation)
+        status, lines = (
+            _verified_file(place) if place.is_file else _verified_store(place, generation)
+        )
     except OSError as error:
         # EIO as well: what the drive does not return is as lost as what it returns wrong.
-        damaged = isinstance(error, NVMeError) and error.errno in (errno.EBADMSG, errno.EIO)
-        what = f"{'damaged' if damaged else 'not verified'}: {error.strerror or error}"
-        print(f"{place}: {what}", file=sys.stdout if damaged else sys.stderr)
-        return _DAMAGED if damaged else _NOT_LOOKED_AT
+        if not isinstance(error, NVMeError) or error.errno not in (errno.EBADMSG, errno.EIO):
+            complain(f"{place}: not verified: {explained(error)}")
+            return _NOT_LOOKED_AT
+        status, lines = _DAMAGED, [f"{place}: damaged: {explained(error)}"]
+    # Not above: an error of standard output says nothing about the place.
+    for line in lines:
+        print(line)
+    return status
 
 
-def _verified_store(place: Place, generation: int | None) -> int:
+def _verified_store(place: Place, generation: int | None) -> tuple[int, list[str]]:
     with opened_store(place, generation) as store:
         records = [store.record(name) for name in store]
         total = sum(record.nbytes for record in records)
         with byte_progress(f"verifying {place}", total) as advance:
             damage = store.verify(lambda _name, nbytes: advance(nbytes))
         generation = store.generation if generation is None else generation
-    for piece in damage:
-        where = f"bytes {piece.offset} to {piece.offset + piece.nbytes}"
-        print(f"{place}: damaged: {printable(piece.name)}, {where}: {piece.reason}")
+    lines = [
+        f"{place}: damaged: {printable(piece.name)}, bytes {piece.offset} to "
+        f"{piece.offset + piece.nbytes}: {piece.reason}"
+        for piece in damage
+    ]
     unsummed = sum(record.checksums is None for record in records)
     only_read = f"; without checksums, so only read: {unsummed}" if unsummed else ""
     outcome = f"damaged: {len({piece.name for piece in damage})}" if damage else "all sound"
     what = f"generation {generation}, {tensor_count(len(records))}, {format_bytes(total)}"
-    print(f"{place}: {what}: {outcome}{only_read}")
-    return _DAMAGED if damage else _SOUND
+    lines.append(f"{place}: {what}: {outcome}{only_read}")
+    return _DAMAGED if damage else _SOUND, lines
 
 
-def _verified_file(place: Place) -> int:
+def _verified_file(place: Place) -> tuple[int, list[str]]:
     with SafetensorsFile(place.paths[0]) as file:
         header = file.header
         with byte_progress(f"reading {place}", header.nbytes) as advance:
             for nbytes in file.pieces(_PIECE_BYTES):
                 advance(nbytes)
     what = f"{tensor_count(len(header.tensors))}, {format_bytes(header.nbytes)}"
-    print(
+    line = (
         f"{place}: {what}: header sound, all could be read; the format has no checksums to compare "
         "with"
     )
-    return _SOUND
+    return _SOUND, [line]

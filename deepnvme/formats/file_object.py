@@ -13,14 +13,15 @@ import weakref
 from collections import deque
 from contextlib import ExitStack, suppress
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, NamedTuple
 
 from deepnvme.choices import byte_count
-from deepnvme.errors import ForkedError, NVMeError
+from deepnvme.errors import BatchError, ForkedError, NVMeError
 from deepnvme.memory.arrays import Returns, empty
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.future import IOFuture
+from deepnvme.queue.leftovers import Leftover
 from deepnvme.queue.pipeline import once_there_is_room
 from deepnvme.queue.queue import File, IOQueue, Sync
 from deepnvme.sizes import PAGE, whole_pages
@@ -53,14 +54,18 @@ def open(  # named as in gzip and bz2
         raise ValueError(f"mode must be one of {', '.join(_MODES)}; got {mode!r}")
     if nbytes != whole_pages(nbytes):
         raise ValueError(f"block_bytes must be a multiple of {PAGE}, got {nbytes}")
-    with ExitStack() as ends:
-        through = queue or ends.enter_context(IOQueue())
-        file = ends.enter_context(_opened(through, path, mode))
+    with ExitStack() as undo:
+        through = queue or undo.enter_context(IOQueue())
+        file = undo.enter_context(_opened(through, path, mode))
         pool = Pool(_BLOCKS * nbytes)
         through.use_pool(pool)
-        ends.callback(through.forget_pool, pool)
+        undo.callback(through.forget_pool, pool)
         buffers = [pool.buffer(nbytes) for _ in range(_BLOCKS)]
-        return FileObject(file, mode, buffers, ends.pop_all())
+        reader, writer = _BlockReader(file, buffers), _BlockWriter(file, buffers)
+        still_open = _StillOpen(file, reader, writer, pool, through, is_shared=queue is not None)
+        made = FileObject(still_open, mode, nbytes)
+        undo.pop_all()  # the object closes them from here on
+    return made
 
 
 def _opened(queue: IOQueue, path: str | os.PathLike[str], mode: str) -> File:
@@ -81,18 +86,19 @@ class FileObject(io.BufferedIOBase):
     It has no file descriptor: a library that got one would read and write past this object.
     """
 
-    def __init__(self, file: File, mode: str, buffers: list[memoryview], ends: ExitStack) -> None:
-        self.name = file.path
+    def __init__(self, still_open: _StillOpen, mode: str, block_bytes: int) -> None:
+        self.name = still_open.file.path
         self.mode = mode
-        self._file = file
-        self._ends = ends
-        self._block_bytes = buffers[0].nbytes
-        self._reader = _BlockReader(file, buffers)
-        self._writer = _BlockWriter(file, buffers)
-        self._end = file.size if mode == "ab" else None  # where all writes go, then
+        self._still_open = still_open
+        self._file = still_open.file
+        self._block_bytes = block_bytes
+        self._reader = still_open.reader
+        self._writer = still_open.writer
+        self._end = self._file.size if mode == "ab" else None  # where all writes go, then
         self._position = self._end or 0
-        # At the end of the program it runs before that of the queue, which is older.
-        self._finalizer = weakref.finalize(self, self._writer.flush)
+        # At the end of the program it runs before that of the queue, which is older. It holds the
+        # queue, which is thus not collected together with this object.
+        self._finalizer = weakref.finalize(self, _let_go, weakref.ref(self), still_open)
 
     def readable(self) -> bool:
         """Return whether it was opened for reading."""
@@ -218,7 +224,7 @@ class FileObject(io.BufferedIOBase):
         """Wait until everything that was written is in the file.
 
         A power failure may still lose it. A write that failed raises its error once, here or in an
-        earlier call, and is not made again.
+        earlier call, and is not made again; several raise a BatchError.
         """
         if not self.closed:
             self._writer.flush()
@@ -230,18 +236,41 @@ class FileObject(io.BufferedIOBase):
         once_there_is_room(partial(self._file.sync, what)).result()
 
     def close(self) -> None:
-        """Write what was collected, and close the file. A forked child only lets go of it."""
+        """Write what was collected, and close the file. A forked child only lets go of it.
+
+        The file is closed also where a write has failed and no call has raised that yet: this one
+        does then, once; a BatchError where several have. Again: does nothing, or goes on where
+        Ctrl-C has ended it.
+        """
         if self.closed:
             return
-        # Closes the file, also where the last write fails. A forked child has no part in the queue.
-        with suppress(ForkedError), self._ends:
-            try:
-                self._writer.flush()
-            finally:
-                # It waits for reads under way: their blocks go with the pool.
-                self._reader.forget()
-                super().close()
-                self._finalizer.detach()
+        self._still_open.end()
+        self._finalizer.detach()
+        super().close()  # it calls flush(), which raises what has failed; closed all the same
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close. Where the block has raised, that error stays the one that is raised."""
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as failure:
+            _add(failure, error, f"closing {self.name} failed as well: {failure}")
+
+    def __del__(self) -> None:
+        """Close, as Python's own files do, unless the garbage collector has found it.
+
+        Then its finalizer has run, and `_let_go` has handed over what is left to do.
+        """
+        finalizer = getattr(self, "_finalizer", None)  # none where __init__ was interrupted
+        if finalizer is not None and finalizer.alive:
+            self.close()
 
     def __repr__(self) -> str:
         """Show path, mode and position."""
@@ -272,6 +301,55 @@ class FileObject(io.BufferedIOBase):
                 f"the file object of {self.name} belongs to the parent process; a forked child "
                 "opens the file again"
             )
+
+
+class _StillOpen(NamedTuple):
+    """What a file object that is not closed has open."""
+
+    file: File
+    reader: _BlockReader
+    writer: _BlockWriter
+    pool: Pool  # with the memory of its blocks
+    queue: IOQueue
+    is_shared: bool  # the queue is the caller's
+
+    def end(self) -> None:
+        """Wait for all that is under way, and close the file. Interrupted, it can go on.
+
+        `writer.raise_failed` has what failed.
+        """
+        self.writer.drain()
+        self.reader.forget()  # before the memory of its blocks goes
+        with suppress(ForkedError):  # a forked child has no part in the queue
+            self.queue.forget_pool(self.pool)
+        self.file.close()
+        if not self.is_shared:
+            self.queue.close()
+
+    def end_alone(self) -> None:
+        """End, for a caller that no one will call again, and raise what has failed."""
+        self.end()
+        self.writer.raise_failed()
+
+
+def _add(failure: Exception, to: BaseException, text: str) -> None:
+    """Show `failure` together with another error, which is raised."""
+    if hasattr(to, "add_note"):
+        to.add_note(text)
+    elif to.__context__ is None:  # Python 3.10 has no notes
+        to.__context__ = failure
+
+
+def _let_go(of: weakref.ref[FileObject], still_open: _StillOpen) -> None:
+    """Write what a file object has collected, at the end of the program; else let another thread
+    close its file.
+    """
+    # A weak reference is empty before the finalizers of what is collected run.
+    if of() is not None:
+        still_open.writer.flush()
+    elif not still_open.writer.is_forked:
+        queue = still_open.queue if still_open.is_shared else None
+        Leftover(still_open.end_alone, queue).hand_over()
 
 
 class _ReadBlock(NamedTuple):
@@ -363,6 +441,7 @@ class _BlockWriter:
         self._start = 0
         self._nbytes = 0
         self._under_way: deque[tuple[memoryview, IOFuture[int]]] = deque()
+        self._failed: list[Exception] = []  # what flush() is to raise
         self._owner = os.getpid()
 
     @property
@@ -389,12 +468,37 @@ class _BlockWriter:
                 self._write()
 
     def flush(self) -> None:
-        """Write what was collected and wait for it. A forked child leaves that to its parent."""
+        """Write what was collected, wait for it, and raise what has failed.
+
+        A forked child leaves that to its parent.
+        """
         if self.is_forked:
             return
         self._write()
         while self._under_way:
             self._finish_oldest()
+        self.raise_failed()
+
+    def drain(self) -> None:
+        """Write what was collected and wait for it, for the last time; keep what has failed."""
+        if self.is_forked:
+            return
+        try:
+            self._write()
+        except Exception as refusal:
+            self._failed.append(refusal)
+            self._block = None
+        while self._under_way:
+            self._finish_oldest()
+
+    def raise_failed(self) -> None:
+        """Raise what has failed and was not raised yet."""
+        failed, self._failed = self._failed, []
+        errors = [error for error in failed if isinstance(error, NVMeError)]
+        if len(errors) > 1:
+            raise BatchError(errors)
+        if failed:
+            raise failed[0]
 
     def _write(self) -> None:
         block = self._block
@@ -415,15 +519,18 @@ class _BlockWriter:
     def _free_buffer(self) -> memoryview:
         if not self._buffers:
             self._finish_oldest()
+            self.raise_failed()
         return self._buffers.pop()
 
     def _finish_oldest(self) -> None:
         buffer, write = self._under_way[0]
         # Interrupted, the block stays: the drive may still read it.
-        write.exception()
+        error = write.exception()
+        # Before the write is forgotten, and once: a signal may come in between.
+        if isinstance(error, Exception) and error not in self._failed:
+            self._failed.append(error)
         self._under_way.popleft()
         self._buffers.append(buffer)
-        write.result()
 
 
 def _instead_of(buffer: memoryview) -> memoryview:

@@ -139,6 +139,8 @@ def safetensors_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
+            if stat.S_ISDIR(status.st_mode):
+                raise _refusal("it is a directory, not a regular file: name a file", path)
             raise _refusal("it is not a regular file", path)
         return header_of(partial(os.pread, descriptor), status.st_size, os.fspath(path))
     finally:
@@ -533,14 +535,13 @@ class SafetensorsWriter:
         # In the same directory: only within one file system does a rename replace a file.
         self._draft = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:16]}.tmp")
         mode = _mode_of(self.path)
+        self._check_place()
         with ExitStack() as ends:
             through = queue or ends.enter_context(IOQueue())
             # Before the draft is made, so that none stays; after the rename it is missing.
             ends.callback(self._draft.unlink, missing_ok=True)
             self._file = ends.enter_context(
-                through.open(
-                    self._draft, "x", size=total, permissions=_NEW_MODE if mode is None else mode
-                )
+                self._made(through, _NEW_MODE if mode is None else mode)
             )
             if mode is not None:
                 self._draft.chmod(mode)  # as it was, whatever the umask
@@ -549,6 +550,35 @@ class SafetensorsWriter:
             )
             self._pages.append(memory_of(start, writable=False))
             self._ends = ends.pop_all()
+
+    def _check_place(self) -> None:
+        """Refuse what would fail only when all is written, or name the draft and not the file."""
+        if self.path.is_dir():
+            raise IsADirectoryError(
+                errno.EISDIR, "it is a directory: name a file to write", str(self.path)
+            )
+        if not self.path.parent.is_dir():
+            raise FileNotFoundError(
+                errno.ENOENT,
+                "its directory does not exist: make that first (is the drive mounted?)",
+                str(self.path),
+            )
+
+    def _made(self, queue: IOQueue, permissions: int) -> File:
+        try:
+            return queue.open(self._draft, "x", size=self.nbytes, permissions=permissions)
+        except OSError as error:
+            if isinstance(error, NVMeError) or error.filename != str(self._draft):
+                raise
+            # The caller knows no draft.
+            text, where = error.strerror, str(self.path)
+            if error.errno == errno.ENOSPC:
+                space = os.statvfs(self.path.parent)
+                text = (
+                    f"{self.nbytes} B cannot be reserved here, {space.f_bavail * space.f_frsize} B "
+                    f"are free ({text}). Free some space, or name a file on another drive"
+                )
+            raise OSError(error.errno, text, where) from None
 
     def write(self, tensors: Mapping[str, Description]) -> None:
         """Write the next tensors. Their memory is free when this returns."""

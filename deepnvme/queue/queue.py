@@ -41,6 +41,7 @@ from deepnvme.memory.device_arrays import device_array_of
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.faults import FaultPlan
 from deepnvme.queue.future import SLICE_S, IOFuture
+from deepnvme.queue.leftovers import Leftover, at_end_of
 from deepnvme.queue.pending import NO_DEADLINE_S, Pending
 from deepnvme.queue.staging import Staging
 
@@ -233,7 +234,7 @@ class IOQueue(Closing):
         drain = partial(_drain, self._native, self._pending, self._staging)
         self._shut_down = partial(_shut_down, drain, self._staging, [], os.getpid())
         # Runs when the queue is collected, and at the interpreter's exit. It holds no queue.
-        self._finalizer = weakref.finalize(self, self._shut_down)
+        self._finalizer = at_end_of(self, self._shut_down)
         IOQueue._living.add(self)
         # After the finalizer, which ends the thread and the ring if this raises.
         if pool is not None:
@@ -376,12 +377,20 @@ class IOQueue(Closing):
         Ctrl-C ends the wait alone: what was submitted goes on, and its memory is held until it has
         ended.
         """
+        # Files that the garbage collector has found still have bytes to write through this queue.
+        Leftover.end_those_of(self)
         self._closed = True
         if self._finalizer.alive and self._shut_down():
             # Last: after an interrupted wait, or where a callback closes and cannot wait, it still
             # runs, at the latest at the interpreter's exit.
             self._finalizer.detach()
         IOQueue._living.discard(self)
+
+    def __del__(self) -> None:
+        """Close, unless the garbage collector has found it: another thread does it then."""
+        finalizer = getattr(self, "_finalizer", None)  # none where __init__ raised
+        if finalizer is not None and finalizer.alive:
+            self.close()
 
     async def close_async(self) -> None:
         """As `close`, in a thread: the event loop goes on meanwhile."""

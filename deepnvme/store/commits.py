@@ -112,7 +112,7 @@ class Commits:
         whole, damaged = self._files.read(self._volume.uuid, self._volume.capacities)
         available = (
             f"; generations that can be opened: {', '.join(map(str, sorted(whole)))} (by "
-            "open(..., generation=N))"
+            "open(..., generation=N), or --generation N)"
             if whole
             else "; generations that can be opened: none"
         )

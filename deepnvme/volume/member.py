@@ -543,11 +543,12 @@ def _opened_data(directory: Path, access: Access) -> int:
     try:  # O_NONBLOCK: opening a pipe of that name would wait for its other end
         data = os.open(directory / DATA, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
-        what = (
-            "it holds no volume"
-            if directory.is_dir()
-            else "there is no such directory; is the drive mounted?"
-        )
+        if directory.is_dir():
+            what = "it holds no volume: name the directory of a volume or a store"
+        elif directory.exists():
+            what = "it is not a directory: name the directory of a volume or a store"
+        else:
+            what = "there is no such directory; is the drive mounted?"
         raise VolumeError(errno.ENOENT, what, path=str(directory)) from None
     except OSError as error:
         if error.errno not in (errno.EISDIR, errno.ELOOP, errno.ENXIO):

@@ -14,12 +14,12 @@ import math
 import os
 import threading
 import uuid
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,6 +29,7 @@ from deepnvme.closing import Closing
 from deepnvme.errors import ClosedError, ForkedError, VolumeError, VolumeFullError
 from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.queue.future import IOFuture
+from deepnvme.queue.leftovers import at_end_of
 from deepnvme.queue.pipeline import once_there_is_room
 from deepnvme.queue.queue import Batch, IOQueue
 from deepnvme.sizes import PAGE, whole_pages
@@ -117,7 +118,7 @@ class Volume(Closing):
         self._growing = threading.Lock()
         self._closed = False
         # Refers to the files, not to the volume: one that is dropped without close() is closed.
-        self._finalizer = weakref.finalize(self, _shut_down, tuple(files), own)
+        self._finalizer = at_end_of(self, partial(_shut_down, tuple(files), own))
 
     @classmethod
     def create(
@@ -467,9 +468,15 @@ class Volume(Closing):
         if state := self._finalizer.peek():
             # Not by calling the finalizer, which is dead from its first line on: after Ctrl-C, a
             # second close() could not go on.
-            _, shut_down, arguments, _ = state
-            shut_down(*arguments)
+            _, _, (_, shut_down, *_), _ = state
+            shut_down()
             self._finalizer.detach()  # last: interrupted before, it is done again
+
+    def __del__(self) -> None:
+        """Close, unless the garbage collector has found it: another thread does it then."""
+        finalizer = getattr(self, "_finalizer", None)  # none where __init__ raised
+        if finalizer is not None and finalizer.alive:
+            self.close()
 
     def discard(self) -> None:
         """Close, and remove the members' files: what was made is not wanted after all."""

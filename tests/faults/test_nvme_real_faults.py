@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+import deepnvme
 from deepnvme import (
     BackendUnavailableError,
     Direct,
@@ -106,6 +107,30 @@ def test_a_write_that_the_disk_has_no_room_for_is_an_error_and_says_how_much_arr
             assert_same(path.read_bytes()[: error.done], data[: error.done])
     finally:
         path.unlink()
+
+
+def test_closing_a_file_object_tells_of_a_full_disk_once(small_disk: Path, backend: str) -> None:
+    path = small_disk / f"file-{backend}"
+    filler = small_disk / "filler"
+    try:
+        space = os.statvfs(small_disk)
+        filler.write_bytes(bytes(space.f_bavail * space.f_frsize - MIB))
+        with IOQueue(backend) as queue:
+            file = deepnvme.open(path, "wb", queue=queue)
+            for _ in range(5):
+                file.write(bytes(MIB // 2))  # collected, and written meanwhile: no call waits
+            with pytest.raises(NVMeError) as failed:
+                file.close()
+            file.close()
+            assert (file.closed, queue.stats().pending) == (True, 0)
+    finally:
+        filler.unlink()
+        path.unlink()
+    errors = getattr(failed.value, "errors", [failed.value])
+    assert {(error.errno, error.op, error.path) for error in errors} == {
+        (errno.ENOSPC, "write", str(path))
+    }
+    assert {error.offset % MIB for error in errors} == {0}
 
 
 def test_a_disk_that_was_full_is_used_again_when_there_is_room(

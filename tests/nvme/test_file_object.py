@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import sys
 import tarfile
+import threading
+import traceback
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +20,18 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme import FaultPlan, File, IOFuture, IOQueue, NVMeError, Requests, WhenFull
+from deepnvme import (
+    BatchError,
+    ClosedError,
+    FaultPlan,
+    File,
+    IOFuture,
+    IOQueue,
+    NVMeError,
+    Requests,
+    WhenFull,
+)
+from support.nvme_held import until
 from support.nvme_programs import output_of, run_program
 
 BLOCK, PAGE = 64 << 10, 4096
@@ -326,6 +341,370 @@ def test_interrupted_reads_can_be_repeated(moment: str, tmp_path: Path) -> None:
                 file.read(1000)
             file.seek(start)
             assert file.read(1000) == data[start : start + 1000]
+
+
+# --- closing -----------------------------------------------------------------------------------
+
+
+def failing(**rule: Any) -> IOQueue:
+    """Return a queue of whose writes some fail as on a full drive."""
+    return IOQueue("threads", faults=FaultPlan().fail(errno=28, requests=Requests.WRITES, **rule))
+
+
+@pytest.mark.parametrize("nbytes", [3, BLOCK + 3])
+def test_close_raises_once_what_a_write_met_that_no_call_has_asked_for(
+    nbytes: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "f"
+    with failing(nth=1) as queue:
+        file = opened(path, "wb", queue=queue)
+        file.seek(PAGE)
+        for start in range(0, nbytes, 1000):
+            file.write(pattern(nbytes)[start : start + 1000])
+        with pytest.raises(NVMeError) as failed:
+            file.close()
+        file.close()
+        assert file.closed
+
+    error = failed.value
+    asked = min(nbytes, BLOCK - PAGE)
+    assert (error.errno, error.op, error.path) == (28, "write", str(path))
+    assert (error.offset, error.asked) == (PAGE, asked)
+    assert error.__context__ is None
+
+
+def test_close_raises_all_that_has_failed_when_all_has_ended(tmp_path: Path) -> None:
+    with failing(every=1) as queue:
+        file = opened(tmp_path / "f", "wb", queue=queue)
+        for _ in range(5):
+            file.write(pattern(BLOCK // 2))
+        with pytest.raises(BatchError) as failed:
+            file.close()
+        assert queue.stats().pending == 0
+        file.close()
+
+    assert [error.offset for error in failed.value.errors] == [0, BLOCK, 2 * BLOCK]
+    assert failed.value.__context__ is None
+
+
+def test_a_flush_that_raises_leaves_nothing_for_close_to_raise(tmp_path: Path) -> None:
+    with failing(every=1) as queue, opened(tmp_path / "f", "wb", queue=queue) as file:
+        for _ in range(5):
+            file.write(pattern(BLOCK // 2))
+        with pytest.raises(BatchError):
+            file.flush()
+
+
+def test_an_error_of_the_block_is_raised_and_that_of_close_is_noted(tmp_path: Path) -> None:
+    error = KeyError("of the block")
+    with failing(every=1) as queue:
+        file = opened(tmp_path / "f", "wb", queue=queue)
+
+        def use() -> None:
+            with file:
+                file.write(b"abc")
+                raise error
+
+        with pytest.raises(KeyError) as raised:
+            use()
+
+    assert raised.value is error
+    shown = "".join(traceback.format_exception(error))
+    assert f"closing {tmp_path / 'f'} failed as well" in shown or sys.version_info < (3, 11)
+    assert "write of 3 B at offset 0" in shown
+    assert file.closed
+
+
+def test_a_file_whose_queue_was_closed_first_says_so_once(tmp_path: Path) -> None:
+    with IOQueue("threads") as queue:
+        file = opened(tmp_path / "f", "wb", queue=queue)
+        read = opened(tmp_path / "f", "rb", queue=queue)
+        file.write(b"abc")
+    read.close()
+    with pytest.raises(ClosedError):
+        file.close()
+    file.close()
+    assert file.closed
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+import deepnvme
+
+call, path = sys.argv[1:]
+slow = deepnvme.FaultPlan().delay(delay_us=1_500_000, every=1, requests=deepnvme.Requests.WRITES)
+queue = deepnvme.IOQueue("threads", faults=slow)
+file = deepnvme.open(path, "wb", block_bytes=65536, queue=queue)
+file.write(b"x" * 1000)
+
+def write():
+    file.write(b"y" * 100_000)  # it flushes, and waits for the drive
+
+def interrupt():
+    # Once the write is under way; its answer is late. The main thread waits for it then.
+    while not file._writer._under_way:
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt).start()
+try:
+    {"write": write, "flush": file.flush, "close": file.close}[call]()
+    print("not interrupted")
+except KeyboardInterrupt:
+    print("pending:", queue.stats().pending)
+block = file._writer._under_way[0][0]
+print("block held:", bytes(block[:1000]) == b"x" * 1000)
+file.close()
+print("closed:", file.closed, os.path.getsize(path))
+"""
+
+
+@pytest.mark.parametrize("call", ["write", "flush", "close"])
+def test_ctrl_c_ends_the_wait_and_close_can_go_on(call: str, tmp_path: Path) -> None:
+    done = run_program(INTERRUPTED, call, tmp_path / "f", folder=tmp_path)
+
+    assert (output_of(done).splitlines(), done.stderr) == (
+        ["pending: 1", "block held: True", "closed: True 1000"],
+        "",
+    )
+    assert (tmp_path / "f").read_bytes() == b"x" * 1000
+
+
+INTERRUPTED_OFTEN = """
+import random, signal, sys, threading, time
+import deepnvme
+
+choose, armed, done = random.Random(int(sys.argv[2])), False, threading.Event()
+slow = deepnvme.FaultPlan().delay(delay_us=500, every=3)
+queue = deepnvme.IOQueue("threads", faults=slow)
+file = deepnvme.open(sys.argv[1], "wb", block_bytes=8192, queue=queue)
+
+def handle(*_):
+    if armed:
+        raise KeyboardInterrupt
+
+def interrupt():
+    while not done.wait(random.random() / 500):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+def insist(call):
+    global armed
+    while True:
+        try:
+            try:
+                armed = True
+                return call()
+            finally:
+                armed = False
+        except KeyboardInterrupt:
+            pass
+
+def put(place, data):
+    file.seek(place)
+    file.write(data)
+
+signal.signal(signal.SIGINT, handle)
+threading.Thread(target=interrupt).start()
+written = bytearray()
+for _ in range(400):
+    data = choose.randbytes(choose.choice((10, 3000, 5000, 8192, 20_000)))
+    insist(lambda: put(len(written), data))
+    written += data
+    if choose.random() < 0.1:
+        insist(file.flush)
+        with open(sys.argv[1], "rb") as plain:
+            assert plain.read() == written
+insist(file.close)
+done.set()
+assert file.closed and not queue.stats().pending
+print(open(sys.argv[1], "rb").read() == written)
+"""
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_ctrl_c_anywhere_loses_nothing_that_was_written(seed: int, tmp_path: Path) -> None:
+    done = run_program(INTERRUPTED_OFTEN, tmp_path / "f", seed, folder=tmp_path)
+
+    assert (output_of(done), done.stderr) == ("True\n", "")
+
+
+# --- the garbage collector ---------------------------------------------------------------------
+
+COLLECTED_WITH_A_LOCK = """
+import faulthandler, gc, sys, threading, time
+import deepnvme
+
+faulthandler.dump_traceback_later(60, exit=True)
+
+class Holder:
+    pass
+
+def leave_in_a_cycle():
+    holder = Holder()
+    holder.itself, holder.file = holder, deepnvme.open(sys.argv[1], "wb")
+    holder.file.write(b"abc")
+
+gc.disable()
+leave_in_a_cycle()
+# As where threading.enumerate() or Thread.start() allocates: they hold this lock then, which the
+# end of the queue's thread takes.
+with threading._active_limbo_lock:
+    gc.collect()
+while not (written := open(sys.argv[1], "rb").read()):
+    time.sleep(0.001)
+print(written)
+"""
+
+
+def test_a_file_that_is_collected_where_a_thread_holds_a_lock_is_written_later(
+    tmp_path: Path,
+) -> None:
+    done = run_program(COLLECTED_WITH_A_LOCK, tmp_path / "f", folder=tmp_path)
+
+    assert (output_of(done), done.stderr) == ("b'abc'\n", "")
+
+
+COLLECTED_ANYWHERE = """
+import faulthandler, gc, sys, threading
+from pathlib import Path
+import deepnvme
+
+faulthandler.dump_traceback_later(100, exit=True)
+folder = Path(sys.argv[1])
+queue = deepnvme.IOQueue(max_pending=4)
+pool = deepnvme.Pool(1 << 20)
+
+class Holder:
+    pass
+
+def leave_in_a_cycle(path, queue):
+    holder = Holder()
+    holder.itself, holder.file = holder, deepnvme.open(path, "wb", block_bytes=4096, queue=queue)
+    holder.file.write(b"x" * 10_000)
+
+def work(number):
+    with deepnvme.Volume.temporary([folder], 1 << 20, queue=queue) as volume:
+        for turn in range(10):
+            leave_in_a_cycle(folder / f"{number}-{turn}", queue if turn % 2 else None)
+            extents = volume.allocate(8192)
+            writes = volume.pwrite(extents, pool.buffer(8192))
+            writes[0].add_done_callback(lambda _: [[] for _ in range(10)])
+            threading.enumerate()
+            assert [write.result() for write in writes] == [8192]
+            volume.sync()
+            volume.release(extents)
+
+gc.set_threshold(1)
+threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_files_that_are_collected_amid_the_work_of_many_threads_are_written(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    done = run_program(COLLECTED_ANYWHERE, tmp_path / "files", folder=tmp_path)
+
+    assert (output_of(done), done.stderr) == ("", "")
+    sizes = [path.stat().st_size for path in (tmp_path / "files").iterdir()]
+    assert sizes == [10_000] * 60
+
+
+def leave_in_a_cycle(file: Any) -> None:
+    holder = [file]
+    holder.append(holder)
+
+
+def test_collecting_a_file_leaves_its_writes_to_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    pwrite: Callable[..., Any] = File.pwrite
+
+    def write(*arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return pwrite(*arguments)
+
+    monkeypatch.setattr(File, "pwrite", write)
+    file = opened(tmp_path / "f", "wb")
+    file.write(b"abc")
+    leave_in_a_cycle(file)
+    del file
+    gc.collect()
+    until(lambda: (tmp_path / "f").read_bytes() == b"abc")
+
+    assert len(threads) == 1
+    assert threads != [threading.get_ident()]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_queue_that_closes_lets_collected_files_write_first(count: int, tmp_path: Path) -> None:
+    slow = FaultPlan().delay(delay_us=20_000, every=1)
+    with IOQueue("threads", faults=slow) as queue:
+        for number in range(count):
+            file = opened(tmp_path / f"{number}", "wb", queue=queue)
+            file.write(b"abc")
+            leave_in_a_cycle(file)
+            del file
+            gc.collect()
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"abc"] * count
+
+
+def test_a_collected_file_whose_write_fails_says_so(tmp_path: Path) -> None:
+    escaped: list[Any] = []
+    plan = FaultPlan().fail(every=1, errno=28, requests=Requests.WRITES)
+    with IOQueue("threads", faults=plan) as queue, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", escaped.append)
+        file = opened(tmp_path / "f", "wb", queue=queue)
+        file.write(b"abc")
+        leave_in_a_cycle(file)
+        del file
+        gc.collect()
+        until(lambda: bool(escaped))
+    assert (escaped[0].exc_value.errno, escaped[0].exc_value.path) == (28, str(tmp_path / "f"))
+
+
+def test_a_file_that_is_dropped_is_written_at_once_as_a_file_of_python_is(tmp_path: Path) -> None:
+    opened(tmp_path / "f", "wb").write(b"abc")
+
+    assert (tmp_path / "f").read_bytes() == b"abc"
+
+
+def test_a_dropped_file_whose_write_fails_says_so(tmp_path: Path) -> None:
+    escaped: list[Any] = []
+    plan = FaultPlan().fail(every=1, errno=28, requests=Requests.WRITES)
+    with pytest.MonkeyPatch.context() as patch, IOQueue("threads", faults=plan) as queue:
+        patch.setattr(sys, "unraisablehook", escaped.append)
+        opened(tmp_path / "f", "wb", queue=queue).write(b"abc")
+    assert [shown.exc_value.errno for shown in escaped] == [28]
+
+
+COLLECTED_AT_THE_END = """
+import gc, os, sys
+import deepnvme
+
+slow = deepnvme.FaultPlan().delay(delay_us=300_000, every=1)
+queue = deepnvme.IOQueue("threads", faults=slow)
+for name in "abc":
+    holder = [deepnvme.open(name, "wb", queue=queue)]
+    holder[0].write(b"abc")
+    holder.append(holder)
+del holder
+gc.collect()
+if os.fork() == 0:
+    sys.exit()
+print(os.wait()[1])
+"""
+
+
+def test_collected_files_are_written_before_the_program_ends(tmp_path: Path) -> None:
+    ignoring = ["-W", "ignore::DeprecationWarning"]  # newer Pythons warn of any fork with threads
+    done = run_program(COLLECTED_AT_THE_END, folder=tmp_path, python=ignoring)
+
+    assert (output_of(done), done.stderr) == ("0\n", "")
+    assert [(tmp_path / name).read_bytes() for name in "abc"] == [b"abc"] * 3
 
 
 # --- the end of the program --------------------------------------------------------------------

@@ -672,6 +672,76 @@ def test_a_forked_child_that_drops_the_pool_does_not_unmap_its_own_memory(tmp_pa
     output_of(run_program(FORKING_WITH_A_POOL, folder=tmp_path))
 
 
+# --- the garbage collector ------------------------------------------------------------------------
+
+COLLECTED_WITH_A_LOCK = """
+import faulthandler, gc, sys, threading, time
+from pathlib import Path
+import deepnvme
+from deepnvme.compat import aio_handle
+from deepnvme.formats.safetensors import SafetensorsFile
+
+faulthandler.dump_traceback_later(60, exit=True)
+what, folder = sys.argv[1], Path(sys.argv[2])
+
+def make():
+    if what == "queue":
+        queue = deepnvme.IOQueue()
+        queue.open(folder / "f", "w").pwrite(b"abc")
+        return queue
+    if what == "volume":
+        return deepnvme.Volume.create([folder / "v"], 1 << 20)
+    if what == "store":
+        store = deepnvme.TensorStore.swap([folder], 1 << 20)
+        store.put("a", bytes(5000))
+        return store
+    if what == "file":
+        deepnvme.write_safetensors(folder / "f.safetensors", {"a": bytearray(5000)})
+        return SafetensorsFile(folder / "f.safetensors")
+    return aio_handle()
+
+def threads_of_queues():
+    return [thread.name for thread in threading.enumerate() if thread.name == "deepnvme-futures"]
+
+gc.disable()
+cycle = [make()]
+cycle.append(cycle)
+assert threads_of_queues()
+del cycle
+# As where threading.enumerate() or Thread.start() allocates: they hold this lock then, which the
+# end of a queue's thread takes.
+with threading._active_limbo_lock:
+    gc.collect()
+while threads_of_queues():
+    time.sleep(0.001)
+if what == "volume":
+    deepnvme.Volume.open([folder / "v"]).close()
+"""
+
+
+@pytest.mark.parametrize("what", ["queue", "volume", "store", "file", "handle"])
+def test_what_is_collected_where_a_thread_holds_a_lock_ends_later(
+    tmp_path: Path, what: str
+) -> None:
+    done = run_program(COLLECTED_WITH_A_LOCK, what, tmp_path, folder=tmp_path)
+
+    assert (output_of(done), done.stderr) == ("", "")
+    assert what != "queue" or (tmp_path / "f").read_bytes() == b"abc"
+
+
+def test_collecting_a_queue_waits_for_no_drive(tmp_path: Path) -> None:
+    queue = slow("threads", delay_us=LONG_US)
+    future = queue.open(tmp_path / "file", "w").pwrite(b"abc")
+    cycle: list[object] = [queue]
+    cycle.append(cycle)
+    del queue, cycle
+    gc.collect()
+
+    assert not future.done()
+    assert future.result(TIMEOUT_S) == 3
+    until(lambda: not io_threads())
+
+
 # --- without asserts ------------------------------------------------------------------------------
 
 SAME_UNDER_O = """

@@ -6,9 +6,13 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from deepnvme import (
 )
 from deepnvme.cli import cp
 from deepnvme.cli.main import main
+from support.nvme_disks import DiskUnavailableError, tmpfs
 from support.nvme_io import PAGE
 
 MIB = 1 << 20
@@ -171,6 +176,87 @@ def test_a_damaged_file_is_one_line(run: Any, file: Path) -> None:
     assert status == 1
     assert "it was cut off or added to" in errors
     assert str(file) in errors
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("gone.safetensors", "No such file or directory; check the name, and whether the drive"),
+        ("folder.safetensors", "directory"),
+        ("/dev/null", "it is not a directory: name the directory of a volume or a store"),
+        ("empty", "it holds no volume: name the directory of a volume or a store"),
+        ("x" * 300, "File name too long; choose a shorter name"),
+    ],
+)
+@pytest.mark.parametrize(("command", "ends"), [("ls", 1), ("verify", 2), ("cp", 1)])
+def test_what_is_no_place_of_tensors_is_one_line_that_says_what_to_do(
+    run: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    argument: str,
+    told: str,
+    command: str,
+    ends: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "empty").mkdir()
+
+    status, output, errors = run(command, argument, *(["copy"] if command == "cp" else []))
+
+    assert (status, output) == (ends, "")
+    assert told in errors
+    assert len(errors.splitlines()) == 1
+    assert not (tmp_path / "copy").exists()
+
+
+WITHOUT_RIGHTS = """
+import os, sys
+from deepnvme.cli import main
+
+os.chdir(sys.argv[1])
+os.setgroups([])
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+sys.exit(main.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give up its rights")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ls", "store"],
+        ["ls", "store/data"],
+        ["ls", "store/data,store"],
+        ["verify", "model.safetensors"],
+        ["cp", "store", "copy"],
+        ["cp", "readable.safetensors", "copy.safetensors"],
+    ],
+)
+def test_what_a_user_may_not_do_is_one_line_that_says_what_to_do(
+    file: Path, store: Path, arguments: list[str]
+) -> None:
+    # Not within `tmp_path`, where no other user may look at all.
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        shutil.copytree(store, Path(folder, "store"))
+        Path(folder, "store").chmod(0o700)
+        for name, rights in (("model.safetensors", 0o600), ("readable.safetensors", 0o644)):
+            shutil.copy(file, Path(folder, name))
+            Path(folder, name).chmod(rights)
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_RIGHTS, folder, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    assert (done.returncode, done.stdout) == (2 if arguments[0] == "verify" else 1, "")
+    assert "Permission denied; run this as a user with that right" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert ".tmp" not in done.stderr
 
 
 def test_a_store_in_use_says_by_whom(run: Any, store: Path) -> None:
@@ -449,6 +535,113 @@ def test_a_store_in_use_is_not_replaced(run: Any, file: Path, store: Path) -> No
 
     assert status == 1
     assert "has this volume open" in errors
+
+
+def test_a_store_is_not_copied_onto_itself(run: Any, store: Path) -> None:
+    status, output, errors = run("cp", store, f"{store.parent}/./{store.name}", "--force")
+
+    assert (status, output) == (1, "")
+    assert errors == (
+        f"deepnvme: {store}: this is the store that is copied: name another directory for the copy\n"
+    )
+    assert set(contents(store)) == set(TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("gone/copy.safetensors", "its directory does not exist: make that first"),
+        ("folder.safetensors", "it is a directory: name a file to write"),
+    ],
+)
+def test_a_file_that_cannot_be_made_is_named_as_it_was_given(
+    run: Any, store: Path, tmp_path: Path, target: str, told: str
+) -> None:
+    (tmp_path / "folder.safetensors").mkdir()
+
+    status, output, errors = run("cp", store, tmp_path / target, "--force")
+
+    assert (status, output) == (1, "")
+    assert errors.startswith(f"deepnvme: {tmp_path / target}: {told}")
+    assert list((tmp_path / "folder.safetensors").iterdir()) == []
+
+
+@pytest.mark.parametrize("target", ["copy", "copy.safetensors"])
+def test_a_copy_that_there_is_no_room_for_says_how_much_there_is(
+    run: Any, store: Path, tmp_path: Path, target: str
+) -> None:
+    with ExitStack() as stack:
+        try:
+            small = stack.enter_context(tmpfs(tmp_path, 1 << 20))
+        except DiskUnavailableError as refusal:
+            pytest.skip(str(refusal))
+        status, output, errors = run("cp", store, small / target)
+        left = list(small.iterdir())
+
+    assert (status, output, left) == (1, "", [])
+    assert errors.startswith(f"deepnvme: {small / target}: ")
+    assert "B cannot be reserved here, 1048576 B are free" in errors
+    assert len(errors.splitlines()) == 1
+
+
+# --- its output -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("command", "ends"), [("ls", 1), ("verify", 2)])
+def test_an_output_that_cannot_be_written_is_one_line(store: Path, command: str, ends: int) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "deepnvme.cli", command, store],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    assert done.returncode == ends
+    assert done.stderr == (
+        "deepnvme: standard output: No space left on device; free some space, or name a place on "
+        "another drive\n"
+    )
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+@pytest.mark.parametrize(("place", "ends"), [("store", 0), ("gone", 2)])
+def test_a_stream_that_is_closed_changes_no_exit_status(
+    store: Path, closed: int, place: str, ends: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "deepnvme.cli", "verify", store.with_name(place)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        preexec_fn=lambda: os.close(closed),
+    )
+
+    assert done.returncode == ends
+    shown = {1: "all sound" in done.stdout, 2: "not verified" in done.stderr}
+    stream = 1 if ends == 0 else 2
+    assert shown == {1: stream == 1 != closed, 2: stream == 2 != closed}
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_a_reader_that_has_seen_enough_ends_it_with_141(store: Path, command: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "deepnvme.cli", command, store],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_an_empty_directory_is_used_as_it_is(run: Any, file: Path, tmp_path: Path) -> None:

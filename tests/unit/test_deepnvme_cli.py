@@ -282,6 +282,13 @@ def deepnvme(*arguments: str | Path, **environment: str) -> subprocess.Popen[str
         ["bench", ".", "--seconds", "nan"],
         ["tune"],
         ["tune", ".", "--seconds", "1e9"],
+        ["tune", ".", "--seconds", "-1"],
+        ["bench", ".", "--size", "-1"],
+        ["bench", ".", "--size", "1e400"],
+        ["bench", ""],
+        ["doctor", ""],
+        ["tune", ""],
+        ["ls", "store", "--generation", "last"],
     ],
 )
 def test_wrong_usage_gives_exit_status_2(
@@ -815,6 +822,106 @@ def test_a_signal_ends_it_and_leaves_no_file(
     assert output == ""
     assert "Traceback" not in errors
     assert list(drive.iterdir()) == []
+
+
+INTERRUPTED_WITHIN = """
+import builtins, os, signal, sys
+from deepnvme.cli.start import main
+
+name, place = sys.argv[1:]
+load = builtins.__import__
+
+def interrupt_first(wanted, *rest):
+    if wanted == name:
+        builtins.__import__ = load
+        os.kill(os.getpid(), signal.SIGINT)
+    return load(wanted, *rest)
+
+builtins.__import__ = interrupt_first
+sys.argv[1:] = ["doctor", place]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("name", ["deepnvme.cli.main", "argparse", "rich.table", "deepnvme"])
+def test_ctrl_c_while_modules_are_imported_is_one_line(name: str, drive: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_WITHIN, name, drive],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "deepnvme: interrupted\n")
+
+
+INTERRUPTED_AT_ITS_END = """
+import atexit, os, signal, sys
+from deepnvme.cli.start import main
+
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+sys.argv[1:] = ["--version"]
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_while_the_program_ends_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_AT_ITS_END],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+    assert (done.returncode, done.stderr) == (130, "deepnvme: interrupted\n")
+
+
+def test_ctrl_c_that_the_shell_has_the_command_ignore_is_ignored() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_AT_ITS_END],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+FILES_OPENED_NEXT = """
+import os, sys
+from deepnvme.cli import main, start
+
+def run(_):
+    os.write(4, b"%d" % os.open(os.devnull, os.O_RDONLY))
+    return 0
+
+main.main = run
+sys.exit(start.main())
+"""
+
+
+def test_no_file_has_the_number_of_a_stream_that_is_closed() -> None:
+    def close_streams() -> None:
+        os.dup2(1, 4)
+        for stream in range(3):
+            os.close(stream)
+
+    done = subprocess.run(
+        [sys.executable, "-c", FILES_OPENED_NEXT],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=120,
+        close_fds=False,
+        preexec_fn=close_streams,
+    )
+
+    assert done.returncode == 0
+    assert int(done.stdout) > 2
 
 
 def wait_for_a_file(folder: Path) -> None:

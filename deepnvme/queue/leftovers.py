@@ -1,0 +1,126 @@
+"""`at_end_of`: ends what the garbage collector found unused, on a thread of its own.
+
+The collector runs on any thread, between any two lines of it, with whatever locks that thread
+holds. So what it calls must neither wait for a drive nor take a lock. This takes no lock there and
+starts no `threading.Thread`, which would take one of `threading`. Called by what has something to
+end: queues, volumes, file objects, handles of `compat`; and by queues that close, which leftovers
+may still need.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from deepnvme.queue.pending import report_escaped
+
+__all__ = ["Leftover", "at_end_of"]
+
+
+def at_end_of(
+    owner: object, end: Callable[[], object], *, queue: object = None
+) -> weakref.finalize[..., Any]:
+    """Return a finalizer that calls `end` at the exit of the program, or has another thread call it
+    soon after the garbage collector found `owner`.
+
+    `end` is as in `Leftover`, and must not refer to `owner`. The owner's `__del__` closes it while
+    the finalizer is alive: so it is closed at once where its last reference goes.
+    """
+    return weakref.finalize(owner, _end_or_hand_over, weakref.ref(owner), end, queue, os.getpid())
+
+
+def _end_or_hand_over(
+    owner: weakref.ref[object], end: Callable[[], object], queue: object, process: int
+) -> None:
+    # A weak reference is empty before the finalizers of what is collected run.
+    if owner() is not None:
+        end()
+    elif os.getpid() == process:  # a forked child ends nothing of its parent's
+        Leftover(end, queue).hand_over()
+
+
+class Leftover:
+    """Something that another thread ends soon, and the exit of the program at the latest.
+
+    `end` waits for whatever it has to; Ctrl-C leaves it to be called again. What else it raises is
+    shown as if it had ended a thread. `queue` is the one that it needs open, if that is not its own
+    to close.
+    """
+
+    _waiting: ClassVar[deque[Leftover]] = deque()
+    _at_work: ClassVar[_thread.LockType] = _thread.allocate_lock()
+
+    def __init__(self, end: Callable[[], object], queue: object = None) -> None:
+        self._end = end
+        self._queue = queue
+        self._ending = _thread.allocate_lock()
+        self._ended = False
+        self._owner = os.getpid()
+        # At the exit the newest finalizer runs first: this one before that of the queue it needs.
+        self._finalizer = weakref.finalize(self, self._finish)
+
+    def hand_over(self) -> None:
+        """Let another thread end it. Waits for nothing, and may interrupt itself."""
+        self._waiting.append(self)
+        if self._at_work.acquire(blocking=False):
+            try:
+                _thread.start_new_thread(_start_thread, ())
+            # No thread is left, or the program ends: the next call starts one, or the exit ends it.
+            except RuntimeError:
+                self._at_work.release()
+
+    @classmethod
+    def end_all(cls) -> None:
+        """End what was handed over until there is none."""
+        while True:
+            while cls._waiting:
+                # Listed until it has ended, for end_those_of().
+                cls._waiting[0]._finish()
+                cls._waiting.popleft()
+            # Before the last look: what is handed over from here on starts a thread.
+            cls._at_work.release()
+            if not cls._waiting or not cls._at_work.acquire(blocking=False):
+                return
+
+    @classmethod
+    def end_those_of(cls, queue: object) -> None:
+        """End what was handed over and needs that queue, here or on the other thread."""
+        for leftover in list(cls._waiting):
+            if leftover._queue is queue:
+                leftover._finish()
+
+    @classmethod
+    def begin_anew(cls) -> None:
+        """Forget what another process has to end, with its thread."""
+        cls._waiting = deque()
+        cls._at_work = _thread.allocate_lock()
+
+    def _finish(self) -> None:
+        # A thread of the parent may be ending it, which a forked child would wait for without end.
+        if os.getpid() != self._owner:
+            return
+        with self._ending:
+            if self._ended:
+                return
+            try:
+                self._end()
+            except Exception as escaped:
+                report_escaped(escaped)
+            self._ended = True
+            self._finalizer.detach()
+
+
+def _start_thread() -> None:
+    """Start a thread that Python knows of. On one that it does not, which may wait for locks."""
+    try:
+        threading.Thread(target=Leftover.end_all, name="deepnvme-leftovers", daemon=True).start()
+    except RuntimeError:  # no thread is left: this one is
+        Leftover.end_all()
+
+
+os.register_at_fork(after_in_child=Leftover.begin_anew)
