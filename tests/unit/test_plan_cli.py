@@ -464,7 +464,7 @@ def test_a_phase_is_bound_by_the_exchange_between_ranks_where_that_takes_longest
     ],
 )
 def test_the_settings_of_an_answer_make_the_training_that_was_planned(
-    plan: Any, arguments: tuple[str, ...], precision: str, activations: dict[str, object]
+    plan: Any, arguments: tuple[str, ...], precision: str, activations: dict[str, Any]
 ) -> None:
     there = () if "--machine" in arguments else DESKTOP
     asked = ("--model", "llama-3.2-1b", *there, "--accumulation", "4", *arguments)
