@@ -18,7 +18,7 @@ from infinity_engine.advice.doubt import RateSource
 from infinity_engine.cli.main import main
 from infinity_engine.cli.plan_machine import AskedMachine
 from infinity_engine.cli.runs import train as command
-from infinity_engine.cli.runs.plan_first import _question, plan_first
+from infinity_engine.cli.runs.plan_first import PlannedTraining, _question, plan_first
 from infinity_engine.errors import ConfigError
 from infinity_engine.placement.training import Means
 from infinity_engine.plan import ResolvedBudget
@@ -149,6 +149,21 @@ def test_tiles_are_not_offered_where_drives_keep_layers_whole(
     assert "tiles" not in refusal_of(tmp_path, monkeypatch, LARGE_HEAD, budget, asked)
 
 
+def test_layers_are_cut_anew_for_the_memory_that_a_refusal_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(device: float) -> PlannedTraining:
+        budget = ResolvedBudget(device=int(device * 2**20), host=8 << 30, nvme={})
+        return planned_of(tmp_path, monkeypatch, LARGE_HEAD, budget, {"tiling": "auto"})
+
+    refused = "\n".join(row for _, rows in planned(4).sections for _, row in rows)
+    [more] = re.findall(r"([\d.]+) MiB more of the device", refused)
+
+    assert planned(4 + 1.001 * float(more)).fits
+    assert not planned(0.97 * (4 + float(more))).fits
+    assert "NVMe" not in refused.split("whatever")[-1]  # with drives, layers stay whole
+
+
 def refusal_of(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -157,6 +172,19 @@ def refusal_of(
     engine: dict[str, Any],
 ) -> str:
     """Return what is said of a training that does not fit."""
+    planned = planned_of(folder, monkeypatch, sizes, budget, engine)
+    assert planned.fits is False
+    return "\n".join(row for _, rows in planned.sections for _, row in rows)
+
+
+def planned_of(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: dict[str, int],
+    budget: ResolvedBudget,
+    engine: dict[str, Any],
+) -> PlannedTraining:
+    """Return what is said of a training."""
     family = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8}
     (folder / "config.json").write_text(json.dumps({**family, **sizes, "dtype": "bfloat16"}))
     large_head = sizes is LARGE_HEAD
@@ -171,9 +199,7 @@ def refusal_of(
     means = Means(budget=budget, rates=RATES)
     machine = AskedMachine(means, (), RateSource.PUBLISHED, None, None)
     monkeypatch.setattr("infinity_engine.cli.runs.plan_first.machine_of", lambda *_: machine)
-    planned = plan_first(settings, engine, uses_gpu=True)
-    assert planned.fits is False
-    return "\n".join(row for _, rows in planned.sections for _, row in rows)
+    return plan_first(settings, engine, uses_gpu=True)
 
 
 def test_more_than_the_machine_has_is_refused_before_planning(

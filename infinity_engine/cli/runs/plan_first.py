@@ -99,11 +99,8 @@ def plan_first(
     if config.activation_bytes:  # what the caller says goes before what the planner estimates
         means = replace(means, for_all=False, activation_bytes=config.activation_bytes)
     # Layers of a model that is built on drives are left whole.
-    if config.tiling is Tiling.AUTO and not means.budget.nvme:
-        room = means.room_for_layers(training)
-        tiled = tiled_by_room(model, width=training.width, room=room)
-        training = training if tiled is None else replace(training, model=tiled.model)
-    planned = _planned(asked, training, means, machine)
+    is_cut = config.tiling is Tiling.AUTO and not means.budget.nvme
+    planned = _planned(asked, training, means, machine, is_cut=is_cut)
     stated = budget.device if uses_gpu else budget.host
     whole = means.budget.device if uses_gpu else means.budget.host
     return _for_engine(planned, config, less_free=0 if stated is not None else whole // _LESS_FREE)
@@ -132,7 +129,12 @@ def _for_engine(
 
 
 def _planned(
-    asked: argparse.Namespace, training: Training, means: Means, machine: AskedMachine
+    asked: argparse.Namespace,
+    training: Training,
+    means: Means,
+    machine: AskedMachine,
+    *,
+    is_cut: bool,
 ) -> PlannedTraining:
     from infinity_engine.advice.advising import advise
     from infinity_engine.sim.planner import decide
@@ -140,11 +142,19 @@ def _planned(
     from infinity_engine.sim.report import report_of
     from infinity_engine.training.prediction import prediction_of
 
-    limits = settings_of(asked)
+    limits, whole = settings_of(asked), training
+    if is_cut:
+        room = means.room_for_layers(training)
+        tiled = tiled_by_room(training.model, width=training.width, room=room)
+        training = training if tiled is None else replace(training, model=tiled.model)
     try:
         decision = decide(training, means, **limits)
     except CapacityError:
-        refusal = _for_train(explain_refusal(training, means, **limits), training, means)
+        explained = explain_refusal(whole, means, **limits, tiling=is_cut)
+        if is_cut:  # with drives, layers would be left whole
+            kept = tuple(remedy for remedy in explained.remedies if not remedy.more.nvme)
+            explained = replace(explained, remedies=kept)
+        refusal = _for_train(explained, training, means)
         return PlannedTraining(fits=False, sections=refused(refusal))
     report = report_of(decision, rated_bytes=machine.rated_bytes)
     report = replace(report, notes=(*machine.notes, *report.notes))
