@@ -128,18 +128,19 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
     means, sources, watts = machine.means, machine.notes, machine.watts
     run = run_of(options, watts)
     settings = settings_of(options)
-    whole, tiled = training, None
-    if options.tiling == "auto":
+    whole, tiled, is_cut = training, None, options.tiling == "auto"
+    if is_cut:
         room = means.room_for_layers(training)
         tiled = tiled_by_room(model, width=training.width, room=room)
         training = training if tiled is None else replace(training, model=tiled.model)
     try:
-        decision = decide(training, means, **settings)
+        whole_model = model if is_cut else None
+        decision = decide(training, means, **settings, whole_model=whole_model)
     except CapacityError as error:
         from infinity_engine.sim.remedies import explain_refusal
         from infinity_engine.sim.report import notes_of_ranks
 
-        explained = explain_refusal(whole, means, **settings, tiling=options.tiling == "auto")
+        explained = explain_refusal(whole, means, **settings, tiling=is_cut)
         refusal = with_options(explained, machine)
         refusal = replace(refusal, notes=(*sources, *refusal.notes, *notes_of_ranks(means)))
         return PlanAnswer(
@@ -181,7 +182,7 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
         )
     elif run is not None and options.watts is None and watts is not None:
         notes += ("energy is what the GPUs alone draw at most: give --watts for the whole machine",)
-    if options.tiling == "auto" and tiled is None:
+    if is_cut and tiled is None:
         notes += ('tiling="auto" cuts no layer: the device has room for each, with its gradient',)
     report = replace(report, notes=notes)
     return PlanAnswer(

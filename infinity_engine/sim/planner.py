@@ -12,6 +12,7 @@ from fractions import Fraction
 from math import inf
 
 from infinity_engine.errors import ConfigError
+from infinity_engine.placement.models import ModelShape
 from infinity_engine.placement.training import Means, Training, beside_inputs
 from infinity_engine.plan import Lane, Strategy, Tier
 from infinity_engine.plan.step import BytesPerParameter, Home
@@ -54,15 +55,24 @@ def decide(
     strategy: Strategy | None = None,
     parameters: Tier | None = None,
     subgroup_numel: int | None = None,
+    whole_model: ModelShape | None = None,
 ) -> Decision:
     """Return the best plan; of this strategy, tier and size of subgroups where they are given.
+
+    `whole_model` is that of the training before `tiling="auto"` cut its layers, for advice, which
+    asks for other memory.
 
     Raises:
         CapacityError: nothing fits; the error is that of what comes nearest.
         ConfigError: something is asked for that cannot be, or a rate is missing.
     """
     return Planner(
-        training, means, strategy=strategy, parameters=parameters, subgroup_numel=subgroup_numel
+        training,
+        means,
+        strategy=strategy,
+        parameters=parameters,
+        subgroup_numel=subgroup_numel,
+        whole_model=whole_model,
     ).decide()
 
 
