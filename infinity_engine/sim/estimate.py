@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
-from math import inf
+from math import inf, sqrt
 from typing import NamedTuple
 
 from infinity_engine.errors import ConfigError
@@ -28,6 +28,7 @@ __all__ = ["Pace", "StepEstimate"]
 _STAGING_SETS = 3
 _LEAST_BUFFERS = 2  # for states on drives where gradients stay in memory; else 1 is enough
 _MUCH = 10**15  # bytes or parameters: enough to find what each takes
+_MOVING = (Lane.H2D, Lane.D2H, Lane.NVME_READ, Lane.NVME_WRITE)
 _SOME_RATE = 1.0  # bytes of each nanosecond, for what was not measured
 
 
@@ -116,6 +117,8 @@ class Pace:
     """What drives take for a byte that they only read, or write, as a part of `update`'s."""
     both_ways: Mapping[Lane, float]
     """How many times what it takes in `passing` a byte takes while others go the other way."""
+    host_alone: float
+    """What the host takes for an update while nothing moves, as a part of `update`'s."""
     computing: _Computing
 
     @classmethod
@@ -128,6 +131,7 @@ class Pace:
         alone = means.alone or means.rates
         passing = _lane_times(LaneClocks(alone, free=free))
         both = _lane_times(LaneClocks(alone.both_at_once(), free=free))
+        host_ns, host_alone_ns = (times[Lane.HOST].each_ns for times in (update, passing))
         return cls(
             update,
             passing,
@@ -136,6 +140,7 @@ class Pace:
                 lane: both[lane].each_ns / time.each_ns if time.each_ns else 1.0
                 for lane, time in passing.items()
             },
+            min(host_alone_ns / host_ns, 1.0) if host_ns else 1.0,
             _Computing.of(training, means),
         )
 
@@ -398,37 +403,10 @@ class StepEstimate:
 
     def _ns(self, parts: Parts, fetched: float, spill: _Spill) -> float:
         sizing, numel = self._sizing, self._sizing.numel
-        states = 4 * (1 + len(sizing.state_names))
         visiting, resident = parts.visiting * numel, parts.resident * numel
         on_host = max(numel - visiting - resident, 0)
-        values = self._parameters if self._tier is Tier.NVME else 0
-        # Values without copies are the masters: an update on the host reads its own.
-        masters = sizing.width * on_host if values and not sizing.formats.has_copies else 0
-        on_device = visiting + resident
-        io = on_host + visiting if self._drives else 0
-        # What a lane moves or updates, and of how many parameters: each subgroup costs a start.
-        work = {
-            Lane.HOST: (on_host, on_host),
-            Lane.DEVICE: (on_device, on_device),
-            Lane.H2D: (
-                states * visiting + (0 if self._at_home else sizing.width * on_host),
-                visiting + (0 if self._at_home else on_host),
-            ),
-            Lane.D2H: (
-                states * visiting + (sizing.width * on_device if self._at_home else 0),
-                visiting + (on_device if self._at_home else 0),
-            ),
-            Lane.NVME_READ: (spill.states + masters + spill.gradients * self._micro_batches, io),
-            Lane.NVME_WRITE: (spill.states + values, io),
-        }
-        pace, largest = self._pace.update, self._largest
-        lanes = {}
-        for lane, (amount, moved) in work.items():
-            each_ns, start_ns = pace[lane]
-            lanes[lane] = each_ns * amount + start_ns + start_ns * moved / largest
-        longer = max(self._pace.one_way, key=lanes.__getitem__)
-        both_ns = min(lanes[lane] for lane in self._pace.one_way)
-        lanes[longer] = both_ns + self._pace.one_way[longer] * (lanes[longer] - both_ns)
+        values = self._values_on_drives
+        lanes = self._lanes_of_update(on_host, visiting, resident, spill)
         crossing_ns = self._crossing_ns(lanes, fetched) if visiting else 0.0
         updating = self._pipelined(lanes, spill, crossing_ns, parts)
         computing = self._pace.computing
@@ -473,6 +451,51 @@ class StepEstimate:
         )
         # The next forward does not wait for gradients to come down.
         return updating_ns + backward_ns + more * max(next_forward_ns + making_ns, sending_ns)
+
+    def _lanes_of_update(
+        self, on_host: float, visiting: float, resident: float, spill: _Spill
+    ) -> dict[Lane, float]:
+        """Return how long each lane works in an update of so many parameters."""
+        sizing, values = self._sizing, self._values_on_drives
+        states = 4 * (1 + len(sizing.state_names))
+        # Values without copies are the masters: an update on the host reads its own.
+        masters = sizing.width * on_host if values and not sizing.formats.has_copies else 0
+        on_device = visiting + resident
+        io = on_host + visiting if self._drives else 0
+        # What a lane moves or updates, and of how many parameters: each subgroup costs a start.
+        work = {
+            Lane.HOST: (on_host, on_host),
+            Lane.DEVICE: (on_device, on_device),
+            Lane.H2D: (
+                states * visiting + (0 if self._at_home else sizing.width * on_host),
+                visiting + (0 if self._at_home else on_host),
+            ),
+            Lane.D2H: (
+                states * visiting + (sizing.width * on_device if self._at_home else 0),
+                visiting + (on_device if self._at_home else 0),
+            ),
+            Lane.NVME_READ: (spill.states + masters + spill.gradients * self._micro_batches, io),
+            Lane.NVME_WRITE: (spill.states + values, io),
+        }
+        pace, largest = self._pace.update, self._largest
+        lanes = {}
+        for lane, (amount, moved) in work.items():
+            each_ns, start_ns = pace[lane]
+            lanes[lane] = each_ns * amount + start_ns + start_ns * moved / largest
+        longer = max(self._pace.one_way, key=lanes.__getitem__)
+        both_ns = min(lanes[lane] for lane in self._pace.one_way)
+        lanes[longer] = both_ns + self._pace.one_way[longer] * (lanes[longer] - both_ns)
+        lanes[Lane.HOST] = self._host_ns(lanes)
+        return lanes
+
+    def _host_ns(self, lanes: Mapping[Lane, float]) -> float:
+        """Return how long the host updates, which is disturbed while something moves."""
+        beside_ns, moving_ns = lanes[Lane.HOST], max(lanes[lane] for lane in _MOVING)
+        alone_ns = self._pace.host_alone * beside_ns
+        if beside_ns <= moving_ns or alone_ns == beside_ns:
+            return beside_ns
+        # t = alone + (beside - alone) moving / t
+        return (alone_ns + sqrt(alone_ns**2 + 4 * (beside_ns - alone_ns) * moving_ns)) / 2
 
     def _both_ways_ns(
         self, one: tuple[Lane, float], other: tuple[Lane, float]

@@ -362,8 +362,16 @@ class _Disturbance:
                 amounts[lane] = amounts.get(lane, 0) + amount
         if read_too:
             amounts[Lane.NVME_READ] = read + read_too
-        computing_ns = self._computing_ns(backward=False) if deferred and means.unified else 0
+        computing_ns = 0
+        if deferred and means.unified:
+            computing_ns = self._computing_ns(backward=False)
+        elif deferred:
+            fetched = sum(needs.fetches * needs.fetched for needs in self._work.modules)
+            amounts[Lane.H2D] = amounts.get(Lane.H2D, 0) + fetched
         rates, kept = self._shared(alone, beside, amounts, computing_ns)
+        if fetching.h2d_bytes_per_s and alone.h2d_bytes_per_s and rates.h2d_bytes_per_s:
+            left = rates.h2d_bytes_per_s / alone.h2d_bytes_per_s  # by updates, of what it has alone
+            fetching = replace(fetching, h2d_bytes_per_s=left * fetching.h2d_bytes_per_s)
         return rates, fetching, ComputeTime(self._compute_rate, kept)
 
     def beside_moves(self, *, backward: bool, stays: int) -> tuple[Rates, ComputeTime]:

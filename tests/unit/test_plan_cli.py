@@ -166,6 +166,18 @@ def test_in_json_it_is_one_object_with_the_plan(plan: Any) -> None:
     )
 
 
+def test_no_step_is_longer_with_a_little_more_gpu_memory(plan: Any) -> None:
+    """On a few GiB, whether updates go on beside what a forward fetches turns here."""
+    asked = ("--model", "llama-3-8b", "--ram", "256GiB", "--sequence", "256", "--json")
+    steps = [
+        json.loads(plan(*asked, "--gpu-mem", memory)[1])["step_s"]
+        for memory in ("6GiB", "6.5GiB", "8GiB")
+    ]
+
+    assert steps[1] <= 1.005 * steps[0]
+    assert steps[2] <= 1.005 * steps[1]
+
+
 @pytest.mark.parametrize("memory", [pytest.param("24GiB", marks=pytest.mark.slow), "48GiB"])
 def test_what_is_worth_something_is_worth_buying(plan: Any, memory: str) -> None:
     large = ("--model", "llama-3.1-405b", "--gpus", "1", "--ram", "512GiB", "--nvme", "10TB")

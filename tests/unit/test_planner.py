@@ -336,6 +336,17 @@ def test_it_does_so_with_drives_as_the_command_line_asks(seed: int) -> None:
     assert slower_than_the_best(seed, varied_case) <= 1.03
 
 
+def disturbed_case(seed: int) -> tuple[Training, Means]:
+    """Return a machine of which everything is faster while nothing disturbs it."""
+    training, there = varied_case(seed)
+    return training, replace(there, alone=faster(there.rates, 1.6))
+
+
+@pytest.mark.parametrize("seed", [3, 7, 9, 17, 25, 27, 39])
+def test_it_does_so_where_updates_and_copies_disturb_one_another(seed: int) -> None:
+    assert slower_than_the_best(seed, disturbed_case) <= 1.03
+
+
 @pytest.mark.parametrize(
     ("seed", "tier", "strategy"),
     [
@@ -957,6 +968,19 @@ def test_a_backward_takes_as_long_as_links_move_its_bytes_both_ways() -> None:
     rest = moved[Lane.H2D] + moved[Lane.D2H] - 2 * both
     assert both
     assert end_ns - begin_ns >= 0.99e9 * (both / 1e9 + rest / 25e9)
+
+
+def test_what_a_forward_fetches_disturbs_the_update_beside_it() -> None:
+    there = replace(means(0.55, 100), rates=replace(DESKTOP, nvme={}))
+    there = replace(there, alone=faster(there.rates, 2.0))
+    choice = Choice(strategy=HostOnly(), parameters=Tier.HOST, subgroup_numel=2**22)
+    beside, apart = (
+        Planner(replace(training_of(SMALL), overlap=overlap), there).candidate(choice).timeline
+        for overlap in (True, False)
+    )
+
+    assert apart.update_busy_ns[Lane.HOST] == pytest.approx(1e9 * SMALL.numel / 3e9, rel=0.01)
+    assert beside.update_busy_ns[Lane.HOST] > 1.1 * apart.update_busy_ns[Lane.HOST]
 
 
 def test_an_estimate_knows_that_an_update_reads_masters_of_32_bits_from_drives() -> None:
