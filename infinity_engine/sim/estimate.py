@@ -117,8 +117,9 @@ class Pace:
     """What drives take for a byte that they only read, or write, as a part of `update`'s."""
     both_ways: Mapping[Lane, float]
     """How many times what it takes in `passing` a byte takes while others go the other way."""
-    host_alone: float
-    """What the host takes for an update while nothing moves, as a part of `update`'s."""
+    alone: Mapping[Lane, float]
+    """What updates take while nothing moves, and moves while nothing is updated, as a part of
+    `update`'s."""
     computing: _Computing
 
     @classmethod
@@ -131,7 +132,6 @@ class Pace:
         alone = means.alone or means.rates
         passing = _lane_times(LaneClocks(alone, free=free))
         both = _lane_times(LaneClocks(alone.both_at_once(), free=free))
-        host_ns, host_alone_ns = (times[Lane.HOST].each_ns for times in (update, passing))
         return cls(
             update,
             passing,
@@ -140,7 +140,10 @@ class Pace:
                 lane: both[lane].each_ns / time.each_ns if time.each_ns else 1.0
                 for lane, time in passing.items()
             },
-            min(host_alone_ns / host_ns, 1.0) if host_ns else 1.0,
+            {
+                lane: min(both[lane].each_ns / time.each_ns, 1.0) if time.each_ns else 1.0
+                for lane, time in update.items()
+            },
             _Computing.of(training, means),
         )
 
@@ -485,17 +488,25 @@ class StepEstimate:
         longer = max(self._pace.one_way, key=lanes.__getitem__)
         both_ns = min(lanes[lane] for lane in self._pace.one_way)
         lanes[longer] = both_ns + self._pace.one_way[longer] * (lanes[longer] - both_ns)
-        lanes[Lane.HOST] = self._host_ns(lanes)
+        self._disturb(lanes)
         return lanes
 
-    def _host_ns(self, lanes: Mapping[Lane, float]) -> float:
-        """Return how long the host updates, which is disturbed while something moves."""
-        beside_ns, moving_ns = lanes[Lane.HOST], max(lanes[lane] for lane in _MOVING)
-        alone_ns = self._pace.host_alone * beside_ns
-        if beside_ns <= moving_ns or alone_ns == beside_ns:
-            return beside_ns
-        # t = alone + (beside - alone) moving / t
-        return (alone_ns + sqrt(alone_ns**2 + 4 * (beside_ns - alone_ns) * moving_ns)) / 2
+    def _disturb(self, lanes: dict[Lane, float]) -> None:
+        """Let the host's updates be disturbed only while something moves, and what moves while the
+        host updates: the shorter of the two is so all the time.
+        """
+        moving = max(_MOVING, key=lanes.__getitem__)
+        longer, shorter_ns = (Lane.HOST, lanes[moving])
+        if lanes[Lane.HOST] < lanes[moving]:
+            longer, shorter_ns = moving, lanes[Lane.HOST]
+        beside_ns, alone = lanes[longer], self._pace.alone[longer]
+        if alone == 1 or not beside_ns:
+            return
+        alone_ns = alone * beside_ns
+        # t = alone + (beside - alone) shorter / t
+        found_ns = (alone_ns + sqrt(alone_ns**2 + 4 * (beside_ns - alone_ns) * shorter_ns)) / 2
+        for lane in (Lane.HOST,) if longer is Lane.HOST else _MOVING:
+            lanes[lane] *= max(found_ns / beside_ns, self._pace.alone[lane])
 
     def _both_ways_ns(
         self, one: tuple[Lane, float], other: tuple[Lane, float]

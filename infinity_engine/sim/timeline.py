@@ -238,13 +238,14 @@ class _Lanes:
         """Return how long a lane moves so many bytes at least; 0 where there are none."""
         return self._alone.duration_ns(lane, nbytes) if nbytes > 0 else 0
 
-    def read(self, nbytes: int, after_ns: int) -> int:
-        """Read a parameter and return when it is there.
+    def read(self, nbytes: int, after_ns: int, *, begin_ns: int) -> int:
+        """Read a parameter, in a pass that begins then, and return when it is there.
 
         Until it can be read, the drives go on with what comes next.
         """
         duration_ns = self._moving.duration_ns(Lane.NVME_READ, nbytes)
-        return max(self.work(Lane.NVME_READ, duration_ns, 0, nbytes), after_ns + duration_ns)
+        read_ns = self.work(Lane.NVME_READ, duration_ns, begin_ns, nbytes)
+        return max(read_ns, after_ns + duration_ns)
 
 
 class _LeastStep:
@@ -521,9 +522,7 @@ class _TimedStep:
         if more:
             gathered_ns = self._wire.busy_ns
             # The next forward does not wait for gradients to come down.
-            again_ns, again_end_ns = self._backward(
-                self._forward(made_ns, deferred=False, first=False)
-            )
+            again_ns, again_end_ns = self._backward(self._forward(made_ns, deferred=False))
             # Made, or sent: where a link is slower than computing, its gradients queue up.
             repeated_ns = more * max(again_ns - made_ns, again_end_ns - end_ns)
             gathering_ns += more * (self._wire.busy_ns - gathered_ns)
@@ -539,16 +538,16 @@ class _TimedStep:
             gathering_ns=gathering_ns,
         )
 
-    def _beside_moves(self, *, backward: bool, first: bool = False) -> ComputeTime:
+    def _beside_moves(self, *, backward: bool) -> ComputeTime:
         """Return how long modules compute in a pass without updates, and let what they read and
         write take its time beside them.
         """
-        stays = 0 if first else self._room.resident.limit  # of the last pass, at most
+        stays = self._room.resident.used  # of the last pass
         rates, computing_ns = self._disturbance.beside_moves(backward=backward, stays=stays)
         self._lanes.move_at(rates)
         return computing_ns
 
-    def _forward(self, begin_ns: int, *, deferred: bool, first: bool = True) -> int:
+    def _forward(self, begin_ns: int, *, deferred: bool) -> int:
         """Run all modules, from `begin_ns` on at the earliest; return when the last has ended.
 
         Beside an update, modules are handed what it has made: they wait for no drive to have
@@ -557,9 +556,7 @@ class _TimedStep:
         numbered = enumerate(self._plan.steps.ops if deferred else ())
         updates = {op.subgroup: number for number, op in numbered if isinstance(op, UpdateOp)}
         end_ns = begin_ns
-        duration_ns = (
-            self._beside_update_ns if deferred else self._beside_moves(backward=False, first=first)
-        )
+        duration_ns = self._beside_update_ns if deferred else self._beside_moves(backward=False)
         self._room.begin_pass()
         for number, needs in enumerate(self._work.modules):
             fetched, ready_ns = needs, begin_ns
@@ -568,7 +565,7 @@ class _TimedStep:
                 self._update.run_until(max(ops))
                 ready_ns = max(self._lanes.clocks.times[op].end_ns for op in ops)
                 fetched = needs._replace(read=0)
-            arrived_ns = max(self._fetch(number, fetched, ready_ns), begin_ns)
+            arrived_ns = self._fetch(number, fetched, ready_ns, begin_ns=begin_ns)
             end_ns = self._run(number, needs, duration_ns(needs.flops), arrived_ns)
         if deferred:
             self._update.finish()
@@ -716,7 +713,7 @@ class _TimedStep:
         self._room.begin_pass(backward=True)
         for number in reversed(range(len(self._work.modules))):
             needs = self._work.modules[number].of_backward()
-            arrived_ns = max(self._fetch(number, needs, 0), begin_ns)
+            arrived_ns = self._fetch(number, needs, 0, begin_ns=begin_ns)
             duration_ns = computing_ns(0, needs.backward_flops, needs.again * needs.flops)
             made_ns = self._run(number, needs, duration_ns, arrived_ns)
             if has_wire:
@@ -731,18 +728,21 @@ class _TimedStep:
             end_ns = made_ns if made_ns > end_ns else end_ns
         return all_made_ns, end_ns
 
-    def _fetch(self, number: int, needs: _Needs, after_ns: int) -> int:
-        """Let what a module needs be there; return when it is."""
+    def _fetch(self, number: int, needs: _Needs, after_ns: int, *, begin_ns: int) -> int:
+        """Let what a module needs be there in a pass that begins then; return when it is.
+
+        Links may go on from the pass before; drives are at the rates of this one.
+        """
         if not needs.fetched or self._room.need(number):
-            return after_ns
+            return max(after_ns, begin_ns)
         after_ns, fetches = max(after_ns, self._room.make(number)), needs.fetches
         if needs.read:
-            after_ns = self._lanes.read(fetches * needs.read, after_ns)
+            after_ns = self._lanes.read(fetches * needs.read, after_ns, begin_ns=begin_ns)
         if self._compute is Lane.DEVICE:
             nbytes, copies = fetches * needs.fetched, fetches * needs.fetched_copies
             after_ns = self._lanes.move(Lane.H2D, nbytes, after_ns, copies=copies)
         self._room.admit(number, after_ns)
-        return after_ns
+        return max(after_ns, begin_ns)
 
     def _run(self, number: int, needs: _Needs, duration_ns: int, after_ns: int) -> int:
         """Let a module compute, whole on each rank; return when it has."""

@@ -320,7 +320,7 @@ def slower_than_the_best(seed: int, case: Case = random_case) -> float:
     return 1.0 if faster is None else best.timeline.ns / faster.timeline.ns
 
 
-@pytest.mark.parametrize("seed", [*range(4), 21, 48, 93, 102, 111, 113, 128, 201, 918])
+@pytest.mark.parametrize("seed", [*range(4), 21, 48, 93, 102, 111, 113, 128, 201, 686, 918])
 def test_it_picks_what_is_within_3_percent_of_the_best_of_all_and_keeps_the_budgets(
     seed: int,
 ) -> None:
@@ -342,7 +342,7 @@ def disturbed_case(seed: int) -> tuple[Training, Means]:
     return training, replace(there, alone=faster(there.rates, 1.6))
 
 
-@pytest.mark.parametrize("seed", [3, 7, 9, 17, 25, 27, 39])
+@pytest.mark.parametrize("seed", [3, 5, 9, 13, 17, 25, 34, 37])
 def test_it_does_so_where_updates_and_copies_disturb_one_another(seed: int) -> None:
     assert slower_than_the_best(seed, disturbed_case) <= 1.03
 
@@ -928,16 +928,19 @@ def test_a_step_takes_at_least_as_long_as_each_link_moves_its_bytes(seed: int) -
         assert timeline.ns >= links.duration_ns(lane, nbytes), lane
 
 
+@pytest.mark.parametrize("overlap", [None, False])
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("host", [0.4, 0.5, 0.7])
 def test_each_phase_takes_as_long_as_the_drives_read_and_write_its_bytes(
-    host: float, accumulation: int
+    host: float, accumulation: int, overlap: bool | None
 ) -> None:
-    """A backward reads parameters and writes gradients, a forward reads beside an update."""
+    """A backward reads parameters and writes gradients, a forward reads beside an update, or when
+    it has ended.
+    """
     drive = DriveRates(read_bytes_per_s=2e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2e9)
     there = means(0.55, host, 100)
     there = replace(there, rates=replace(there.rates, nvme={"a": drive}))
-    training = training_of(SMALL, accumulation=accumulation)
+    training = replace(training_of(SMALL, accumulation=accumulation), overlap=overlap)
     timeline = decide(training, there, parameters=Tier.NVME).best.timeline
 
     for name, begin_ns, end_ns in timeline.cuts:
@@ -951,7 +954,7 @@ def test_each_phase_takes_as_long_as_the_drives_read_and_write_its_bytes(
         )
         least_s = drive.seconds(read, written)
         assert least_s
-        assert end_ns - begin_ns >= 0.99e9 * least_s, name  # spans may begin before their phase
+        assert end_ns - begin_ns >= 0.999e9 * least_s, name
 
 
 def test_a_backward_takes_as_long_as_links_move_its_bytes_both_ways() -> None:
