@@ -461,7 +461,8 @@ def with_options(refusal: Refusal, machine: AskedMachine) -> Refusal:
     """
 
     def words(remedy: Remedy) -> str:
-        more, there, moved = remedy.more, refusal.there, machine.moved_bytes
+        more, there = remedy.more, refusal.there
+        moved = machine.moved_bytes if remedy.moved is None else remedy.moved
         device, host, nvme = there.device + more.device, there.host + more.host, there.nvme
         nvme += more.nvme
         # Moved inputs are taken off what is given, and go to drives that have room for them.

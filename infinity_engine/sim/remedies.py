@@ -68,6 +68,8 @@ class Remedy:
 
     change: str
     more: Needs
+    moved: int | None = None
+    """Inputs of blocks that are moved then, of all ranks; None: as many as without it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -382,11 +384,19 @@ def _with_lower_activations(planner: Planner, alone: list[Needs], before: str) -
         richer = planner
         if changes is not _chunked_loss:  # else the change is no larger than it has to be
             least = planner.with_training(lowest)
-            richer = _with_more(planner, next(_amounts(least), Needs(0, 0, 0)))
+            more = next(_amounts(least), Needs(0, 0, 0))
+            if more.nvme:  # to which inputs go then, if they were on the host
+                more = replace(more, nvme=more.nvme + _moved(lowest, planner))
+            richer = _with_more(planner, more)
         for words, after in changes(richer):
-            more = next(_amounts(planner.with_training(after)), None)
-            if more is not None:
-                yield _adding(more, before=f"{before}{words} and ")
+            least_more = next(_amounts(planner.with_training(after)), None)
+            if least_more is not None:
+                remedy = _adding(least_more, before=f"{before}{words} and ")
+                yield replace(remedy, moved=_moved(after, planner))
+
+
+def _moved(training: Training, planner: Planner) -> int:
+    return planner.means.ranks * training.input_bytes() if training.inputs_moved else 0
 
 
 def _lower_activations(

@@ -239,6 +239,20 @@ def test_what_a_remedy_says_fits_when_it_is_given(plan: Any, arguments: tuple[st
         assert plan(*without_drives(asked, given), *given)[0] == 0, given
 
 
+def test_inputs_of_smaller_batches_take_less_of_the_drives_that_a_remedy_adds(plan: Any) -> None:
+    """Without drives they are on the host; with some, these take them as well."""
+    batch = ("--lora", "8", "--batch", "16", "--offload-inputs")
+    asked = ("--model", "llama-3-8b", *batch, "--gpus", "1", "--gpu-mem", "8GiB", "--ram", "16GiB")
+    remedies = json.loads(plan(*asked, "--json")[1])["remedies"]
+    [change] = [it["change"] for it in remedies if it["change"].startswith("16 micro-batches")]
+
+    options = [word for option in re.findall(r"--[^()]*", change) for word in option.split()]
+    assert options[:4] == ["--batch", "1", "--accumulation", "16"]
+    assert plan(*asked, *options)[0] == 0
+    enough = int(options[-1].removesuffix("GiB"))
+    assert plan(*asked, *options[:-1], f"{0.95 * enough:.2f}GiB")[0] == 1
+
+
 def without_drives(asked: tuple[str, ...], given: list[str]) -> list[str]:
     """Return what is asked, without drives where they are given: they may be said once."""
     words = [part for word in asked for part in word.split("=")]
