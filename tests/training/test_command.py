@@ -161,7 +161,24 @@ def test_layers_are_cut_anew_for_the_memory_that_a_refusal_asks_for(
 
     assert planned(4 + 1.001 * float(more)).fits
     assert not planned(0.97 * (4 + float(more))).fits
-    assert "NVMe" not in refused.split("whatever")[-1]  # with drives, layers stay whole
+
+
+def test_drives_are_offered_for_whole_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engine leaves whole where there are drives needs more of the device, too."""
+    small = ResolvedBudget(device=16 << 20, host=700 << 20, nvme={})
+    said = {
+        tiling: refusal_of(tmp_path, monkeypatch, LARGE_HEAD, small, {"tiling": tiling})
+        for tiling in ("off", "auto")
+    }
+
+    drives = {
+        tiling: re.findall(r".*more of NVMe", text, re.MULTILINE) for tiling, text in said.items()
+    }
+    assert drives["auto"] == drives["off"]
+    assert drives["auto"]
+    assert "MiB more of the host" in said["auto"]
 
 
 def refusal_of(

@@ -151,9 +151,13 @@ def _planned(
         decision = decide(training, means, **limits)
     except CapacityError:
         explained = explain_refusal(whole, means, **limits, tiling=is_cut)
-        if is_cut:  # with drives, layers would be left whole
-            kept = tuple(remedy for remedy in explained.remedies if not remedy.more.nvme)
-            explained = replace(explained, remedies=kept)
+        if is_cut:  # drives leave layers whole
+            with_drives = explain_refusal(whole, means, **limits).remedies
+            remedies = (
+                *(remedy for remedy in with_drives if remedy.more.nvme),
+                *(remedy for remedy in explained.remedies if not remedy.more.nvme),
+            )
+            explained = replace(explained, remedies=remedies)
         refusal = _for_train(explained, training, means)
         return PlannedTraining(fits=False, sections=refused(refusal))
     report = report_of(decision, rated_bytes=machine.rated_bytes)
