@@ -341,10 +341,12 @@ def _found(name: str, sheets: Sequence[_Sheet], field: str) -> tuple[_Sheet, ...
 def _words(name: str) -> list[str]:
     """Return the letters and numbers of a name, apart: "rtx4090", "RTX 4090" and "4090" meet."""
     # what drivers add to a name: "NVIDIA H100 80GB HBM3", "A100-SXM4-80GB"
-    plain = re.sub(r"\b(nvidia|geforce|hbm\w*|generation)\b", " ", name.lower())
+    added = r"\b(nvidia|geforce|hbm\w*|generation|workstation|server|edition)\b"
+    plain = re.sub(added, " ", name.lower())
     plain = re.sub(r"\bsxm\d\b", "sxm", plain)
     plain = re.sub(r"(\d)\s*(gib|gb|tb)\b", r"\1 \2", plain)
     plain = re.sub(r"\b(rtx)(?=\d)", r"\1 ", plain)
+    plain = re.sub(r"\b(\d{4})(?=(ti|super)\b)", r"\1 ", plain)  # "4070ti"
     return re.findall(r"[a-z0-9.]+", plain)
 
 

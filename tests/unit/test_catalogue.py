@@ -91,6 +91,11 @@ def test_names_are_not_given_twice() -> None:
         ("NVIDIA A100-SXM4-80GB", "A100 SXM 80 GB"),
         ("NVIDIA H100 80GB HBM3", "H100 SXM 80 GB"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada 48 GB"),
+        ("4070ti", "RTX 4070 Ti 12 GB"),
+        (
+            "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+            "RTX PRO 6000 Blackwell 96 GB",
+        ),
     ],
 )
 def test_a_gpu_is_found_by_what_people_and_drivers_call_it(name: str, first: str) -> None:
