@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,8 @@ from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.units import GiB
 
 if TYPE_CHECKING:
+    from infinity_engine.advice.advising import Advice
+    from infinity_engine.advice.course import TrainingRun
     from infinity_engine.placement.training import Training
     from infinity_engine.sim.remedies import Refusal
 
@@ -171,20 +173,20 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
 
     tiles = None if tiled is None else tile_advice(whole, tiled, step_s_of)
     more = engine_settings(precision, training, drives=machine.moved_to_drives)
-    if options.tiling == "auto":
+    if is_cut:
         more["tiling"] = "auto"
-    report = replace(report, settings={**report.settings, **more})
     # Where the rates come from stands first: all else follows from them.
     notes = (*sources, *report.notes)
-    if run is not None and advice.run is None:
+    if more["precision"] != precision:
+        width = "32" if precision == "fp32" else "16"
         notes += (
-            "what a run takes is unknown without a rate of computing: give --tflops, or --rates",
+            f'precision="model" leaves each parameter as it is loaded, without autocast: load the '
+            f"base in {width} bits, and adapters in fp32",
         )
-    elif run is not None and options.watts is None and watts is not None:
-        notes += ("energy is what the GPUs alone draw at most: give --watts for the whole machine",)
+    notes += tuple(_notes_of_run(run, advice, is_given=options.watts is not None, watts=watts))
     if is_cut and tiled is None:
         notes += ('tiling="auto" cuts no layer: the device has room for each, with its gradient',)
-    report = replace(report, notes=notes)
+    report = replace(report, settings={**report.settings, **more}, notes=notes)
     return PlanAnswer(
         status=0,
         sections=answer(report, training, advice, ways, tiles, full=options.full),
@@ -198,6 +200,16 @@ def answer_to(options: argparse.Namespace) -> PlanAnswer:
         },
         page=partial(page, report, training, advice, ways, tiles),
     )
+
+
+def _notes_of_run(
+    run: TrainingRun | None, advice: Advice, *, is_given: bool, watts: float | None
+) -> Iterator[str]:
+    """Yield what is not known of a whole run; `is_given`: the caller says what it draws."""
+    if run is not None and advice.run is None:
+        yield "what a run takes is unknown without a rate of computing: give --tflops, or --rates"
+    elif run is not None and not is_given and watts is not None:
+        yield "energy is what the GPUs alone draw at most: give --watts for the whole machine"
 
 
 def _page_of(refusal: Refusal) -> str:

@@ -501,6 +501,8 @@ def test_the_settings_of_an_answer_make_the_training_that_was_planned(
     assert config.accumulation_steps == 4
     assert config.activations == ActivationsConfig(**activations)
     assert config.subgroup_numel == answer["settings"]["subgroup_numel"]
+    is_other = precision == "model"
+    assert is_other == any("load the base in 16 bits" in note for note in answer["notes"])
     said = plan(*asked)[1]
     assert re.search(rf"^precision +{precision}", said, re.MULTILINE)
     recomputes = re.search(r"^activations .*recompute=blocks", said, re.MULTILINE)
