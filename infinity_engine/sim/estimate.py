@@ -416,6 +416,8 @@ class StepEstimate:
         come = self._parameters if self._at_home and not self._means.unified else 0
         again = max(come - fetched, 0)
         read_again = again if values else 0
+        if values and self._means.unified and (spill.states or spill.gradients):
+            read_again = max(values - 2 * sizing.deepest, 0)  # the host has no room for more
         two_modules = sizing.deepest + self._parameters / computing.modules
         waits = bool(again) and fetched < two_modules
         passing, time = partial(self._passing_ns, waits=waits), self._pace.passing
