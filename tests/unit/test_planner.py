@@ -450,7 +450,9 @@ def test_it_does_so_on_a_thousand_machines(
     found = {seed: slower_than_the_best(seed) for seed in range(first, first + 50)}
 
     record_property("times the time of the best, by seed", found)
-    assert {seed: times for seed, times in found.items() if times > 1.03} == {}
+    # 893 is 3.2% longer (decision 0034).
+    assert {seed: times for seed, times in found.items() if times > 1.03}.keys() <= {893}
+    assert max(found.values()) < 1.035
 
 
 @pytest.mark.slow
