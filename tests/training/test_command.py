@@ -174,7 +174,8 @@ def test_drives_are_offered_for_whole_layers(
     }
 
     drives = {
-        tiling: re.findall(r".*more of NVMe", text, re.MULTILINE) for tiling, text in said.items()
+        tiling: re.findall(r".*more of NVMe \(--nvme DIR, .*", text)
+        for tiling, text in said.items()
     }
     assert drives["auto"] == drives["off"]
     assert drives["auto"]

@@ -29,12 +29,12 @@ from infinity_engine.config import ActivationsAt, EngineConfig, Recompute, Tilin
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.placement.tiles import tiled_by_room
 from infinity_engine.plan import Budget, Capacity
-from infinity_engine.units import parse_bytes
+from infinity_engine.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from infinity_engine.placement.models import ModelShape
     from infinity_engine.placement.training import Means, Training
-    from infinity_engine.sim.remedies import Refusal
+    from infinity_engine.sim.remedies import Refusal, Remedy
     from infinity_engine.training.settings import TrainingSettings
 
 __all__ = ["PlannedTraining", "plan_first"]
@@ -195,15 +195,18 @@ def _for_train(refusal: Refusal, training: Training, means: Means) -> Refusal:
     # The engine leaves layers whole that are built on drives.
     absent = ("--tile-sequence", *(("--tiling",) if drives else ()))
 
-    def reworded(change: str) -> str:
+    def reworded(remedy: Remedy) -> str:
+        change = remedy.change
         for option, instead in words.items():
             change = change.replace(option, instead)
-        return change
+        if not remedy.more.nvme:
+            return change
+        return f"{change} (--nvme DIR, with {format_bytes(drives + remedy.more.nvme)} free there)"
 
     return replace(
         refusal,
         remedies=tuple(
-            replace(remedy, change=reworded(remedy.change))
+            replace(remedy, change=reworded(remedy))
             for remedy in refusal.remedies
             if not any(option in remedy.change for option in absent)
         ),
