@@ -440,11 +440,17 @@ def _left_open(planner: Planner) -> Iterator[Remedy]:
     }
     asked = {words: left_open for words, (given, left_open) in opened.items() if given is not None}
     enough = [words for words, left_open in asked.items() if left_open.fits()]
-    if not enough and len(asked) > 1 and Planner(planner.training, planner.means).fits():
-        enough = [", ".join(asked)]
-    yield from (
-        Remedy(f"what is best, left to the planner ({words})", Needs(0, 0, 0)) for words in enough
-    )
+    nothing, best = Needs(0, 0, 0), "what is best, left to the planner"
+    yield from (Remedy(f"{best} ({words})", nothing) for words in enough)
+    if enough or not asked:
+        return
+    words = ", ".join(asked)
+    free = replace(planner, strategy=None, parameters=None, subgroup_numel=None)
+    if len(asked) > 1 and free.fits():
+        yield Remedy(f"{best} ({words})", nothing)
+        return
+    for remedy in islice(_other(free), 1):
+        yield Remedy(f"{best} ({words}), with {remedy.change}", nothing)
 
 
 def _other(planner: Planner) -> Iterator[Remedy]:

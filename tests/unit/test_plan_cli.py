@@ -239,6 +239,18 @@ def test_what_a_remedy_says_fits_when_it_is_given(plan: Any, arguments: tuple[st
         assert plan(*without_drives(asked, given), *given)[0] == 0, given
 
 
+def test_what_fits_with_another_strategy_and_a_change_is_offered(plan: Any) -> None:
+    there = ("--gpus", "1", "--gpu-mem", "8GiB", "--ram", "32GiB", "--nvme", "500GB")
+    asked = ("--model", "llama-3.2-1b", *there, "--batch", "48", "--strategy", "device_only")
+    remedies = json.loads(plan(*asked, "--json")[1])["remedies"]
+    change = remedies[0]["change"]
+
+    assert change.startswith("what is best, left to the planner (--strategy auto), with ")
+    options = [word for option in re.findall(r"--[^()]*", change) for word in option.split()]
+    assert len(options) > 2
+    assert plan(*asked, *options)[0] == 0
+
+
 def test_inputs_of_smaller_batches_take_less_of_the_drives_that_a_remedy_adds(plan: Any) -> None:
     """Without drives they are on the host; with some, these take them as well."""
     batch = ("--lora", "8", "--batch", "16", "--offload-inputs")
