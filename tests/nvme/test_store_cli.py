@@ -587,16 +587,37 @@ def test_a_copy_that_there_is_no_room_for_says_how_much_there_is(
 # --- its output -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("command", "ends"), [("ls", 1), ("verify", 2)])
-def test_an_output_that_cannot_be_written_is_one_line(store: Path, command: str, ends: int) -> None:
+def printing_late() -> dict[str, str]:
+    """Return an environment in which Python keeps what is printed for one write."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ends"),
+    [
+        (["ls", "store"], 1),
+        (["ls", "store", "--json"], 1),
+        (["verify", "store"], 2),
+        (["cp", "store", "copy"], 1),
+        (["doctor", "."], 1),
+        (["--help"], 1),
+        (["--version"], 1),
+        (["verify", "--help"], 1),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_one_line(
+    store: Path, arguments: list[str], ends: int
+) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "deepnvme.cli", command, store],
+            [sys.executable, "-m", "deepnvme.cli", *arguments],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
             check=False,
             timeout=120,
+            cwd=store.parent,
+            env=printing_late(),
         )
 
     assert done.returncode == ends
@@ -626,22 +647,51 @@ def test_a_stream_that_is_closed_changes_no_exit_status(
     assert shown == {1: stream == 1 != closed, 2: stream == 2 != closed}
 
 
-@pytest.mark.parametrize("command", ["ls", "verify"])
-def test_a_reader_that_has_seen_enough_ends_it_with_141(store: Path, command: str) -> None:
+@pytest.mark.parametrize("arguments", [["ls", "store"], ["verify", "store"], ["--help"]])
+def test_a_reader_that_has_seen_enough_ends_it_with_141(store: Path, arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
 
     done = subprocess.run(
-        [sys.executable, "-m", "deepnvme.cli", command, store],
+        [sys.executable, "-m", "deepnvme.cli", *arguments],
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,
         check=False,
         timeout=120,
+        cwd=store.parent,
+        env=printing_late(),
     )
 
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+PRINTS_AND_FAILS = """
+import errno, os, sys
+from deepnvme.cli import ls, main
+
+def run(_):
+    print("printed")
+    raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), "there")
+
+ls.run = run
+sys.exit(main.main(["ls", sys.argv[1]]))
+"""
+
+
+def test_what_was_printed_before_an_error_is_shown(store: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTS_AND_FAILS, store],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=printing_late(),
+    )
+
+    assert (done.returncode, done.stdout) == (1, "printed\n")
+    assert done.stderr.startswith("deepnvme: there: No such file")
 
 
 def test_an_empty_directory_is_used_as_it_is(run: Any, file: Path, tmp_path: Path) -> None:
