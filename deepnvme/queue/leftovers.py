@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from deepnvme.queue.pending import report_escaped
@@ -70,22 +71,32 @@ class Leftover:
         if self._at_work.acquire(blocking=False):
             try:
                 _thread.start_new_thread(_start_thread, ())
-            # No thread is left, or the program ends: the next call starts one, or the exit ends it.
-            except RuntimeError:
+            except BaseException as refusal:
                 self._at_work.release()
+                # No thread is left, or the program ends: the next call starts one, or the exit ends
+                # it.
+                if not isinstance(refusal, RuntimeError):
+                    raise
 
     @classmethod
     def end_all(cls) -> None:
         """End what was handed over until there is none."""
         while True:
-            while cls._waiting:
-                # Listed until it has ended, for end_those_of().
-                cls._waiting[0]._finish()
-                cls._waiting.popleft()
-            # Before the last look: what is handed over from here on starts a thread.
-            cls._at_work.release()
+            try:
+                while cls._waiting:
+                    # Listed until it has ended, for end_those_of().
+                    cls._waiting[0]._finish()
+                    cls._waiting.popleft()
+            finally:
+                # Before the last look: what is handed over from here on starts a thread.
+                cls._at_work.release()
             if not cls._waiting or not cls._at_work.acquire(blocking=False):
                 return
+
+    @classmethod
+    def give_up(cls) -> None:
+        """Let the next call of `hand_over` start a thread, as this one could not."""
+        cls._at_work.release()
 
     @classmethod
     def end_those_of(cls, queue: object) -> None:
@@ -107,12 +118,17 @@ class Leftover:
         with self._ending:
             if self._ended:
                 return
+            failure = None
             try:
                 self._end()
             except Exception as escaped:
-                report_escaped(escaped)
+                failure = escaped
+            # Before the program's own hook sees what failed, which may raise.
             self._ended = True
             self._finalizer.detach()
+            if failure is not None:
+                with suppress(Exception):
+                    report_escaped(failure)
 
 
 def _start_thread() -> None:
@@ -121,6 +137,9 @@ def _start_thread() -> None:
         threading.Thread(target=Leftover.end_all, name="deepnvme-leftovers", daemon=True).start()
     except RuntimeError:  # no thread is left: this one is
         Leftover.end_all()
+    except BaseException:
+        Leftover.give_up()
+        raise
 
 
 os.register_at_fork(after_in_child=Leftover.begin_anew)

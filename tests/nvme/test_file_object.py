@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import io
 import sys
@@ -664,6 +665,70 @@ def test_a_collected_file_whose_write_fails_says_so(tmp_path: Path) -> None:
         gc.collect()
         until(lambda: bool(escaped))
     assert (escaped[0].exc_value.errno, escaped[0].exc_value.path) == (28, str(tmp_path / "f"))
+
+
+FAILS_WITH_A_HOOK_THAT_RAISES = """
+import faulthandler, gc, sys, threading, time
+import deepnvme
+
+faulthandler.dump_traceback_later(30, exit=True)
+kind, folder = sys.argv[1:]
+shown = []
+
+def hook(arguments):
+    shown.append(arguments.exc_type.__name__)
+    raise {"error": ValueError, "exit": SystemExit, "interrupt": KeyboardInterrupt}[kind]
+
+threading.excepthook = hook
+plan = deepnvme.FaultPlan().fail(nth=1, errno=28, requests=deepnvme.Requests.WRITES)
+queue = deepnvme.IOQueue("threads", faults=plan)
+
+def leave_in_a_cycle(name):
+    holder = [deepnvme.open(f"{folder}/{name}", "wb", queue=queue)]
+    holder[0].write(b"abc")
+    holder.append(holder)
+
+leave_in_a_cycle("a")
+gc.collect()
+while not shown or any(thread.name == "deepnvme-leftovers" for thread in threading.enumerate()):
+    time.sleep(0.001)
+leave_in_a_cycle("b")
+gc.collect()
+while not (written := open(f"{folder}/b", "rb").read()):
+    time.sleep(0.001)
+print(shown[0], written)
+"""
+
+
+@pytest.mark.parametrize("kind", ["error", "exit", "interrupt"])
+def test_collected_files_are_written_where_the_hook_for_an_earlier_one_raises(
+    kind: str, tmp_path: Path
+) -> None:
+    done = run_program(FAILS_WITH_A_HOOK_THAT_RAISES, kind, tmp_path, folder=tmp_path)
+
+    assert output_of(done) == "NVMeError b'abc'\n"
+
+
+def test_a_file_is_written_where_no_thread_could_be_started_for_an_earlier_one(
+    tmp_path: Path,
+) -> None:
+    def leave(name: str) -> None:
+        file = opened(tmp_path / name, "wb")
+        file.write(b"abc")
+        leave_in_a_cycle(file)
+
+    def refuse(*_: Any) -> int:
+        raise MemoryError
+
+    leave("a")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", lambda _: None)
+        patch.setattr(_thread, "start_new_thread", refuse)
+        gc.collect()
+    leave("b")
+    gc.collect()
+
+    until(lambda: [(tmp_path / name).read_bytes() for name in "ab"] == [b"abc"] * 2)
 
 
 def test_a_file_that_is_dropped_is_written_at_once_as_a_file_of_python_is(tmp_path: Path) -> None:
