@@ -59,7 +59,9 @@ class Leftover:
     def __init__(self, end: Callable[[], object], queue: object = None) -> None:
         self._end = end
         self._queue = queue
-        self._ending = _thread.allocate_lock()
+        # Reentrant: a signal handler may close the queue while this thread ends a leftover of it.
+        self._ending = threading.RLock()
+        self._under_way = False
         self._ended = False
         self._owner = os.getpid()
         # At the exit the newest finalizer runs first: this one before that of the queue it needs.
@@ -116,13 +118,16 @@ class Leftover:
         if os.getpid() != self._owner:
             return
         with self._ending:
-            if self._ended:
+            if self._ended or self._under_way:  # then by this thread, below on its stack
                 return
             failure = None
+            self._under_way = True
             try:
                 self._end()
             except Exception as escaped:
                 failure = escaped
+            finally:
+                self._under_way = False
             # Before the program's own hook sees what failed, which may raise.
             self._ended = True
             self._finalizer.detach()

@@ -709,6 +709,54 @@ def test_collected_files_are_written_where_the_hook_for_an_earlier_one_raises(
     assert output_of(done) == "NVMeError b'abc'\n"
 
 
+CLOSED_BY_A_SIGNAL = """
+import _thread, faulthandler, gc, os, signal, sys, threading
+import deepnvme
+
+faulthandler.dump_traceback_later(20, exit=True)
+slow = deepnvme.FaultPlan().delay(delay_us=300_000, every=1)
+queue = deepnvme.IOQueue("threads", faults=slow)
+
+def leave_in_a_cycle():
+    holder = [deepnvme.open(sys.argv[1], "wb", queue=queue)]
+    holder[0].write(b"abc")
+    holder.append(holder)
+
+def refuse(*_):
+    raise RuntimeError("no thread is left")
+
+def close(*_):
+    print("signal")
+    queue.close()
+    sys.exit(9)
+
+signal.signal(signal.SIGTERM, close)
+leave_in_a_cycle()
+# The thread cannot start: the queue's close() ends the file.
+start, _thread.start_new_thread = _thread.start_new_thread, refuse
+gc.collect()
+_thread.start_new_thread = start
+exception = deepnvme.IOFuture.exception
+
+def wait(*arguments):
+    deepnvme.IOFuture.exception = exception
+    signal.raise_signal(signal.SIGTERM)
+    return exception(*arguments)
+
+deepnvme.IOFuture.exception = wait
+queue.close()
+"""
+
+
+def test_a_signal_handler_closes_the_queue_while_a_collected_file_is_written(
+    tmp_path: Path,
+) -> None:
+    done = run_program(CLOSED_BY_A_SIGNAL, tmp_path / "f", folder=tmp_path)
+
+    assert (done.returncode, done.stdout, done.stderr) == (9, "signal\n", "")
+    assert (tmp_path / "f").read_bytes() == b"abc"
+
+
 def test_a_file_is_written_where_no_thread_could_be_started_for_an_earlier_one(
     tmp_path: Path,
 ) -> None:
