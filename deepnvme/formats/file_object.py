@@ -21,7 +21,7 @@ from deepnvme.errors import BatchError, ForkedError, NVMeError
 from deepnvme.memory.arrays import Returns, empty
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.future import IOFuture
-from deepnvme.queue.leftovers import Leftover
+from deepnvme.queue.leftovers import Leftover, watching
 from deepnvme.queue.pipeline import once_there_is_room
 from deepnvme.queue.queue import File, IOQueue, Sync
 from deepnvme.sizes import PAGE, whole_pages
@@ -98,7 +98,7 @@ class FileObject(io.BufferedIOBase):
         self._position = self._end or 0
         # At the end of the program it runs before that of the queue, which is older. It holds the
         # queue, which is thus not collected together with this object.
-        self._finalizer = weakref.finalize(self, _let_go, weakref.ref(self), still_open)
+        self._finalizer = weakref.finalize(self, _let_go, watching(self), still_open)
 
     def readable(self) -> bool:
         """Return whether it was opened for reading."""
@@ -344,7 +344,6 @@ def _let_go(of: weakref.ref[FileObject], still_open: _StillOpen) -> None:
     """Write what a file object has collected, at the end of the program; else let another thread
     close its file.
     """
-    # A weak reference is empty before the finalizers of what is collected run.
     if of() is not None:
         still_open.writer.flush()
     elif not still_open.writer.is_forked:

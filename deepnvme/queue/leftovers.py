@@ -16,11 +16,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from deepnvme.queue.pending import report_escaped
 
-__all__ = ["Leftover", "at_end_of"]
+__all__ = ["Leftover", "at_end_of", "watching"]
+
+_Owner = TypeVar("_Owner")
 
 
 def at_end_of(
@@ -32,13 +34,24 @@ def at_end_of(
     `end` is as in `Leftover`, and must not refer to `owner`. The owner's `__del__` closes it while
     the finalizer is alive: so it is closed at once where its last reference goes.
     """
-    return weakref.finalize(owner, _end_or_hand_over, weakref.ref(owner), end, queue, os.getpid())
+    return weakref.finalize(owner, _end_or_hand_over, watching(owner), end, queue, os.getpid())
+
+
+def watching(owner: _Owner) -> weakref.ref[_Owner]:
+    """Return a weak reference that is empty before the finalizers of what is collected run.
+
+    It has a callback, as only those are cleared before any callback is called: from Python 3.15 on,
+    the collector clears the others after the finalizers.
+    """
+    return weakref.ref(owner, _nothing)
+
+
+def _nothing(_: object) -> None: ...
 
 
 def _end_or_hand_over(
     owner: weakref.ref[object], end: Callable[[], object], queue: object, process: int
 ) -> None:
-    # A weak reference is empty before the finalizers of what is collected run.
     if owner() is not None:
         end()
     elif os.getpid() == process:  # a forked child ends nothing of its parent's

@@ -11,12 +11,14 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import deepnvme
 from deepnvme import (
     ClosedError,
     FaultPlan,
@@ -727,6 +729,32 @@ def test_what_is_collected_where_a_thread_holds_a_lock_ends_later(
 
     assert (output_of(done), done.stderr) == ("", "")
     assert what != "queue" or (tmp_path / "f").read_bytes() == b"abc"
+
+
+def finalizers_of(owner: object) -> list[weakref.finalize[..., Any]]:
+    return [
+        finalizer
+        for finalizer in weakref.finalize._registry  # type: ignore[attr-defined]
+        if (found := finalizer.peek()) is not None and found[0] is owner
+    ]
+
+
+@pytest.mark.parametrize("what", ["queue", "file", "volume"])
+def test_a_finalizer_sees_that_its_owner_is_collected(what: str, tmp_path: Path) -> None:
+    make: dict[str, Callable[[], Any]] = {
+        "queue": IOQueue,
+        "file": lambda: deepnvme.open(tmp_path / "f", "wb"),
+        "volume": lambda: deepnvme.Volume.temporary([tmp_path], PAGE),
+    }
+    with make[what]() as owner:
+        (finalizer,) = finalizers_of(owner)
+        found = finalizer.peek()
+        assert found is not None
+        (seen,) = [given for given in found[2] if isinstance(given, weakref.ref)]
+
+        assert seen() is owner
+        # Python 3.15 clears those without a callback only after the finalizers.
+        assert seen.__callback__ is not None
 
 
 def test_collecting_a_queue_waits_for_no_drive(tmp_path: Path) -> None:
