@@ -24,6 +24,8 @@ __all__ = ["Leftover", "at_end_of", "watching"]
 
 _Owner = TypeVar("_Owner")
 
+_THREADS_OF_QUEUES = frozenset({"deepnvme-futures", "deepnvme-staging"})
+
 
 def at_end_of(
     owner: object, end: Callable[[], object], *, queue: object = None
@@ -121,6 +123,18 @@ class Leftover:
                 leftover._finish()
 
     @classmethod
+    def end_waiting(cls, *, more_than: int = 0) -> None:
+        """End what was handed over, where it is more than that: here or on the other thread.
+
+        For callers that hold no lock. Does nothing in a callback: what is ended may wait for the
+        thread that calls it.
+        """
+        waiting = [leftover for leftover in list(cls._waiting) if not leftover._ended]
+        if len(waiting) > more_than and not _in_callback():
+            for leftover in waiting:
+                leftover._finish()
+
+    @classmethod
     def begin_anew(cls) -> None:
         """Forget what another process has to end, with its thread."""
         cls._waiting = deque()
@@ -147,6 +161,11 @@ class Leftover:
             if failure is not None:
                 with suppress(Exception):
                     report_escaped(failure)
+
+
+def _in_callback() -> bool:
+    """Return whether this is a thread of a queue, which calls callbacks."""
+    return threading.current_thread().name in _THREADS_OF_QUEUES
 
 
 def _start_thread() -> None:
