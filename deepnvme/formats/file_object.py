@@ -54,6 +54,7 @@ def open(  # named as in gzip and bz2
         raise ValueError(f"mode must be one of {', '.join(_MODES)}; got {mode!r}")
     if nbytes != whole_pages(nbytes):
         raise ValueError(f"block_bytes must be a multiple of {PAGE}, got {nbytes}")
+    Leftover.end_if_many()
     with ExitStack() as undo:
         through = queue or undo.enter_context(IOQueue())
         file = undo.enter_context(_opened(through, path, mode))

@@ -24,6 +24,7 @@ __all__ = ["Leftover", "at_end_of", "watching"]
 
 _Owner = TypeVar("_Owner")
 
+_MOST_WAITING = 16  # with the files and memory that each has, before those that make more help
 _THREADS_OF_QUEUES = frozenset({"deepnvme-futures", "deepnvme-staging"})
 
 
@@ -48,7 +49,7 @@ def watching(owner: _Owner) -> weakref.ref[_Owner]:
     return weakref.ref(owner, _nothing)
 
 
-def _nothing(_: object) -> None: ...
+def _nothing(*_: object) -> None: ...
 
 
 def _end_or_hand_over(
@@ -123,11 +124,16 @@ class Leftover:
                 leftover._finish()
 
     @classmethod
+    def end_if_many(cls) -> None:
+        """End what was handed over where it piles up behind the other thread; as `end_waiting`."""
+        cls.end_waiting(more_than=_MOST_WAITING)
+
+    @classmethod
     def end_waiting(cls, *, more_than: int = 0) -> None:
         """End what was handed over, where it is more than that: here or on the other thread.
 
-        For callers that hold no lock. Does nothing in a callback: what is ended may wait for the
-        thread that calls it.
+        For callers that hold no lock. Does nothing in a callback: the other thread may be ending
+        what waits for the thread that calls it.
         """
         waiting = [leftover for leftover in list(cls._waiting) if not leftover._ended]
         if len(waiting) > more_than and not _in_callback():
@@ -157,6 +163,7 @@ class Leftover:
                 self._under_way = False
             # Before the program's own hook sees what failed, which may raise.
             self._ended = True
+            self._end = _nothing  # it stays listed for a while, without memory
             self._finalizer.detach()
             if failure is not None:
                 with suppress(Exception):

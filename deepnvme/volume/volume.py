@@ -190,6 +190,7 @@ class Volume(Closing):
                     f"{os.fspath(spec.path)}: rate and capacity were settled when the volume was "
                     "made. Leave them out to open it"
                 )
+        Leftover.end_if_many()
         with ExitStack() as undo:
             # Made first, so closed last: the files close while their queue still works.
             own = _own_queue(specs, queue, undo)

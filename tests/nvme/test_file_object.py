@@ -653,6 +653,54 @@ def test_a_queue_that_closes_lets_collected_files_write_first(count: int, tmp_pa
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"abc"] * count
 
 
+def open_files_of(folder: Path) -> int:
+    return len({link.resolve() for link in Path("/proc/self/fd").iterdir()} & {*folder.iterdir()})
+
+
+def test_collected_files_do_not_pile_up_behind_the_thread_that_ends_them(tmp_path: Path) -> None:
+    def refuse(*_: Any) -> int:
+        raise RuntimeError("no thread is left")
+
+    most = 0
+    with IOQueue() as queue, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_thread, "start_new_thread", refuse)  # as slow as a thread can be
+        for number in range(60):
+            file = opened(tmp_path / f"{number}", "wb", queue=queue)
+            file.write(b"abc")
+            leave_in_a_cycle(file)
+            del file
+            gc.collect()
+            most = max(most, open_files_of(tmp_path))
+    assert 10 < most < 20
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"abc"] * 60
+
+
+def test_a_callback_opens_a_file_while_collected_ones_wait_for_its_thread(tmp_path: Path) -> None:
+    def refuse(*_: Any) -> int:
+        raise RuntimeError("no thread is left")
+
+    opened_there: list[Any] = []
+    slow = FaultPlan().delay(delay_us=20_000, every=1)
+    with IOQueue("threads", faults=slow) as queue, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_thread, "start_new_thread", refuse)
+        files = [opened(tmp_path / f"{number}", "wb", queue=queue) for number in range(17)]
+        for file in files:
+            file.write(b"abc")
+            leave_in_a_cycle(file)
+        del file, files
+        gc.collect()
+        patch.undo()
+
+        def open_another(_: object) -> None:
+            assert threading.current_thread() is not threading.main_thread()
+            opened_there.append(opened(tmp_path / "another", "wb", queue=queue))
+
+        written = queue.open(tmp_path / "last", "w").pwrite(b"abc")
+        written.add_done_callback(open_another)
+        until(lambda: bool(opened_there))
+        opened_there[0].close()
+
+
 def test_a_collected_file_whose_write_fails_says_so(tmp_path: Path) -> None:
     escaped: list[Any] = []
     plan = FaultPlan().fail(every=1, errno=28, requests=Requests.WRITES)
