@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 import weakref
 from collections import deque
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, NamedTuple
@@ -304,7 +306,8 @@ class FileObject(io.BufferedIOBase):
             )
 
 
-class _StillOpen(NamedTuple):
+@dataclass(eq=False)
+class _StillOpen:
     """What a file object that is not closed has open."""
 
     file: File
@@ -314,12 +317,26 @@ class _StillOpen(NamedTuple):
     queue: IOQueue
     is_shared: bool  # the queue is the caller's
 
+    def __post_init__(self) -> None:
+        # A wrapper that was collected with the file object closes it, and another thread ends it.
+        self._ending = threading.RLock()
+        self._has_ended = False
+
     def end(self) -> None:
         """Wait for all that is under way, and close the file. Interrupted, it can go on.
 
         `writer.raise_failed` has what failed.
         """
-        self.writer.drain()
+        if self.writer.is_forked:  # a thread of the parent may have had the lock
+            self._give_back()
+            return
+        with self._ending:
+            if not self._has_ended:
+                self.writer.drain()
+                self._give_back()
+                self._has_ended = True
+
+    def _give_back(self) -> None:
         self.reader.forget()  # before the memory of its blocks goes
         with suppress(ForkedError):  # a forked child has no part in the queue
             self.queue.forget_pool(self.pool)

@@ -10,6 +10,7 @@ may still need.
 from __future__ import annotations
 
 import _thread
+import gc
 import os
 import threading
 import weakref
@@ -69,6 +70,8 @@ class Leftover:
     to close.
     """
 
+    _found: ClassVar[deque[Leftover]] = deque()  # by the collection under way
+    _collector: ClassVar[int] = 0  # the thread that it runs on
     _waiting: ClassVar[deque[Leftover]] = deque()
     _at_work: ClassVar[_thread.LockType] = _thread.allocate_lock()
 
@@ -84,13 +87,45 @@ class Leftover:
         self._finalizer = weakref.finalize(self, self._finish)
 
     def hand_over(self) -> None:
-        """Let another thread end it. Waits for nothing, and may interrupt itself."""
-        self._waiting.append(self)
-        if self._at_work.acquire(blocking=False):
+        """Let another thread end it: now, or after the collection that this thread is in.
+
+        Waits for nothing, and may interrupt itself.
+        """
+        if self._collector == _thread.get_ident():
+            self._found.append(self)
+        else:
+            self._waiting.append(self)
+            self._have_ended()
+
+    @classmethod
+    def at_collection(
+        cls,
+        phase: str,
+        _details: object,
+        *,
+        ident: Callable[[], int] = _thread.get_ident,  # here also where the program ends
+    ) -> None:
+        """Hand over what a collection has found once it stops: until then, the finalizers of the
+        same garbage may use it, such as that of a wrapper around a file object.
+        """
+        if phase == "start":
+            cls._collector = ident()
+            return
+        cls._collector = 0
+        while cls._found:
+            cls._waiting.append(cls._found[0])  # before it is forgotten, for end_those_of()
+            cls._found.popleft()
+        if cls._waiting:
+            cls._have_ended()
+
+    @classmethod
+    def _have_ended(cls) -> None:
+        """Start the thread, unless it is at work."""
+        if cls._at_work.acquire(blocking=False):
             try:
                 _thread.start_new_thread(_start_thread, ())
             except BaseException as refusal:
-                self._at_work.release()
+                cls._at_work.release()
                 # No thread is left, or the program ends: the next call starts one, or the exit ends
                 # it.
                 if not isinstance(refusal, RuntimeError):
@@ -119,7 +154,7 @@ class Leftover:
     @classmethod
     def end_those_of(cls, queue: object) -> None:
         """End what was handed over and needs that queue, here or on the other thread."""
-        for leftover in list(cls._waiting):
+        for leftover in [*cls._found, *cls._waiting]:
             if leftover._queue is queue:
                 leftover._finish()
 
@@ -143,6 +178,8 @@ class Leftover:
     @classmethod
     def begin_anew(cls) -> None:
         """Forget what another process has to end, with its thread."""
+        cls._found = deque()
+        cls._collector = 0
         cls._waiting = deque()
         cls._at_work = _thread.allocate_lock()
 
@@ -186,4 +223,5 @@ def _start_thread() -> None:
         raise
 
 
+gc.callbacks.append(Leftover.at_collection)
 os.register_at_fork(after_in_child=Leftover.begin_anew)

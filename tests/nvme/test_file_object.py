@@ -8,6 +8,7 @@ import io
 import sys
 import tarfile
 import threading
+import time
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator
@@ -638,6 +639,69 @@ def test_collecting_a_file_leaves_its_writes_to_another_thread(
 
     assert len(threads) == 1
     assert threads != [threading.get_ident()]
+
+
+class WritesAtItsEnd:
+    """Wraps a file object, and takes its time to write to it when it is collected."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._itself = self
+
+    def __del__(self) -> None:
+        time.sleep(0.2)  # a thread that ended the file meanwhile would have done so
+        self._file.write(b"tail")
+        self._file.close()
+
+
+@pytest.mark.parametrize("own_queue", [False, True])
+@pytest.mark.parametrize("is_at_work", [False, True])
+def test_a_wrapper_that_is_collected_with_its_file_writes_to_it(
+    is_at_work: bool, own_queue: bool, tmp_path: Path
+) -> None:
+    slow = FaultPlan().delay(delay_us=100_000, every=1)
+    with IOQueue("threads", faults=slow) as queue:
+        if is_at_work:  # the thread that ends what is collected
+            other = opened(tmp_path / "other", "wb", queue=queue)
+            other.write(b"abc")
+            leave_in_a_cycle(other)
+            del other
+            gc.collect()
+        file = opened(tmp_path / "f", "wb", queue=None if own_queue else queue)
+        file.write(b"head")
+        WritesAtItsEnd(file)
+        del file
+        gc.collect()
+
+        until(lambda: (tmp_path / "f").read_bytes() == b"headtail")
+
+
+@pytest.mark.parametrize("kind", ["text", "zip"])
+def test_many_wrappers_that_are_collected_lose_nothing(kind: str, tmp_path: Path) -> None:
+    shown: list[Any] = []
+
+    def leave(number: int) -> None:
+        file = opened(tmp_path / f"{number}", "wb", queue=queue)
+        wrapper: Any
+        if kind == "text":
+            wrapper = io.TextIOWrapper(file)
+            wrapper.write("abc")
+        else:
+            wrapper = zipfile.ZipFile(file, "w")
+            wrapper.writestr("name", b"abc")
+        leave_in_a_cycle(wrapper)
+
+    with pytest.MonkeyPatch.context() as patch, IOQueue() as queue:
+        patch.setattr(sys, "unraisablehook", shown.append)
+        patch.setattr(threading, "excepthook", shown.append)
+        for number in range(30):
+            leave(number)
+        gc.collect()
+
+    assert shown == []
+    for path in tmp_path.iterdir():
+        data = path.read_bytes() if kind == "text" else zipfile.ZipFile(path).read("name")
+        assert data == b"abc"
 
 
 @pytest.mark.parametrize("count", [1, 4])
