@@ -274,6 +274,50 @@ def test_an_empty_name_of_a_directory_is_wrong_usage(run: Any) -> None:
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        ("store,store", "store is named twice: name each directory of the store once"),
+        ("s,s", "s is named twice"),
+        ("store,./store/", "store and ./store/ are one directory"),
+        ("store,link", "store and link are one directory"),
+    ],
+)
+@pytest.mark.parametrize("command", ["ls", "verify", "cp"])
+def test_a_directory_that_is_named_twice_is_wrong_usage(
+    store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    named: str,
+    told: str,
+    command: str,
+) -> None:
+    monkeypatch.chdir(store.parent)
+    Path("link").symlink_to("store")
+    Path("s").symlink_to("store")
+    more = ["copy.safetensors"] if command == "cp" else []
+    with pytest.raises(SystemExit) as caught:
+        main([command, named, *more])
+
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_directories_whose_names_together_are_longer_than_a_name_are_a_store(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    members = [f"a-member-of-a-store-with-a-long-name-{number:03}" for number in range(8)]
+    with TensorStore.create(members, 8 * MIB) as store:
+        store.put_many(TENSORS)
+        store.commit()
+
+    status, output, errors = run("ls", ",".join(members))
+
+    assert (status, errors) == (0, "")
+    assert "embed.weight" in output
+
+
 def test_a_directory_with_a_comma_in_its_name_is_one_directory(run: Any, store: Path) -> None:
     renamed = store.rename(store.with_name("a,b"))
 
