@@ -64,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.showwarning = _show_warning
             status: int = options.run(options)
         _flush()
+    except SystemExit:  # also of a signal, whose status is to stay
+        _show_or_drop()
+        raise
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         _show_or_drop()
         return _PIPE_CLOSED

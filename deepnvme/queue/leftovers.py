@@ -3,8 +3,8 @@
 The collector runs on any thread, between any two lines of it, with whatever locks that thread
 holds. So what it calls must neither wait for a drive nor take a lock. This takes no lock there and
 starts no `threading.Thread`, which would take one of `threading`. Called by what has something to
-end: queues, volumes, file objects, handles of `compat`; and by queues that close, which leftovers
-may still need.
+end: queues, volumes, file objects, handles of `compat`; by queues that close, which leftovers may
+still need; and by calls that make more of them, or lock what a leftover may have locked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Leftover", "at_end_of", "watching"]
 
 _Owner = TypeVar("_Owner")
 
-_MOST_WAITING = 16  # with the files and memory that each has, before those that make more help
+_MOST_WAITING = 16  # with files and memory; where more do, calls that make more end them first
 _THREADS_OF_QUEUES = frozenset({"deepnvme-futures", "deepnvme-staging"})
 
 

@@ -738,6 +738,36 @@ def test_what_was_printed_before_an_error_is_shown(store: Path) -> None:
     assert done.stderr.startswith("deepnvme: there: No such file")
 
 
+PRINTS_AND_IS_ENDED = """
+import signal, sys
+from deepnvme.cli import ls, main
+from deepnvme.cli.scratch import signals_are_exceptions
+
+def run(_):
+    with signals_are_exceptions():
+        print("printed")
+        signal.raise_signal(signal.SIGTERM)
+
+ls.run = run
+sys.exit(main.main(["ls", sys.argv[1]]))
+"""
+
+
+def test_the_status_of_a_signal_stays_where_the_output_cannot_be_written(store: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", PRINTS_AND_IS_ENDED, store],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=120,
+            env=printing_late(),
+        )
+
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
+
+
 def test_an_empty_directory_is_used_as_it_is(run: Any, file: Path, tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
 
