@@ -2,9 +2,9 @@
 
 import sys
 
-from deepnvme.cli.start import main
+from deepnvme.cli.start import command
 
 __all__: list[str] = []
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

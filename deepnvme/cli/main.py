@@ -51,7 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments:  # the whole help, not only that a command is missing
             parser.print_help(sys.stderr)
             parser.exit(_WRONG_USAGE)
-        options = parser.parse_args(arguments)
+        try:
+            options = parser.parse_args(arguments)
+        except SystemExit:  # help or version are printed
+            _flush()
+            raise
         failed = options.failed
         # a path need not be text in this terminal's encoding
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -60,15 +64,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.showwarning = _show_warning
             status: int = options.run(options)
         _flush()
+    except SystemExit:  # also of a signal, whose status is to stay
+        _show_or_drop()
+        raise
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        # The interpreter flushes standard output at its end, and would report the closed pipe
-        # there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _show_or_drop()
         return _PIPE_CLOSED
     except (OSError, ProfileError) as error:
+        _show_or_drop()
         complain(f"deepnvme: {_what_happened(error)}")
         return failed
     except KeyboardInterrupt:
+        _show_or_drop()
         complain("deepnvme: interrupted")
         return _INTERRUPTED
     return status
@@ -96,6 +103,16 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 def _flush() -> None:
     if sys.stdout is not None:  # it is where the shell has closed it, as by >&-
         sys.stdout.flush()
+
+
+def _show_or_drop() -> None:
+    """Show what was printed, or let it go where that fails: the interpreter flushes standard output
+    at its end, would fail again there, and end with a status of its own.
+    """
+    try:
+        _flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _what_happened(error: Exception) -> str:

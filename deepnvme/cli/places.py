@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +76,9 @@ def place_argument(text: str) -> Place:
     whole = Path(text)
     try:
         is_file, exists = whole.suffix == FILE_SUFFIX or whole.is_file(), whole.exists()
-    except OSError:  # this user may not look: the command says so when it opens the place
-        is_file, exists = whole.suffix == FILE_SUFFIX, True
+    except OSError as error:
+        # Where this user may not look, the command says so when it opens the place.
+        is_file, exists = whole.suffix == FILE_SUFFIX, error.errno != errno.ENAMETOOLONG
     if is_file:
         return Place((whole,), is_file=True)
     parts = [text] if exists else text.split(",")
@@ -84,7 +86,22 @@ def place_argument(text: str) -> Place:
         raise argparse.ArgumentTypeError(
             f"expected a {FILE_SUFFIX} file or directories joined by commas, got {text!r}"
         )
+    _refuse_repeated(parts)
     return Place(tuple(map(Path, parts)), is_file=False)
+
+
+def _refuse_repeated(parts: list[str]) -> None:
+    known: dict[str, str] = {}
+    for part in parts:
+        place = os.path.realpath(part)
+        if place in known:
+            what = (
+                f"{part} is named twice"
+                if known[place] == part
+                else f"{known[place]} and {part} are one directory"
+            )
+            raise argparse.ArgumentTypeError(f"{what}: name each directory of the store once")
+        known[place] = part
 
 
 def add_generation_argument(parser: argparse.ArgumentParser) -> None:

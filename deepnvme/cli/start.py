@@ -1,7 +1,8 @@
-"""The way into the command line, which says in one sentence what it lacks where it cannot run.
+"""The ways into the command line, which say in one sentence what it lacks where it cannot run.
 
-Ctrl-C ends it with one line and status 130, also while the command's modules are imported and while
-the program ends; not while Python itself starts, before this module is there.
+`main` is for programs. `command` is the installed command: Ctrl-C ends it with one line and status
+130, also while the command's modules are imported and while the program ends; not while Python
+itself starts, before this module is there.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType, MappingProxyType
 
-__all__ = ["main"]
+__all__ = ["command", "main"]
 
 _CANNOT_RUN = 1
 _INTERRUPTED = 130
@@ -21,23 +22,37 @@ _NEEDED = MappingProxyType({"rich": "tables", "numpy": "tensors"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`, by default this process's, and return the exit status."""
-    # A caller within a program, and a shell that has a command ignore Ctrl-C, keep their handlers.
-    if argv is not None or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return _run(argv)
-    signal.signal(signal.SIGINT, _leave)
+    """Run the command line `argv`, by default this process's, and return the exit status.
+
+    On any thread of a program: sets no handler of signals.
+    """
+    run = _loaded()
+    return _CANNOT_RUN if run is None else run(argv)
+
+
+def command() -> int:
+    """Run this process's command line, as all that the process does, and return the exit status."""
     _open_streams()
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return main()  # the shell has the command ignore Ctrl-C
+    signal.signal(signal.SIGINT, _leave)
     try:
-        return _run(argv)
+        run = _loaded()
+        if run is None:
+            return _CANNOT_RUN
+        # From here on it is an exception, so that a command can remove what is half made.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return run(None)
     finally:
         # The command has let go of all it had.
         signal.signal(signal.SIGINT, _leave)
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _loaded() -> Callable[[Sequence[str] | None], int] | None:
+    """Return what runs a command line, or say why there is none here."""
     if sys.platform != "linux":
         print(f"deepnvme: needs Linux; this is {sys.platform}", file=sys.stderr)
-        return _CANNOT_RUN
+        return None
     try:
         from deepnvme.cli.main import main as run
     except ModuleNotFoundError as missing:
@@ -48,11 +63,8 @@ def _run(argv: Sequence[str] | None) -> int:
             "Install it with: pip install 'deepnvme[cli]'",
             file=sys.stderr,
         )
-        return _CANNOT_RUN
-    if signal.getsignal(signal.SIGINT) is _leave:
-        # From here on it is an exception, so that a command can remove what is half made.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    return run(argv)
+        return None
+    return run
 
 
 def _open_streams() -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 import weakref
 from collections import deque
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, NamedTuple
@@ -21,7 +23,7 @@ from deepnvme.errors import BatchError, ForkedError, NVMeError
 from deepnvme.memory.arrays import Returns, empty
 from deepnvme.memory.pool import Pool
 from deepnvme.queue.future import IOFuture
-from deepnvme.queue.leftovers import Leftover
+from deepnvme.queue.leftovers import Leftover, watching
 from deepnvme.queue.pipeline import once_there_is_room
 from deepnvme.queue.queue import File, IOQueue, Sync
 from deepnvme.sizes import PAGE, whole_pages
@@ -54,6 +56,7 @@ def open(  # named as in gzip and bz2
         raise ValueError(f"mode must be one of {', '.join(_MODES)}; got {mode!r}")
     if nbytes != whole_pages(nbytes):
         raise ValueError(f"block_bytes must be a multiple of {PAGE}, got {nbytes}")
+    Leftover.end_if_many()
     with ExitStack() as undo:
         through = queue or undo.enter_context(IOQueue())
         file = undo.enter_context(_opened(through, path, mode))
@@ -98,7 +101,7 @@ class FileObject(io.BufferedIOBase):
         self._position = self._end or 0
         # At the end of the program it runs before that of the queue, which is older. It holds the
         # queue, which is thus not collected together with this object.
-        self._finalizer = weakref.finalize(self, _let_go, weakref.ref(self), still_open)
+        self._finalizer = weakref.finalize(self, _let_go, watching(self), still_open)
 
     def readable(self) -> bool:
         """Return whether it was opened for reading."""
@@ -303,7 +306,8 @@ class FileObject(io.BufferedIOBase):
             )
 
 
-class _StillOpen(NamedTuple):
+@dataclass(eq=False)
+class _StillOpen:
     """What a file object that is not closed has open."""
 
     file: File
@@ -313,12 +317,26 @@ class _StillOpen(NamedTuple):
     queue: IOQueue
     is_shared: bool  # the queue is the caller's
 
+    def __post_init__(self) -> None:
+        # A wrapper that was collected with the file object closes it, and another thread ends it.
+        self._ending = threading.RLock()
+        self._has_ended = False
+
     def end(self) -> None:
         """Wait for all that is under way, and close the file. Interrupted, it can go on.
 
         `writer.raise_failed` has what failed.
         """
-        self.writer.drain()
+        if self.writer.is_forked:  # a thread of the parent may have had the lock
+            self._give_back()
+            return
+        with self._ending:
+            if not self._has_ended:
+                self.writer.drain()
+                self._give_back()
+                self._has_ended = True
+
+    def _give_back(self) -> None:
         self.reader.forget()  # before the memory of its blocks goes
         with suppress(ForkedError):  # a forked child has no part in the queue
             self.queue.forget_pool(self.pool)
@@ -344,7 +362,6 @@ def _let_go(of: weakref.ref[FileObject], still_open: _StillOpen) -> None:
     """Write what a file object has collected, at the end of the program; else let another thread
     close its file.
     """
-    # A weak reference is empty before the finalizers of what is collected run.
     if of() is not None:
         still_open.writer.flush()
     elif not still_open.writer.is_forked:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import reprlib
+import stat
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -270,7 +271,9 @@ def _document(path: Path) -> dict[str, Any]:
 
     document: Any
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        # A device or pipe may have no end.
+        is_regular = stat.S_ISREG(path.stat().st_mode)
+        document = json.loads(path.read_text(encoding="utf-8")) if is_regular else None
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -280,6 +283,11 @@ def _document(path: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise ProfileError(f"it is not JSON ({error}); {_AGAIN}") from None
+    if not is_regular:
+        raise ProfileError(
+            "it cannot be read, as it is no regular file; name one, or do without it by an empty "
+            f"{PROFILE_VARIABLE}"
+        )
     version = document.get("version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > PROFILE_VERSION:
         raise ProfileError(

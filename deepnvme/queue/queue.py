@@ -182,6 +182,7 @@ class IOQueue(Closing):
         pool: Pool | None = None,
         faults: FaultPlan | None = None,
     ) -> None:
+        Leftover.end_if_many()
         if chunk_bytes is not None:
             chunk_bytes = byte_count("chunk_bytes", chunk_bytes, most=_LARGEST_CHUNK)
         if inflight_bytes is not None:

@@ -26,10 +26,16 @@ from typing import Any, TypeAlias
 
 from deepnvme.choices import as_bytes, byte_count, chosen
 from deepnvme.closing import Closing
-from deepnvme.errors import ClosedError, ForkedError, VolumeError, VolumeFullError
+from deepnvme.errors import (
+    ClosedError,
+    ForkedError,
+    VolumeError,
+    VolumeFullError,
+    VolumeLockedError,
+)
 from deepnvme.memory.buffers import Memory, memory_of
 from deepnvme.queue.future import IOFuture
-from deepnvme.queue.leftovers import at_end_of
+from deepnvme.queue.leftovers import Leftover, at_end_of
 from deepnvme.queue.pipeline import once_there_is_room
 from deepnvme.queue.queue import Batch, IOQueue
 from deepnvme.sizes import PAGE, whole_pages
@@ -184,12 +190,13 @@ class Volume(Closing):
                     f"{os.fspath(spec.path)}: rate and capacity were settled when the volume was "
                     "made. Leave them out to open it"
                 )
+        Leftover.end_if_many()
         with ExitStack() as undo:
             # Made first, so closed last: the files close while their queue still works.
             own = _own_queue(specs, queue, undo)
             held = []
             for spec in specs:
-                file = MemberFile.hold(Path(spec.path), access)
+                file = _held(Path(spec.path), access)
                 undo.callback(file.close)
                 held.append((file.read_header(), file, spec.queue or queue or own))
             # By number, which extents name members by.
@@ -781,6 +788,17 @@ def _check_together(held: Sequence[tuple[Header, Path]]) -> None:
                 "all its directories",
                 path=str(home),
             )
+
+
+def _held(directory: Path, access: Access) -> MemberFile:
+    """Lock the member; first end a volume of this process that the collector has found there."""
+    try:
+        return MemberFile.hold(directory, access)
+    except VolumeLockedError as locked:
+        if locked.pid not in (os.getpid(), None):  # None: the kernel does not say
+            raise
+    Leftover.end_waiting()
+    return MemberFile.hold(directory, access)
 
 
 def _shut_down(files: Sequence[MemberFile], own: IOQueue | None) -> None:

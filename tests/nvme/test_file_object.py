@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import io
 import sys
 import tarfile
 import threading
+import time
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator
@@ -639,6 +641,69 @@ def test_collecting_a_file_leaves_its_writes_to_another_thread(
     assert threads != [threading.get_ident()]
 
 
+class WritesAtItsEnd:
+    """Wraps a file object, and takes its time to write to it when it is collected."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._itself = self
+
+    def __del__(self) -> None:
+        time.sleep(0.2)  # a thread that ended the file meanwhile would have done so
+        self._file.write(b"tail")
+        self._file.close()
+
+
+@pytest.mark.parametrize("own_queue", [False, True])
+@pytest.mark.parametrize("is_at_work", [False, True])
+def test_a_wrapper_that_is_collected_with_its_file_writes_to_it(
+    is_at_work: bool, own_queue: bool, tmp_path: Path
+) -> None:
+    slow = FaultPlan().delay(delay_us=100_000, every=1)
+    with IOQueue("threads", faults=slow) as queue:
+        if is_at_work:  # the thread that ends what is collected
+            other = opened(tmp_path / "other", "wb", queue=queue)
+            other.write(b"abc")
+            leave_in_a_cycle(other)
+            del other
+            gc.collect()
+        file = opened(tmp_path / "f", "wb", queue=None if own_queue else queue)
+        file.write(b"head")
+        WritesAtItsEnd(file)
+        del file
+        gc.collect()
+
+        until(lambda: (tmp_path / "f").read_bytes() == b"headtail")
+
+
+@pytest.mark.parametrize("kind", ["text", "zip"])
+def test_many_wrappers_that_are_collected_lose_nothing(kind: str, tmp_path: Path) -> None:
+    shown: list[Any] = []
+
+    def leave(number: int) -> None:
+        file = opened(tmp_path / f"{number}", "wb", queue=queue)
+        wrapper: Any
+        if kind == "text":
+            wrapper = io.TextIOWrapper(file)
+            wrapper.write("abc")
+        else:
+            wrapper = zipfile.ZipFile(file, "w")
+            wrapper.writestr("name", b"abc")
+        leave_in_a_cycle(wrapper)
+
+    with pytest.MonkeyPatch.context() as patch, IOQueue() as queue:
+        patch.setattr(sys, "unraisablehook", shown.append)
+        patch.setattr(threading, "excepthook", shown.append)
+        for number in range(30):
+            leave(number)
+        gc.collect()
+
+    assert shown == []
+    for path in tmp_path.iterdir():
+        data = path.read_bytes() if kind == "text" else zipfile.ZipFile(path).read("name")
+        assert data == b"abc"
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_queue_that_closes_lets_collected_files_write_first(count: int, tmp_path: Path) -> None:
     slow = FaultPlan().delay(delay_us=20_000, every=1)
@@ -650,6 +715,54 @@ def test_a_queue_that_closes_lets_collected_files_write_first(count: int, tmp_pa
             del file
             gc.collect()
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"abc"] * count
+
+
+def open_files_of(folder: Path) -> int:
+    return len({link.resolve() for link in Path("/proc/self/fd").iterdir()} & {*folder.iterdir()})
+
+
+def test_collected_files_do_not_pile_up_behind_the_thread_that_ends_them(tmp_path: Path) -> None:
+    def refuse(*_: Any) -> int:
+        raise RuntimeError("no thread is left")
+
+    most = 0
+    with IOQueue() as queue, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_thread, "start_new_thread", refuse)  # as slow as a thread can be
+        for number in range(60):
+            file = opened(tmp_path / f"{number}", "wb", queue=queue)
+            file.write(b"abc")
+            leave_in_a_cycle(file)
+            del file
+            gc.collect()
+            most = max(most, open_files_of(tmp_path))
+    assert 10 < most < 20
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"abc"] * 60
+
+
+def test_a_callback_opens_a_file_while_collected_ones_wait_for_its_thread(tmp_path: Path) -> None:
+    def refuse(*_: Any) -> int:
+        raise RuntimeError("no thread is left")
+
+    opened_there: list[Any] = []
+    slow = FaultPlan().delay(delay_us=20_000, every=1)
+    with IOQueue("threads", faults=slow) as queue, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_thread, "start_new_thread", refuse)
+        files = [opened(tmp_path / f"{number}", "wb", queue=queue) for number in range(17)]
+        for file in files:
+            file.write(b"abc")
+            leave_in_a_cycle(file)
+        del file, files
+        gc.collect()
+        patch.undo()
+
+        def open_another(_: object) -> None:
+            assert threading.current_thread() is not threading.main_thread()
+            opened_there.append(opened(tmp_path / "another", "wb", queue=queue))
+
+        written = queue.open(tmp_path / "last", "w").pwrite(b"abc")
+        written.add_done_callback(open_another)
+        until(lambda: bool(opened_there))
+        opened_there[0].close()
 
 
 def test_a_collected_file_whose_write_fails_says_so(tmp_path: Path) -> None:
@@ -664,6 +777,118 @@ def test_a_collected_file_whose_write_fails_says_so(tmp_path: Path) -> None:
         gc.collect()
         until(lambda: bool(escaped))
     assert (escaped[0].exc_value.errno, escaped[0].exc_value.path) == (28, str(tmp_path / "f"))
+
+
+FAILS_WITH_A_HOOK_THAT_RAISES = """
+import faulthandler, gc, sys, threading, time
+import deepnvme
+
+faulthandler.dump_traceback_later(30, exit=True)
+kind, folder = sys.argv[1:]
+shown = []
+
+def hook(arguments):
+    shown.append(arguments.exc_type.__name__)
+    raise {"error": ValueError, "exit": SystemExit, "interrupt": KeyboardInterrupt}[kind]
+
+threading.excepthook = hook
+plan = deepnvme.FaultPlan().fail(nth=1, errno=28, requests=deepnvme.Requests.WRITES)
+queue = deepnvme.IOQueue("threads", faults=plan)
+
+def leave_in_a_cycle(name):
+    holder = [deepnvme.open(f"{folder}/{name}", "wb", queue=queue)]
+    holder[0].write(b"abc")
+    holder.append(holder)
+
+leave_in_a_cycle("a")
+gc.collect()
+while not shown or any(thread.name == "deepnvme-leftovers" for thread in threading.enumerate()):
+    time.sleep(0.001)
+leave_in_a_cycle("b")
+gc.collect()
+while not (written := open(f"{folder}/b", "rb").read()):
+    time.sleep(0.001)
+print(shown[0], written)
+"""
+
+
+@pytest.mark.parametrize("kind", ["error", "exit", "interrupt"])
+def test_collected_files_are_written_where_the_hook_for_an_earlier_one_raises(
+    kind: str, tmp_path: Path
+) -> None:
+    done = run_program(FAILS_WITH_A_HOOK_THAT_RAISES, kind, tmp_path, folder=tmp_path)
+
+    assert output_of(done) == "NVMeError b'abc'\n"
+
+
+CLOSED_BY_A_SIGNAL = """
+import _thread, faulthandler, gc, os, signal, sys, threading
+import deepnvme
+
+faulthandler.dump_traceback_later(20, exit=True)
+slow = deepnvme.FaultPlan().delay(delay_us=300_000, every=1)
+queue = deepnvme.IOQueue("threads", faults=slow)
+
+def leave_in_a_cycle():
+    holder = [deepnvme.open(sys.argv[1], "wb", queue=queue)]
+    holder[0].write(b"abc")
+    holder.append(holder)
+
+def refuse(*_):
+    raise RuntimeError("no thread is left")
+
+def close(*_):
+    print("signal")
+    queue.close()
+    sys.exit(9)
+
+signal.signal(signal.SIGTERM, close)
+leave_in_a_cycle()
+# The thread cannot start: the queue's close() ends the file.
+start, _thread.start_new_thread = _thread.start_new_thread, refuse
+gc.collect()
+_thread.start_new_thread = start
+exception = deepnvme.IOFuture.exception
+
+def wait(*arguments):
+    deepnvme.IOFuture.exception = exception
+    signal.raise_signal(signal.SIGTERM)
+    return exception(*arguments)
+
+deepnvme.IOFuture.exception = wait
+queue.close()
+"""
+
+
+def test_a_signal_handler_closes_the_queue_while_a_collected_file_is_written(
+    tmp_path: Path,
+) -> None:
+    done = run_program(CLOSED_BY_A_SIGNAL, tmp_path / "f", folder=tmp_path)
+
+    assert (done.returncode, done.stdout, done.stderr) == (9, "signal\n", "")
+    assert (tmp_path / "f").read_bytes() == b"abc"
+
+
+def test_a_file_is_written_where_no_thread_could_be_started_for_an_earlier_one(
+    tmp_path: Path,
+) -> None:
+    def leave(name: str) -> None:
+        file = opened(tmp_path / name, "wb")
+        file.write(b"abc")
+        leave_in_a_cycle(file)
+
+    def refuse(*_: Any) -> int:
+        raise MemoryError
+
+    leave("a")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", lambda _: None)
+        patch.setattr(_thread, "start_new_thread", refuse)
+        gc.collect()
+    leave("b")
+    gc.collect()
+
+    until(lambda: [(tmp_path / name).read_bytes() for name in "ab"] == [b"abc"] * 2)
 
 
 def test_a_file_that_is_dropped_is_written_at_once_as_a_file_of_python_is(tmp_path: Path) -> None:

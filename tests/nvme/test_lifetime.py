@@ -4,6 +4,7 @@ forking, interrupting.
 
 from __future__ import annotations
 
+import _thread
 import concurrent.futures
 import contextlib
 import gc
@@ -11,13 +12,16 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import deepnvme
 from deepnvme import (
+    Access,
     ClosedError,
     FaultPlan,
     IOFuture,
@@ -27,6 +31,7 @@ from deepnvme import (
     TensorStore,
     WhenFull,
 )
+from deepnvme.queue.leftovers import Leftover
 from support.nvme_held import held, until
 from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, assert_same, contents, pattern
 from support.nvme_programs import output_of, run_program
@@ -727,6 +732,64 @@ def test_what_is_collected_where_a_thread_holds_a_lock_ends_later(
 
     assert (output_of(done), done.stderr) == ("", "")
     assert what != "queue" or (tmp_path / "f").read_bytes() == b"abc"
+
+
+@pytest.mark.parametrize("what", ["queue", "volume"])
+def test_what_is_collected_does_not_pile_up_behind_the_thread_that_ends_it(
+    what: str, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> int:
+        raise RuntimeError("no thread is left")
+
+    def make() -> object:
+        if what == "queue":
+            return IOQueue("threads")
+        return deepnvme.Volume.open([tmp_path / "v"], access=Access.READ, queue=queue)
+
+    def count() -> int:
+        if what == "queue":
+            return sum(thread.name == "deepnvme-futures" for thread in threading.enumerate())
+        data = tmp_path / "v" / "data"
+        return sum(link.resolve() == data for link in Path("/proc/self/fd").iterdir())
+
+    counts: list[int] = []
+    with IOQueue("threads") as queue, pytest.MonkeyPatch.context() as patch:
+        deepnvme.Volume.create([tmp_path / "v"], PAGE, queue=queue).close()
+        patch.setattr(_thread, "start_new_thread", refuse)  # as slow as a thread can be
+        for _ in range(60):
+            cycle = [make()]
+            cycle.append(cycle)
+            del cycle
+            gc.collect()
+            counts.append(count())
+        Leftover.end_waiting()  # before the queue closes, and for the tests after this one
+    assert max(counts) <= {"queue": 20, "volume": 60}[what]  # a volume has three descriptors
+
+
+def finalizers_of(owner: object) -> list[weakref.finalize[..., Any]]:
+    return [
+        finalizer
+        for finalizer in weakref.finalize._registry  # type: ignore[attr-defined]
+        if (found := finalizer.peek()) is not None and found[0] is owner
+    ]
+
+
+@pytest.mark.parametrize("what", ["queue", "file", "volume"])
+def test_a_finalizer_sees_that_its_owner_is_collected(what: str, tmp_path: Path) -> None:
+    make: dict[str, Callable[[], Any]] = {
+        "queue": IOQueue,
+        "file": lambda: deepnvme.open(tmp_path / "f", "wb"),
+        "volume": lambda: deepnvme.Volume.temporary([tmp_path], PAGE),
+    }
+    with make[what]() as owner:
+        (finalizer,) = finalizers_of(owner)
+        found = finalizer.peek()
+        assert found is not None
+        (seen,) = [given for given in found[2] if isinstance(given, weakref.ref)]
+
+        assert seen() is owner
+        # Python 3.15 clears those without a callback only after the finalizers.
+        assert seen.__callback__ is not None
 
 
 def test_collecting_a_queue_waits_for_no_drive(tmp_path: Path) -> None:

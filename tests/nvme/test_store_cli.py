@@ -274,6 +274,50 @@ def test_an_empty_name_of_a_directory_is_wrong_usage(run: Any) -> None:
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        ("store,store", "store is named twice: name each directory of the store once"),
+        ("s,s", "s is named twice"),
+        ("store,./store/", "store and ./store/ are one directory"),
+        ("store,link", "store and link are one directory"),
+    ],
+)
+@pytest.mark.parametrize("command", ["ls", "verify", "cp"])
+def test_a_directory_that_is_named_twice_is_wrong_usage(
+    store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    named: str,
+    told: str,
+    command: str,
+) -> None:
+    monkeypatch.chdir(store.parent)
+    Path("link").symlink_to("store")
+    Path("s").symlink_to("store")
+    more = ["copy.safetensors"] if command == "cp" else []
+    with pytest.raises(SystemExit) as caught:
+        main([command, named, *more])
+
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_directories_whose_names_together_are_longer_than_a_name_are_a_store(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    members = [f"a-member-of-a-store-with-a-long-name-{number:03}" for number in range(8)]
+    with TensorStore.create(members, 8 * MIB) as store:
+        store.put_many(TENSORS)
+        store.commit()
+
+    status, output, errors = run("ls", ",".join(members))
+
+    assert (status, errors) == (0, "")
+    assert "embed.weight" in output
+
+
 def test_a_directory_with_a_comma_in_its_name_is_one_directory(run: Any, store: Path) -> None:
     renamed = store.rename(store.with_name("a,b"))
 
@@ -587,16 +631,37 @@ def test_a_copy_that_there_is_no_room_for_says_how_much_there_is(
 # --- its output -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("command", "ends"), [("ls", 1), ("verify", 2)])
-def test_an_output_that_cannot_be_written_is_one_line(store: Path, command: str, ends: int) -> None:
+def printing_late() -> dict[str, str]:
+    """Return an environment in which Python keeps what is printed for one write."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ends"),
+    [
+        (["ls", "store"], 1),
+        (["ls", "store", "--json"], 1),
+        (["verify", "store"], 2),
+        (["cp", "store", "copy"], 1),
+        (["doctor", "."], 1),
+        (["--help"], 1),
+        (["--version"], 1),
+        (["verify", "--help"], 1),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_one_line(
+    store: Path, arguments: list[str], ends: int
+) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "deepnvme.cli", command, store],
+            [sys.executable, "-m", "deepnvme.cli", *arguments],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
             check=False,
             timeout=120,
+            cwd=store.parent,
+            env=printing_late(),
         )
 
     assert done.returncode == ends
@@ -626,22 +691,81 @@ def test_a_stream_that_is_closed_changes_no_exit_status(
     assert shown == {1: stream == 1 != closed, 2: stream == 2 != closed}
 
 
-@pytest.mark.parametrize("command", ["ls", "verify"])
-def test_a_reader_that_has_seen_enough_ends_it_with_141(store: Path, command: str) -> None:
+@pytest.mark.parametrize("arguments", [["ls", "store"], ["verify", "store"], ["--help"]])
+def test_a_reader_that_has_seen_enough_ends_it_with_141(store: Path, arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
 
     done = subprocess.run(
-        [sys.executable, "-m", "deepnvme.cli", command, store],
+        [sys.executable, "-m", "deepnvme.cli", *arguments],
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,
         check=False,
         timeout=120,
+        cwd=store.parent,
+        env=printing_late(),
     )
 
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+PRINTS_AND_FAILS = """
+import errno, os, sys
+from deepnvme.cli import ls, main
+
+def run(_):
+    print("printed")
+    raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), "there")
+
+ls.run = run
+sys.exit(main.main(["ls", sys.argv[1]]))
+"""
+
+
+def test_what_was_printed_before_an_error_is_shown(store: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTS_AND_FAILS, store],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=printing_late(),
+    )
+
+    assert (done.returncode, done.stdout) == (1, "printed\n")
+    assert done.stderr.startswith("deepnvme: there: No such file")
+
+
+PRINTS_AND_IS_ENDED = """
+import signal, sys
+from deepnvme.cli import ls, main
+from deepnvme.cli.scratch import signals_are_exceptions
+
+def run(_):
+    with signals_are_exceptions():
+        print("printed")
+        signal.raise_signal(signal.SIGTERM)
+
+ls.run = run
+sys.exit(main.main(["ls", sys.argv[1]]))
+"""
+
+
+def test_the_status_of_a_signal_stays_where_the_output_cannot_be_written(store: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", PRINTS_AND_IS_ENDED, store],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=120,
+            env=printing_late(),
+        )
+
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
 
 
 def test_an_empty_directory_is_used_as_it_is(run: Any, file: Path, tmp_path: Path) -> None:

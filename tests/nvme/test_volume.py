@@ -4,6 +4,7 @@ damaged one says.
 
 from __future__ import annotations
 
+import _thread
 import errno
 import fcntl
 import gc
@@ -966,6 +967,22 @@ def test_a_volume_that_nobody_holds_is_closed(tmp_path: Path, plain_queue: IOQue
     Volume.create([tmp_path / "0"], MIB, queue=plain_queue)
     gc.collect()
     Volume.open([tmp_path / "0"], queue=plain_queue).close()
+
+
+def test_a_volume_that_was_collected_is_opened_again_at_once(tmp_path: Path) -> None:
+    def refuse(*_: object) -> int:
+        raise RuntimeError("no thread is left")
+
+    volume = Volume.create([tmp_path / "0"], MIB)
+    cycle: list[object] = [volume]
+    cycle.append(cycle)
+    del volume, cycle
+    # Else another thread may have closed it before it is opened, or not.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_thread, "start_new_thread", refuse)
+        gc.collect()
+
+    Volume.open([tmp_path / "0"]).close()
 
 
 def test_a_discarded_volume_leaves_nothing(tmp_path: Path, plain_queue: IOQueue) -> None:

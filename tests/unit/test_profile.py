@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 
 from deepnvme import IOQueue
 from deepnvme.machine.profile import (
+    PROFILE_VARIABLE,
     PROFILE_VERSION,
     Profile,
     ProfileError,
@@ -279,6 +283,26 @@ def test_a_file_that_cannot_be_read_is_one_line_of_warning_and_no_error(
     file.mkdir()
 
     assert "cannot be read" in assert_one_line_is_told_and_io_works(file, tmp_path)
+
+
+@pytest.mark.parametrize("place", ["pipe", "/dev/full"])
+def test_a_device_or_pipe_is_not_read(place: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    # In a process of its own, which can be ended where it reads without end.
+    done = subprocess.run(
+        [sys.executable, "-c", "import deepnvme; deepnvme.IOQueue().close()"],
+        env={**os.environ, PROFILE_VARIABLE: str(tmp_path / place)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=20,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)),
+    )
+
+    assert done.returncode == 0
+    assert f"{tmp_path / place} is ignored: it cannot be read, as it is no regular file" in (
+        done.stderr
+    )
 
 
 def assert_one_line_is_told_and_io_works(file: Path, tmp_path: Path) -> str:
