@@ -146,7 +146,7 @@ def wish_of(config: EngineConfig, policy: OffloadPolicy | None) -> Wish:
         tiers=_TIERS[config.parameters],
         accumulation_steps=config.accumulation_steps,
         small_bytes=config.storage.small_bytes,
-        rates=config.rates or Rates(),
+        rates=(config.rates or Rates()).both_at_once(),  # as the planner gives them to policies
         early_updates=config.storage.early_updates,
         policy=policy,
     )

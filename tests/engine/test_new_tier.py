@@ -147,5 +147,5 @@ def test_a_plan_takes_far_memory_as_fast_as_its_rate_and_no_larger_than_its_budg
     assert reading_ns(8e9) > 0
     assert reading_ns(4e9) == pytest.approx(2 * reading_ns(8e9), rel=1e-3)
     assert 0 < best.plan.demand.nvme <= 20 * GB
-    with pytest.raises(CapacityError, match="NVME cannot hold"):
+    with pytest.raises(CapacityError, match="drives together cannot hold"):
         decide(training, with_far_memory(1 * GB, 8e9))
