@@ -35,6 +35,7 @@ _STEP = 1.1  # from an amount that fits to the next smaller one, until one does 
 _ALIKE = 1.1  # times another answer: no worse than it
 _FAR = 2.0  # times what the host has, or times another answer: far more
 _MOST_COMBINED = 2  # changes that are offered together with memory
+_MOST_WITH_TILES = 1  # likewise, where layers are cut anew for each memory
 _FURTHER = (1.0, 1.01, 1.02, 1.04, 1.08, 1.16, 1.32)  # times an estimate that may be too small
 _SHORTEST, _TOKENS = 128, 128  # of a sequence, and the steps in which it gets shorter
 _LEAST_POSITIONS = 64  # of a tile of the sequence
@@ -123,15 +124,15 @@ def explain_refusal(
         subgroup_numel=subgroup_numel,
         whole_model=training.model if tiling else None,
     ).with_training(training)
-    there = _there(planner)
-    larger = list(_larger(planner))
+    there, least = _there(planner), _least_of_each(planner)
+    larger = list(_larger(planner, least=least))
     remedies = [*_left_open(planner), *larger, *_other(planner)]
     if training.model.activations is not None:
         remedies += _combined(planner, [remedy.more for remedy in larger])
     return Refusal(
         model=training.model.name,
         there=there,
-        least=_least_of_each(planner),
+        least=least,
         remedies=tuple(remedies),
         notes=training.model.notes,
     )
@@ -163,11 +164,12 @@ def _there(planner: Planner) -> Needs:
 # --- more memory ----------------------------------------------------------------------------------
 
 
-def _larger(planner: Planner, *, before: str = "") -> Iterator[Remedy]:
+def _larger(planner: Planner, *, before: str = "", least: Needs | None = None) -> Iterator[Remedy]:
     """Yield what more memory would do, the cheapest bytes first: the least of one tier alone; and
-    where that is the device, or far more of the host, the least of several.
+    where that is the device, or far more of the host, the least of several. `least` is that of each
+    tier, if it is known.
     """
-    for more in _worth_offering(list(_amounts(planner))):
+    for more in _worth_offering(list(_amounts(planner, least))):
         yield _adding(more, before=before)
 
 
@@ -180,7 +182,7 @@ def _adding(more: Needs, *, before: str) -> Remedy:
     return Remedy(before + " and ".join(parts), more)
 
 
-def _amounts(planner: Planner) -> Iterator[Needs]:
+def _amounts(planner: Planner, least: Needs | None = None) -> Iterator[Needs]:
     """Yield the amounts of `_larger`, and those that are no better than another one of them."""
     there = _there(planner)
     drives = _smallest(planner, there, "nvme")
@@ -188,7 +190,10 @@ def _amounts(planner: Planner) -> Iterator[Needs]:
         yield drives.without(there)
     host = _smallest(planner, there, "host")
     if drives is None and (host is None or host.host > _FAR * there.host):
-        start = _with_least_device(planner, there)
+        if least is not None and least.device > there.device:
+            start: Needs | None = replace(there, device=least.device)
+        else:
+            start = _with_least_device(planner, there)
         if start is not None and _with(planner, start).fits():  # the device alone lacks something
             yield from (needs.without(there) for needs in (host, start) if needs is not None)
             return
@@ -358,7 +363,8 @@ def _combined(planner: Planner, alone: list[Needs]) -> Iterator[Remedy]:
     if planner.strategy is not None or planner.subgroup_numel is not None:
         return
     combined = _with_lower_activations(planner, alone, before)
-    yield from islice((it for it in combined if _is_far_less(it.more, alone)), _MOST_COMBINED)
+    most = _MOST_COMBINED if planner.whole_model is None else _MOST_WITH_TILES
+    yield from islice((it for it in combined if _is_far_less(it.more, alone)), most)
 
 
 def _with_lower_activations(planner: Planner, alone: list[Needs], before: str) -> Iterator[Remedy]:

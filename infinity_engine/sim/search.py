@@ -43,7 +43,6 @@ _MOST_SUBGROUPS = 50_000
 _FEW = 300  # subgroups: with more, the policy alone takes seconds to find its share
 _ENOUGH = 46  # that are not resident
 _MOST_WORK = 6500  # simulated subgroups: about a second of one core
-_MODULES = 2  # that a simulated forward and backward go through take as long as one subgroup
 _PLACED = 40  # simulated subgroups take as long as to find whether a plan fits
 _HOPEFUL = 1.1  # times the best step: what is estimated to take longer is not simulated
 _LOOKS = 2  # simulated plans of a short search
@@ -464,7 +463,8 @@ class Search:
                 self._least_of_kind[choice.kind] = min(alike_ns, candidate.timeline.ns)
                 self._tried[choice] = tried._replace(candidate=candidate)
                 subgroups = self._planner.trained_numel // choice.subgroup_numel
-                self._work += max(subgroups, self._modules // _MODULES)
+                # Passing a module takes as long as a subgroup.
+                self._work += max(subgroups, self._modules)
                 self._least_ns = min(self._least_ns, candidate.timeline.ns)
                 estimate_ns = self._forms.estimate_ns(form, choice.subgroup_numel)
                 if 0 < estimate_ns < inf:
