@@ -194,7 +194,7 @@ def _amounts(planner: Planner, least: Needs | None = None) -> Iterator[Needs]:
             start: Needs | None = replace(there, device=least.device)
         else:
             start = _with_least_device(planner, there)
-        if start is not None and _with(planner, start).fits():  # the device alone lacks something
+        if start is not None and _with(planner, start).fits():  # only the device lacks something
             yield from (needs.without(there) for needs in (host, start) if needs is not None)
             return
         for last in ("nvme", "host") if host is None else ("nvme",):
