@@ -128,10 +128,16 @@ def test_the_report_has_activations_over_time_by_block() -> None:
     assert again
     assert {part.block for part in report.held.parts if part.held == "kept"} == set(ways)
     assert {part.block for part in report.held.parts if part.held == "made again"} == again
-    # In the first part of the time no block's backward has begun; in the last, few are left.
-    kept, made = report.held.most("kept"), report.held.most("made again")
-    assert kept[0] < max(kept) > kept[-1]
-    assert made[0] == 0 < max(made)
+    parts = {
+        held: [part for part in report.held.parts if part.held == held]
+        for held in ("kept", "made again")
+    }
+    # No block's backward begins, and so none is made again, before all have run forward.
+    last_forward = max(part.start_ns for part in parts["kept"])
+    assert last_forward <= min(part.start_ns for part in parts["made again"])
+    # Blocks come one after another, and nothing is left.
+    kept = [nbytes for _, nbytes in report.held.points("kept")]
+    assert 0 < kept[0] < max(kept) > kept[-1] == 0
     assert "activations made again" in str(report)
 
 
