@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["KeptFigures", "calibrated", "kept_calibration"]
 
 _MATMUL_SHARE, _BLOCKS_SHARE, _START_SHARE = 0.05, 0.2, 0.01  # of the time
+_LEASE_SHARE = 0.04
 _HOST_SHARE, _SUMMING_SHARE = 0.18, 0.05
 _LINKS_SHARE, _DEVICE_SHARE, _DRIVES_SHARE = 0.1, 0.05, 0.35
 _ONE_RANK = "one rank: nothing is gathered or scattered"
@@ -163,6 +164,7 @@ class _Bench:
         matmul = self._matmul(accelerator)
         # Needs the rates of the products: they say which shapes take too long.
         blocks = self._blocks(accelerator, matmul)
+        lease = self._lease(accelerator)
         return_freed_memory()  # of what was computed: malloc keeps tens of megabytes
         memory = self._taken()
         self._report("updates of the host, and sweeps over its memory")
@@ -193,6 +195,7 @@ class _Bench:
             device_updates=self._device_updates(accelerator),
             host_start=memory.updates.measure_start(effort.part(_START_SHARE)),
             device_start=self._device_start(accelerator),
+            lease=lease,
             matmul=matmul,
             blocks=blocks,
             all_gather=Figure.missing(_ONE_RANK, Unit.BYTES),
@@ -264,9 +267,21 @@ class _Bench:
             matmul,
             # One memory has no links and no updates of its own, which leaves their time. Speeds
             # change for seconds at a time on shared machines.
-            self._effort.part(_BLOCKS_SHARE + (_LINKS_SHARE + _DEVICE_SHARE) * accelerator.unified),
+            self._effort.part(
+                _BLOCKS_SHARE + (_LINKS_SHARE + _DEVICE_SHARE - _LEASE_SHARE) * accelerator.unified
+            ),
             self._effort.compute_bytes,
         )
+
+    def _lease(self, accelerator: Accelerator | None) -> Figure:
+        computing = self.host_computing(accelerator)
+        if accelerator is None or computing is None:
+            reason = "modules do not compute where the engine works: it works beside them"
+            return Figure.missing(_NO_DEVICE if accelerator is None else reason, Unit.SECONDS)
+        from infinity_engine.calibration.own_work import measure_lease
+
+        self._report("the engine's own work between modules")
+        return measure_lease(accelerator, computing, self._effort.part(_LEASE_SHARE))
 
     def _device_updates(self, accelerator: Accelerator | None) -> dict[str, Figure]:
         if accelerator is None:

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from infinity_engine.advice.doubt import RateSource
     from infinity_engine.machine.catalogue import DriveSheet, GpuSheet
     from infinity_engine.placement.training import Means, Training
-    from infinity_engine.plan import BlockRates, Calibration, Capacity, DriveRates, Rates
+    from infinity_engine.plan import (
+        BlockRates,
+        Calibration,
+        Capacity,
+        DriveRates,
+        OwnWork,
+        Rates,
+    )
     from infinity_engine.sim.hardware import MachineModel
 
 __all__ = ["AskedMachine", "add_arguments", "better_gpus_of", "free", "machine_of"]
@@ -147,7 +154,7 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
         ConfigError: they describe none, or one that cannot be.
     """
     from infinity_engine.placement.training import Means, beside_inputs
-    from infinity_engine.plan import ResolvedBudget
+    from infinity_engine.plan import OwnWork, ResolvedBudget
 
     known = _known(options)
     gpus = known.gpus if options.gpus is None else options.gpus
@@ -183,6 +190,7 @@ def machine_of(options: argparse.Namespace, precision: str, training: Training) 
         computing_beside_io=compute.beside_io,
         io_beside_computing=compute.io_beside,
         summing=compute.summing,
+        own=compute.own or OwnWork(),
         wire_bytes_per_s=known.model.wire_bytes_per_s(ranks) if found.wire else None,
         unified=gpus == 0,  # without GPUs, device and host are one memory
         io_bytes=_QUEUE_BYTES if drives else 0,
@@ -452,8 +460,8 @@ def _given(given: str | None, known: _Known, field: str) -> int:
 
 class _Compute(NamedTuple):
     """How fast modules compute, in operations or blocks, and what part of that is left beside
-    drives, and to these beside it; what all else does alone, and what part is left to updates that
-    make checksums.
+    drives, and to these beside it; what all else does alone, what part is left to updates that make
+    checksums, and what the engine takes for itself.
     """
 
     flops_per_s: float | None = None
@@ -462,6 +470,7 @@ class _Compute(NamedTuple):
     beside_io: float = 1.0
     io_beside: float = 1.0
     summing: float = 1.0
+    own: OwnWork | None = None
 
 
 class _FoundRates(NamedTuple):
@@ -657,6 +666,7 @@ def _measured(
     drives: bool,
 ) -> _FoundRates:
     from infinity_engine.advice.doubt import RateSource
+    from infinity_engine.plan import OwnWork
 
     # The first with what I/O and copies take away, the second without.
     rates, alone = (
@@ -667,6 +677,12 @@ def _measured(
             beside_copies=beside and not unified,
         ).divided(ranks)
         for beside in (True, False)
+    )
+    own = calibration.own() if unified else OwnWork()
+    # The search weighs it as part of what an update takes, however small.
+    rates, alone = (
+        replace(found, host_start_s=(found.host_start_s or 0) + own.updating_s or None)
+        for found in (rates, alone)
     )
     # Only these two are measured: fp16 is taken to compute as bf16.
     dtype = "fp32" if precision == "fp32" else "bf16"
@@ -681,6 +697,7 @@ def _measured(
         calibration.computing_beside_io(directories),
         calibration.io_beside_computing(directories),
         calibration.summing(optimizer=optimizer),
+        own,
     )
     used = calibration.drives if directories is None else directories
     calibration = calibration.with_drives(

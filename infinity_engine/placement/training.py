@@ -16,7 +16,15 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.optim import FloatFormat, Formats, Subgroup
 from infinity_engine.placement.models import ModelShape, ParameterShape
 from infinity_engine.placement.sizing import Sizing, cut
-from infinity_engine.plan import BlockRates, ComputeRate, Lane, Rates, ResolvedBudget, Tier
+from infinity_engine.plan import (
+    BlockRates,
+    ComputeRate,
+    Lane,
+    OwnWork,
+    Rates,
+    ResolvedBudget,
+    Tier,
+)
 
 __all__ = ["Means", "Training", "beside_inputs"]
 
@@ -198,6 +206,10 @@ class Means:
     summing: float = 1.0
     """The part of its rate that an update on the host keeps of states on drives, as it makes their
     checksums.
+    """
+    own: OwnWork = OwnWork()  # noqa: RUF009  # it is frozen
+    """What the engine's own work takes of the time that modules have, where device and host are one
+    memory.
     """
     wire_bytes_per_s: float | None = None
     """What one rank sends the others, one way; None: not known, so that takes no time."""

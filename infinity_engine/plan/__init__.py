@@ -30,6 +30,7 @@ from infinity_engine.plan.ops import (
     UploadParameters,
     UploadStates,
 )
+from infinity_engine.plan.own_work import OwnWork
 from infinity_engine.plan.rates import DriveRates, Rates
 from infinity_engine.plan.step import ADAM_BYTES, BytesPerParameter, Home, StepPlan, SubgroupSpec
 from infinity_engine.plan.strategy import (
@@ -76,6 +77,7 @@ __all__ = [
     "NvmeStreamed",
     "Op",
     "OpTime",
+    "OwnWork",
     "Percent",
     "Rates",
     "ResolvedBudget",

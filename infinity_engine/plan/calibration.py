@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan.compute import BlockRates, BlockShape, ComputeRate
 from infinity_engine.plan.mappings import Directories, FrozenMapping, known_mapping
+from infinity_engine.plan.own_work import OwnWork
 from infinity_engine.plan.rates import DriveRates, Rates
 from infinity_engine.units import positive
 
@@ -33,7 +34,7 @@ __all__ = [
     "Unit",
 ]
 
-CALIBRATION_VERSION = 5
+CALIBRATION_VERSION = 6
 """Of the JSON form: raised when a figure comes, goes or changes its meaning."""
 
 _BUSY = 0.1  # of all processors: others that use more disturb what is measured
@@ -262,6 +263,7 @@ class Calibration:
     device_updates: Mapping[str, Figure]  # by optimizer
     host_start: Figure  # what the smallest update by all threads takes, likewise on the device
     device_start: Figure
+    lease: Figure  # what the engine takes on the host to lease memory for one parameter
     matmul: Mapping[str, Figure]  # by dtype, on the device that modules compute on
     # likewise: transformer blocks, by dtype and shape
     blocks: Mapping[str, Mapping[BlockShape, BlockFigures]]
@@ -329,6 +331,7 @@ class Calibration:
             ),
             host_start=_figure(Unit.SECONDS)(given["host_start"], f"{field}.host_start"),
             device_start=_figure(Unit.SECONDS)(given["device_start"], f"{field}.device_start"),
+            lease=_figure(Unit.SECONDS)(given["lease"], f"{field}.lease"),
             matmul=_table(given["matmul"], f"{field}.matmul", _figure(Unit.FLOPS)),
             blocks=_table(
                 given["blocks"],
@@ -365,6 +368,7 @@ class Calibration:
             },
             "host_start": self.host_start.to_mapping(),
             "device_start": self.device_start.to_mapping(),
+            "lease": self.lease.to_mapping(),
             "matmul": {dtype: figure.to_mapping() for dtype, figure in self.matmul.items()},
             "blocks": {
                 dtype: {str(shape): _plain(figures) for shape, figures in row.items()}
@@ -467,6 +471,10 @@ class Calibration:
                 for name, drive in drives.items()
             },
         )
+
+    def own(self) -> OwnWork:
+        """Return how long the engine's own work takes; no time where that was not measured."""
+        return OwnWork(self.lease.median or 0.0)
 
     def flops_per_s(self, dtype: str) -> float | None:
         """Return the rate of matrix products in "fp32" or "bf16", None where not measured."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from infinity_engine.placement.placing import Plan
 from infinity_engine.placement.sizing import Sizing
 from infinity_engine.placement.training import Means, Training
-from infinity_engine.plan import Lane, LaneClocks, OpTime, Rates, Tier
+from infinity_engine.plan import Lane, LaneClocks, OpTime, OwnWork, Rates, Tier
 from infinity_engine.plan.ops import CopyOp, Op, UpdateOp
 from infinity_engine.plan.step import Home
 from infinity_engine.schedule.executor import Executor, Walk
@@ -167,6 +167,8 @@ class _Needs(NamedTuple):
     that change it.
     """
 
+    parameters: int
+    """How many it has."""
     fetched: int
     fetched_copies: int
     """How many copies these bytes come in."""
@@ -340,7 +342,7 @@ class _Disturbance:
         def both_at_once(rates: Rates) -> tuple[Rates, Rates]:
             updating = rates.both_at_once(read, written)
             if not read_too:
-                return self._summing(updating), rates
+                return self._swapping(updating), rates
             more = {
                 name: drive.reading_more(read_too, reads=read, writes=written)
                 for name, drive in rates.nvme.items()
@@ -349,7 +351,7 @@ class _Disturbance:
                 name: replace(drive, write_bytes_per_s=more[name].write_bytes_per_s)
                 for name, drive in updating.nvme.items()
             }
-            return self._summing(replace(updating, nvme=drives)), replace(rates, nvme=more)
+            return self._swapping(replace(updating, nvme=drives)), replace(rates, nvme=more)
 
         beside, fetching = both_at_once(means.rates)
         if means.alone is None:
@@ -403,13 +405,19 @@ class _Disturbance:
         rates, kept = self._shared(alone, both_ways(means.rates), moved, computing_ns)
         return rates, ComputeTime(self._compute_rate, kept)
 
-    def _summing(self, rates: Rates) -> Rates:
-        """Return the rates of updates that make the checksums of those states from drives."""
-        rate, summing, work = rates.host_update_params_per_s, self._means.summing, self._work
-        if rate is None or summing == 1 or not work.summed:
+    def _swapping(self, rates: Rates) -> Rates:
+        """Return the rates of updates that move states from and to drives, and make the checksums
+        of these.
+        """
+        rate, means, work = rates.host_update_params_per_s, self._means, self._work
+        if rate is None or not work.summed:
             return rates
         part = work.summed / work.amounts[Lane.HOST]
-        return replace(rates, host_update_params_per_s=rate / (1 - part + part / summing))
+        return replace(
+            rates,
+            host_update_params_per_s=rate / (1 - part + part / means.summing),
+            host_start_s=(rates.host_start_s or 0) + part * means.own.swapping_s or None,
+        )
 
     def _computing_ns(self, *, backward: bool) -> int:
         """Return how long all modules compute in a pass while nothing disturbs them."""
@@ -466,6 +474,7 @@ class _TimedStep:
         self._plan = plan
         self._steps_micro_batches = training.accumulation_steps
         self._disturbance = _Disturbance(training, means, work)
+        self._own = means.own if means.unified else OwnWork()
         self._compute = Lane.HOST if means.unified else Lane.DEVICE
         self._work = work
         self._deferred = training.overlap is not False and _defers(plan, work.modules, means)
@@ -566,7 +575,8 @@ class _TimedStep:
                 ready_ns = max(self._lanes.clocks.times[op].end_ns for op in ops)
                 fetched = needs._replace(read=0)
             arrived_ns = self._fetch(number, fetched, ready_ns, begin_ns=begin_ns)
-            end_ns = self._run(number, needs, duration_ns(needs.flops), arrived_ns)
+            computing_ns = duration_ns(needs.flops) + self._own.passing_ns(needs.parameters)
+            end_ns = self._run(number, needs, computing_ns, arrived_ns)
         if deferred:
             self._update.finish()
         return end_ns
@@ -715,6 +725,7 @@ class _TimedStep:
             needs = self._work.modules[number].of_backward()
             arrived_ns = self._fetch(number, needs, 0, begin_ns=begin_ns)
             duration_ns = computing_ns(0, needs.backward_flops, needs.again * needs.flops)
+            duration_ns += self._own.passing_ns((1 + needs.again) * needs.parameters)
             made_ns = self._run(number, needs, duration_ns, arrived_ns)
             if has_wire:
                 made_ns = self._wire.exchange(needs.reduced, made_ns)
@@ -738,9 +749,12 @@ class _TimedStep:
         after_ns, fetches = max(after_ns, self._room.make(number)), needs.fetches
         if needs.read:
             after_ns = self._lanes.read(fetches * needs.read, after_ns, begin_ns=begin_ns)
+        nbytes, copies = fetches * needs.fetched, fetches * needs.fetched_copies
         if self._compute is Lane.DEVICE:
-            nbytes, copies = fetches * needs.fetched, fetches * needs.fetched_copies
             after_ns = self._lanes.move(Lane.H2D, nbytes, after_ns, copies=copies)
+        else:
+            # The thread that computes fetches what comes next, between two modules.
+            self._lanes.work(self._compute, self._own.fetching_ns(copies), begin_ns)
         self._room.admit(number, after_ns)
         return max(after_ns, begin_ns)
 
@@ -852,6 +866,7 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
             copies += 1
         found.append(
             _Needs(
+                parameters=len(module.parameters),
                 fetched=nbytes,
                 fetched_copies=copies,
                 read=read,

@@ -59,6 +59,7 @@ def calibration() -> Calibration:
         device_updates={"adamw": figure(25e9, Unit.PARAMETERS)},
         host_start=figure(5e-5, Unit.SECONDS),
         device_start=figure(2e-5, Unit.SECONDS),
+        lease=figure(3e-4, Unit.SECONDS),
         matmul={"fp32": figure(100e9, Unit.FLOPS), "bf16": figure(200e9, Unit.FLOPS)},
         blocks={
             "bf16": {

@@ -26,6 +26,7 @@ from infinity_engine.plan import (
     Figure,
     HostUpdateFigures,
     LinkFigures,
+    OwnWork,
     Rates,
     Unit,
 )
@@ -75,6 +76,7 @@ CALIBRATIONS = st.builds(
     device_updates=st.dictionaries(RULE, PARAMETERS, max_size=3),
     host_start=SECONDS,
     device_start=SECONDS,
+    lease=SECONDS,
     matmul=st.dictionaries(st.sampled_from(["fp32", "bf16"]), FLOPS, max_size=2),
     blocks=st.dictionaries(
         st.sampled_from(["fp32", "bf16"]),
@@ -145,11 +147,11 @@ def test_a_calibration_is_a_value() -> None:
         one.date = "today"  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 3, 4, 6, "5", None, True])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 4, 5, 7, "6", None, True])
 def test_another_version_is_refused_with_what_to_do(version: object) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^calibration\.version: expected version 5, .* `infinity calibrate` again",
+        match=r"^calibration\.version: expected version 6, .* `infinity calibrate` again",
     ):
         Calibration.from_mapping({**calibration().to_mapping(), "version": version})
 
@@ -472,6 +474,7 @@ def test_what_is_missing_gives_no_rate_and_disturbs_nothing() -> None:
         ),
         host_start=no_start,
         device_start=no_start,
+        lease=no_start,
         dram={1: nothing},
         host_updates={
             "adamw": {1: HostUpdateFigures(alone=alone, beside_copies=no_part, summing=no_part)}
@@ -482,6 +485,7 @@ def test_what_is_missing_gives_no_rate_and_disturbs_nothing() -> None:
 
     assert measured.rates(beside_io=True, beside_copies=True) == Rates(host_update_params_per_s=1e9)
     assert measured.summing() == measured.computing_beside_io() == 1
+    assert measured.own() == OwnWork()
 
 
 def test_matrix_products_have_a_rate_for_each_dtype() -> None:

@@ -32,6 +32,7 @@ from infinity_engine.plan import (
     Lane,
     LaneClocks,
     NvmeStreamed,
+    OwnWork,
     Rates,
     ResolvedBudget,
     StaticSplit,
@@ -201,6 +202,39 @@ def test_on_one_memory_modules_keep_a_part_of_their_rate_as_long_as_drives_work(
         assert disturbed[:first] == before[:first]
         for none, some in zip(before[first:], disturbed[first:], strict=True):
             assert none < some <= 2 * none
+
+
+def test_on_one_memory_the_engines_own_work_takes_time_from_modules() -> None:
+    training = replace(training_of(SMALL, checkpointing=False), overlap=False)
+    own = OwnWork(lease_s=1e-3)
+    parameters = len(training.ordered())
+
+    def phases(given: Means, strategy: Strategy, parameters: Tier) -> dict[str, int]:
+        choice = Choice(strategy=strategy, parameters=parameters, subgroup_numel=2**22)
+        timeline = Planner(training, given).candidate(choice).timeline
+        return {phase.name: phase.ns for phase in timeline.phases}
+
+    def longer(unified: bool, host: float, strategy: Strategy, there: Tier) -> dict[str, int]:
+        given = means(0 if unified else 20, host, 100, unified=unified)
+        fast = replace(
+            given.rates, nvme={"a": DriveRates(read_bytes_per_s=1e15, write_bytes_per_s=1e15)}
+        )  # computing binds
+        given = replace(given, rates=fast, flops_per_s=2e12)
+        before = phases(given, strategy, there)
+        after = phases(replace(given, own=own), strategy, there)
+        return {name: after[name] - before[name] for name in before}
+
+    stays = longer(True, 20, HostOnly(), Tier.DEVICE)
+    assert stays["update"] == 0  # the rates have it
+    assert stays["forward"] == stays["backward"] == own.passing_ns(parameters)
+    fetched = longer(True, 3, NvmeStreamed(), Tier.NVME)
+    assert fetched["update"] > 0
+    # In each pass, what is still there from the last one is not fetched again.
+    most = stays["forward"] + own.fetching_ns(parameters)
+    assert stays["forward"] < fetched["forward"] <= most
+    assert stays["backward"] < fetched["backward"] <= most
+    # A device has its work before it is there.
+    assert not any(longer(False, 20, HostOnly(), Tier.HOST).values())
 
 
 def test_drives_that_keep_a_part_beside_modules_are_slower_there_alone() -> None:
