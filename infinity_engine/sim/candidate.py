@@ -95,7 +95,9 @@ class Evaluator:
         return replace(self, training=self._cut(training, means), means=means, sizings={})
 
     def _given(self: _Maker, means: Means) -> _Maker:
-        training = self._cut(self.training, means)
+        training, room = self.training, means.room_for_layers(self.training)
+        if room != self.means.room_for_layers(training):
+            training = self._cut(training, means)
         sizings = self.sizings if training is self.training else {}
         return replace(self, training=training, means=means, sizings=sizings)
 

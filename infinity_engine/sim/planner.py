@@ -96,7 +96,13 @@ class Planner(Evaluator):
 
     def fits(self) -> bool:
         """Tell whether `decide` finds a plan; nothing is simulated."""
-        return Search(self).fits()
+        return not self.missing(Tier.DEVICE)
+
+    def missing(self, tier: Tier) -> float:
+        """Return about how many bytes of a tier are missing, 0 where `decide` finds a plan; nothing
+        is simulated.
+        """
+        return Search(self).missing(tier)
 
     def seems_to_fit(self) -> bool:
         """Tell the same by estimates alone, which are off by a hundredth or two."""

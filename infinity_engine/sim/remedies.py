@@ -29,14 +29,16 @@ _PLENTY = 1 << 60
 _SOME_DRIVE = "NVMe"
 _SOME_RATE = 1e9
 _LEAST_ROOM = 1 << 20
-_CLOSE = 1.01  # times the least amount that fits: near enough
-_LESS = (1.01, 1.03)  # an amount that fits is compared with so many times less
-_STEP = 1.1  # from an amount that fits to the next smaller one, until one does not
+_ABOVE = 1.004  # times an estimate: with the estimate itself, many plans each lack a little
+_CLOSE = 1.01  # times an amount that does not fit: near enough
+_NEAR = 1.02  # times what should be enough: an amount that fits agrees with it
+_LESS = 0.97  # of an amount that fits: asked at first, to find whether less fits
+_FURTHER = 0.01  # of an amount that does not fit: the least that is added, the next time twice that
+_STEP = 1.1  # times an amount that does not fit: the most to try next, near an estimate
 _ALIKE = 1.1  # times another answer: no worse than it
 _FAR = 2.0  # times what the host has, or times another answer: far more
 _MOST_COMBINED = 2  # changes that are offered together with memory
 _MOST_WITH_TILES = 1  # likewise, where layers are cut anew for each memory
-_FURTHER = (1.0, 1.01, 1.02, 1.04, 1.08, 1.16, 1.32)  # times an estimate that may be too small
 _SHORTEST, _TOKENS = 128, 128  # of a sequence, and the steps in which it gets shorter
 _LEAST_POSITIONS = 64  # of a tile of the sequence
 _CHECKPOINT = "checkpoint activations (--checkpointing)"
@@ -115,7 +117,8 @@ def explain_refusal(
     those without room are cut anew for each memory and training that is tried.
     """
     asked = None if isinstance(strategy, Auto) else strategy
-    means = replace(means, rates=_with_all(means.rates))  # for drives that there may not be yet
+    # Rates of drives that there may not be yet; how fast modules compute changes nothing.
+    means = replace(means, rates=_with_all(means.rates), flops_per_s=None, blocks=None)
     planner = Planner(
         training,
         means,
@@ -194,13 +197,15 @@ def _amounts(planner: Planner, least: Needs | None = None) -> Iterator[Needs]:
             start: Needs | None = replace(there, device=least.device)
         else:
             start = _with_least_device(planner, there)
-        if start is not None and _with(planner, start).fits():  # only the device lacks something
-            yield from (needs.without(there) for needs in (host, start) if needs is not None)
-            return
-        for last in ("nvme", "host") if host is None else ("nvme",):
-            mixed = None if start is None else _of_several(planner, start, last)
-            if mixed is not None:
-                yield mixed.without(there)
+        if start is not None:
+            richer = _with(planner, start)
+            if richer.fits():  # only the device lacks something
+                yield from (needs.without(there) for needs in (host, start) if needs is not None)
+                return
+            for last in ("nvme", "host") if host is None else ("nvme",):
+                mixed = _of_several(richer, start, last)
+                if mixed is not None:
+                    yield mixed.without(there)
     if host is not None:
         yield host.without(there)
     if not planner.means.unified:
@@ -253,80 +258,68 @@ def _least_of_each(planner: Planner) -> Needs:
 
 def _smallest(planner: Planner, there: Needs, name: str) -> Needs | None:
     """Return what is there with the least of one tier that fits; None: no amount is enough."""
+    tier, before = Tier(name), _with(planner, there)
+    low, most = float(getattr(there, name)), _most(planner)
+    estimated = planner.strategy is None  # estimates know nothing of a strategy that is asked for
+    tiles = planner.whole_model is not None and name == _where_modules_compute(planner)
 
     def raised(nbytes: float) -> Needs:
         return replace(there, **{name: int(nbytes)})
 
-    def fits(nbytes: float) -> bool:
-        return _with(planner, raised(nbytes)).fits()
+    def missing(nbytes: float) -> float:
+        tried = _with(before, raised(nbytes))
+        # Near an estimate little is missing, and what lacks more lacks it of another tier. Large
+        # layers are whole only where tiles would be too many: with more room, less is missing.
+        is_near = _has_large_layers(tried) if tiles else estimated
+        return min(tried.missing(tier), (_STEP - 1) * nbytes if is_near else most / 2)
 
-    low, most = float(getattr(there, name)), _most(planner)
-    if planner.strategy is not None:  # which estimates know nothing of
-        tried = next(filter(fits, (low, most)), None)
-        return None if tried is None else raised(_bisected(fits, low, tried)[1])
-    about = _with(planner, raised(_PLENTY)).least(Tier(name))
-    if about > most:
+    start = low
+    if estimated:
+        about = _with(before, raised(_PLENTY)).least(tier)
+        if about > most:
+            return None
+        start = max(low, _ABOVE * about)
+    elif missing(most):
         return None
-    if planner.whole_model is not None and name == _where_modules_compute(planner):
-        bracket = _first_that_fits(planner, there, name, most)
-        return None if bracket is None else raised(_bisected(fits, *bracket)[1])
-    enough = about = max(about, low)
-    for times in _FURTHER:
-        enough = times * about
-        if fits(enough):
-            break
-        low = enough
-    else:
-        return None
-    # Whole subgroups decide: what does not fit with a hundredth less may with three.
-    fitting = (enough / times for times in _LESS if enough / times > low)
-    high = next(filter(fits, fitting), None)
-    if high is None:
-        return raised(enough)
-    below = high / _STEP
-    while below > low and fits(below):
-        high, below = below, below / _STEP
-    return raised(_bisected(fits, max(low, below), high)[1])
+    if tiles:  # from below: smaller tiles need less, and between tiles and whole layers more may
+        # fit worse
+        start = max(low, float(planner.training.activation_bytes()), _LEAST_ROOM)
+    found = _least(missing, low, start, most)
+    return None if found is None else raised(found)
 
 
-def _first_that_fits(
-    planner: Planner, there: Needs, name: str, most: float
-) -> tuple[float, float] | None:
-    """Return an amount that does not fit, and a little more that does, where each amount has tiles
-    of its own; None: no amount fits.
+def _least(
+    missing: Callable[[float], float], low: float, start: float, most: float
+) -> float | None:
+    """Return the least amount of which nothing is missing; None: it is more than `most`.
 
-    From below: smaller tiles need less, and between tiles and whole layers more may fit worse.
+    Of `low` something is missing, or it is the answer. What is missing leads from one amount to the
+    next. Where that says too little, steps grow; where it says too much, halves decide.
     """
-    below = float(getattr(there, name))
-    amount = max(below, float(planner.training.activation_bytes()), _LEAST_ROOM)
+    below, high, amount, enough = low, inf, start, 0.0
+    further, less = _FURTHER, 1 - _LESS
     while amount <= most:
-        tried = _with(planner, replace(there, **{name: int(amount)}))
-        if tried.fits():
-            return below, amount
-        below, about = amount, 0.0
-        model, width = tried.training.model, tried.training.width
-        room = tried.means.room_for_layers(tried.training)
-        # Large layers are whole only where tiles would be too many: more room may need less.
-        if not has_large_layers(model, width=width, room=room):
-            as_cut = replace(tried, whole_model=None)
-            about = _with(as_cut, replace(there, **{name: _PLENTY})).least(Tier(name))
-        amount = max(_STEP * below, about / _LESS[0] if about < inf else 0.0)
+        if more := missing(amount):
+            below, enough = amount, amount + more
+            amount, further = max(enough, (1 + further) * amount), 2 * further
+        else:
+            high = amount
+        agrees = high / _NEAR <= enough <= high * _NEAR and below >= _LESS * high
+        if agrees or high <= _CLOSE * below + 1:
+            return high
+        if not below < amount < high:
+            amount, less = max((1 - less) * high, (below * high) ** 0.5), min(3 * less, 0.9)
     return None
+
+
+def _has_large_layers(planner: Planner) -> bool:
+    training = planner.training
+    room = planner.means.room_for_layers(training)
+    return has_large_layers(training.model, width=training.width, room=room)
 
 
 def _where_modules_compute(planner: Planner) -> str:
     return "host" if planner.means.unified else "device"
-
-
-def _bisected(enough: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:
-    """Return a bracket of the least amount that is enough, where `low` is not and `high` is."""
-    while high > low * _CLOSE + 1:
-        middle = (low * high) ** 0.5 if low > high / 64 else high / 8
-        if enough(middle):
-            high = middle
-        else:
-            low = middle
-    return low, high
 
 
 def _most(planner: Planner) -> float:

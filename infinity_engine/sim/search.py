@@ -7,7 +7,7 @@ limit, so that an answer takes about a second on any machine. Called by planner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -167,13 +167,39 @@ class Search:
                 self._simulate(refined)
         return self._best
 
-    def fits(self) -> bool:
-        """Tell whether `run` would find anything; plans are placed, and nothing is simulated."""
+    def missing(self, tier: Tier) -> float:
+        """Return about how many bytes of a tier are missing, of the machine, or of one device; 0
+        where `run` would find anything. Plans are placed, and nothing is simulated.
+
+        Of the plans that lack bytes of this tier, the one that lacks least counts; where there are
+        none, of the others. inf: no plan can be carried out.
+        """
+        least: dict[bool, int] = {}
+        for refusal in self._refusals():
+            if refusal is None:
+                return 0
+            is_of_tier, short = refusal.tier == tier.name, max(refusal.asked - refusal.free, 1)
+            least[is_of_tier] = min(short, least.get(is_of_tier, short))
+        ranks = 1 if tier is Tier.DEVICE else self._planner.means.ranks
+        return ranks * least.get(True, least.get(False, inf))
+
+    def _refusals(self) -> Iterator[CapacityError | None]:
+        """Yield why each plan that may fit does not, up to the first that does: None."""
         try:
             self._planner.check_all()
-        except CapacityError:
-            return False
-        return any(self._is_placed(form, numel) for form, numel in self._forms.in_doubt())
+        except CapacityError as error:
+            yield error
+            return
+        in_doubt = (self._forms.choice(form, numel) for form, numel in self._forms.in_doubt())
+        for choice in dict.fromkeys(in_doubt):
+            try:
+                self._planner.outlined(choice)
+            except CapacityError as error:
+                yield error
+            except ConfigError:
+                continue
+            else:
+                yield None
 
     # --- what is simulated ------------------------------------------------------------------------
 

@@ -9,10 +9,24 @@ from typing import Any
 
 import pytest
 
-from infinity_engine.errors import CapacityError
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.placement.placing import Outlined
+from infinity_engine.placement.sizing import Sizing
 from infinity_engine.placement.tiles import tiled_by_room
 from infinity_engine.placement.training import Means, Training, beside_inputs
-from infinity_engine.plan import DriveRates, Rates, ResolvedBudget
+from infinity_engine.plan import (
+    DeviceOnly,
+    DriveRates,
+    HostOnly,
+    Interleaved,
+    NvmeStreamed,
+    Rates,
+    ResolvedBudget,
+    StaticSplit,
+    Strategy,
+    Tier,
+)
+from infinity_engine.sim.candidate import Choice, Evaluator
 from infinity_engine.sim.planner import Planner
 from infinity_engine.sim.presets import preset
 from infinity_engine.sim.remedies import Needs, Remedy, _smaller_batches, explain_refusal
@@ -62,16 +76,22 @@ def wrong_remedies(seed: int) -> list[str]:
     return [f"{seed}: {words}" for words in wrong]
 
 
-def wrong_amounts(training: Training, means: Means, remedies: Iterable[Remedy]) -> list[str]:
+def wrong_amounts(
+    training: Training,
+    means: Means,
+    remedies: Iterable[Remedy],
+    *,
+    strategy: Strategy | None = None,
+) -> list[str]:
     """Return the remedies with memory that is too little, or more than it takes."""
     wrong = []
     for remedy in remedies:
         given = changed(training, remedy)
-        if not is_planned(given, larger(means, remedy.more)):
+        if not is_planned(given, larger(means, remedy.more), strategy):
             wrong.append(f"too little: {remedy.change}")
         for tier in ("device", "host", "nvme"):
             less = larger(means, remedy.more, times=0.97, of=tier)
-            if getattr(remedy.more, tier) and is_planned(given, less):
+            if getattr(remedy.more, tier) and is_planned(given, less, strategy):
                 wrong.append(f"3% less of {tier} is enough: {remedy.change}")
     return wrong
 
@@ -96,13 +116,13 @@ def is_memory(remedy: Remedy) -> bool:
     return "more of" in remedy.change
 
 
-def is_planned(training: Training, means: Means) -> bool:
-    planner = Planner(training, means)
+def is_planned(training: Training, means: Means, strategy: Strategy | None = None) -> bool:
+    planner = Planner(training, means, strategy=strategy)
     if planner.fits():  # a plan was placed: no need to find the best one
         return True
     try:
         planner.decide()
-    except CapacityError:
+    except (CapacityError, ConfigError):  # too little, or no drives for a strategy that needs them
         return False
     return True
 
@@ -123,6 +143,74 @@ def is_planned(training: Training, means: Means) -> bool:
 )
 def test_each_remedy_is_enough_and_a_little_less_is_not(seed: int) -> None:
     assert wrong_remedies(seed) == []
+
+
+@pytest.mark.parametrize("drives", [0, 20 * GB])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        HostOnly(),
+        DeviceOnly(),
+        StaticSplit(ratio=0.3),
+        Interleaved(share=0.4),
+        NvmeStreamed(),
+        NvmeStreamed(update=Interleaved(share=0.3)),
+    ],
+    ids=str,
+)
+def test_each_remedy_with_a_strategy_is_enough_and_a_little_less_is_not(
+    strategy: Strategy, drives: int
+) -> None:
+    training, means = refused_llama(drives)
+
+    found = list(filter(is_memory, explain_refusal(training, means, strategy=strategy).remedies))
+
+    assert found
+    assert wrong_amounts(training, means, found, strategy=strategy) == []
+
+
+def refused_llama(drives: int = 0) -> tuple[Training, Means]:
+    rates = replace(random_case(0)[1].rates, nvme={"a": _DRIVE})
+    nvme = {"a": drives} if drives else {}
+    budget = ResolvedBudget(device=6 * GiB, host=20 * GiB, nvme=nvme)
+    return training_of(preset("llama-3-8b")), Means(budget=budget, rates=rates)
+
+
+@pytest.mark.parametrize(
+    "strategy", [HostOnly(), StaticSplit(ratio=0.3), Interleaved(share=0.4)], ids=str
+)
+def test_a_refusal_with_a_strategy_places_few_plans(
+    monkeypatch: pytest.MonkeyPatch, strategy: Strategy
+) -> None:
+    training, means = refused_llama()
+    placed: list[Choice] = []
+    outlined = Evaluator.outlined
+
+    def counted(planner: Evaluator, choice: Choice) -> tuple[Sizing, Outlined, ResolvedBudget]:
+        placed.append(choice)
+        return outlined(planner, choice)
+
+    monkeypatch.setattr(Evaluator, "outlined", counted)
+    explain_refusal(training, means, strategy=strategy)
+
+    assert len(placed) <= 70  # about 120 where halves alone lead to the least amount
+
+
+def test_as_much_more_as_is_missing_is_enough_and_a_little_less_is_not() -> None:
+    training, means = refused_llama()
+    planner = Planner(training, means, strategy=HostOnly(), parameters=Tier.HOST)
+    budget = replace(means.budget, device=40 * GiB)
+
+    missing = planner.with_budget(budget).missing(Tier.HOST)
+
+    def with_host(nbytes: float) -> Planner:
+        return planner.with_budget(replace(budget, host=int(nbytes)))
+
+    for _ in range(2):  # at first, masters and states alone are counted
+        missing += with_host(budget.host + missing).missing(Tier.HOST)
+    assert with_host(budget.host + missing).fits()
+    assert with_host(budget.host + missing).missing(Tier.HOST) == 0
+    assert not with_host(0.97 * (budget.host + missing)).fits()
 
 
 @pytest.mark.slow
