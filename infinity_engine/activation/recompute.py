@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from infinity_engine.activation.blocks import RepeatedBlock
+from infinity_engine.activation.blocks import ModuleMembers, RepeatedBlock
 from infinity_engine.activation.lifetimes import CallLife
 from infinity_engine.activation.saved import (
     ChangedInPlaceError,
@@ -150,21 +150,20 @@ class BlockCall:
         """Return the parameters that modules among its arguments have now, by name."""
         return self._arguments.parameters_of_modules()
 
-    def used(self) -> dict[str, torch.Tensor]:
+    def used(self, now: ModuleMembers) -> dict[str, torch.Tensor]:
         """Return by name what the block uses and what is not saved: the parameters and buffers that
-        it has now, and parameters that it was given.
+        it has `now`, and parameters that it was given.
         """
-        module = self.block.module
         return {
-            **dict(module.named_parameters()),
-            **dict(module.named_buffers()),
+            **now.parameters,
+            **now.buffers,
             **self._arguments.parameters,
             **self.given(),
         }
 
-    def modules(self) -> dict[str, torch.nn.Module]:
-        """Return by name the modules in the block, and those that it was given with it."""
-        return {**dict(self.block.module.named_modules()), **self._arguments.single_modules()}
+    def modules(self, now: ModuleMembers) -> dict[str, torch.nn.Module]:
+        """Return by name the modules in the block `now`, and those that it was given with it."""
+        return {**now.modules, **self._arguments.single_modules()}
 
     @property
     def saves_nothing(self) -> bool:

@@ -129,9 +129,11 @@ class KeptActivations:
 def addresses_of(own: Iterable[torch.Tensor]) -> frozenset[int]:
     """Return the addresses of the memory in which these lie."""
     return frozenset(
-        tensor.untyped_storage().data_ptr()
-        for tensor in own
-        if tensor.layout == torch.strided and tensor.device.type != "meta"
+        [
+            tensor.untyped_storage().data_ptr()
+            for tensor in own
+            if tensor.layout == torch.strided and tensor.device.type != "meta"
+        ]
     )
 
 

@@ -28,7 +28,9 @@ def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Node]:
         if node not in seen:
             seen.add(node)
             yield node
-            waiting.extend(source for source, _ in node.next_functions if source is not None)
+            for source, _ in node.next_functions:
+                if source is not None:
+                    waiting.append(source)
 
 
 def custom_functions(tensors: Iterable[torch.Tensor]) -> Iterator[Node]:
