@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import TYPE_CHECKING, Protocol
 
 from deepnvme.closing import Closing
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Backing", "Lease", "Lessor", "NoBytes", "Waitable", "typed_view"]
+
+
+_is_done = methodcaller("done")  # of a Waitable, without a frame for each that is asked
 
 
 class Waitable(Protocol):
@@ -139,7 +143,7 @@ class Lease(Closing):
         """Return all of its bytes as a flat uint8 tensor."""
         import torch
 
-        return self.tensor(torch.uint8)
+        return self.backing.tensor(torch.uint8, (self.nbytes,))
 
     def memory(self) -> memoryview:
         """Return its bytes for I/O. They stay for as long as this view exists.
@@ -208,7 +212,7 @@ class _LeasedBuffer:
         self.events = events
 
     def passed(self) -> bool:
-        return all(event.done() for event in self.events)
+        return all(map(_is_done, self.events))
 
     def wait(self) -> None:
         for event in self.events:

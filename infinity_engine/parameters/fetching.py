@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 
 import torch
 
@@ -356,10 +355,10 @@ class ParameterFetcher(ResidentParameters[Fetched]):
             self._count(Lane.H2D, number, transfer)
         # One that has ended may free the pool that reads go through.
         else:
-            for in_flight in [self.resident[other] for other in self.resident]:
+            for other in list(self.resident):
                 if self._passes(number):
                     break
-                self._wait(in_flight)
+                self._wait(self.resident[other])
             transfer = self._mover.move(record, self._there, into=lease)
             self._count(Lane.NVME_READ, number, transfer)
         # Only now: a move that could not begin leaves no member.
@@ -412,15 +411,13 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         self.shown.hide(number)
         # The transfer may still be writing to the memory.
         self._wait(fetched)
-        self._forget(number)
-        if fetched.transfer.error is None:
+        if self._forget(number) is None:
             # Kernels that were given views may still run: the memory waits for them.
             fetched.lease.until(self.last_use())
             # Down to a copy that is current: no bytes move.
             self._mover.move(self._records[number], self._homes[number]).result()
 
-    def _forget(self, number: int) -> None:
-        """Remove a member with a transfer that has ended."""
-        fetched = self.resident.remove(number)
-        with suppress(Exception):
-            fetched.transfer.result()  # else the mover keeps an error that nothing asks for
+    def _forget(self, number: int) -> BaseException | None:
+        """Remove a member with a transfer that has ended; return the error that stopped it."""
+        # Taken: else the mover keeps an error that nothing asks for.
+        return self.resident.remove(number).transfer.take_error()

@@ -108,7 +108,7 @@ class Mover:
             # Everything above the new home.
             for tier in _UPWARDS[there + 1 :] if source is Source.RELEASED else ():
                 self.release(record, tier)
-            return self._begin([])
+            return Transfer([])
         way = _UPWARDS[here : there + 1] if here <= there else _UPWARDS[there : here + 1][::-1]
         hops = [_BY_TIERS[hop] for hop in pairwise(way)]
         last = len(hops) - 1
