@@ -622,7 +622,7 @@ class Volume(Closing):
     ) -> list[IOFuture[int]]:
         # All are checked first, so that a wrong extent leaves no operation under way.
         parts = [self._part_of(extent) for extent in extents]
-        nbytes = sum(extent.nbytes for extent in extents)
+        nbytes = sum([extent.nbytes for extent in extents])
         if nbytes != memory.nbytes:
             raise ValueError(
                 f"the extents have {nbytes} B and the memory has {memory.nbytes} B: both must be "
