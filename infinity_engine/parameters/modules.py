@@ -595,6 +595,8 @@ class ModuleParameters:
         Raises:
             RuntimeError: there is NaN, and some parameters were never asked for; names them.
         """
+        if output is None:
+            return  # it has raised
         unseen = [number for number in self._parameters if number not in self._frames.asked_now]
         unseen = [number for number in unseen if number not in self._fetcher.shown]
         if not unseen or not any(map(_has_nan, tensors_in(output))):
@@ -623,10 +625,13 @@ class ModuleParameters:
     def _read(self, parameter: object) -> None:
         # By identity: buffers and other attributes are no parameters.
         number = self._numbers.get(id(parameter))
-        frame = self._frames.modules[-1]
-        if number is None or (number in frame.held and number in self._fetcher.shown):
-            return
-        self._frames.ask(self._parameters[number].read, frame)
+        held, shown = self._frames.modules[-1].held, self._fetcher.shown
+        if number is not None and not (number in held and number in shown):
+            self._hooks.signals.holding(self._ask_for)(number)
+
+    def _ask_for(self, number: int) -> None:
+        """Have a parameter that code reads until the running module returns."""
+        self._frames.ask(self._parameters[number].read, self._frames.modules[-1])
 
     def _returned(self, output: object) -> Iterable[int]:
         """Return the parameters in the output of a module."""
