@@ -591,11 +591,11 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if not isinstance(value, torch.nn.Parameter):
             yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
     elif isinstance(value, tuple | list):
         for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, Mapping):
+        for part in value.values():
             yield from _tensors(part)
 
 

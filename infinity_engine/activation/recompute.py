@@ -99,7 +99,8 @@ class _Like(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> _Like:
         # A nested tensor has no shape, but a number of parts.
         shape = (tensor.size(0),) if tensor.is_nested else tuple(tensor.shape)
-        return cls(tensor.dtype, shape, tensor.device)
+        # Without the call in Python that a NamedTuple's own constructor costs: one for each tensor.
+        return tuple.__new__(cls, (tensor.dtype, shape, tensor.device))
 
 
 class BlockCall:
@@ -407,11 +408,11 @@ def _within(value: object, kind: type[_Kind]) -> Iterator[_Kind]:
     """Yield what there is of a kind in containers within one another."""
     if isinstance(value, kind):
         yield value
-    elif isinstance(value, Mapping):
-        yield from _within(tuple(value.values()), kind)
     elif isinstance(value, tuple | list):
         for part in value:
             yield from _within(part, kind)
+    elif isinstance(value, Mapping):
+        yield from _within(tuple(value.values()), kind)
 
 
 def _once(found: Iterable[_Kind]) -> tuple[_Kind, ...]:

@@ -95,7 +95,8 @@ class KeptActivations:
     def pack(self, tensor: torch.Tensor) -> object:
         """Return the tensor without its graph."""
         # Its version as it is now: an in-place change after this is an error.
-        return _SavedTensor(tensor.detach(), version_of(tensor))
+        # Without the call in Python that a NamedTuple's own constructor costs.
+        return tuple.__new__(_SavedTensor, (tensor.detach(), version_of(tensor)))
 
     def make_room(self) -> None:
         """Do nothing."""
