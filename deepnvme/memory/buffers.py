@@ -30,7 +30,7 @@ class Memory(NamedTuple):
             raise ValueError(
                 f"bytes {start} to {start + nbytes} are not within {self.nbytes} bytes of memory"
             )
-        return Memory(self.address + start, nbytes, self.holder)
+        return _new_tuple(Memory, (self.address + start, nbytes, self.holder))
 
 
 def torch_of(thing: Any) -> Any:

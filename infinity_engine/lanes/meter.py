@@ -228,7 +228,8 @@ class Meter:
                 update.nbytes[lane] += nbytes
             else:
                 update.unknown[lane] += 1
-            self._note(event, _Submitted(name, lane, fields, nbytes, update))
+            if self._device_times is not None:
+                self._note(event, _Submitted(name, lane, fields, nbytes, update))
 
     def count_need(self, cargo: Cargo, nbytes: int, *, found: bool) -> None:
         """Count bytes that could be on drives and were needed: found in memory, or read."""
@@ -252,7 +253,8 @@ class Meter:
             # In one memory `run_update` times it on the host: the device's time would count twice.
             update = self._no_update if self._accelerator.unified else self._update_of(name)
             update.unknown[Lane.DEVICE] += 1
-            self._note(event, _Submitted(name, Lane.DEVICE, fields, None, update))
+            if self._device_times is not None:
+                self._note(event, _Submitted(name, Lane.DEVICE, fields, None, update))
 
     def run_update(self, op: UpdateOp, update: Callable[[], None]) -> None:
         """Make an update and count it, and its time where the host makes it."""
@@ -342,7 +344,7 @@ class Meter:
 
     def _note(self, event: Event | None, submitted: _Submitted) -> None:
         # Only emulated devices have a timeline; other events are not remembered.
-        if self._device_times is not None and isinstance(event, Operation):
+        if isinstance(event, Operation):
             self._submitted[event.name] = submitted
 
     def _ask_the_device(self) -> None:

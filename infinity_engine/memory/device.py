@@ -164,9 +164,8 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
             self._cache = None
             self._accelerator.forget_idle()
 
-    @property
     def kept_bytes(self) -> int:
-        """The bytes that views keep of closed leases, once all events have passed."""
+        """Return the bytes that views keep of closed leases, once all events have passed."""
         # A copy, as a view may go meanwhile.
         return sum(given.nbytes for given in self._views.copy()) if self._views else 0
 

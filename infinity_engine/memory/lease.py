@@ -298,9 +298,10 @@ class Lessor(ABC):
         given = self._open.get(id(backing))
         if given is None:
             return
-        given.wait_for(events)
         # A lease of no bytes has nothing that an event could protect.
-        waits = given.nbytes and not given.passed()
+        if events and given.nbytes:
+            given.wait_for(events)
+        waits = not given.passed()
         del self._open[id(backing)]
         if waits:
             self._closing.append(given)
@@ -325,7 +326,8 @@ class Lessor(ABC):
 
     def _release(self, given: _LeasedBuffer) -> None:
         """Give the memory back; it counts as held until its last view is gone, perhaps at once."""
-        given.wait_for(())  # events may have views of it
+        if given.events:
+            given.wait_for(())  # events may have views of it
         memory = self._memory(given.backing)
         if memory is not None:
             self._views.add(given)

@@ -55,7 +55,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
     ) -> None:
         fetched = {known.number: known for known in parameters if known.number in records}
         nbytes = {number: record.nbytes for number, record in records.items()}
-        resident = ResidentSet[Fetched](nbytes, limit, beside=lambda: lanes.device.kept_bytes)
+        resident = ResidentSet[Fetched](nbytes, limit, beside=lanes.device.kept_bytes)
         super().__init__(fetched, resident, lanes, lanes.device)
         self._passing = passing
         self._records = records
@@ -133,10 +133,10 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         for number in self.resident.evictions(self.resident.limit + 1):
             self._evict(number)
             return True
-        viewed = self._lanes.device.kept_bytes
+        viewed = self._lanes.device.kept_bytes()
         # The last resort: cycles of the caller's own may have views. The engine makes none.
         gc.collect()
-        return self._lanes.device.kept_bytes < viewed
+        return self._lanes.device.kept_bytes() < viewed
 
     # --- steps ------------------------------------------------------------------------------------
 
