@@ -118,7 +118,8 @@ class BlockCall:
         self._made = 0  # of a second run
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # to a second run
         self._task = -1  # the backward that a second run is for
-        self._versions: Mapping[str, int] | None = None  # after the first run
+        self.has_dropped = False  # the first run has ended, and what it saved is made again
+        self._versions: Mapping[str, int] = {}  # after the first run
         self._used: Mapping[str, torch.Tensor] = {}  # by the first run
 
     @staticmethod
@@ -171,11 +172,6 @@ class BlockCall:
         """Whether nothing that this call has saved is asked for again."""
         return not self._placeholders
 
-    @property
-    def has_dropped(self) -> bool:
-        """Whether the first run has ended, and what it saved is made again."""
-        return self._versions is not None
-
     def keep(self) -> None:
         """Keep what the block has saved: it cannot run again, or need not."""
         self.runs_again = False
@@ -184,7 +180,7 @@ class BlockCall:
         """Let what the block has saved go: from here on, it is made again, with what it has `used`,
         in these versions.
         """
-        self._versions, self._used = versions, used
+        self._versions, self._used, self.has_dropped = versions, used, True
         for reference in self._placeholders:
             placeholder = reference()
             if placeholder is not None:
@@ -209,7 +205,7 @@ class BlockCall:
                 'let blocks keep what they save: set activations.at to "device" and '
                 'activations.recompute to "nothing"'
             )
-        then = self._versions or {}
+        then = self._versions
         # One that was registered as external since is of later calls.
         changed = next((name for name in then if versions.get(name) != then[name]), None)
         if changed is not None:

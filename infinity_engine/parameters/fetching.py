@@ -100,7 +100,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
                 if self._homes[number] is Tier.NVME:
                     # In memory since another use, or read for this one.
                     found = number in self.resident and self.resident[number].needed
-                    nbytes = self._parameters[number].nbytes
+                    nbytes = self._records[number].nbytes
                     self._lanes.meter.count_need(Cargo.PARAMETERS, nbytes, found=found)
             self._provide(use)
             for number in use.parameters:
@@ -267,7 +267,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         for number in numbers:
             # It is needed now: all of it is read, not piece by piece.
             self._pieces.drop(number)
-            self._make_room(self._parameters[number].nbytes)
+            self._make_room(self._records[number].nbytes)
             self._fetch(number, self._lease(number))
 
     def _prefetch(self) -> None:
@@ -311,7 +311,9 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         self._pieces.drop(number)
         parameter = self._parameters[number]
         lease = self._lanes.device.try_lease(
-            parameter.nbytes, holder=f"parameter {parameter.name}", views=Views.KEEP
+            self._records[number].nbytes,
+            holder=f"parameter {parameter.name}",
+            views=Views.KEEP,
         )
         if lease is not None:
             self._fetch(number, lease)
@@ -335,7 +337,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
             return True
         self._passing.release_ended()
         # The largest run of free bytes counts, not their sum: a lease is one piece.
-        return self._parameters[number].nbytes <= self._passing.stats().largest_free
+        return self._records[number].nbytes <= self._passing.stats().largest_free
 
     def _lease(self, number: int) -> Lease:
         try:
@@ -365,14 +367,13 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         self.resident.admit(number, Fetched(lease, transfer))
 
     def _count(self, lane: Lane, number: int, transfer: Transfer) -> None:
-        parameter = self._parameters[number]
         self._lanes.meter.count_copy(
             lane,
             Cargo.PARAMETERS,
-            parameter.nbytes,
+            self._records[number].nbytes,
             transfer.event,
             name="parameter",
-            parameter=parameter.name,
+            parameter=self._parameters[number].name,
         )
 
     def _arrived(self, number: int) -> Lease:

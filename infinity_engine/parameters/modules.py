@@ -491,7 +491,7 @@ class ModuleParameters:
         external of these modules, by its own name.
         """
         numbers, version_of_number = self._numbers, self._fetcher.version_of
-        uses = (self._uses.get(id(module)) for module in modules.values())
+        uses = [self._uses.get(id(module)) for module in modules.values()]
         needed = {number for use in uses if use is not None for number in use.parameters}
         return {
             **{

@@ -165,9 +165,8 @@ class ShardRecord:
     def _check_dispensable(self, tier: Tier) -> None:
         # During a move both of its ends are needed: the source is whole until the target is.
         needed = MOVES.get(self._residency) or (TIER_OF[self._residency],)
-        if tier in needed or not any(
-            self.is_current(other) for other in self._copies if other is not tier
-        ):
+        current = [other for other in self._copies if other is not tier and self.is_current(other)]
+        if tier in needed or not current:
             raise IllegalTransition(
                 shard=self.name,
                 source=self._residency.name,
