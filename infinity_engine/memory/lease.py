@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Backing", "Lease", "Lessor", "NoBytes", "Waitable", "typed_view"]
 
 
-_is_done = methodcaller("done")  # of a Waitable, without a frame for each that is asked
+_DONE = methodcaller("done")  # of a Waitable, without a frame for each that is asked
 
 
 class Waitable(Protocol):
@@ -212,7 +212,7 @@ class _LeasedBuffer:
         self.events = events
 
     def passed(self) -> bool:
-        return all(map(_is_done, self.events))
+        return all(map(_DONE, self.events))
 
     def wait(self) -> None:
         for event in self.events:

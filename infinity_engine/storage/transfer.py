@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["CopyHop", "Hop", "Hops", "IOHop", "PlannedHop", "Transfer", "transfer_error"]
 
 
-_is_done = methodcaller("done")  # of a Hop or a future, without a frame for each that is asked
+_DONE = methodcaller("done")  # of a Hop or a future, without a frame for each that is asked
 
 
 class Hop(Protocol):
@@ -57,7 +57,7 @@ class IOHop:
 
     def done(self) -> bool:
         """Tell whether all of them have ended."""
-        return all(map(_is_done, self._futures))
+        return all(map(_DONE, self._futures))
 
     def wait(self) -> int:
         """Wait for all of them, also when one fails; raise the first that did."""
@@ -90,7 +90,7 @@ class Hops:
 
     def done(self) -> bool:
         """Tell whether all of them have ended."""
-        return all(map(_is_done, self._hops))
+        return all(map(_DONE, self._hops))
 
     def wait(self) -> int:
         """Wait for all of them, also when one fails; raise the first that did."""
