@@ -86,7 +86,7 @@ class HeldSignals:
                     self._restore(list(self._handlers.items()))
             finally:
                 self._holds -= 1
-                if not self._holds:
+                if self._came and not self._holds:
                     self._act()
 
     def holding(self, call: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -98,13 +98,16 @@ class HeldSignals:
 
         @wraps(call)
         def held(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():
                 # Traced by torch.compile: signal handling has no place in a graph.
                 return call(*args, **kwargs)
+            if torch.is_inference_mode_enabled():
+                with self, torch.inference_mode(False):
+                    return call(*args, **kwargs)
+            # Within a hold another one changes nothing, nor does one of another thread.
+            if self._holds or threading.get_ident() != self._main:
+                return call(*args, **kwargs)
             with self:
-                if torch.is_inference_mode_enabled():
-                    with torch.inference_mode(False):
-                        return call(*args, **kwargs)
                 return call(*args, **kwargs)
 
         return held

@@ -30,7 +30,7 @@ class Memory(NamedTuple):
             raise ValueError(
                 f"bytes {start} to {start + nbytes} are not within {self.nbytes} bytes of memory"
             )
-        return Memory(self.address + start, nbytes, self.holder)
+        return _new_tuple(Memory, (self.address + start, nbytes, self.holder))
 
 
 def torch_of(thing: Any) -> Any:
@@ -48,12 +48,12 @@ def memory_of(thing: Any, *, writable: bool) -> Memory:
         ValueError: it is not contiguous.
         BufferError: it is read-only and `writable` was asked.
     """
+    if isinstance(thing, Memory):
+        return thing
     # A memoryview is what a pool gives.
     view = thing if type(thing) is memoryview else _usual_view(thing)
     if view is not None:
         return _of_view(view, thing, writable=writable)
-    if isinstance(thing, Memory):
-        return thing
     torch = torch_of(thing)
     if torch is not None:
         return _of_tensor(thing, torch)

@@ -278,7 +278,9 @@ class Pending:
     def look(self, ticket: _native.Ticket) -> None:
         """Complete what has ended, if that operation has; wait for nothing."""
         if not self._of_a_parent:
-            self.wait_for(ticket, 0.0)
+            if self._unsent:
+                self.send()
+            self._native.wait_for(ticket, 0.0, self._complete_unheard)
 
     def stop(self, ticket: _native.Ticket) -> None:
         """Let no further part of that operation begin."""

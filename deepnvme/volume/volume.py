@@ -605,9 +605,11 @@ class Volume(Closing):
                 f"{extent} is of another volume: this one has {len(self._parts)} members"
             )
         part = self._parts[extent.member]
-        if not part.space.start <= extent.offset < extent.end <= part.space.end:
+        # As an extent and a space begin and end on pages, the rest of the last page is within too.
+        space = part.space
+        if not space.start <= extent.offset < extent.offset + extent.nbytes <= space.end:
             raise ValueError(
-                f"{extent} is not within bytes {part.space.start} to {part.space.end} of "
+                f"{extent} is not within bytes {space.start} to {space.end} of "
                 f"{part.member.directory}"
             )
         return part
@@ -622,7 +624,7 @@ class Volume(Closing):
     ) -> list[IOFuture[int]]:
         # All are checked first, so that a wrong extent leaves no operation under way.
         parts = [self._part_of(extent) for extent in extents]
-        nbytes = sum(extent.nbytes for extent in extents)
+        nbytes = sum([extent.nbytes for extent in extents])
         if nbytes != memory.nbytes:
             raise ValueError(
                 f"the extents have {nbytes} B and the memory has {memory.nbytes} B: both must be "

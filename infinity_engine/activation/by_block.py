@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from infinity_engine.activation.blocks import RepeatedBlock
+from infinity_engine.activation.blocks import ModuleMembers, RepeatedBlock, members_of
 from infinity_engine.activation.lifetimes import CallLife, HeldAs, Lifetimes
 from infinity_engine.activation.recompute import (
     BlockCall,
@@ -293,7 +293,7 @@ class BlockActivations:
             inputs=sum(inputs),
             given=given,
             own=self._forward.own,
-            buffers=_buffers_of(module) if way.recomputes else (),
+            buffers=_buffers_of(members_of(module)) if way.recomputes else (),
             started=self._decider.now(),
         )
         self._running.append(running)
@@ -377,7 +377,8 @@ class BlockActivations:
         if call.runs_again and any(version_of(tensor) != then for tensor, then in running.given):
             self._decider.refuse_recompute(block, "it changes its inputs in place")
             call.keep()
-        if call.runs_again and _has_changed(running.module, running.buffers):
+        now = members_of(running.module)
+        if call.runs_again and _has_changed(now, running.buffers):
             self._decider.refuse_recompute(block, "it changes its buffers")
             call.keep()
         if call.runs_again and call.given_buffers:
@@ -385,7 +386,7 @@ class BlockActivations:
                 block, "a module among its arguments has buffers, which anything may change"
             )
             call.keep()
-        if call.runs_again and not block.has_its_parameters():
+        if call.runs_again and not block.has_its_parameters(now):
             self._decider.refuse_recompute(
                 block,
                 "its parameters are not those that it had in initialize (functional_call, or "
@@ -395,7 +396,7 @@ class BlockActivations:
         # Of frozen blocks, or where the model's own hooks keep it.
         if call.saves_nothing:
             call.keep()
-        if call.runs_again and not all(map(self._forward.began_with, running.module.buffers())):
+        if call.runs_again and not all(map(self._forward.began_with, now.buffers.values())):
             self._decider.refuse_recompute(block, "it ran with other buffers than its own")
             call.keep()
         if call.runs_again and not all(map(self._forward.began_with, call.given().values())):
@@ -404,8 +405,8 @@ class BlockActivations:
             )
             call.keep()
         if call.runs_again:
-            used = call.used()
-            call.drop_saved(used, self._watched.versions_of(used, call.modules()))
+            used = call.used(now)
+            call.drop_saved(used, self._watched.versions_of(used, call.modules(now)))
 
     # --- what autograd asks -----------------------------------------------------------------------
 
@@ -474,8 +475,9 @@ class BlockActivations:
             )
         if placeholder.packed is not None:
             return call.unpack(placeholder, self._watched.saving_again)
-        used = call.used()
-        call.check_values(used, self._watched.versions_of(used, call.modules()))
+        now = members_of(call.block.module)
+        used = call.used(now)
+        call.check_values(used, self._watched.versions_of(used, call.modules(now)))
         before, at = self._second, len(self._running)
         self._second, start = call, self._decider.now()
         call.life.make_again()
@@ -589,11 +591,11 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if not isinstance(value, torch.nn.Parameter):
             yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
     elif isinstance(value, tuple | list):
         for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, Mapping):
+        for part in value.values():
             yield from _tensors(part)
 
 
@@ -610,10 +612,12 @@ class _BufferNow(NamedTuple):
         return is_same and (self.name, self.version) == (before.name, before.version)
 
 
-def _buffers_of(module: torch.nn.Module) -> list[_BufferNow]:
-    return [_BufferNow(name, buffer, version_of(buffer)) for name, buffer in module.named_buffers()]
+def _buffers_of(members: ModuleMembers) -> list[_BufferNow]:
+    return [
+        _BufferNow(name, buffer, version_of(buffer)) for name, buffer in members.buffers.items()
+    ]
 
 
-def _has_changed(module: torch.nn.Module, before: Sequence[_BufferNow]) -> bool:
-    now = _buffers_of(module)
+def _has_changed(members: ModuleMembers, before: Sequence[_BufferNow]) -> bool:
+    now = _buffers_of(members)
     return len(now) != len(before) or not all(map(_BufferNow.is_as, now, before))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from infinity_engine.activation.blocks import RepeatedBlock
+from infinity_engine.activation.blocks import ModuleMembers, RepeatedBlock
 from infinity_engine.activation.lifetimes import CallLife
 from infinity_engine.activation.saved import (
     ChangedInPlaceError,
@@ -99,7 +99,8 @@ class _Like(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> _Like:
         # A nested tensor has no shape, but a number of parts.
         shape = (tensor.size(0),) if tensor.is_nested else tuple(tensor.shape)
-        return cls(tensor.dtype, shape, tensor.device)
+        # Without the call in Python that a NamedTuple's own constructor costs: one for each tensor.
+        return tuple.__new__(cls, (tensor.dtype, shape, tensor.device))
 
 
 class BlockCall:
@@ -117,7 +118,8 @@ class BlockCall:
         self._made = 0  # of a second run
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # to a second run
         self._task = -1  # the backward that a second run is for
-        self._versions: Mapping[str, int] | None = None  # after the first run
+        self.has_dropped = False  # the first run has ended, and what it saved is made again
+        self._versions: Mapping[str, int] = {}  # after the first run
         self._used: Mapping[str, torch.Tensor] = {}  # by the first run
 
     @staticmethod
@@ -150,31 +152,25 @@ class BlockCall:
         """Return the parameters that modules among its arguments have now, by name."""
         return self._arguments.parameters_of_modules()
 
-    def used(self) -> dict[str, torch.Tensor]:
+    def used(self, now: ModuleMembers) -> dict[str, torch.Tensor]:
         """Return by name what the block uses and what is not saved: the parameters and buffers that
-        it has now, and parameters that it was given.
+        it has `now`, and parameters that it was given.
         """
-        module = self.block.module
         return {
-            **dict(module.named_parameters()),
-            **dict(module.named_buffers()),
+            **now.parameters,
+            **now.buffers,
             **self._arguments.parameters,
             **self.given(),
         }
 
-    def modules(self) -> dict[str, torch.nn.Module]:
-        """Return by name the modules in the block, and those that it was given with it."""
-        return {**dict(self.block.module.named_modules()), **self._arguments.single_modules()}
+    def modules(self, now: ModuleMembers) -> dict[str, torch.nn.Module]:
+        """Return by name the modules in the block `now`, and those that it was given with it."""
+        return {**now.modules, **self._arguments.single_modules()}
 
     @property
     def saves_nothing(self) -> bool:
         """Whether nothing that this call has saved is asked for again."""
         return not self._placeholders
-
-    @property
-    def has_dropped(self) -> bool:
-        """Whether the first run has ended, and what it saved is made again."""
-        return self._versions is not None
 
     def keep(self) -> None:
         """Keep what the block has saved: it cannot run again, or need not."""
@@ -184,7 +180,7 @@ class BlockCall:
         """Let what the block has saved go: from here on, it is made again, with what it has `used`,
         in these versions.
         """
-        self._versions, self._used = versions, used
+        self._versions, self._used, self.has_dropped = versions, used, True
         for reference in self._placeholders:
             placeholder = reference()
             if placeholder is not None:
@@ -209,7 +205,7 @@ class BlockCall:
                 'let blocks keep what they save: set activations.at to "device" and '
                 'activations.recompute to "nothing"'
             )
-        then = self._versions or {}
+        then = self._versions
         # One that was registered as external since is of later calls.
         changed = next((name for name in then if versions.get(name) != then[name]), None)
         if changed is not None:
@@ -408,11 +404,11 @@ def _within(value: object, kind: type[_Kind]) -> Iterator[_Kind]:
     """Yield what there is of a kind in containers within one another."""
     if isinstance(value, kind):
         yield value
-    elif isinstance(value, Mapping):
-        yield from _within(tuple(value.values()), kind)
     elif isinstance(value, tuple | list):
         for part in value:
             yield from _within(part, kind)
+    elif isinstance(value, Mapping):
+        yield from _within(tuple(value.values()), kind)
 
 
 def _once(found: Iterable[_Kind]) -> tuple[_Kind, ...]:

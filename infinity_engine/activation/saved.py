@@ -95,7 +95,8 @@ class KeptActivations:
     def pack(self, tensor: torch.Tensor) -> object:
         """Return the tensor without its graph."""
         # Its version as it is now: an in-place change after this is an error.
-        return _SavedTensor(tensor.detach(), version_of(tensor))
+        # Without the call in Python that a NamedTuple's own constructor costs.
+        return tuple.__new__(_SavedTensor, (tensor.detach(), version_of(tensor)))
 
     def make_room(self) -> None:
         """Do nothing."""
@@ -129,9 +130,11 @@ class KeptActivations:
 def addresses_of(own: Iterable[torch.Tensor]) -> frozenset[int]:
     """Return the addresses of the memory in which these lie."""
     return frozenset(
-        tensor.untyped_storage().data_ptr()
-        for tensor in own
-        if tensor.layout == torch.strided and tensor.device.type != "meta"
+        [
+            tensor.untyped_storage().data_ptr()
+            for tensor in own
+            if tensor.layout == torch.strided and tensor.device.type != "meta"
+        ]
     )
 
 

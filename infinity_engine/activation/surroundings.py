@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from infinity_engine.activation.blocks import members_of
+
 __all__ = ["Surroundings"]
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
@@ -53,7 +55,11 @@ class Surroundings:
             caches_casts=torch.is_autocast_cache_enabled(),
             default_device=torch.get_default_device(),
             attention=_Attention.now(),
-            modes=[(inner, inner.training) for module in modules for inner in module.modules()],
+            modes=[
+                (inner, inner.training)
+                for module in modules
+                for inner in members_of(module).modules.values()
+            ],
         )
 
     @contextmanager

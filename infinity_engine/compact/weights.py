@@ -132,7 +132,7 @@ def _expand_on_host(
 ) -> None:
     """Expand with threads of the host, which is faster there than torch's operators."""
     integers, scales, named = (tensor.detach().contiguous() for tensor in (weight, scale, values))
-    format_ = Values.of(into).format.value
+    format_ = Values.of(into).format.number
     threads = _threads(os.getpid(), torch.get_num_threads()).native
     if weight.dtype is torch.int8:
         rows, columns = weight.shape

@@ -437,7 +437,7 @@ class Engine:
         self._updates.begin(inputs, result)
         self._updates.make()
         # Before the rest is deferred: modules may fetch what is made from then on.
-        parts.fetcher.changed(trained.number for trained in parts.trained)
+        parts.fetcher.changed([trained.number for trained in parts.trained])
         self._updates.defer_rest()
         parts.scale.step_made()
         self._window.forget_clipping()

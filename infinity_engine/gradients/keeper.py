@@ -544,7 +544,7 @@ class _HostSlot:
         self._piece = piece
         self._lanes = lanes
         self._sum = total
-        self._newest: tuple[Lease, Event | None, FloatFormat] | None = None
+        self._newest: tuple[Lease, Event | None, Values] | None = None
         self._block_sums: _Sums | None = None
 
     def accumulate(self, gradient: torch.Tensor) -> None:
@@ -554,7 +554,8 @@ class _HostSlot:
         format_ = Values.of(gradient).format
         piece = gradient[self._piece.first_element :][: self._piece.numel].view(torch.uint8)
         lease = self._lanes.host.lease(piece.numel(), holder="gradients")
-        self._newest = (lease, _download(self._lanes, piece, lease), format_)
+        made = _download(self._lanes, piece, lease)
+        self._newest = (lease, made, _values_in(lease, self._piece.numel, format_))
 
     @property
     def missing_sum_bytes(self) -> int:
@@ -570,11 +571,11 @@ class _HostSlot:
     def _arrived(self) -> Values:
         """Return the newest gradient once it is on the host."""
         assert self._newest is not None, "there is one"
-        lease, made, format_ = self._newest
+        _, made, values = self._newest
         if made is not None:
             with self._lanes.meter.timed_wait(Wait.GRADIENTS):
                 made.wait()
-        return _values_in(lease, self._piece.numel, format_)
+        return values
 
     def finish_transfers(self) -> None:
         if self._newest is not None:

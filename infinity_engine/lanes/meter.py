@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 
 from infinity_engine.accel import (
     Accelerator,
@@ -84,6 +85,9 @@ class Cargo(Enum):
     STATES = "states"
     ACTIVATIONS = "activations"
 
+    # By identity, as each member is one object: Enum's own hash runs in Python at each look-up.
+    __hash__ = object.__hash__
+
 
 class Wait(Enum):
     """What the host waits for; the value names the span of that time."""
@@ -99,14 +103,27 @@ class Wait(Enum):
     OPS = WAIT_FOR_OPS  # other ops of the update, or room for what they move
 
 
+# Made once, as these two are asked for at each copy and each need.
+_OF_BYTES = MappingProxyType(
+    {(lane, cargo): f"{lane.value} bytes of {cargo.value}" for lane in Lane for cargo in Cargo}
+)
+_OF_NEEDS = MappingProxyType(
+    {
+        (cargo, found): f"bytes of {cargo.value} {found}"
+        for cargo in Cargo
+        for found in (FOUND, MISSING)
+    }
+)
+
+
 def bytes_counter(lane: Lane, cargo: Cargo) -> str:
     """Return the name of the counter of one cargo's bytes over a link."""
-    return f"{lane.value} bytes of {cargo.value}"
+    return _OF_BYTES[lane, cargo]
 
 
 def need_counter(cargo: Cargo, found: str) -> str:
     """Return the counter of bytes that were needed and were `FOUND` in memory, or `MISSING`."""
-    return f"bytes of {cargo.value} {found}"
+    return _OF_NEEDS[cargo, found]
 
 
 def busy_counter(lane: Lane, unit: str) -> str:
@@ -211,7 +228,8 @@ class Meter:
                 update.nbytes[lane] += nbytes
             else:
                 update.unknown[lane] += 1
-            self._note(event, _Submitted(name, lane, fields, nbytes, update))
+            if self._device_times is not None:
+                self._note(event, _Submitted(name, lane, fields, nbytes, update))
 
     def count_need(self, cargo: Cargo, nbytes: int, *, found: bool) -> None:
         """Count bytes that could be on drives and were needed: found in memory, or read."""
@@ -235,7 +253,8 @@ class Meter:
             # In one memory `run_update` times it on the host: the device's time would count twice.
             update = self._no_update if self._accelerator.unified else self._update_of(name)
             update.unknown[Lane.DEVICE] += 1
-            self._note(event, _Submitted(name, Lane.DEVICE, fields, None, update))
+            if self._device_times is not None:
+                self._note(event, _Submitted(name, Lane.DEVICE, fields, None, update))
 
     def run_update(self, op: UpdateOp, update: Callable[[], None]) -> None:
         """Make an update and count it, and its time where the host makes it."""
@@ -325,7 +344,7 @@ class Meter:
 
     def _note(self, event: Event | None, submitted: _Submitted) -> None:
         # Only emulated devices have a timeline; other events are not remembered.
-        if self._device_times is not None and isinstance(event, Operation):
+        if isinstance(event, Operation):
             self._submitted[event.name] = submitted
 
     def _ask_the_device(self) -> None:

@@ -82,6 +82,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
 
     def __init__(self, accelerator: Allocator[_Buffer], reservation: Reservation) -> None:
         super().__init__(Tier.DEVICE, reservation)
+        self._is_apart = reservation.tier is Tier.DEVICE  # from the host's memory
         self._accelerator = accelerator
         # Set by attach(): the cache is made of leases of this memory.
         self._cache: Cache | None = None
@@ -164,9 +165,8 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
             self._cache = None
             self._accelerator.forget_idle()
 
-    @property
     def kept_bytes(self) -> int:
-        """The bytes that views keep of closed leases, once all events have passed."""
+        """Return the bytes that views keep of closed leases, once all events have passed."""
         # A copy, as a view may go meanwhile.
         return sum(given.nbytes for given in self._views.copy()) if self._views else 0
 
@@ -176,10 +176,10 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
         if nbytes > self._free_bytes():
             return None
         # Counted before it is allocated: no other thread can be promised the same bytes meanwhile.
-        self.reservation.hold(nbytes)
+        left = self.reservation.hold(nbytes)
         try:
             # What the reservation has left may be idle there: together they keep the limit.
-            buffer = self._accelerator.allocate(nbytes, idle_bytes=self._free_bytes())
+            buffer = self._accelerator.allocate(nbytes, idle_bytes=left)
         except BaseException as failure:
             self.reservation.release(nbytes)
             # Free bytes that lie in pieces, or that others took: what is closing may make room.
@@ -187,14 +187,14 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
                 return None
             raise
         # In one memory every view keeps its bytes by itself; see _memory().
-        if views is Views.DIE or self.reservation.tier is not Tier.DEVICE:
+        if views is Views.DIE or not self._is_apart:
             return buffer
         return _KeptBuffer(buffer)
 
     def _memory(self, backing: Backing) -> object | None:
         if isinstance(backing, _KeptBuffer):
             return backing.owner()
-        if isinstance(backing, NoBytes | TensorMemory) or self.reservation.tier is Tier.DEVICE:
+        if isinstance(backing, NoBytes | TensorMemory) or self._is_apart:
             return None
         import torch
 

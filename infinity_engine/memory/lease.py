@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import TYPE_CHECKING, Protocol
 
 from deepnvme.closing import Closing
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Backing", "Lease", "Lessor", "NoBytes", "Waitable", "typed_view"]
+
+
+_DONE = methodcaller("done")  # of a Waitable, without a frame for each that is asked
 
 
 class Waitable(Protocol):
@@ -139,7 +143,7 @@ class Lease(Closing):
         """Return all of its bytes as a flat uint8 tensor."""
         import torch
 
-        return self.tensor(torch.uint8)
+        return self.backing.tensor(torch.uint8, (self.nbytes,))
 
     def memory(self) -> memoryview:
         """Return its bytes for I/O. They stay for as long as this view exists.
@@ -208,7 +212,7 @@ class _LeasedBuffer:
         self.events = events
 
     def passed(self) -> bool:
-        return all(event.done() for event in self.events)
+        return all(map(_DONE, self.events))
 
     def wait(self) -> None:
         for event in self.events:
@@ -294,9 +298,10 @@ class Lessor(ABC):
         given = self._open.get(id(backing))
         if given is None:
             return
-        given.wait_for(events)
         # A lease of no bytes has nothing that an event could protect.
-        waits = given.nbytes and not given.passed()
+        if events and given.nbytes:
+            given.wait_for(events)
+        waits = not given.passed()
         del self._open[id(backing)]
         if waits:
             self._closing.append(given)
@@ -321,7 +326,8 @@ class Lessor(ABC):
 
     def _release(self, given: _LeasedBuffer) -> None:
         """Give the memory back; it counts as held until its last view is gone, perhaps at once."""
-        given.wait_for(())  # events may have views of it
+        if given.events:
+            given.wait_for(())  # events may have views of it
         memory = self._memory(given.backing)
         if memory is not None:
             self._views.add(given)

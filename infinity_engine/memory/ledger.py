@@ -141,8 +141,8 @@ class Reservation(Closing):
         # Without the lock: one read of an int, and the peak only ever grows.
         return self._peak
 
-    def hold(self, nbytes: int) -> None:
-        """Count `nbytes` as in use.
+    def hold(self, nbytes: int) -> int:
+        """Count `nbytes` as in use; return what is left of what was promised.
 
         Raises:
             CapacityError: they are more than is left of what was promised.
@@ -169,6 +169,7 @@ class Reservation(Closing):
             self._held += nbytes
             self._peak = max(self._peak, self._held)
             self._account.hold(nbytes)
+            return self.nbytes - self._held
 
     def grow(self, nbytes: int) -> None:
         """Promise `nbytes` more.

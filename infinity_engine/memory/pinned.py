@@ -16,12 +16,12 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from deepnvme import IOQueue, Pool, PoolExhaustedError
-from deepnvme.sizes import PAGE
+from deepnvme.sizes import PAGE, whole_pages
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory.lease import Backing, Lease, Lessor, NoBytes
 from infinity_engine.memory.ledger import Reservation
 from infinity_engine.plan import Extent, Tier
-from infinity_engine.units import align_down, align_up
+from infinity_engine.units import align_down
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ class PinnedPool(Lessor):
         super().__init__(Tier.HOST, reservation)
         # The rest of a reservation that is no multiple of a page stays unused.
         capacity = align_down(reservation.nbytes, PAGE)
-        planned = align_up(layout.nbytes, PAGE) if layout is not None else 0
+        planned = whole_pages(layout.nbytes) if layout is not None else 0
         if capacity < max(planned, PAGE):
             for_what = "which the planned buffers take" if planned else "one page"
             raise ConfigError(
@@ -208,7 +208,7 @@ class PinnedPool(Lessor):
         # Before the new bytes, or the peak would count buffers that are gone already.
         self._count_gone()
         self._held += view.nbytes
-        self._held_pages += align_up(view.nbytes, PAGE)
+        self._held_pages += whole_pages(view.nbytes)
         self._peak_held = max(self._peak_held, self._held)
         self._peak_pages = max(self._peak_pages, self._held_pages)
         return _PoolBytes(region, view, place)
@@ -218,7 +218,7 @@ class PinnedPool(Lessor):
         while self._gone:
             nbytes = self._gone.popleft()
             self._held -= nbytes
-            self._held_pages -= align_up(nbytes, PAGE)
+            self._held_pages -= whole_pages(nbytes)
 
     def _memory(self, backing: Backing) -> object | None:
         # what parts of the view keep as well

@@ -65,7 +65,7 @@ class CudaKernels:
 
     def block_sums(self, gradient: Values) -> Any:
         """Return a gradient's block sums, a cupy array, valid once the stream has passed."""
-        format_ = np.uint32(gradient.format.value)
+        format_ = np.uint32(gradient.format.number)
         return self._sums("block_sums", gradient, (gradient.address, format_, gradient.numel))
 
     def begin_sum(self, gradient: Values, into: Values) -> Any:
@@ -82,7 +82,7 @@ class CudaKernels:
             raise ConfigError(
                 field="into", value=f"{into.numel} of {into.format.name}", expected=expected
             )
-        format_ = np.uint32(gradient.format.value)
+        format_ = np.uint32(gradient.format.number)
         arguments = (into.address, gradient.address, format_, np.uint32(begins), gradient.numel)
         return self._sums("accumulate", gradient, arguments)
 

@@ -18,16 +18,16 @@ __all__ = ["FloatFormat", "Formats", "Master", "Moments", "Values"]
 
 
 class FloatFormat(Enum):
-    """A floating-point format; the value is the kernels' number for it."""
+    """A floating-point format; the value is the kernels' `number` for it."""
 
     FP32 = 1
     BF16 = 2
     FP16 = 3
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one value."""
-        return 4 if self is FloatFormat.FP32 else 2
+    # Attributes, as they are asked for at each segment of an update: `value` takes two calls.
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.nbytes = 4 if number == 1 else 2  # of one value
 
 
 class Master(Enum):
@@ -88,7 +88,7 @@ class Formats:
     @property
     def width(self) -> int:
         """Bytes of one element as the model computes with it."""
-        return self.values.nbytes
+        return (self.parameter or FloatFormat.FP32).nbytes
 
     @property
     def state_format(self) -> FloatFormat:

@@ -73,11 +73,11 @@ class HostKernels:
             update.records, self.threads.native, self.home, sorted(memories)
         )
         sums = dict(zip(sorted(memories), made, strict=True))
-        return [Sums(*(array("I", part) for part in sums[memory])) for memory in memories]
+        return [Sums(*[array("I", part) for part in sums[memory]]) for memory in memories]
 
     def block_sums(self, gradient: Values) -> npt.NDArray[np.float64]:
         """Return the sum of squares of each block of a gradient."""
-        format_ = gradient.format.value
+        format_ = gradient.format.number
         sums = _native.block_sums(
             gradient.address, format_, gradient.numel, self.threads.native, self.home
         )
@@ -103,7 +103,7 @@ class HostKernels:
         sums = _native.accumulate(
             into.address,
             gradient.address,
-            gradient.format.value,
+            gradient.format.number,
             gradient.numel,
             begins,
             self.threads.native,

@@ -17,10 +17,12 @@ import numpy.typing as npt
 from infinity_engine import _native
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim.formats import Master, Moments, Values
-from infinity_engine.optim.rules import Rule, RuleFlag
+from infinity_engine.optim.rules import Constants, Rule, RuleFlag
 from infinity_engine.optim.subgroup import Segment, SubgroupState
 
 __all__ = ["Update", "rounding_key", "segment_dtype", "update_records"]
+
+_CONSTANTS = tuple(constant.name for constant in fields(Constants))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,10 +73,10 @@ def update_records(
     _write_masters(records, state, written)
     _write_states(records, state, segments)
     records["gradient"] = [stream.address for stream in read]
-    records["gradient_format"] = [stream.format.value for stream in read]
+    records["gradient_format"] = [stream.format.number for stream in read]
     if state.formats.parameter is not None:
         records["parameter"] = [stream.address for stream in copies]
-        records["parameter_format"] = state.formats.parameter.value
+        records["parameter_format"] = state.formats.parameter.number
     # The key has the parameter and its step, not the subgroup: cuts do not change bits.
     if state.formats.moments is Moments.BF16_STOCHASTIC:
         seed, keyed = state.formats.seed, zip(segments, made, strict=True)
@@ -96,8 +98,8 @@ def _with_constants(
     records = np.zeros(len(shared), segment_dtype())
     for row, (rule, step) in dict(zip(rows, zip(rules, steps, strict=True), strict=True)).items():
         constants = rule.constants(step, gradient_factor)
-        for constant in fields(constants):
-            records[constant.name][row] = getattr(constants, constant.name)
+        for name in _CONSTANTS:
+            records[name][row] = getattr(constants, name)
     return records[rows]
 
 
@@ -120,7 +122,7 @@ def _write_states(
 ) -> None:
     records["numel"] = [segment.numel for segment in segments]
     records["first_element"] = [segment.first_element for segment in segments]
-    records["state_format"] = state.formats.state_format.value
+    records["state_format"] = state.formats.state_format.number
     offsets = np.array([segment.offset for segment in segments], np.uint64)
     for place, stream in enumerate(state.states):
         # uint64 throughout: with int64 beside it, numpy would go on in float64.
@@ -141,7 +143,7 @@ def _check_segment(
         raise ConfigError(
             field=f"gradient of {name}", value=gradient.numel, expected=f"{segment.numel} elements"
         )
-    wanted = state.formats.parameter
+    wanted = state.subgroup.formats.parameter
     if (parameter is None) != (wanted is None) or (
         parameter is not None
         and (parameter.numel != segment.numel or parameter.format is not wanted)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 
 import torch
 
@@ -56,7 +55,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
     ) -> None:
         fetched = {known.number: known for known in parameters if known.number in records}
         nbytes = {number: record.nbytes for number, record in records.items()}
-        resident = ResidentSet[Fetched](nbytes, limit, beside=lambda: lanes.device.kept_bytes)
+        resident = ResidentSet[Fetched](nbytes, limit, beside=lanes.device.kept_bytes)
         super().__init__(fetched, resident, lanes, lanes.device)
         self._passing = passing
         self._records = records
@@ -101,7 +100,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
                 if self._homes[number] is Tier.NVME:
                     # In memory since another use, or read for this one.
                     found = number in self.resident and self.resident[number].needed
-                    nbytes = self._parameters[number].nbytes
+                    nbytes = self._records[number].nbytes
                     self._lanes.meter.count_need(Cargo.PARAMETERS, nbytes, found=found)
             self._provide(use)
             for number in use.parameters:
@@ -134,10 +133,10 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         for number in self.resident.evictions(self.resident.limit + 1):
             self._evict(number)
             return True
-        viewed = self._lanes.device.kept_bytes
+        viewed = self._lanes.device.kept_bytes()
         # The last resort: cycles of the caller's own may have views. The engine makes none.
         gc.collect()
-        return self._lanes.device.kept_bytes < viewed
+        return self._lanes.device.kept_bytes() < viewed
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -268,7 +267,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         for number in numbers:
             # It is needed now: all of it is read, not piece by piece.
             self._pieces.drop(number)
-            self._make_room(self._parameters[number].nbytes)
+            self._make_room(self._records[number].nbytes)
             self._fetch(number, self._lease(number))
 
     def _prefetch(self) -> None:
@@ -312,7 +311,9 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         self._pieces.drop(number)
         parameter = self._parameters[number]
         lease = self._lanes.device.try_lease(
-            parameter.nbytes, holder=f"parameter {parameter.name}", views=Views.KEEP
+            self._records[number].nbytes,
+            holder=f"parameter {parameter.name}",
+            views=Views.KEEP,
         )
         if lease is not None:
             self._fetch(number, lease)
@@ -336,7 +337,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
             return True
         self._passing.release_ended()
         # The largest run of free bytes counts, not their sum: a lease is one piece.
-        return self._parameters[number].nbytes <= self._passing.stats().largest_free
+        return self._records[number].nbytes <= self._passing.stats().largest_free
 
     def _lease(self, number: int) -> Lease:
         try:
@@ -356,24 +357,23 @@ class ParameterFetcher(ResidentParameters[Fetched]):
             self._count(Lane.H2D, number, transfer)
         # One that has ended may free the pool that reads go through.
         else:
-            for in_flight in [self.resident[other] for other in self.resident]:
+            for other in list(self.resident):
                 if self._passes(number):
                     break
-                self._wait(in_flight)
+                self._wait(self.resident[other])
             transfer = self._mover.move(record, self._there, into=lease)
             self._count(Lane.NVME_READ, number, transfer)
         # Only now: a move that could not begin leaves no member.
         self.resident.admit(number, Fetched(lease, transfer))
 
     def _count(self, lane: Lane, number: int, transfer: Transfer) -> None:
-        parameter = self._parameters[number]
         self._lanes.meter.count_copy(
             lane,
             Cargo.PARAMETERS,
-            parameter.nbytes,
+            self._records[number].nbytes,
             transfer.event,
             name="parameter",
-            parameter=parameter.name,
+            parameter=self._parameters[number].name,
         )
 
     def _arrived(self, number: int) -> Lease:
@@ -412,15 +412,13 @@ class ParameterFetcher(ResidentParameters[Fetched]):
         self.shown.hide(number)
         # The transfer may still be writing to the memory.
         self._wait(fetched)
-        self._forget(number)
-        if fetched.transfer.error is None:
+        if self._forget(number) is None:
             # Kernels that were given views may still run: the memory waits for them.
             fetched.lease.until(self.last_use())
             # Down to a copy that is current: no bytes move.
             self._mover.move(self._records[number], self._homes[number]).result()
 
-    def _forget(self, number: int) -> None:
-        """Remove a member with a transfer that has ended."""
-        fetched = self.resident.remove(number)
-        with suppress(Exception):
-            fetched.transfer.result()  # else the mover keeps an error that nothing asks for
+    def _forget(self, number: int) -> BaseException | None:
+        """Remove a member with a transfer that has ended; return the error that stopped it."""
+        # Taken: else the mover keeps an error that nothing asks for.
+        return self.resident.remove(number).transfer.take_error()

@@ -6,7 +6,7 @@ Looks at nodes only. Changes no graph, and starts no fetch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,23 +18,25 @@ __all__ = ["GraphParts", "custom_functions", "nodes_of", "tensors_kept_by"]
 _DEPTH = 5  # of containers within containers
 
 
-def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Node]:
-    """Yield every node of the graphs that made these tensors, once."""
+def nodes_of(tensors: Iterable[torch.Tensor]) -> Collection[Node]:
+    """Return every node of the graphs that made these tensors, once."""
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     # Paths share nodes: without this, the walk could take for ever.
-    seen: set[Node] = set()
+    seen: dict[Node, None] = {}
     while waiting:
         node = waiting.pop()
         if node not in seen:
-            seen.add(node)
-            yield node
-            waiting.extend(source for source, _ in node.next_functions if source is not None)
+            seen[node] = None
+            for source, _ in node.next_functions:
+                if source is not None:
+                    waiting.append(source)
+    return seen.keys()
 
 
-def custom_functions(tensors: Iterable[torch.Tensor]) -> Iterator[Node]:
-    """Yield the nodes of each `torch.autograd.Function` in these graphs: a node is the `ctx`."""
+def custom_functions(tensors: Iterable[torch.Tensor]) -> list[Node]:
+    """Return the nodes of each `torch.autograd.Function` in these graphs: a node is the `ctx`."""
     custom: Any = BackwardCFunction  # torch does not declare it as a Node
-    return (node for node in nodes_of(tensors) if isinstance(node, custom))
+    return [node for node in nodes_of(tensors) if isinstance(node, custom)]
 
 
 def tensors_kept_by(node: Node) -> Iterator[torch.Tensor]:

@@ -205,10 +205,13 @@ class Hooks:
         self._handles.append(register_module_module_registration_hook(submodule))
 
     def on_read(self, module: torch.nn.Module, read: Callable[[object], None]) -> None:
-        """Call `read` with a parameter of the module's own before code gets it as an attribute."""
+        """Call `read` with a parameter of the module's own before code gets it as an attribute.
+
+        Signals are not delayed: most reads find that the parameter is there.
+        """
         parameters = module._parameters
         self._watched.append((module, parameters))
-        module.__dict__["_parameters"] = _WatchedParameters(parameters, self.signals.holding(read))
+        module.__dict__["_parameters"] = _WatchedParameters(parameters, read)
 
     def on_any_use(
         self,

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from infinity_engine.activation import SavedTensors
+from infinity_engine.activation.blocks import ModuleMembers, members_of
 from infinity_engine.activation.saved import version_of
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.parameters.graphs import GraphParts, custom_functions, tensors_kept_by
@@ -39,13 +40,13 @@ __all__ = [
 _MOST_NAMED = 5  # parameters in a message
 
 
-def check_modules(model: torch.nn.Module) -> None:
-    """Refuse modules with parameters that cannot be fetched.
+def check_modules(modules: Mapping[str, torch.nn.Module]) -> None:
+    """Refuse those of a model's modules, by name, with parameters that cannot be fetched.
 
     Raises:
         ConfigError: one does not run in Python.
     """
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         if is_compiled(module):
             expected = (
                 "a module that is not compiled, as the engine fetches parameters by hooks around "
@@ -473,9 +474,10 @@ class ModuleParameters:
         self._functions.end()
         model = self._model()
         if model is not None:
+            now = members_of(model)
             # At each call: a module may have been compiled since.
-            check_modules(model)
-            self._saved.activations.begin_forward(_own_of(model))
+            check_modules(now.modules)
+            self._saved.activations.begin_forward(_own_of(now))
         return self._saved.saving()
 
     def saving_again(self) -> AbstractContextManager[None]:
@@ -489,7 +491,7 @@ class ModuleParameters:
         external of these modules, by its own name.
         """
         numbers, version_of_number = self._numbers, self._fetcher.version_of
-        uses = (self._uses.get(id(module)) for module in modules.values())
+        uses = [self._uses.get(id(module)) for module in modules.values()]
         needed = {number for use in uses if use is not None for number in use.parameters}
         return {
             **{
@@ -593,6 +595,8 @@ class ModuleParameters:
         Raises:
             RuntimeError: there is NaN, and some parameters were never asked for; names them.
         """
+        if output is None:
+            return  # it has raised
         unseen = [number for number in self._parameters if number not in self._frames.asked_now]
         unseen = [number for number in unseen if number not in self._fetcher.shown]
         if not unseen or not any(map(_has_nan, tensors_in(output))):
@@ -621,10 +625,13 @@ class ModuleParameters:
     def _read(self, parameter: object) -> None:
         # By identity: buffers and other attributes are no parameters.
         number = self._numbers.get(id(parameter))
-        frame = self._frames.modules[-1]
-        if number is None or (number in frame.held and number in self._fetcher.shown):
-            return
-        self._frames.ask(self._parameters[number].read, frame)
+        held, shown = self._frames.modules[-1].held, self._fetcher.shown
+        if number is not None and not (number in held and number in shown):
+            self._hooks.signals.holding(self._ask_for)(number)
+
+    def _ask_for(self, number: int) -> None:
+        """Have a parameter that code reads until the running module returns."""
+        self._frames.ask(self._parameters[number].read, self._frames.modules[-1])
 
     def _returned(self, output: object) -> Iterable[int]:
         """Return the parameters in the output of a module."""
@@ -675,7 +682,7 @@ class UnwatchedModules:
         model = self._model()
         if model is None or not self._activations.offloads:
             return nullcontext()
-        self._activations.begin_forward(_own_of(model))
+        self._activations.begin_forward(_own_of(members_of(model)))
         return self.saving_again()
 
     def saving_again(self) -> AbstractContextManager[None]:
@@ -711,10 +718,9 @@ class UnwatchedModules:
         """Do nothing."""
 
 
-def _own_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors that are the model's own."""
-    yield from model.parameters()
-    yield from model.buffers()
+def _own_of(members: ModuleMembers) -> list[torch.Tensor]:
+    """Return the tensors that are a model's own."""
+    return [*members.parameters.values(), *members.buffers.values()]
 
 
 def tensors_in(output: object) -> Iterator[torch.Tensor]:

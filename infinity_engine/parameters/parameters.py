@@ -59,7 +59,7 @@ class ModelParameter:
     @property
     def nbytes(self) -> int:
         """The bytes of its values, in the dtype that modules compute with."""
-        return self.numel * self.dtype.itemsize
+        return self.parameter.numel() * self.dtype.itemsize
 
     @property
     def of_model(self) -> torch.nn.Parameter:

@@ -197,7 +197,7 @@ def check_and_plan(
             wish = sharding.wish(wish_of(rated_config, policy))
             plan = chosen or what_fits(sizing, wish, sharding, room, io_bytes=io_bytes)
     if plan.steps.parameters is not Tier.DEVICE or (sharding is not None and sharding.by_module):
-        check_modules(model)
+        check_modules(dict(model.named_modules()))
     return Planned(
         accelerator=accelerator,
         rules=rules,

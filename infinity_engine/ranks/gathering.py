@@ -143,12 +143,12 @@ class ParameterGatherer(ResidentParameters[_Whole]):
         """
         # Views in the caller's cycles go with the collector. Those of torch's threads go by
         # themselves.
-        viewed = self._memory.kept_bytes
+        viewed = self._memory.kept_bytes()
         gc.collect()
         late = time.monotonic() + _LETS_GO_S
-        while viewed and self._memory.kept_bytes >= viewed and time.monotonic() < late:
+        while viewed and self._memory.kept_bytes() >= viewed and time.monotonic() < late:
             time.sleep(_PAUSE_S)
-        return self._memory.kept_bytes < viewed
+        return self._memory.kept_bytes() < viewed
 
     # --- steps ------------------------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ class Mover:
             # Everything above the new home.
             for tier in _UPWARDS[there + 1 :] if source is Source.RELEASED else ():
                 self.release(record, tier)
-            return self._begin([])
+            return Transfer([])
         way = _UPWARDS[here : there + 1] if here <= there else _UPWARDS[there : here + 1][::-1]
         hops = [_BY_TIERS[hop] for hop in pairwise(way)]
         last = len(hops) - 1
@@ -210,6 +210,7 @@ class Mover:
         # owned by the move until the record has it
         new: list[Lease | Place] = [] if into is None else [into]
         begun = False
+        one_memory = self._is_one_memory(moving)
 
         def start() -> Hop | None:
             nonlocal begun
@@ -218,7 +219,7 @@ class Mover:
             begun = True
             hop: Hop | None = None
             target: Lease | Place | None = None
-            if self._is_one_memory(moving):
+            if one_memory:
                 # a lease kept there makes room for the one that arrives
                 self.release(record, goes_to)
             elif not record.is_current(goes_to):
@@ -234,7 +235,7 @@ class Mover:
             return hop
 
         def finish() -> None:
-            if self._is_one_memory(moving):
+            if one_memory:
                 # DEVICE and HOST are the same bytes: the lease changes tiers.
                 record.arrived(goes_to, _present(record, leaves))
                 record.advance(HOME_OF[goes_to])

@@ -26,14 +26,14 @@ class _Copy:
 class ShardRecord:
     """One shard of `nbytes`; its only copy lies in `where` when the record is made."""
 
-    __slots__ = ("_arriving", "_copies", "_residency", "_version", "name", "nbytes")
+    __slots__ = ("_arriving", "_copies", "_residency", "name", "nbytes", "version")
 
     def __init__(self, name: str, where: Lease | Place) -> None:
         self.name = name
         self.nbytes = where.nbytes
         tier = where.tier if isinstance(where, Lease) else Tier.NVME
         self._residency = HOME_OF[tier]
-        self._version = 0
+        self.version = 0  # how often its bytes were changed
         self._copies = {tier: _Copy(where, 0)}
         self._arriving: Lease | Place | None = None
 
@@ -41,11 +41,6 @@ class ShardRecord:
     def residency(self) -> Residency:
         """Where its current version is, or the move that it is in."""
         return self._residency
-
-    @property
-    def version(self) -> int:
-        """How often its bytes were changed."""
-        return self._version
 
     @property
     def arriving(self) -> Lease | None:
@@ -70,7 +65,7 @@ class ShardRecord:
     def is_current(self, tier: Tier) -> bool:
         """Tell whether the copy in `tier` is there and of the current version."""
         copy = self._copies.get(tier)
-        return copy is not None and copy.version == self._version
+        return copy is not None and copy.version == self.version
 
     def home(self) -> Tier:
         """Return the tier in which it resides.
@@ -118,7 +113,7 @@ class ShardRecord:
             raise ConfigError(
                 field=f"bytes of {self.name} in {tier.name}", value=where.nbytes, expected=expected
             )
-        self._copies[tier] = _Copy(where, self._version)
+        self._copies[tier] = _Copy(where, self.version)
 
     def changed(self) -> None:
         """Note that its bytes were changed where it resides: copies elsewhere are older now.
@@ -130,9 +125,9 @@ class ShardRecord:
             tier = TIER_OF[self._residency]
         except KeyError:
             raise self._is_moving("a changed version") from None
-        self._version += 1
+        self.version += 1
         # Of the copy where it resides alone; all others are older from here on.
-        self._copies[tier] = _Copy(self._copies[tier].where, self._version)
+        self._copies[tier] = _Copy(self._copies[tier].where, self.version)
 
     def drop(self, tier: Tier) -> Lease | Place | None:
         """Forget the copy in `tier` and return where it was; None where there was none.
@@ -170,9 +165,8 @@ class ShardRecord:
     def _check_dispensable(self, tier: Tier) -> None:
         # During a move both of its ends are needed: the source is whole until the target is.
         needed = MOVES.get(self._residency) or (TIER_OF[self._residency],)
-        if tier in needed or not any(
-            self.is_current(other) for other in self._copies if other is not tier
-        ):
+        current = [other for other in self._copies if other is not tier and self.is_current(other)]
+        if tier in needed or not current:
             raise IllegalTransition(
                 shard=self.name,
                 source=self._residency.name,
@@ -188,6 +182,6 @@ class ShardRecord:
         """Show where it is."""
         copies = ", ".join(f"{tier.name} v{copy.version}" for tier, copy in self._copies.items())
         return (
-            f"ShardRecord({self.name}: {self.nbytes} B, {self._residency.name}, v{self._version}; "
+            f"ShardRecord({self.name}: {self.nbytes} B, {self._residency.name}, v{self.version}; "
             f"copies: {copies})"
         )

@@ -192,7 +192,7 @@ class ResidentSet(Generic[_Entry]):
     def fetch_again(self, number: int) -> None:
         """Look again, when prefetching, at the next use of a member that could not come yet."""
         if self._ahead > self._trace.at:
-            self._ahead = min(self._ahead, self.next_use(number))
+            self._ahead = min(self._ahead, self._trace.next_use(number))
 
     # --- decisions --------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class ResidentSet(Generic[_Entry]):
 
     def room_before(self, number: int) -> Iterator[int]:
         """Yield what is to leave for a member that is not needed yet: only what is needed later."""
-        at = self.next_use(number)
+        at = self._trace.next_use(number)
         while at != NEVER and self._nbytes[number] > self.free:
             idle = next(self.idle(), None)
             # Behind this one all are needed sooner.
@@ -243,7 +243,7 @@ class ResidentSet(Generic[_Entry]):
             cached=self._entries.keys() | self._reserved if self._reserved else self._entries,
             idle=self._order.idle(staying=False),
             free=self.free,
-            next_use=self.next_use,
+            next_use=self._trace.next_use,
             is_unmade=is_unmade,
         )
         if upcoming:

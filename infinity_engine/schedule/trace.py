@@ -71,14 +71,9 @@ class TraceCursor:
         # The first use of this step that differs from the trace; None while there is none, or no
         # trace.
         self.mismatch: TraceMismatch | None = None
-        self._at = 0
+        self.at = 0  # the position of the next use
         self._seen: list[Use] = []
         self._next: dict[int, int] = {}  # a cache of next_use, valid at this position
-
-    @property
-    def at(self) -> int:
-        """The position of the next use."""
-        return self._at
 
     def record_use(self, use: Use) -> bool:
         """Record a use and go on behind its position in the trace. Tell whether it was the next.
@@ -89,10 +84,10 @@ class TraceCursor:
         if len(self._seen) <= _MOST_USES:
             self._seen.append(use)
         uses = self.trace.uses
-        expected = uses[self._at] if self._at < len(uses) else None
+        expected = uses[self.at] if self.at < len(uses) else None
         # Identity first: the same module mostly asks with the same object, and tuples may be long.
         if use is expected or use == expected:
-            self._at += 1
+            self.at += 1
             for number in use.parameters:
                 # Only these are needed elsewhere next; the cache stays good for all others.
                 self._next.pop(number, None)
@@ -101,7 +96,7 @@ class TraceCursor:
             name = "the end of the step" if expected is None else expected.name
             self.mismatch = TraceMismatch(expected=name, seen=use.name)
         # A use out of order: go on from there, rather than wait for one that was left out.
-        found = self.trace.find(use, self._at)
+        found = self.trace.find(use, self.at)
         if found is not None:
             self._go_to(found + 1)
         return False
@@ -119,7 +114,7 @@ class TraceCursor:
         """Return where a parameter is needed next, as far as the trace goes, or NEVER."""
         found = self._next.get(parameter)
         if found is None:
-            found = self._next[parameter] = self.trace.next_use(parameter, self._at)
+            found = self._next[parameter] = self.trace.next_use(parameter, self.at)
         return found
 
     def end_step(self) -> TraceMismatch | None:
@@ -136,7 +131,7 @@ class TraceCursor:
         return mismatch
 
     def _go_to(self, position: int) -> None:
-        self._at = position
+        self.at = position
         self._next.clear()
 
 

@@ -30,7 +30,7 @@ class BlockSums:
 
     def __init__(self, nbytes: int, block_bytes: int) -> None:
         self._nbytes = nbytes
-        self._block = block_bytes
+        self.block_bytes = block_bytes  # that a sum is of; the last one may be of fewer
         # An array of 4-byte numbers: a list of them would take several times as much.
         self._sums = array("I", bytes(4 * -(-nbytes // block_bytes)))
 
@@ -42,24 +42,19 @@ class BlockSums:
         """Raise ValueError unless these are whole blocks."""
         end = start + nbytes
         # The last block may be shorter, so the place's own end is a cut as well.
-        if start % self._block or (end % self._block and end != self._nbytes):
+        if start % self.block_bytes or (end % self.block_bytes and end != self._nbytes):
             raise ValueError(
                 f"bytes {start} to {end} of {self._nbytes} cannot be checked alone: checksums are "
-                f"of whole blocks of {self._block} B. Cut where a block begins"
+                f"of whole blocks of {self.block_bytes} B. Cut where a block begins"
             )
-
-    @property
-    def block_bytes(self) -> int:
-        """How many bytes a sum is of; the last one may be of fewer."""
-        return self._block
 
     def of(self, memory: Memory) -> array[int]:
         """Return the sums of bytes that begin where a block does."""
-        return array("I", checksums_of(memory, self._block))
+        return array("I", checksums_of(memory, self.block_bytes))
 
     def put(self, start: int, sums: array[int]) -> None:
         """Note the sums of what was written from `start` on."""
-        first = start // self._block
+        first = start // self.block_bytes
         self._sums[first : first + len(sums)] = sums
 
     def damage(self, start: int, nbytes: int, sums: array[int]) -> BlockDamage | None:
@@ -67,7 +62,7 @@ class BlockSums:
 
         `sums` are of the `nbytes` that were read from `start` on.
         """
-        first = start // self._block
+        first = start // self.block_bytes
         written = self._sums[first : first + len(sums)]
         # Arrays are compared at once; only damage is looked for one by one.
         if sums == written:
@@ -77,5 +72,7 @@ class BlockSums:
             for place, pair in enumerate(zip(sums, written, strict=True))
             if pair[0] != pair[1]
         )
-        begins = at * self._block
-        return BlockDamage(start + begins, min(self._block, nbytes - begins), written[at], sums[at])
+        begins = at * self.block_bytes
+        return BlockDamage(
+            start + begins, min(self.block_bytes, nbytes - begins), written[at], sums[at]
+        )

@@ -53,7 +53,7 @@ class Place:
     @property
     def nbytes(self) -> int:
         """How many bytes there are."""
-        return sum(extent.nbytes for extent in self.extents)
+        return sum([extent.nbytes for extent in self.extents])
 
     @property
     def block_bytes(self) -> int:
@@ -62,6 +62,8 @@ class Place:
 
     def part(self, start: int, nbytes: int) -> Place:
         """Return where part of it lies; a part begins on a page, and with checksums on a block."""
+        if not start and nbytes == self.nbytes:
+            return self
         if self.sums is not None:
             self.sums.check_cut(self.start + start, nbytes)
         return Place(slices(self.extents, start, nbytes), self.sums, self.start + start)
@@ -387,17 +389,19 @@ class SwapFile(Closing):
         With checksums, the first wait for it compares, which must be before any code changes what
         was read. Where it is not to be `compared`, the caller does so by `compare`.
         """
-        futures = self._volume.pread(place.extents, into)
+        memory = memory_of(into, writable=True)
+        futures = self._volume.pread(place.extents, memory)
         if place.sums is None or not compared:
             return IOHop(futures, what)
-        return IOHop(
-            futures,
-            what,
-            partial(self._damage, place, place.sums, memory_of(into, writable=True), what),
-        )
+        return IOHop(futures, what, partial(self._damage, place, place.sums, memory, what))
 
     def compare(
-        self, place: Place, memory: memoryview, *, what: str = "", sums: array[int] | None = None
+        self,
+        place: Place,
+        memory: memoryview | Memory,
+        *,
+        what: str = "",
+        sums: array[int] | None = None,
     ) -> None:
         """Compare what was read of `place` with what was written, by its `sums` if they are known.
 
@@ -422,10 +426,10 @@ class SwapFile(Closing):
 
         `sums` are the source's checksums where they are known already.
         """
-        futures = self._volume.pwrite(place.extents, source)
+        memory = memory_of(source, writable=False)
+        futures = self._volume.pwrite(place.extents, memory)
         if place.sums is not None:
             # Beside the write that is under way already: both only read the memory.
-            memory = memory_of(source, writable=False)
             place.sums.put(place.start, place.sums.of(memory) if sums is None else sums)
         return IOHop(futures, what)
 

@@ -11,6 +11,7 @@ import errno
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import TYPE_CHECKING, Protocol
 
 from deepnvme import IOFuture, NVMeError
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from infinity_engine.accel import Event
 
 __all__ = ["CopyHop", "Hop", "Hops", "IOHop", "PlannedHop", "Transfer", "transfer_error"]
+
+
+_DONE = methodcaller("done")  # of a Hop or a future, without a frame for each that is asked
 
 
 class Hop(Protocol):
@@ -53,7 +57,7 @@ class IOHop:
 
     def done(self) -> bool:
         """Tell whether all of them have ended."""
-        return all(future.done() for future in self._futures)
+        return all(map(_DONE, self._futures))
 
     def wait(self) -> int:
         """Wait for all of them, also when one fails; raise the first that did."""
@@ -86,7 +90,7 @@ class Hops:
 
     def done(self) -> bool:
         """Tell whether all of them have ended."""
-        return all(hop.done() for hop in self._hops)
+        return all(map(_DONE, self._hops))
 
     def wait(self) -> int:
         """Wait for all of them, also when one fails; raise the first that did."""
@@ -184,7 +188,7 @@ class Transfer:
 
     def poll(self) -> bool:
         """Start what can start without waiting; tell whether the transfer has ended."""
-        while not self.done():
+        while self._stage is not None or self._stages:
             if self._stage is None:
                 self._begin()
             # A stage without a hop has nothing to move: it ends at once.
@@ -208,7 +212,7 @@ class Transfer:
 
     def wait(self) -> None:
         """Wait until it has ended, well or not."""
-        while not self.done():
+        while self._stage is not None or self._stages:
             if self._stage is None:
                 self._begin()
             else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepnvme.memory.buffers import memory_of
+from deepnvme.memory.buffers import Memory, memory_of
 from infinity_engine.errors import TransferError
 from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.lanes.lanes import Lanes
@@ -29,7 +29,7 @@ from infinity_engine.update.captured import CapturedBytes, CheckShared
 __all__ = ["BufferedSubgroup", "SwappedStates"]
 
 
-_Piece = tuple[Place, memoryview, str]
+_Piece = tuple[Place, Memory, str]
 """A place on the drives, the memory that is read into or written from, and a name for errors."""
 
 
@@ -63,7 +63,7 @@ class BufferedSubgroup:
         """Begin to write each piece, with the checksums that its update has made."""
         begun = len(self.moving)
         for place, memory, what in pieces:
-            sums = self.sums.get((_address(memory), place.block_bytes))
+            sums = self.sums.get((memory.address, place.block_bytes))
             self.moving.append(swap.write(place, memory, what=what, sums=sums))
         return self.moving[begun:]
 
@@ -149,21 +149,22 @@ class SwappedStates:
         self._subgroups = {subgroup.index: subgroup for subgroup in subgroups}
         self._layouts = layouts
         self._names = names
+        self._names_of_states = {
+            subgroup.index: f"states of {_described(subgroup, names)}" for subgroup in subgroups
+        }
         self._pieces = pieces
         self._lanes = lanes
         self._buffers: list[Lease] = []
         self._early_buffers: list[Lease] = []
         self._buffered: dict[int, BufferedSubgroup] = {}
         states = {
-            index: self._swap.allocate(
-                layout.states_bytes, holder=f"states of {self._about(index)}"
-            )
+            index: self._swap.allocate(layout.states_bytes, holder=self._names_of_states[index])
             for index, layout in layouts.items()
             if layout.states_bytes
         }
         new_states = {
             index: self._swap.allocate(
-                layouts[index].states_bytes, holder=f"new states of {self._about(index)}"
+                layouts[index].states_bytes, holder=f"new {self._names_of_states[index]}"
             )
             # Sorted, so that places are the same in every run.
             for index in sorted(early)
@@ -288,22 +289,22 @@ class SwappedStates:
                 undefined; what is on the drives is as it was.
         """
         buffered = self._buffered[index]
-        uncompared = {_address(memory) for _, memory, _ in buffered.uncompared}
+        uncompared = {memory.address for _, memory, _ in buffered.uncompared}
         pieces = [piece for piece in self._pieces_of(index, buffered) if piece[0].block_bytes]
         memories = [
             SummedMemory(
-                address := _address(memory),
-                len(memory),
+                memory.address,
+                memory.nbytes,
                 place.block_bytes,
-                with_before=address in uncompared,
+                with_before=memory.address in uncompared,
             )
             for place, memory, _ in pieces
         ]
-        for piece, memory, sums in zip(pieces, memories, carry_out(memories), strict=True):
-            if memory.with_before:
-                place, read, what = piece
-                self._swap.compare(place, read, what=what, sums=sums.before)
-            buffered.sums[memory.address, memory.block_bytes] = sums.after
+        for piece, summed, sums in zip(pieces, memories, carry_out(memories), strict=True):
+            if summed.with_before:
+                place, memory, what = piece
+                self._swap.compare(place, memory, what=what, sums=sums.before)
+            buffered.sums[summed.address, summed.block_bytes] = sums.after
         buffered.uncompared.clear()
 
     def store(self, op: StoreStates) -> Hops | None:
@@ -487,19 +488,20 @@ class SwappedStates:
 
         They are where they are now, unless other places are given.
         """
-        memory, layout = buffered.buffer.memory(), buffered.layout
+        memory, layout = memory_of(buffered.buffer.memory(), writable=True), buffered.layout
         if layout.states_bytes:
             place = (states_at or self._places.states)[index]
-            yield place, memory[: layout.states_bytes], f"states of {self._about(index)}"
-        width = self._subgroups[index].formats.width
+            yield place, memory.part(0, layout.states_bytes), self._names_of_states[index]
+        subgroup = self._subgroups[index]
+        width = subgroup.formats.width
         for number, at in layout.values.items() if values else ():
             # Values of segments that are not updated stay as they are on the drives.
             if number in buffered.wanted:
-                segment = self._subgroups[index].segments[number]
+                segment = subgroup.segments[number]
                 nbytes = width * segment.numel
                 whole = (values_at or self._places.values)[segment.parameter]
                 place = whole.part(width * segment.first_element, nbytes)
-                yield place, memory[at : at + nbytes], self._names[segment.parameter]
+                yield place, memory.part(at, nbytes), self._names[segment.parameter]
 
     def _pieces_to_write(
         self,
@@ -520,9 +522,9 @@ class SwappedStates:
             yield piece
 
     def _nbytes_of_values(self, index: int, wanted: Collection[int]) -> int:
-        subgroup = self._subgroups[index]
-        numbers = [number for number in self._layouts[index].values if number in wanted]
-        return sum(subgroup.formats.width * subgroup.segments[number].numel for number in numbers)
+        subgroup, values = self._subgroups[index], self._layouts[index].values
+        numels = [subgroup.segments[number].numel for number in values if number in wanted]
+        return subgroup.formats.width * sum(numels)
 
     def _count(self, lane: Lane, cargo: Cargo, nbytes: int, op: LoadStates | StoreStates) -> None:
         if nbytes:
@@ -530,16 +532,11 @@ class SwappedStates:
                 lane, cargo, nbytes, None, name=op.name, subgroup=op.subgroup
             )
 
-    def _about(self, index: int) -> str:
-        names = dict.fromkeys(
-            self._names[segment.parameter] for segment in self._subgroups[index].segments
-        )
-        # Three names are enough to find it; a subgroup may have thousands.
-        listed = ", ".join(list(names)[:3]) + (
-            f" and {len(names) - 3} others" if len(names) > 3 else ""
-        )
-        return f"subgroup {index} ({listed})"
 
-
-def _address(memory: memoryview) -> int:
-    return memory_of(memory, writable=True).address
+def _described(subgroup: Subgroup, names: Sequence[str]) -> str:
+    found = dict.fromkeys(names[segment.parameter] for segment in subgroup.segments)
+    # Three names are enough to find it; a subgroup may have thousands.
+    listed = ", ".join(list(found)[:3]) + (
+        f" and {len(found) - 3} others" if len(found) > 3 else ""
+    )
+    return f"subgroup {subgroup.index} ({listed})"

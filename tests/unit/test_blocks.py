@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from infinity_engine.activation.blocks import blocks_held_whole, find_blocks, recomputing_modules
+from infinity_engine.activation.blocks import (
+    blocks_held_whole,
+    find_blocks,
+    members_of,
+    recomputing_modules,
+)
 from support.families import FAMILIES, transformers
 from support.small_models import MODELS
 
@@ -149,3 +154,31 @@ MAKERS: dict[str, Callable[[], Any]] = {"list": lambda: nn.ModuleList([]), "leaf
 @pytest.mark.parametrize("maker", MAKERS)
 def test_models_without_blocks_have_none(maker: str) -> None:
     assert find_blocks(MAKERS[maker]()) == ()
+
+
+class Shared(nn.Module):
+    """Has one module, one parameter and one buffer under two names each, and names of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.again = self.first[0]
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.first[0].weight
+        self.register_buffer("seen", self.first[1].running_mean)
+        self.register_buffer("weight_too", self.tied.weight, persistent=False)
+        self.register_module("nothing", None)
+
+
+@pytest.mark.parametrize("make", [*MODELS.values(), Shared])
+def test_members_are_what_torch_lists_in_its_order(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    members = members_of(model)
+    assert list(members.modules.items()) == list(model.named_modules())
+    for own, listed in (
+        (members.parameters, model.named_parameters()),
+        (members.buffers, model.named_buffers()),
+    ):
+        assert [(name, id(tensor)) for name, tensor in own.items()] == [
+            (name, id(tensor)) for name, tensor in listed
+        ]

@@ -112,6 +112,28 @@ def test_a_hold_within_another_ends_with_it(handlers: dict[int, Handler]) -> Non
     assert in_place(handlers)
 
 
+def test_a_function_that_holds_is_only_called_within_a_hold(
+    handlers: dict[int, Handler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[HeldSignals] = []
+    enter = HeldSignals.__enter__
+    monkeypatch.setattr(HeldSignals, "__enter__", lambda held: entered.append(held) or enter(held))
+    signals = HeldSignals()
+
+    @signals.holding
+    def inner() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    @signals.holding
+    def outer() -> None:
+        inner()
+        assert not handlers[signal.SIGTERM].came
+
+    outer()
+    assert entered == [signals]
+    assert handlers[signal.SIGTERM].came == [(signal.SIGTERM, True)]
+
+
 def test_at_a_safe_point_ctrl_c_acts_within_the_hold() -> None:
     held = HeldSignals()
     with held:
