@@ -39,6 +39,7 @@ __all__ = [
     "HOST_BUFFERS",
     "Decide",
     "Homes",
+    "HomesAt",
     "Limits",
     "OffloadPolicy",
     "PlanDraft",
@@ -168,6 +169,9 @@ Decide = Callable[[Sequence[SubgroupSpec], Rates, Limits], StepPlan]
 # Where a policy updates each of the subgroups, by index; they come in the same order.
 Homes = Callable[[Sequence[SubgroupSpec]], Mapping[int, Home]]
 
+# The same, where rates and limits decide that too.
+HomesAt = Callable[[Sequence[SubgroupSpec], Rates, Limits], Mapping[int, Home]]
+
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
@@ -176,13 +180,14 @@ class OffloadPolicy:
     The engine trains with the plans that it makes.
 
     `homes` is given where the subgroups' sizes alone decide where each is updated. It saves making
-    plans to find that out. With `is_drafted`, `decide` makes its plans by PlanDraft, so `homes`
-    tells what memory they take, too.
+    plans to find that out. `homes_at` is given where rates and limits decide it too. With
+    `is_drafted`, `decide` makes its plans by PlanDraft, so both tell what memory they take, too.
     """
 
     name: str
     decide: Decide
     homes: Homes | None = None
+    homes_at: HomesAt | None = None
     is_drafted: bool = False
 
     def __call__(self, subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
@@ -238,14 +243,24 @@ class OffloadPolicy:
         Raises:
             CapacityError, ConfigError: as for the plan.
         """
-        if self.homes is None or not self.is_drafted:
+        ordered = _ordered(subgroups)
+        homes = self._drafted_homes(ordered, rates, limits)
+        if homes is None:
             plan = self(subgroups, rates, limits)
             return plan.outline(), lambda: plan
-        ordered = _ordered(subgroups)
-        homes = self.homes(ordered)
         outline = PlanDraft(ordered, limits).outline(homes)
         limits.check_memory(outline, ordered)
         return outline, lambda: self._made(ordered, rates, limits, homes)
+
+    def _drafted_homes(
+        self, ordered: tuple[SubgroupSpec, ...], rates: Rates, limits: Limits
+    ) -> Mapping[int, Home] | None:
+        """Return where each subgroup will be updated; None where only a plan shows the memory."""
+        if not self.is_drafted:
+            return None
+        if self.homes is not None:
+            return self.homes(ordered)
+        return None if self.homes_at is None else self.homes_at(ordered, rates, limits)
 
     def homes_of(self, subgroups: Sequence[SubgroupSpec]) -> dict[int, Home] | None:
         """Return where each subgroup will be updated; None where only a plan shows it."""

@@ -238,7 +238,7 @@ def test_where_a_policy_says_beforehand_that_updates_will_be_its_plans_have_them
     st.one_of(
         st.sampled_from([policy for policy in BUILT_IN.values() if policy.homes is not None]),
         st.builds(static_split, PART),
-        st.builds(interleaved, SHARE, resident=PART),
+        st.builds(interleaved, st.none() | SHARE, resident=PART),
     ),
     SIZES,
     RATES,
@@ -275,6 +275,18 @@ def test_the_outline_of_a_plan_is_that_of_its_ops(
     # What cannot be at all, as without host buffers, may be refused for the device's memory first.
     refused = made is ConfigError and isinstance(outline, str)
     assert refused or outline == made
+
+
+@pytest.mark.parametrize(
+    "policy", [static_split(0.5), interleaved(Fraction(1, 3), resident=0.5), interleaved()]
+)
+def test_an_outline_alone_makes_no_ops(policy: OffloadPolicy) -> None:
+    def refuse(*_: object) -> StepPlan:
+        raise AssertionError("an outline made a plan")
+
+    outline, _ = replace(policy, decide=refuse).outline(EQUAL, H100, PLENTY)
+
+    assert outline == policy(EQUAL, H100, PLENTY).outline()
 
 
 @pytest.mark.parametrize(

@@ -171,23 +171,32 @@ def interleaved(
     Host and device take from one queue, in the order in which the next forward needs the subgroups.
     """
 
-    def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
+    def split(
+        subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits
+    ) -> tuple[tuple[SubgroupSpec, ...], Sequence[bool], tuple[SubgroupSpec, ...]]:
+        """Return the others, which of them visit, and the residents."""
         others, residents = split_residents(subgroups, resident)
         if share is not None:
-            visits: Sequence[bool] = spread(others, share)
-        else:
-            visits = _earliest_visits(others, residents, rates, _staging_alone(limits, subgroups))
-        return UpdateLayout(_assigned(others, visits, residents), rates, limits).plan()
+            return others, spread(others, share), residents
+        alone = _staging_alone(limits, subgroups)
+        return others, _earliest_visits(others, residents, rates, alone), residents
+
+    def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
+        return UpdateLayout(_assigned(*split(subgroups, rates, limits)), rates, limits).plan()
+
+    def homes_at(
+        subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits
+    ) -> dict[int, Home]:
+        return _homes(*split(subgroups, rates, limits))
 
     def homes(subgroups: Sequence[SubgroupSpec]) -> dict[int, Home]:
         assert share is not None, "else the rates decide"
         others, residents = split_residents(subgroups, resident)
-        found = {subgroup.index: Home.RESIDENT for subgroup in residents}
-        for subgroup, visits in zip(others, spread(others, share), strict=True):
-            found[subgroup.index] = Home.VISITING if visits else Home.HOST
-        return found
+        return _homes(others, spread(others, share), residents)
 
-    return OffloadPolicy(name, decide, None if share is None else homes, is_drafted=True)
+    return OffloadPolicy(
+        name, decide, None if share is None else homes, homes_at=homes_at, is_drafted=True
+    )
 
 
 @lru_cache(maxsize=32)
@@ -270,6 +279,15 @@ def _assigned(
         visiting=tuple(subgroup for subgroup, visit in zip(others, visits, strict=True) if visit),
         residents=residents,
     )
+
+
+def _homes(
+    others: Sequence[SubgroupSpec], visits: Sequence[bool], residents: Sequence[SubgroupSpec]
+) -> dict[int, Home]:
+    found = {subgroup.index: Home.RESIDENT for subgroup in residents}
+    for subgroup, visit in zip(others, visits, strict=True):
+        found[subgroup.index] = Home.VISITING if visit else Home.HOST
+    return found
 
 
 def _staging_alone(limits: Limits, subgroups: Sequence[SubgroupSpec]) -> Limits:
