@@ -98,10 +98,6 @@ class Limits:
         """Return how many staging sets for subgroups of up to `numel` parameters there may be."""
         return min(self.staging_sets, self.staging_bytes // self.device_bytes(numel))
 
-    def can_stage(self, subgroups: Sequence[SubgroupSpec]) -> bool:
-        """Tell whether there may be a staging set for the largest of the subgroups."""
-        return self.sets_for(max((subgroup.numel for subgroup in subgroups), default=1)) > 0
-
     def check(self, plan: StepPlan, outline: PlanOutline) -> None:
         """Refuse a plan, of which this is the outline, that is not within the limits.
 
