@@ -39,6 +39,7 @@ __all__ = [
     "HOST_BUFFERS",
     "Decide",
     "Homes",
+    "HomesAt",
     "Limits",
     "OffloadPolicy",
     "PlanDraft",
@@ -96,10 +97,6 @@ class Limits:
     def sets_for(self, numel: int) -> int:
         """Return how many staging sets for subgroups of up to `numel` parameters there may be."""
         return min(self.staging_sets, self.staging_bytes // self.device_bytes(numel))
-
-    def can_stage(self, subgroups: Sequence[SubgroupSpec]) -> bool:
-        """Tell whether there may be a staging set for the largest of the subgroups."""
-        return self.sets_for(max((subgroup.numel for subgroup in subgroups), default=1)) > 0
 
     def check(self, plan: StepPlan, outline: PlanOutline) -> None:
         """Refuse a plan, of which this is the outline, that is not within the limits.
@@ -168,6 +165,9 @@ Decide = Callable[[Sequence[SubgroupSpec], Rates, Limits], StepPlan]
 # Where a policy updates each of the subgroups, by index; they come in the same order.
 Homes = Callable[[Sequence[SubgroupSpec]], Mapping[int, Home]]
 
+# The same, where rates and limits decide that too.
+HomesAt = Callable[[Sequence[SubgroupSpec], Rates, Limits], Mapping[int, Home]]
+
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
@@ -176,13 +176,14 @@ class OffloadPolicy:
     The engine trains with the plans that it makes.
 
     `homes` is given where the subgroups' sizes alone decide where each is updated. It saves making
-    plans to find that out. With `is_drafted`, `decide` makes its plans by PlanDraft, so `homes`
-    tells what memory they take, too.
+    plans to find that out. `homes_at` is given where rates and limits decide it too. With
+    `is_drafted`, `decide` makes its plans by PlanDraft, so both tell what memory they take, too.
     """
 
     name: str
     decide: Decide
     homes: Homes | None = None
+    homes_at: HomesAt | None = None
     is_drafted: bool = False
 
     def __call__(self, subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
@@ -238,14 +239,24 @@ class OffloadPolicy:
         Raises:
             CapacityError, ConfigError: as for the plan.
         """
-        if self.homes is None or not self.is_drafted:
+        ordered = _ordered(subgroups)
+        homes = self._drafted_homes(ordered, rates, limits)
+        if homes is None:
             plan = self(subgroups, rates, limits)
             return plan.outline(), lambda: plan
-        ordered = _ordered(subgroups)
-        homes = self.homes(ordered)
         outline = PlanDraft(ordered, limits).outline(homes)
         limits.check_memory(outline, ordered)
         return outline, lambda: self._made(ordered, rates, limits, homes)
+
+    def _drafted_homes(
+        self, ordered: tuple[SubgroupSpec, ...], rates: Rates, limits: Limits
+    ) -> Mapping[int, Home] | None:
+        """Return where each subgroup will be updated; None where only a plan shows the memory."""
+        if not self.is_drafted:
+            return None
+        if self.homes is not None:
+            return self.homes(ordered)
+        return None if self.homes_at is None else self.homes_at(ordered, rates, limits)
 
     def homes_of(self, subgroups: Sequence[SubgroupSpec]) -> dict[int, Home] | None:
         """Return where each subgroup will be updated; None where only a plan shows it."""

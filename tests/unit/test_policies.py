@@ -26,7 +26,8 @@ from infinity_engine.optim.policies import (
     static_split,
     two_ended,
 )
-from infinity_engine.optim.policies.interleaved import spread
+from infinity_engine.optim.policies.interleaved import Assignment, UpdateLayout, end_of, spread
+from infinity_engine.optim.policies.times import UpdateCosts
 from infinity_engine.optim.policy import (
     Limits,
     OffloadPolicy,
@@ -238,7 +239,7 @@ def test_where_a_policy_says_beforehand_that_updates_will_be_its_plans_have_them
     st.one_of(
         st.sampled_from([policy for policy in BUILT_IN.values() if policy.homes is not None]),
         st.builds(static_split, PART),
-        st.builds(interleaved, SHARE, resident=PART),
+        st.builds(interleaved, st.none() | SHARE, resident=PART),
     ),
     SIZES,
     RATES,
@@ -278,6 +279,18 @@ def test_the_outline_of_a_plan_is_that_of_its_ops(
 
 
 @pytest.mark.parametrize(
+    "policy", [static_split(0.5), interleaved(Fraction(1, 3), resident=0.5), interleaved()]
+)
+def test_an_outline_alone_makes_no_ops(policy: OffloadPolicy) -> None:
+    def refuse(*_: object) -> StepPlan:
+        raise AssertionError("an outline made a plan")
+
+    outline, _ = replace(policy, decide=refuse).outline(EQUAL, H100, PLENTY)
+
+    assert outline == policy(EQUAL, H100, PLENTY).outline()
+
+
+@pytest.mark.parametrize(
     ("policy", "says"),
     [
         (static_split(0.5), True),
@@ -304,6 +317,86 @@ def test_no_plan_ends_before_the_bound(
     resident = Fraction(plan.params_at(Home.RESIDENT), total)
 
     assert simulate(plan, rates).end_ns >= update_bound(rates, resident=resident).least_ns(total)
+
+
+START = st.none() | st.floats(1e-6, 1e-2)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 10**9),
+            st.sampled_from(Home),
+            st.integers(1, 4),
+            st.sampled_from([None, 2, 4]),
+            st.sampled_from(["", "stored", "loaded and stored"]),
+        ),
+        max_size=30,
+    ),
+    RATES,
+    st.tuples(START, START, START, START),
+    st.tuples(st.sampled_from(list(Tier)), st.integers(1, 3), st.integers(1, 4)),
+)
+def test_an_update_laid_out_without_ops_ends_when_its_plan_does(
+    kinds: list[tuple[int, Home, int, int | None, str]],
+    rates: Rates,
+    starts: tuple[float | None, float | None, float | None, float | None],
+    given_limits: tuple[Tier, int, int],
+) -> None:
+    drive = DriveRates(read_bytes_per_s=3e9, write_bytes_per_s=2e9)
+    host, device, copies, drives = starts
+    rates = replace(
+        rates,
+        nvme={"a": drive},
+        host_start_s=host,
+        device_start_s=device,
+        copy_start_s=copies,
+        io_start_s=drives,
+    )
+    tier, sets, buffers = given_limits
+    limits = replace(PLENTY, parameters=tier, staging_sets=sets, host_buffers=buffers)
+    homes: dict[Home, list[SubgroupSpec]] = {home: [] for home in Home}
+    for index, (numel, home, pieces, width, offloaded) in enumerate(kinds):
+        nbytes = 12 * numel if offloaded else 0
+        subgroup = SubgroupSpec(
+            index=index,
+            numel=numel,
+            first_use=index,
+            pieces=pieces,
+            parameter_bytes=width,
+            buffer_bytes=nbytes,
+            load_bytes=nbytes if "loaded" in offloaded else 0,
+            store_bytes=nbytes,
+        )
+        homes[home].append(subgroup)
+    subgroups = list(itertools.chain.from_iterable(homes.values()))
+    assignment = Assignment(
+        host=tuple(homes[Home.HOST]),
+        visiting=tuple(homes[Home.VISITING]),
+        residents=tuple(homes[Home.RESIDENT]),
+    )
+
+    end_ns = end_of(assignment, UpdateCosts(subgroups, rates, limits))
+
+    assert end_ns == simulate(UpdateLayout(assignment, rates, limits).plan(), rates).end_ns
+
+
+@pytest.mark.parametrize("policy", [interleaved(), two_ended()])
+def test_the_search_for_a_share_makes_the_ops_of_one_plan_alone(
+    policy: OffloadPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[SubgroupSpec] = []
+    visit = PlanDraft.visit
+
+    def counted(draft: PlanDraft, subgroup: SubgroupSpec) -> object:
+        made.append(subgroup)
+        return visit(draft, subgroup)
+
+    monkeypatch.setattr(PlanDraft, "visit", counted)
+    # Sizes of its own: what was asked before is not sought again.
+    plan = policy(specs([123_456_789] * 47), H100, PLENTY)
+
+    assert len(made) == len(where(plan, Home.VISITING)) > 0
 
 
 # --- where subgroups are updated ------------------------------------------------------------------

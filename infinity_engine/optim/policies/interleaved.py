@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, lru_cache
 
-from infinity_engine.optim.policy import Limits, OffloadPolicy, PlanDraft, split_residents
-from infinity_engine.plan.ops import Lane
+from infinity_engine.optim.policies.times import TimedDraft, UpdateCosts, UpdateTimes
+from infinity_engine.optim.policy import Limits, OffloadPolicy, split_residents
 from infinity_engine.plan.rates import Rates
 from infinity_engine.plan.step import Home, StepPlan, SubgroupSpec
-from infinity_engine.plan.timing import LaneClocks
 
 __all__ = [
     "INTERLEAVED",
     "TWO_ENDED",
     "Assignment",
     "UpdateLayout",
+    "end_of",
     "interleaved",
     "spread",
     "two_ended",
@@ -45,19 +45,44 @@ class Assignment:
 
 
 class UpdateLayout:
-    """An assignment as ops, and when they are done.
+    """An assignment as ops, and when they are done."""
+
+    def __init__(self, assignment: Assignment, rates: Rates, limits: Limits) -> None:
+        self._draft = TimedDraft(
+            (*assignment.host, *assignment.visiting, *assignment.residents), rates, limits
+        )
+        _Race(assignment, self._draft)
+
+    @property
+    def end_ns(self) -> int:
+        """When all is done."""
+        return self._draft.end_ns
+
+    def plan(self) -> StepPlan:
+        """Return the plan."""
+        return self._draft.plan()
+
+
+def end_of(assignment: Assignment, costs: UpdateCosts) -> int:
+    """Return `end_ns` of the assignment's layout, where these are its subgroups' costs.
+
+    Makes no ops: a search asks for the ends of dozens of updates, and for the ops of one.
+    """
+    times = UpdateTimes(costs)
+    _Race(assignment, times)
+    return times.end_ns
+
+
+class _Race:
+    """Decides in which order an assignment's work is begun.
 
     States go up as soon as a staging set is free, and between them the parameters that the CPU has
     updated meanwhile. Residents are updated while the last visitors go home; those that are too
     many for that, in the gaps in which the device waits for states.
     """
 
-    def __init__(self, assignment: Assignment, rates: Rates, limits: Limits) -> None:
-        self._draft = PlanDraft(
-            (*assignment.host, *assignment.visiting, *assignment.residents), limits
-        )
-        self._clocks = LaneClocks(rates)
-        self._per_parameter = limits.per_parameter
+    def __init__(self, assignment: Assignment, update: TimedDraft | UpdateTimes) -> None:
+        self._update = update
         # Not updated yet.
         self._host = deque(assignment.host)
         # not uploaded yet, and when they can be
@@ -72,22 +97,12 @@ class UpdateLayout:
             self._visit(subgroup, late=early - early * number // len(assignment.visiting))
         self._finish()
 
-    @property
-    def end_ns(self) -> int:
-        """When all is done."""
-        return self._clocks.end_ns
-
-    def plan(self) -> StepPlan:
-        """Return the plan."""
-        return self._draft.plan()
-
     def _too_many_for_the_end(self, assignment: Assignment) -> int:
         """Return how many residents there is no time for during the last download."""
-        nbytes = assignment.visiting[-1].numel * self._per_parameter.states
-        room_ns = self._clocks.duration_ns(Lane.D2H, nbytes)
+        costs = self._update.costs
+        room_ns = costs.visit(assignment.visiting[-1]).down_ns
         durations_ns = (
-            self._clocks.duration_ns(Lane.DEVICE, subgroup.numel)
-            for subgroup in reversed(assignment.residents)
+            costs.resident(subgroup).device_ns for subgroup in reversed(assignment.residents)
         )
         # Counted from the end: the last residents fit beside the last download while their sum
         # does.
@@ -99,66 +114,45 @@ class UpdateLayout:
         No more than `late` of those are left after it: otherwise a device that is as busy as the
         links would waste the gaps that are shorter than an update.
         """
-        start_ns = self._upload_start_ns()
+        start_ns = self._update.next_visit_ns
         # Parameters that are ready before these states may go up take the link first.
         while self._can_upload_parameters(start_ns):
             self._upload_parameters()
-            start_ns = self._upload_start_ns()
-        up_ns = start_ns + self._clocks.duration_ns(
-            Lane.H2D, subgroup.numel * self._per_parameter.states
-        )
-        while self._early and (self._early > late or self._resident_end_ns() <= up_ns):
-            self._update_resident()
-            self._early -= 1
-        for op in self._draft.visit(subgroup):
-            self._clocks.run(op)
+            start_ns = self._update.next_visit_ns
+        if self._early:
+            up_ns = start_ns + self._update.costs.visit(subgroup).up_ns
+            while self._early and (self._early > late or self._resident_end_ns() <= up_ns):
+                self._update.resident(self._residents.popleft())
+                self._early -= 1
+        self._update.visit(subgroup)
 
     def _finish(self) -> None:
         while self._host or self._updated:
             # Up it goes where nothing is left to update, or where it was ready before the host is
             # free again.
-            if self._updated and (
-                not self._host or self._updated[0][1] <= self._clocks.free_ns(Lane.HOST)
-            ):
+            if self._updated and (not self._host or self._updated[0][1] <= self._update.host_ns):
                 self._upload_parameters()
             else:
                 self._update_on_host()
         while self._residents:
-            self._update_resident()
-
-    def _upload_start_ns(self) -> int:
-        """Return when the upload of the next states can begin."""
-        emptied = self._draft.next_set_after
-        # A set is free once the states that were in it are down.
-        set_ns = 0 if emptied is None else self._clocks.times[emptied].end_ns
-        return max(self._clocks.free_ns(Lane.H2D), set_ns)
+            self._update.resident(self._residents.popleft())
 
     def _can_upload_parameters(self, at_ns: int) -> bool:
         # The CPU is ahead of the link: what it has updated by then may go up.
-        while self._host and self._clocks.free_ns(Lane.HOST) <= at_ns:
+        while self._host and self._update.host_ns <= at_ns:
             self._update_on_host()
         return bool(self._updated) and self._updated[0][1] <= at_ns
 
     def _resident_end_ns(self) -> int:
-        duration_ns = self._clocks.duration_ns(Lane.DEVICE, self._residents[0].numel)
-        return self._clocks.free_ns(Lane.DEVICE) + duration_ns
+        return self._update.device_ns + self._update.costs.resident(self._residents[0]).device_ns
 
     def _update_on_host(self) -> None:
         subgroup = self._host.popleft()
-        for op in self._draft.update_on_host(subgroup):
-            time = self._clocks.run(op)
-            # The same call may load and store too; the update itself is the op in the lane HOST.
-            if op.lane is Lane.HOST:
-                self._updated.append((subgroup, time.end_ns))
+        self._updated.append((subgroup, self._update.update_on_host(subgroup)))
 
     def _upload_parameters(self) -> None:
         subgroup, _ = self._updated.popleft()
-        for op in self._draft.upload_parameters(subgroup):
-            self._clocks.run(op)
-
-    def _update_resident(self) -> None:
-        for op in self._draft.resident(self._residents.popleft()):
-            self._clocks.run(op)
+        self._update.upload_parameters(subgroup)
 
 
 def interleaved(
@@ -171,23 +165,32 @@ def interleaved(
     Host and device take from one queue, in the order in which the next forward needs the subgroups.
     """
 
-    def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
+    def split(
+        subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits
+    ) -> tuple[tuple[SubgroupSpec, ...], Sequence[bool], tuple[SubgroupSpec, ...]]:
+        """Return the others, which of them visit, and the residents."""
         others, residents = split_residents(subgroups, resident)
         if share is not None:
-            visits: Sequence[bool] = spread(others, share)
-        else:
-            visits = _earliest_visits(others, residents, rates, _staging_alone(limits, subgroups))
-        return UpdateLayout(_assigned(others, visits, residents), rates, limits).plan()
+            return others, spread(others, share), residents
+        alone = _staging_alone(limits, subgroups)
+        return others, _earliest_visits(others, residents, rates, alone), residents
+
+    def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
+        return UpdateLayout(_assigned(*split(subgroups, rates, limits)), rates, limits).plan()
+
+    def homes_at(
+        subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits
+    ) -> dict[int, Home]:
+        return _homes(*split(subgroups, rates, limits))
 
     def homes(subgroups: Sequence[SubgroupSpec]) -> dict[int, Home]:
         assert share is not None, "else the rates decide"
         others, residents = split_residents(subgroups, resident)
-        found = {subgroup.index: Home.RESIDENT for subgroup in residents}
-        for subgroup, visits in zip(others, spread(others, share), strict=True):
-            found[subgroup.index] = Home.VISITING if visits else Home.HOST
-        return found
+        return _homes(others, spread(others, share), residents)
 
-    return OffloadPolicy(name, decide, None if share is None else homes, is_drafted=True)
+    return OffloadPolicy(
+        name, decide, None if share is None else homes, homes_at=homes_at, is_drafted=True
+    )
 
 
 @lru_cache(maxsize=32)
@@ -202,14 +205,18 @@ def _earliest_visits(
     Kept, as a search for memory that is enough asks the same with every amount of host memory, and
     dozens of updates are laid out for each answer.
     """
+    costs = UpdateCosts((*others, *residents), rates, limits)
 
     def end_ns(visits: Sequence[bool]) -> int:
-        return UpdateLayout(_assigned(others, visits, residents), rates, limits).end_ns
+        return end_of(_assigned(others, visits, residents), costs)
 
     def evenly(count: int) -> list[bool]:
         return spread(others, Fraction(count, max(most, 1)))
 
-    most = len(others) if limits.can_stage((*others, *residents)) else 0
+    # Without a buffer that states on drives need, the plan or its outline is refused.
+    if not costs.sets or not costs.has_buffers:
+        return [False] * len(others)
+    most = len(others)
     # At most 2^8 layouts: few enough to make all of them.
     if 0 < most <= _FEW:
         choices = itertools.product((False, True), repeat=most)
@@ -227,18 +234,17 @@ def two_ended(*, resident: float = 0.0, name: str = "two_ended") -> OffloadPolic
     def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
         others, residents = split_residents(subgroups, resident)
 
-        def back(count: int) -> UpdateLayout:
+        costs = UpdateCosts(subgroups, rates, limits)
+
+        def back(count: int) -> Assignment:
             # The device goes backwards, so that both ends meet in the middle.
             first = len(others) - count
             visiting = tuple(reversed(others[first:]))
-            return UpdateLayout(
-                Assignment(host=others[:first], visiting=visiting, residents=residents),
-                rates,
-                limits,
-            )
+            return Assignment(host=others[:first], visiting=visiting, residents=residents)
 
-        most = len(others) if limits.can_stage(subgroups) else 0
-        return back(_earliest(lambda count: back(count).end_ns, most)).plan()
+        most = len(others) if costs.sets and costs.has_buffers else 0
+        count = _earliest(lambda many: end_of(back(many), costs), most) if most else 0
+        return UpdateLayout(back(count), rates, limits).plan()
 
     return OffloadPolicy(name, decide)
 
@@ -270,6 +276,15 @@ def _assigned(
         visiting=tuple(subgroup for subgroup, visit in zip(others, visits, strict=True) if visit),
         residents=residents,
     )
+
+
+def _homes(
+    others: Sequence[SubgroupSpec], visits: Sequence[bool], residents: Sequence[SubgroupSpec]
+) -> dict[int, Home]:
+    found = {subgroup.index: Home.RESIDENT for subgroup in residents}
+    for subgroup, visit in zip(others, visits, strict=True):
+        found[subgroup.index] = Home.VISITING if visit else Home.HOST
+    return found
 
 
 def _staging_alone(limits: Limits, subgroups: Sequence[SubgroupSpec]) -> Limits:
