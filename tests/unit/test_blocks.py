@@ -161,11 +161,12 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        self.again = self.first[0]
+        linear, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.first = nn.Sequential(linear, norm)
+        self.again = linear
         self.tied = nn.Linear(4, 4, bias=False)
-        self.tied.weight = self.first[0].weight
-        self.register_buffer("seen", self.first[1].running_mean)
+        self.tied.weight = linear.weight
+        self.register_buffer("seen", norm.running_mean)
         self.register_buffer("weight_too", self.tied.weight, persistent=False)
         self.register_module("nothing", None)
 

@@ -117,7 +117,12 @@ def test_a_function_that_holds_is_only_called_within_a_hold(
 ) -> None:
     entered: list[HeldSignals] = []
     enter = HeldSignals.__enter__
-    monkeypatch.setattr(HeldSignals, "__enter__", lambda held: entered.append(held) or enter(held))
+
+    def noted(held: HeldSignals) -> None:
+        entered.append(held)
+        enter(held)
+
+    monkeypatch.setattr(HeldSignals, "__enter__", noted)
     signals = HeldSignals()
 
     @signals.holding
