@@ -104,8 +104,9 @@ class HeldSignals:
             if torch.is_inference_mode_enabled():
                 with self, torch.inference_mode(False):
                     return call(*args, **kwargs)
-            # Within a hold another one changes nothing, nor does one of another thread.
-            if self._holds or threading.get_ident() != self._main:
+            # Within a hold another one changes nothing, nor does one of another thread. A handler
+            # may come where the outermost one begins or ends, with its own in place: it holds, too.
+            if (self._holds and self._users) or threading.get_ident() != self._main:
                 return call(*args, **kwargs)
             with self:
                 return call(*args, **kwargs)

@@ -112,6 +112,37 @@ def test_a_hold_within_another_ends_with_it(handlers: dict[int, Handler]) -> Non
     assert in_place(handlers)
 
 
+@pytest.mark.parametrize("moment", ["_replace", "_restore"])
+def test_what_a_handler_calls_as_a_hold_begins_or_ends_holds_as_well(
+    handlers: dict[int, Handler], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    signals = HeldSignals()
+    came: list[int] = []
+
+    @signals.holding
+    def of_the_handler() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        came.append(len(handlers[signal.SIGTERM].came))
+
+    act = getattr(HeldSignals, moment)
+
+    def interrupted(held: HeldSignals, *args: object) -> None:
+        monkeypatch.setattr(HeldSignals, moment, act)
+        if moment == "_restore":
+            act(held, *args)
+        of_the_handler()  # what a handler calls that comes right then
+        if moment == "_replace":
+            act(held, *args)
+
+    monkeypatch.setattr(HeldSignals, moment, interrupted)
+    with signals:
+        pass
+
+    assert came == [0]
+    assert len(handlers[signal.SIGTERM].came) == 1
+    assert in_place(handlers)
+
+
 def test_a_function_that_holds_is_only_called_within_a_hold(
     handlers: dict[int, Handler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
