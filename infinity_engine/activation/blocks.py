@@ -93,7 +93,8 @@ def find_blocks(model: torch.nn.Module) -> tuple[RepeatedBlock, ...]:
     for name, module in _candidates("", model):
         if id(module) not in found:
             kind = kinds.setdefault(_shape_of(module), len(kinds))
-            found[id(module)] = RepeatedBlock(name, module, kind, tuple(module.parameters()))
+            parameters = members_of(module).parameters.values()
+            found[id(module)] = RepeatedBlock(name, module, kind, tuple(parameters))
     return tuple(found.values())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -154,6 +154,23 @@ MAKERS: dict[str, Callable[[], Any]] = {"list": lambda: nn.ModuleList([]), "leaf
 @pytest.mark.parametrize("maker", MAKERS)
 def test_models_without_blocks_have_none(maker: str) -> None:
     assert find_blocks(MAKERS[maker]()) == ()
+
+
+class Backwards(nn.Sequential):
+    """Lists its parameters in another order than torch does."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return reversed(list(super().named_parameters(*args, **kwargs)))
+
+
+def test_blocks_that_list_their_parameters_themselves_have_those_that_they_had() -> None:
+    model = nn.Sequential(*[Backwards(nn.Linear(4, 4), nn.GELU()) for _ in range(2)])
+    blocks = find_blocks(model)
+    assert len(blocks) == 2
+    for found in blocks:
+        assert found.has_its_parameters(members_of(found.module))
+        found.module.get_submodule("0").bias = nn.Parameter(torch.zeros(4))
+        assert not found.has_its_parameters(members_of(found.module))
 
 
 class Shared(nn.Module):
