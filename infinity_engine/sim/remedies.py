@@ -271,14 +271,15 @@ def _smallest(planner: Planner, there: Needs, name: str) -> Needs | None:
         # Near an estimate little is missing, and what lacks more lacks it of another tier. Large
         # layers are whole only where tiles would be too many: with more room, less is missing.
         is_near = _has_large_layers(tried) if tiles else estimated
-        return min(tried.missing(tier), (_STEP - 1) * nbytes if is_near else most / 2)
+        next_step = max((_STEP - 1) * nbytes, _LEAST_ROOM) if is_near else most / 2
+        return min(tried.missing(tier), next_step)
 
     start = low
     if estimated:
         about = _with(before, raised(_PLENTY)).least(tier)
         if about > most:
             return None
-        start = max(low, _ABOVE * about)
+        start = max(low, _ABOVE * about, _LEAST_ROOM)  # also where estimates need none of it
     elif missing(most):
         return None
     if tiles:  # from below: smaller tiles need less, and between tiles and whole layers more may

@@ -30,7 +30,7 @@ from infinity_engine.sim.candidate import Choice, Evaluator
 from infinity_engine.sim.planner import Planner
 from infinity_engine.sim.presets import preset
 from infinity_engine.sim.remedies import Needs, Remedy, _smaller_batches, explain_refusal
-from infinity_engine.units import GB, GiB
+from infinity_engine.units import GB, GiB, MiB
 from support.plannings import random_case, training_of
 
 _DRIVE = DriveRates(read_bytes_per_s=7e9, write_bytes_per_s=5e9)
@@ -194,6 +194,28 @@ def test_a_refusal_with_a_strategy_places_few_plans(
     explain_refusal(training, means, strategy=strategy)
 
     assert len(placed) <= 70  # about 120 where halves alone lead to the least amount
+
+
+def test_where_the_host_lacks_a_few_megabytes_each_remedy_has_an_amount() -> None:
+    training, means = refused_llama()
+    planner = Planner(training, means)
+    low, high = 20.0 * GiB, 200.0 * GiB
+
+    def with_host(nbytes: float) -> Means:
+        return replace(means, budget=replace(means.budget, device=24 * GiB, host=int(nbytes)))
+
+    while high - low > MiB:
+        middle = (low + high) / 2
+        fits = planner.with_budget(with_host(middle).budget).fits()
+        low, high = (low, middle) if fits else (middle, high)
+    there = with_host(low)
+
+    found = list(filter(is_memory, explain_refusal(training, there).remedies))
+
+    assert any(remedy.more.nvme for remedy in found)
+    for remedy in found:
+        assert remedy.more != Needs(device=0, host=0, nvme=0)
+        assert Planner(training, larger(there, remedy.more)).fits(), remedy
 
 
 def test_as_much_more_as_is_missing_is_enough_and_a_little_less_is_not() -> None:
