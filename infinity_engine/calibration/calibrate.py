@@ -274,14 +274,16 @@ class _Bench:
         )
 
     def _lease(self, accelerator: Accelerator | None) -> Figure:
-        computing = self.host_computing(accelerator)
-        if accelerator is None or computing is None:
+        if accelerator is None:
+            return Figure.missing(_NO_DEVICE, Unit.SECONDS)
+        if not accelerator.unified:
             reason = "modules do not compute where the engine works: it works beside them"
-            return Figure.missing(_NO_DEVICE if accelerator is None else reason, Unit.SECONDS)
+            return Figure.missing(reason, Unit.SECONDS)
         from infinity_engine.calibration.own_work import measure_lease
 
         self._report("the engine's own work between modules")
-        return measure_lease(accelerator, computing, self._effort.part(_LEASE_SHARE))
+        part = self._effort.part(_LEASE_SHARE)
+        return measure_lease(accelerator, self._effort.beside_bytes, part)
 
     def _device_updates(self, accelerator: Accelerator | None) -> dict[str, Figure]:
         if accelerator is None:

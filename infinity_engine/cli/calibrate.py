@@ -285,6 +285,7 @@ def _tables(measured: Calibration) -> Iterator[_Rows]:
             "update on the host": (measured.host_start,),
             "update on the device": (measured.device_start,),
             "copy between host and device": (links.start,),
+            "lease of the engine between modules": (measured.lease,),
             **{f"read in {name}": (drive.start,) for name, drive in drives.items()},
         },
     )

@@ -13,10 +13,10 @@ from infinity_engine.units import NS_PER_S
 __all__ = ["OwnWork"]
 
 # In leases (calibration/own_work.py).
-_PARAMETER = 0.45  # a parameter in a pass, wherever its values are
-_FETCH = 4.3  # to bring it before that, and to give its memory up
-_UPDATE = 2.5  # a subgroup in an update
-_FROM_DRIVES = 11.0  # to read its states before that, and to write them
+_PARAMETER = 0.36  # a parameter in a pass, wherever its values are
+_FETCH = 3.4  # to bring it before that, and to give its memory up
+_UPDATE = 2.0  # a subgroup in an update
+_FROM_DRIVES = 8.8  # to read its states before that, and to write them
 
 
 @dataclass(frozen=True, slots=True)

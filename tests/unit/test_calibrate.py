@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from infinity_engine.calibration import (
     calibrated,
     identity,
     kept_calibration,
+    own_work,
 )
 from infinity_engine.calibration import calibrate as module
 from infinity_engine.calibration.blocks import _Block
@@ -38,10 +40,12 @@ from infinity_engine.calibration.drives import FILE_PREFIX
 from infinity_engine.calibration.effort import MeasuringTime, repeated, thread_counts
 from infinity_engine.calibration.host import RULES, HostPoint, HostUpdates, name_of
 from infinity_engine.calibration.links import Links, measure_links
+from infinity_engine.calibration.own_work import measure_lease
 from infinity_engine.cli.main import main
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim import SGD, AdamW, HostKernels, SummedMemory, Sums, Update
 from infinity_engine.plan import BlockShape, Calibration, Figure, Rates, Unit
+from infinity_engine.schedule import ResidentSet
 from infinity_engine.units import MiB
 from paced_device import PacedAccelerator
 from support.calibrations import SMALL_BLOCKS, measure_small_blocks
@@ -251,6 +255,50 @@ def test_what_an_operation_costs_is_measured_on_the_clock_of_an_emulated_device(
     found = measured.rates()
     assert found.copy_start_s == pytest.approx(1e-3, rel=0.01)
     assert found.device_start_s == pytest.approx(2e-3, rel=0.01)
+
+
+def test_leases_are_measured_where_others_have_to_leave(
+    cpu: CpuAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = 0
+
+    def computing() -> None:  # far longer than a sample
+        nonlocal computed
+        computed += 1
+        time.sleep(0.005)
+
+    monkeypatch.setattr(own_work, "_products", lambda nbytes: computing)
+    leases: list[bool] = []
+
+    @contextmanager
+    def noted(accelerator: CpuAccelerator) -> Iterator[Callable[[], bool]]:
+        with uses(accelerator) as lease:
+
+            def one() -> bool:
+                removed.clear()
+                is_new = lease()
+                leases.append(is_new)
+                assert len(removed) == is_new or len(leases) <= 32  # before others have to leave
+                return is_new
+
+            yield one
+
+    removed: list[int] = []
+    remove, uses = ResidentSet.remove, own_work._leases
+
+    def noted_remove(resident: ResidentSet[object], number: int) -> object:
+        removed.append(number)
+        return remove(resident, number)
+
+    monkeypatch.setattr(ResidentSet, "remove", noted_remove)
+    monkeypatch.setattr(own_work, "_leases", noted)
+    part = MeasuringTime(seconds=0.01, rounds=2, shortest_s=0.001)
+
+    found = measure_lease(cpu, MiB, part)
+
+    assert found.median
+    assert sum(leases[32:]) >= 8
+    assert computed == len(leases) - 32
 
 
 def test_what_an_operation_costs_is_measured_of_the_host_and_of_drives(
