@@ -325,6 +325,8 @@ class _Disturbance:
         self._compute_rate = means.compute_rate(training)
         self.alone = ComputeTime(self._compute_rate)
         """How long modules compute while nothing disturbs them."""
+        self.own = means.own if means.unified else OwnWork()
+        """How long the engine itself takes between them."""
 
     def beside_update(self, *, deferred: bool) -> tuple[Rates, Rates, ComputeTime]:
         """Return the rates of an update, those of what modules fetch beside it, and how long these
@@ -416,7 +418,7 @@ class _Disturbance:
         return replace(
             rates,
             host_update_params_per_s=rate / (1 - part + part / means.summing),
-            host_start_s=(rates.host_start_s or 0) + part * means.own.swapping_s or None,
+            host_start_s=(rates.host_start_s or 0) + part * self.own.swapping_s or None,
         )
 
     def _computing_ns(self, *, backward: bool) -> int:
@@ -474,7 +476,6 @@ class _TimedStep:
         self._plan = plan
         self._steps_micro_batches = training.accumulation_steps
         self._disturbance = _Disturbance(training, means, work)
-        self._own = means.own if means.unified else OwnWork()
         self._compute = Lane.HOST if means.unified else Lane.DEVICE
         self._work = work
         self._deferred = training.overlap is not False and _defers(plan, work.modules, means)
@@ -575,7 +576,9 @@ class _TimedStep:
                 ready_ns = max(self._lanes.clocks.times[op].end_ns for op in ops)
                 fetched = needs._replace(read=0)
             arrived_ns = self._fetch(number, fetched, ready_ns, begin_ns=begin_ns)
-            computing_ns = duration_ns(needs.flops) + self._own.passing_ns(needs.parameters)
+            computing_ns = duration_ns(needs.flops) + self._disturbance.own.passing_ns(
+                needs.parameters
+            )
             end_ns = self._run(number, needs, computing_ns, arrived_ns)
         if deferred:
             self._update.finish()
@@ -725,7 +728,7 @@ class _TimedStep:
             needs = self._work.modules[number].of_backward()
             arrived_ns = self._fetch(number, needs, 0, begin_ns=begin_ns)
             duration_ns = computing_ns(0, needs.backward_flops, needs.again * needs.flops)
-            duration_ns += self._own.passing_ns((1 + needs.again) * needs.parameters)
+            duration_ns += self._disturbance.own.passing_ns((1 + needs.again) * needs.parameters)
             made_ns = self._run(number, needs, duration_ns, arrived_ns)
             if has_wire:
                 made_ns = self._wire.exchange(needs.reduced, made_ns)
@@ -754,7 +757,7 @@ class _TimedStep:
             after_ns = self._lanes.move(Lane.H2D, nbytes, after_ns, copies=copies)
         else:
             # The thread that computes fetches what comes next, between two modules.
-            self._lanes.work(self._compute, self._own.fetching_ns(copies), begin_ns)
+            self._lanes.work(self._compute, self._disturbance.own.fetching_ns(copies), begin_ns)
         self._room.admit(number, after_ns)
         return max(after_ns, begin_ns)
 
