@@ -119,8 +119,8 @@ class BlockCall:
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # to a second run
         self._task = -1  # the backward that a second run is for
         self.has_dropped = False  # the first run has ended, and what it saved is made again
-        self._versions: Mapping[str, int] = {}  # after the first run
-        self._used: Mapping[str, torch.Tensor] = {}  # by the first run
+        # What the first run used, by name, and its versions after it.
+        self._first: tuple[Mapping[str, torch.Tensor], Mapping[str, int]] = ({}, {})
 
     @staticmethod
     def arguments(
@@ -180,7 +180,7 @@ class BlockCall:
         """Let what the block has saved go: from here on, it is made again, with what it has `used`,
         in these versions.
         """
-        self._versions, self._used, self.has_dropped = versions, used, True
+        self._first, self.has_dropped = (used, versions), True
         for reference in self._placeholders:
             placeholder = reference()
             if placeholder is not None:
@@ -195,7 +195,7 @@ class BlockCall:
             ChangedInPlaceError: one of them has changed since.
             RuntimeError: one was added, removed or replaced since.
         """
-        before = self._used
+        before, then = self._first
         names = (*now, *before)
         replaced = next((name for name in names if now.get(name) is not before.get(name)), None)
         if replaced is not None:
@@ -205,7 +205,6 @@ class BlockCall:
                 'let blocks keep what they save: set activations.at to "device" and '
                 'activations.recompute to "nothing"'
             )
-        then = self._versions
         # One that was registered as external since is of later calls.
         changed = next((name for name in then if versions.get(name) != then[name]), None)
         if changed is not None:
