@@ -7,7 +7,7 @@ begin on a page of their own, so that each goes to its own place without being c
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from deepnvme.sizes import PAGE
@@ -99,16 +99,17 @@ class BufferLayout:
     nbytes: int
     load_bytes: int
     store_bytes: int
+    may_be_early: bool = field(init=False)
+    """Whether all of the subgroup rests on drives, so that a backward can update it elsewhere.
 
-    @property
-    def may_be_early(self) -> bool:
-        """Whether all of the subgroup rests on drives, so that a backward can update it elsewhere.
+    Values that are masters cannot be: later layers of the same backward may need the old ones.
+    """
 
-        Values that are masters cannot be: later layers of the same backward may need the old ones.
-        """
+    def __post_init__(self) -> None:
         # No key of either is missing: each segment has a value and a gradient on the drives.
         is_whole = self.values.keys() == self.gradients.keys() == set(range(self.segments))
-        return bool(self.states_bytes) and not self.in_place and is_whole
+        may_be_early = bool(self.states_bytes) and not self.in_place and is_whole
+        object.__setattr__(self, "may_be_early", may_be_early)
 
     @classmethod
     def of(

@@ -166,9 +166,7 @@ class _Placing:
         sizing, wish = self.sizing, self.wish
         # Without layouts nothing passes a buffer, whatever its number.
         limits = replace(sizing.limits(self.budget, parameters), host_buffers=buffers)
-        specs = [
-            sizing.spec(subgroup, layouts.get(subgroup.index)) for subgroup in sizing.subgroups
-        ]
+        specs = sizing.specs(layouts)
 
         def with_demand(found: PlanOutline, steps: Callable[[], StepPlan]) -> Outlined:
             return Outlined(
@@ -294,11 +292,7 @@ class _Placing:
         policy = wish.policy
         if policy is None and not isinstance(wish.strategy, Auto):
             policy = policy_for(wish.strategy)
-        return (
-            None
-            if policy is None
-            else policy.homes_of([sizing.spec(subgroup, None) for subgroup in sizing.subgroups])
-        )
+        return None if policy is None else policy.homes_of(sizing.specs({}))
 
     def _most_buffers(self) -> int:
         """Return how many buffers there are where the host has room for them."""
@@ -365,34 +359,35 @@ class _Placing:
         What is needed first, first; with early updates they are spread among those that rest on the
         drives, so that in a backward the drives have as much to do at each time as at any other.
         """
-        homes = plan.outline.homes
-        sizes: dict[int, int] = {}
-        for subgroup in self.sizing.subgroups:
-            if subgroup.index in plan.resting.states:
+        sizing, homes = self.sizing, plan.outline.homes
+        of_kinds: dict[tuple[int, Home], int] = {}
+        for subgroup, home, rests, _ in sizing.counted(homes, plan.resting.states):
+            if rests:
                 there, here = (
-                    self.sizing.on_host_beside_drives(
-                        subgroup,
-                        homes[subgroup.index],
-                        plan.outline.parameters,
-                        plan.resting,
-                        rests=rests,
+                    sizing.on_host_beside_drives(
+                        subgroup, home, plan.outline.parameters, plan.resting, rests=its_rest
                     )
-                    for rests in (True, False)
+                    for its_rest in (True, False)
                 )
-                sizes[subgroup.index] = here - there
+                of_kinds[sizing.alike[subgroup.index], home] = here - there
+        sizes = {
+            index: of_kinds[sizing.alike[index], homes[index]]
+            for index in sorted(plan.resting.states)
+        }
         # Early updates load in a backward; the others do not, so they are kept in memory first.
-        early = [
-            index for index in sizes if plan.resting.early and plan.layouts[index].may_be_early
-        ]
-        first = [index for index in sizes if index not in early]
+        early = {
+            index: nbytes
+            for index, nbytes in sizes.items()
+            if plan.resting.early and plan.layouts[index].may_be_early
+        }
         kept: list[int] = []
-        for index in first:
+        for index in (index for index in sizes if index not in early):
             left -= sizes[index]
             # In the order of use: one that has no room ends this, whatever fits behind it.
             if left < 0:
                 return kept
             kept.append(index)
-        return kept + _spread({index: sizes[index] for index in early}, left)
+        return kept + _spread(early, left)
 
     def _with_room(self, plan: Outlined) -> Outlined:
         """Return the plan with what the host has left as room for parameters from the drives."""

@@ -3,6 +3,10 @@
 Pure: of sizes, before anything is made or moved. The engine makes its memory by it, the planner
 answers with it. Which plan is taken is for placing.py to say.
 
+[Note: alike] A large model has thousands of subgroups of a few kinds, and a search asks for the
+bytes of dozens of plans. So subgroups that take the same bytes wherever they are get counted, and
+one of them is asked.
+
 [Note: gradients that stay] Gradients of what is updated where modules compute stay there; in one
 memory without drives, all of them do. Each stays as it came; of several micro-batches its fp32 sum
 stays, and a new sum has its first gradient beside it. They come as a backward lets go of
@@ -13,6 +17,7 @@ forwards, beside activations.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -89,8 +94,9 @@ class Sizing:
     def formats(self) -> Formats:
         """How most of what is trained is stored, for estimates that know one format only."""
         numels: dict[Formats, int] = {}
-        for subgroup in self.subgroups:
-            numels[subgroup.formats] = numels.get(subgroup.formats, 0) + subgroup.numel
+        for index, count in Counter(self.alike).items():
+            kind = self.subgroups[index]
+            numels[kind.formats] = numels.get(kind.formats, 0) + count * kind.numel
         return max(numels, key=lambda formats: numels[formats], default=Formats())
 
     @cached_property
@@ -110,6 +116,48 @@ class Sizing:
             for segment in subgroup.segments:
                 found.setdefault(segment.parameter, []).append(subgroup.index)
         return MappingProxyType({number: tuple(indices) for number, indices in found.items()})
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """Of each subgroup, the first one that takes the same bytes: [Note: alike].
+
+        Whether values rest on drives goes by their parameter's bytes, so these are alike too.
+        """
+        first: dict[Hashable, int] = {}
+        return tuple(
+            first.setdefault(
+                (
+                    id(subgroup.formats),  # hashing what they say takes longer
+                    *(
+                        (segment.numel, self.parameters[segment.parameter])
+                        for segment in subgroup.segments
+                    ),
+                ),
+                subgroup.index,
+            )
+            for subgroup in self.subgroups
+        )
+
+    def counted(
+        self, homes: Mapping[int, Home], states: Set[int]
+    ) -> Iterator[tuple[Subgroup, Home, bool, int]]:
+        """Yield, of subgroups alike that are updated in one home, one, and how many they are.
+
+        Between these: the home, and whether they are among `states`.
+        """
+        indices = range(len(self.subgroups))
+        kinds = list(
+            zip(
+                self.alike,
+                map(homes.__getitem__, indices),
+                map(states.__contains__, indices),
+                strict=True,
+            )
+        )
+        one_of = dict(zip(kinds, self.subgroups, strict=True))
+        for kind, count in Counter(kinds).items():
+            _, home, is_there = kind
+            yield one_of[kind], home, is_there, count
 
     # What a search asks for again and again, of the same subgroups.
 
@@ -143,25 +191,42 @@ class Sizing:
 
     # --- what plans are made of -------------------------------------------------------------------
 
-    def spec(self, subgroup: Subgroup, layout: BufferLayout | None) -> SubgroupSpec:
-        """Return a subgroup as plans see it, where it passes a buffer laid out so, or none."""
-        passes = (0, 0, 0)
-        if layout is not None:
-            passes = layout.nbytes, layout.load_bytes, layout.store_bytes
-        known = subgroup.index, passes
-        if known not in self._specs:
-            self._specs[known] = SubgroupSpec(
-                index=subgroup.index,
-                numel=subgroup.numel,
-                # Numbered by their first parameters, the order of which stands for that of use.
-                first_use=subgroup.index,
-                parameter_bytes=subgroup.formats.width,
-                pieces=len(subgroup.segments),
-                buffer_bytes=passes[0],
-                load_bytes=passes[1],
-                store_bytes=passes[2],
+    def specs(self, layouts: Mapping[int, BufferLayout]) -> Sequence[SubgroupSpec]:
+        """Return subgroups as plans see them; those with a layout pass a buffer laid out so."""
+        if not layouts:
+            return self._specs_in_memory
+        known, found = self._specs, []
+        for subgroup in self.subgroups:
+            layout = layouts.get(subgroup.index)
+            passes = (
+                (0, 0, 0)
+                if layout is None
+                else (layout.nbytes, layout.load_bytes, layout.store_bytes)
             )
-        return self._specs[known]
+            key = subgroup.index, passes
+            if (spec := known.get(key)) is None:
+                spec = known[key] = self._spec(subgroup, *passes)
+            found.append(spec)
+        return found
+
+    @cached_property
+    def _specs_in_memory(self) -> tuple[SubgroupSpec, ...]:
+        return tuple(self._spec(subgroup, 0, 0, 0) for subgroup in self.subgroups)
+
+    def _spec(
+        self, subgroup: Subgroup, buffer_bytes: int, load_bytes: int, store_bytes: int
+    ) -> SubgroupSpec:
+        return SubgroupSpec(
+            index=subgroup.index,
+            numel=subgroup.numel,
+            # Numbered by their first parameters, the order of which stands for that of use.
+            first_use=subgroup.index,
+            parameter_bytes=subgroup.formats.width,
+            pieces=len(subgroup.segments),
+            buffer_bytes=buffer_bytes,
+            load_bytes=load_bytes,
+            store_bytes=store_bytes,
+        )
 
     def limits(self, budget: ResolvedBudget, parameters: Tier) -> Limits:
         """Return what a plan may take of the device where its parameters stay in that tier."""
@@ -214,13 +279,12 @@ class Sizing:
         self, indices: Set[int], homes: Mapping[int, Home], parameters: Tier
     ) -> frozenset[int]:
         """Return those of these subgroups with states on the host, which may rest on drives."""
-        return frozenset(
-            subgroup.index
-            for subgroup in self.subgroups
-            if subgroup.index in indices
-            and homes[subgroup.index] is not Home.RESIDENT
-            and self.states_bytes(subgroup, homes[subgroup.index], parameters)
-        )
+        there = {
+            (self.alike[subgroup.index], home)
+            for subgroup, home, _, _ in self.counted(homes, indices)
+            if home is not Home.RESIDENT and self.states_bytes(subgroup, home, parameters)
+        }
+        return frozenset(index for index in indices if (self.alike[index], homes[index]) in there)
 
     def layouts(
         self, resting: Resting, homes: Mapping[int, Home], parameters: Tier
@@ -229,10 +293,10 @@ class Sizing:
         alike = resting.gradients, resting.values, resting.small_bytes, parameters
         known = self._layouts.setdefault(alike, {})
         found = {}
-        for subgroup in self.subgroups:
-            index = subgroup.index
-            key = index, index in resting.states, homes[index]
+        for index, first in enumerate(self.alike):
+            key = first, index in resting.states, homes[index]
             if (layout := known.get(key)) is None:
+                subgroup = self.subgroups[index]
                 layout = known[key] = self._layout(subgroup, resting, homes[index], parameters)
             found[index] = layout
         return found
@@ -270,10 +334,13 @@ class Sizing:
         homes = plan.homes
         gradients = self.of_backward(self._staying(homes, drives=drives)) - self.activations
         resident = sum(
-            self.states_bytes(subgroup, Home.RESIDENT, plan.parameters)
-            + (0 if plan.parameters is Tier.DEVICE else self._copied(subgroup))
-            for subgroup in self.subgroups
-            if homes[subgroup.index] is Home.RESIDENT
+            count
+            * (
+                self.states_bytes(subgroup, Home.RESIDENT, plan.parameters)
+                + (0 if plan.parameters is Tier.DEVICE else self._copied(subgroup))
+            )
+            for subgroup, home, _, count in self.counted(homes, frozenset())
+            if home is Home.RESIDENT
         )
         one_set = (
             limits.device_bytes(max((subgroup.numel for subgroup in self.subgroups), default=0))
@@ -308,16 +375,13 @@ class Sizing:
         # In one memory, parameters are where modules compute in any case.
         at_home = plan.parameters is not Tier.DEVICE and not self.unified
         homes = plan.homes
-        device = sum(
-            self._states(subgroup, in_place=not at_home)
-            + (self._copied(subgroup) if at_home else 0)
-            for subgroup in self.subgroups
-            if homes[subgroup.index] is Home.RESIDENT and not self.unified
-        )
-        host = sum(
-            self._on_host(subgroup, homes[subgroup.index], at_home=at_home)
-            for subgroup in self.subgroups
-        )
+        device = host = 0
+        for subgroup, home, _, count in self.counted(homes, frozenset()):
+            if self._is_on_device(home):
+                copied = self._copied(subgroup) if at_home else 0
+                device += count * (self._states(subgroup, in_place=not at_home) + copied)
+            else:
+                host += count * self._on_host(subgroup, home, at_home=at_home)
         if at_home:
             host += sum(align_up(nbytes, PAGE) for nbytes in self.parameters)
         fetched = 0
@@ -346,16 +410,22 @@ class Sizing:
 
     def _staying(self, homes: Mapping[int, Home], *, drives: bool) -> int:
         """Return what gradients that stay take: the pieces that are updated there."""
-        staying = [
-            subgroup
-            for subgroup in self.subgroups
-            if self.gradient_stays(homes[subgroup.index], drives=drives)
+        staying = {home for home in Home if self.gradient_stays(home, drives=drives)}
+        counted = [
+            (subgroup, count)
+            for subgroup, home, _, count in self.counted(homes, frozenset())
+            if home in staying
         ]
-        if self.sums:
-            sums = FloatFormat.FP32.nbytes * sum(subgroup.numel for subgroup in staying)
-            # A new sum has its first gradient beside it.
-            return sums + max(self.gradients_of(staying).values(), default=0)
-        return sum(self.wire(subgroup) * subgroup.numel for subgroup in staying)
+        if not self.sums:
+            return sum(count * self.wire(subgroup) * subgroup.numel for subgroup, count in counted)
+        if not counted:
+            return 0
+        sums = FloatFormat.FP32.nbytes * sum(count * kind.numel for kind, count in counted)
+        # A new sum has its first gradient beside it.
+        first = self.gradients_of(
+            subgroup for subgroup in self.subgroups if homes[subgroup.index] in staying
+        )
+        return sums + max(first.values())
 
     @cached_property
     def all_gradients(self) -> Mapping[int, int]:
@@ -372,7 +442,7 @@ class Sizing:
         """Elements of all that is trained."""
         return sum(subgroup.numel for subgroup in self.subgroups)
 
-    def gradients_of(self, subgroups: Sequence[Subgroup]) -> dict[int, int]:
+    def gradients_of(self, subgroups: Iterable[Subgroup]) -> dict[int, int]:
         """Return the bytes of the gradients of what these subgroups hold, by parameter."""
         found: dict[int, int] = {}
         for subgroup in subgroups:
@@ -455,7 +525,7 @@ class Sizing:
         of its own.
         """
         known = (
-            subgroup.index,
+            self.alike[subgroup.index],
             home,
             parameters,
             rests,
@@ -479,11 +549,9 @@ class Sizing:
     ) -> int:
         """Return what all that rests on no drive takes of the host: buffers come on top of it."""
         nbytes = 0
-        for subgroup in self.subgroups:
-            home = homes[subgroup.index]
+        for subgroup, home, rests, count in self.counted(homes, resting.states):
             if not self._is_on_device(home):
-                rests = subgroup.index in resting.states
-                nbytes += self.on_host_beside_drives(
+                nbytes += count * self.on_host_beside_drives(
                     subgroup, home, parameters, resting, rests=rests
                 )
         if parameters is not Tier.DEVICE and not self.unified:
@@ -506,40 +574,38 @@ class Sizing:
         homes = plan.homes
         at_home = plan.parameters is not Tier.DEVICE
         host = self.all_beside_drives(homes, plan.parameters, resting)
-        device = 0
-        for subgroup in self.subgroups:
-            if self._is_on_device(homes[subgroup.index]):
+        device = nvme = largest_early = 0
+        for subgroup, home, _, count in self.counted(homes, resting.states):
+            if self._is_on_device(home):
                 states = self.states_bytes(subgroup, Home.RESIDENT, plan.parameters)
-                device += states + (self._copied(subgroup) if at_home else 0)
-        nvme = sum(
-            self._on_drives(subgroup, layouts[subgroup.index], resting)
-            for subgroup in self.subgroups
-            if subgroup.index in layouts
-        )
+                device += count * (states + (self._copied(subgroup) if at_home else 0))
+            layout = layouts.get(subgroup.index)
+            if layout is None:
+                continue
+            nvme += count * self._on_drives(subgroup, layout, resting)
+            if resting.early and layout.may_be_early:
+                # Early updates write to new places: the old values are needed until the step adopts
+                # them.
+                nvme += count * (align_up(layout.states_bytes, PAGE) + _SPARE)
+                largest_early = max(largest_early, layout.nbytes)
         passing = [
             nbytes for number, nbytes in enumerate(self.parameters) if number in resting.values
         ]
         # A place may be in pieces on several drives, each rounded up to a page.
         nvme += sum(align_up(nbytes, PAGE) + _SPARE for nbytes in passing)
-        early = [
-            subgroup
-            for subgroup in self.subgroups
-            if resting.early and subgroup.index in layouts and layouts[subgroup.index].may_be_early
-        ]
-        if resting.early:
-            # Early updates write to new places: the old values are needed until the step adopts
-            # them.
-            nvme += sum(
-                align_up(layouts[subgroup.index].states_bytes, PAGE) + _SPARE for subgroup in early
-            )
-            again = {segment.parameter for subgroup in early for segment in subgroup.segments}
+        if largest_early:
+            again = {
+                segment.parameter
+                for index, layout in layouts.items()
+                if layout.may_be_early
+                for segment in self.subgroups[index].segments
+            }
             nvme += sum(align_up(self.parameters[number], PAGE) + _SPARE for number in again)
         staying = sum(
             nbytes for number, nbytes in enumerate(self.parameters) if number not in resting.values
         )
-        largest = max((layouts[subgroup.index].nbytes for subgroup in early), default=0)
         slots = self._slots(
-            plan, resting, largest_value=max(passing, default=0), largest_early=largest
+            plan, resting, largest_value=max(passing, default=0), largest_early=largest_early
         )
         host += slots.nbytes
         fetched = window = 0
@@ -638,7 +704,7 @@ class Sizing:
     def _on_host(self, subgroup: Subgroup, home: Home, *, at_home: bool) -> int:
         if home is Home.RESIDENT and not self.unified:
             return 0
-        known = subgroup.index, home, at_home
+        known = self.alike[subgroup.index], home, at_home
         if known not in self._bytes_on_host:
             in_place = self.unified or (at_home and home is Home.HOST)
             nbytes = align_up(self._states(subgroup, in_place=in_place), PAGE)

@@ -229,9 +229,7 @@ def _numels(sizing: Sizing, strategy: Strategy) -> tuple[int, int, int]:
         share, part = strategy.share or 0.0, strategy.resident
     elif isinstance(strategy, StaticSplit | DeviceOnly):
         part = strategy.ratio if isinstance(strategy, StaticSplit) else 1.0
-    others, residents = split_residents(
-        [sizing.spec(each, None) for each in sizing.subgroups], part
-    )
+    others, residents = split_residents(sizing.specs({}), part)
     visits = spread(others, Fraction(share))
     visiting = sum(each.numel for each, visit in zip(others, visits, strict=True) if visit)
     resident = sum(each.numel for each in residents)

@@ -565,7 +565,7 @@ def test_no_reference_updates_faster_than_the_plan_and_the_bound_is_5_percent_aw
     best = decision.best
     sizing, steps = best.sizing, best.plan.steps
     limits = sizing.limits(best.budget, steps.parameters)
-    specs = [sizing.spec(each, None) for each in sizing.subgroups]
+    specs = sizing.specs({})
     references = [HOST_ONLY, *(static_split(part / 10) for part in range(1, 11)), DEVICE_ONLY]
     references += [algorithm1(stride) for stride in (2, 3, 4, 5, 8)]
     for policy in references:

@@ -255,9 +255,11 @@ TWO_ENDED = two_ended()
 
 def spread(subgroups: Sequence[SubgroupSpec], share: Fraction) -> list[bool]:
     """Return whether each subgroup visits, so that about `share` of the parameters so far do."""
+    part, whole = share.as_integer_ratio()
+    if part in (0, whole):
+        return [part > 0] * len(subgroups)
     owed = 0  # parameters that should have visited so far and have not, times the denominator
     chosen = []
-    part, whole = share.as_integer_ratio()
     for subgroup in subgroups:
         numel = subgroup.numel
         owed += part * numel
