@@ -18,6 +18,7 @@ from infinity_engine.plan.tier import Tier
 from infinity_engine.plan.timing import LaneClocks
 
 __all__ = [
+    "HostCosts",
     "ResidentCosts",
     "TimedDraft",
     "UpdateCosts",
@@ -33,6 +34,8 @@ class VisitCosts(NamedTuple):
     device_ns: int
     parameters_ns: int  # Down; 0 where they stay on the device.
     down_ns: int
+    load_ns: int  # From drives and to them; 0 where nothing rests there.
+    store_ns: int
 
 
 class ResidentCosts(NamedTuple):
@@ -40,6 +43,16 @@ class ResidentCosts(NamedTuple):
 
     device_ns: int
     parameters_ns: int  # Down; 0 where they stay on the device.
+    load_ns: int
+    store_ns: int
+
+
+class HostCosts(NamedTuple):
+    """What an update by the CPU takes of each lane, but for the parameters' upload."""
+
+    host_ns: int
+    load_ns: int
+    store_ns: int
 
 
 class UpdateCosts:
@@ -62,9 +75,8 @@ class UpdateCosts:
         # By the subgroup's index.
         self._visits: dict[int, VisitCosts] = {}
         self._residents: dict[int, ResidentCosts] = {}
-        self._on_host: dict[int, int] = {}
+        self._on_host: dict[int, HostCosts] = {}
         self._uploads: dict[int, int] = {}
-        self._drives: dict[int, tuple[int, int]] = {}
 
     @property
     def at_home(self) -> bool:
@@ -76,10 +88,14 @@ class UpdateCosts:
         known = self._visits.get(subgroup.index)
         if known is None:
             nbytes = subgroup.numel * self._limits.per_parameter.states
+            there = self.resident(subgroup)
             known = self._visits[subgroup.index] = VisitCosts(
                 self._clocks.duration_ns(Lane.H2D, nbytes),
-                *self.resident(subgroup),
+                there.device_ns,
+                there.parameters_ns,
                 self._clocks.duration_ns(Lane.D2H, nbytes),
+                there.load_ns,
+                there.store_ns,
             )
         return known
 
@@ -90,15 +106,16 @@ class UpdateCosts:
             known = self._residents[subgroup.index] = ResidentCosts(
                 self._clocks.duration_ns(Lane.DEVICE, subgroup.numel),
                 self._parameters_ns(Lane.D2H, subgroup) if self.at_home else 0,
+                *self._drives(subgroup),
             )
         return known
 
-    def on_host(self, subgroup: SubgroupSpec) -> int:
-        """Return how long the CPU updates the subgroup."""
+    def on_host(self, subgroup: SubgroupSpec) -> HostCosts:
+        """Return what the subgroup's update by the CPU takes."""
         known = self._on_host.get(subgroup.index)
         if known is None:
-            known = self._clocks.duration_ns(Lane.HOST, subgroup.numel)
-            self._on_host[subgroup.index] = known
+            host_ns = self._clocks.duration_ns(Lane.HOST, subgroup.numel)
+            known = self._on_host[subgroup.index] = HostCosts(host_ns, *self._drives(subgroup))
         return known
 
     def upload(self, subgroup: SubgroupSpec) -> int:
@@ -108,15 +125,14 @@ class UpdateCosts:
             known = self._uploads[subgroup.index] = self._parameters_ns(Lane.H2D, subgroup)
         return known
 
-    def drives(self, subgroup: SubgroupSpec) -> tuple[int, int]:
+    def _drives(self, subgroup: SubgroupSpec) -> tuple[int, int]:
         """Return how long the subgroup's load and its store take."""
-        known = self._drives.get(subgroup.index)
-        if known is None:
-            known = self._drives[subgroup.index] = (
-                self._clocks.duration_ns(Lane.NVME_READ, subgroup.load_bytes),
-                self._clocks.duration_ns(Lane.NVME_WRITE, subgroup.store_bytes),
-            )
-        return known
+        if not subgroup.on_drives:
+            return 0, 0
+        return (
+            self._clocks.duration_ns(Lane.NVME_READ, subgroup.load_bytes),
+            self._clocks.duration_ns(Lane.NVME_WRITE, subgroup.store_bytes),
+        )
 
     def _parameters_ns(self, lane: Lane, subgroup: SubgroupSpec) -> int:
         nbytes = self._limits.parameter_bytes(subgroup)
@@ -184,15 +200,17 @@ class TimedDraft:
 class _Buffer:
     """A host buffer: when it was last emptied, and what is updated there and not yet stored."""
 
-    __slots__ = ("emptied_ns", "occupant")
+    __slots__ = ("emptied_ns", "occupant", "store_ns")
 
     def __init__(self) -> None:
         self.emptied_ns = 0
         self.occupant: SubgroupSpec | None = None
+        self.store_ns = 0
+        """How long storing what is in it takes."""
 
-    def fill(self, subgroup: SubgroupSpec) -> None:
+    def fill(self, subgroup: SubgroupSpec, store_ns: int) -> None:
         """Note what is in it."""
-        self.occupant = subgroup
+        self.occupant, self.store_ns = subgroup, store_ns
 
     def empty(self, at_ns: int) -> None:
         """Note when it is empty again."""
@@ -229,8 +247,8 @@ class UpdateTimes:
 
     def visit(self, subgroup: SubgroupSpec) -> None:
         """Update a subgroup on the device, in the next staging set."""
-        buffer, ready_ns = self._load(subgroup) if subgroup.buffer_bytes else (None, 0)
         cost = self.costs.visit(subgroup)
+        buffer, ready_ns = self._load(subgroup, cost) if subgroup.buffer_bytes else (None, 0)
         # A search takes this way for each visitor of each update: no call that can be spared.
         set_ns, up_ns = self._sets.popleft(), self._up_ns
         up_ns = set_ns if set_ns > up_ns else up_ns
@@ -243,27 +261,28 @@ class UpdateTimes:
         self._up_ns, self.device_ns, self._down_ns = up_ns, device_ns, down_ns
         self._sets.append(down_ns)
         if buffer is not None:
-            self._store(subgroup, buffer, down_ns)
+            self._store(buffer, down_ns)
 
     def resident(self, subgroup: SubgroupSpec) -> None:
         """Update a resident subgroup."""
-        buffer, ready_ns = self._load(subgroup) if subgroup.buffer_bytes else (None, 0)
         cost = self.costs.resident(subgroup)
+        buffer, ready_ns = self._load(subgroup, cost) if subgroup.buffer_bytes else (None, 0)
         newest_ns = self.device_ns = max(self.device_ns, ready_ns) + cost.device_ns
         if self._at_home:
             newest_ns = self._down_ns = max(self._down_ns, newest_ns) + cost.parameters_ns
         if buffer is not None:
-            self._store(subgroup, buffer, newest_ns)
+            self._store(buffer, newest_ns)
 
     def update_on_host(self, subgroup: SubgroupSpec) -> int:
         """Update a subgroup on the CPU; return when that is done."""
-        buffer, ready_ns = self._load(subgroup) if subgroup.buffer_bytes else (None, 0)
+        cost = self.costs.on_host(subgroup)
+        buffer, ready_ns = self._load(subgroup, cost) if subgroup.buffer_bytes else (None, 0)
         start_ns = ready_ns if ready_ns > self.host_ns else self.host_ns
-        self.host_ns = end_ns = start_ns + self.costs.on_host(subgroup)
+        self.host_ns = end_ns = start_ns + cost.host_ns
         if not self._at_home:
             self._updated[subgroup.index] = end_ns, buffer
         elif buffer is not None:
-            self._store(subgroup, buffer, end_ns)
+            self._store(buffer, end_ns)
         return end_ns
 
     def upload_parameters(self, subgroup: SubgroupSpec) -> None:
@@ -276,20 +295,25 @@ class UpdateTimes:
         start_ns = ready_ns if ready_ns > self._up_ns else self._up_ns
         self._up_ns = end_ns = start_ns + self.costs.upload(subgroup)
         if buffer is not None:
-            self._store(subgroup, buffer, end_ns)
+            self._store(buffer, end_ns)
 
-    def _load(self, subgroup: SubgroupSpec) -> tuple[_Buffer, int]:
+    def _load(
+        self, subgroup: SubgroupSpec, cost: VisitCosts | ResidentCosts | HostCosts
+    ) -> tuple[_Buffer, int]:
         """Load a subgroup's states into the next host buffer; return it, and when that is done."""
         buffer = self._buffers[0]
         if buffer.occupant is not None:
             self.upload_parameters(buffer.occupant)
         self._buffers.rotate(-1)
-        buffer.fill(subgroup)
-        start_ns = max(self._read_ns, buffer.emptied_ns)
-        self._read_ns = start_ns + self.costs.drives(subgroup)[0]
-        return buffer, self._read_ns
+        buffer.fill(subgroup, cost.store_ns)
+        read_ns, emptied_ns = self._read_ns, buffer.emptied_ns
+        self._read_ns = read_ns = (emptied_ns if emptied_ns > read_ns else read_ns) + cost.load_ns
+        return buffer, read_ns
 
-    def _store(self, subgroup: SubgroupSpec, buffer: _Buffer, after_ns: int) -> None:
-        """Store a subgroup from its host buffer."""
-        self._write_ns = max(self._write_ns, after_ns) + self.costs.drives(subgroup)[1]
-        buffer.empty(self._write_ns)
+    def _store(self, buffer: _Buffer, after_ns: int) -> None:
+        """Store what is in a host buffer."""
+        write_ns = self._write_ns
+        self._write_ns = write_ns = (
+            after_ns if after_ns > write_ns else write_ns
+        ) + buffer.store_ns
+        buffer.empty(write_ns)
