@@ -173,7 +173,7 @@ def _arguments(machine: str) -> Iterator[str]:
 
 
 def _kind(name: str, machine: str) -> str:
-    from infinity_engine.machine.catalogue import find_drive, find_gpu
+    from infinity_engine.machine.catalogue import find_drive, find_gpu, names_near
 
     with suppress(ConfigError):
         find_gpu(name)
@@ -181,7 +181,9 @@ def _kind(name: str, machine: str) -> str:
     with suppress(ConfigError):
         find_drive(name)
         return "--drive"
-    raise _wrong(machine, f"; {name!r} is none of them")
+    near = names_near(name)
+    nearest = f" (nearest: {', '.join(near)})" if near else ""
+    raise _wrong(machine, f"; {name!r} is none of them{nearest}")
 
 
 def _wrong(machine: str, more: str = "") -> ConfigError:

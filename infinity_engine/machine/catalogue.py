@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -27,12 +28,14 @@ __all__ = [
     "better_gpus",
     "find_drive",
     "find_gpu",
+    "names_near",
 ]
 
 _TERA = 10**12  # operations
 _LARGER = 1.2  # times as much memory is the next size
 _FASTER = 1.3  # times the operations a second
 _OFFERED = 2  # better GPUs
+_ALIKE = 0.7  # of two numbers' digits, as difflib counts: one of four may be another
 _VARIANTS = frozenset({"ti", "pro", "plus"})  # after the name of one board, they name another one
 
 
@@ -330,12 +333,27 @@ def _found(name: str, sheets: Sequence[_Sheet], field: str) -> tuple[_Sheet, ...
     found = tuple(sheet for sheet in sheets if asked and _fits(asked, _words(sheet.name)))
     if found:
         return found
-    models = {word for word in asked if _has_digit(word)}
-    near = [sheet.name for sheet in sheets if models.intersection(_words(sheet.name)[:-2])]
-    if near:
+    if near := _near(asked, sheets):
         expected = f"one of {', '.join(near)}, or another name that `infinity plan --models` lists"
         raise ConfigError(field=field, value=name, expected=expected)
     raise ConfigError.unknown_name(field=field, name=name, known=[sheet.name for sheet in sheets])
+
+
+def names_near(name: str) -> list[str]:
+    """Return the GPUs and drives with a number in their names like one in this name."""
+    return _near(_words(name), [*GPU_SHEETS, *DRIVE_SHEETS])
+
+
+def _near(asked: Sequence[str], sheets: Sequence[GpuSheet | DriveSheet]) -> list[str]:
+    """Return the names that have a number of what is asked for; else those with one like it."""
+    models = {sheet.name: list(filter(_has_digit, _words(sheet.name)[:-2])) for sheet in sheets}
+    wanted = [word for word in asked if _has_digit(word)]
+    same = [name for name, numbers in models.items() if set(wanted).intersection(numbers)]
+    return same or [
+        name
+        for name, numbers in models.items()
+        if any(get_close_matches(word, numbers, cutoff=_ALIKE) for word in wanted)
+    ]
 
 
 def _words(name: str) -> list[str]:

@@ -118,6 +118,7 @@ def test_a_drive_is_found_with_others_that_the_name_fits() -> None:
         ("3090 Ti", "RTX 3090 24 GB"),
         ("a100 sxm 40", "A100 PCIe 80 GB, A100 SXM 80 GB, A100 PCIe 40 GB"),
         ("h100 sxm 94", "H100 SXM 80 GB, H100 PCIe 80 GB, H100 NVL 94 GB"),
+        ("4091", "RTX 4090 24 GB"),
     ],
 )
 def test_a_board_without_a_line_is_refused_with_near_names(name: str, near: str) -> None:
@@ -132,7 +133,7 @@ def test_a_name_fits_no_variant_that_it_does_not_say() -> None:
     assert len(find_drive("samsung")) > 2  # no model is named
 
 
-@pytest.mark.parametrize("name", ["", "  ", "4091", "voodoo 2"])
+@pytest.mark.parametrize("name", ["", "  ", "1111", "voodoo 2"])
 def test_a_name_that_nothing_has_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--gpu: expected one of RTX 3080"):
         find_gpu(name, field="--gpu")

@@ -482,7 +482,10 @@ def test_several_gpus_that_do_not_suffice_have_the_note_of_those_that_do(infinit
 @pytest.mark.parametrize(
     ("machine", "said"),
     [
-        ("4070 + 64GiB", "'4070' is none of them"),
+        ("4070 + 64GiB", "'4070' is none of them (nearest: RTX 4070 Ti 12 GB), got"),
+        ("4099 + 64GiB", "'4099' is none of them (nearest: RTX 4090 24 GB), got"),
+        ("4090 + 64GiB + samsung 980", "'samsung 980' is none of them (nearest: Samsung 980 PRO"),
+        ("4090 + 64GiB + floppy", "'floppy' is none of them, got"),
         ("here + /absent", "MACHINE: expected a directory that can be used"),
     ],
 )
