@@ -326,6 +326,7 @@ def test_the_plan_has_the_loss_of_the_training(
         (("MODEL", "TEXT", "--config", "wrong.json"), "error: strategie"),
         (("MODEL", "TEXT", "--config", "ds.json"), "`infinity migrate ds.json` prints what"),
         (("MODEL", "TEXT", "--save-every", "soon"), "--save-every: expected"),
+        (("MODEL", "TEXT", "--dry-run", "--save-every", "soon"), "--save-every: expected"),
         (("MODEL", "TEXT", "--run", "bad.jsonl"), "--run: expected a directory that can be"),
     ],
 )  # fmt: skip

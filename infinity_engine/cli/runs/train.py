@@ -263,8 +263,12 @@ def _run(options: argparse.Namespace) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         expected = "1: this command trains in one process. docs/ranks.md says how to use several"
         raise ConfigError(field="WORLD_SIZE", value=os.environ["WORLD_SIZE"], expected=expected)
+    from infinity_engine.engine.checkpoints.autosave import Due
+
     settings, engine = _settings(options), _engine(options)
-    EngineConfig.from_mapping(engine)  # refuses before anything is read
+    # Both refuse before anything is read or planned.
+    EngineConfig.from_mapping(engine)
+    Due(settings.save_every, 0)
     planned = _planned(settings, engine)
     if planned.fits is False:
         return 1
