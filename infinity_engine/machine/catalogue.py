@@ -8,10 +8,11 @@ Called by the command line, for machines that are described by their parts.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -35,7 +36,7 @@ _TERA = 10**12  # operations
 _LARGER = 1.2  # times as much memory is the next size
 _FASTER = 1.3  # times the operations a second
 _OFFERED = 2  # better GPUs
-_ALIKE = 0.7  # of two numbers' digits, as difflib counts: one of four may be another
+_UNITS = frozenset({"gib", "gb", "tb"})
 _VARIANTS = frozenset({"ti", "pro", "plus"})  # after the name of one board, they name another one
 
 
@@ -345,15 +346,28 @@ def names_near(name: str) -> list[str]:
 
 
 def _near(asked: Sequence[str], sheets: Sequence[GpuSheet | DriveSheet]) -> list[str]:
-    """Return the names that have a number of what is asked for; else those with one like it."""
-    models = {sheet.name: list(filter(_has_digit, _words(sheet.name)[:-2])) for sheet in sheets}
-    wanted = [word for word in asked if _has_digit(word)]
+    """Return the names with a number of what is asked for; else those with one digit unlike it."""
+    models = {sheet.name: _models(_words(sheet.name)) for sheet in sheets}
+    wanted = _models(asked)
     same = [name for name, numbers in models.items() if set(wanted).intersection(numbers)]
     return same or [
         name
         for name, numbers in models.items()
-        if any(get_close_matches(word, numbers, cutoff=_ALIKE) for word in wanted)
+        if any(_differ_once(one, other) for one in wanted for other in numbers)
     ]
+
+
+def _models(words: Sequence[str]) -> list[str]:
+    """Return the words with a digit in them, but for sizes of memory."""
+    return [
+        word
+        for word, unit in zip_longest(words, words[1:])
+        if _has_digit(word) and unit not in _UNITS
+    ]
+
+
+def _differ_once(one: str, other: str) -> bool:
+    return len(one) == len(other) and sum(map(operator.ne, one, other)) == 1
 
 
 def _words(name: str) -> list[str]:
