@@ -77,6 +77,7 @@ class Sizing:
     """What there is to be held for one model and one optimizer."""
 
     subgroups: tuple[Subgroup, ...]
+    """In the order of their `index`, which is their place here."""
     state_names: tuple[str, ...]
     parameters: tuple[int, ...]
     """The bytes that modules compute with, of each parameter, those that are frozen at the end."""
@@ -119,7 +120,7 @@ class Sizing:
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """Of each subgroup, the first one that takes the same bytes: [Note: alike].
+        """Of each subgroup, the number of the first that takes the same bytes: [Note: alike].
 
         Whether values rest on drives goes by their parameter's bytes, so these are alike too.
         """
@@ -141,7 +142,7 @@ class Sizing:
     def counted(
         self, homes: Mapping[int, Home], states: Set[int]
     ) -> Iterator[tuple[Subgroup, Home, bool, int]]:
-        """Yield, of subgroups alike that are updated in one home, one, and how many they are.
+        """Yield, of subgroups alike that are updated in one home, any one, and how many they are.
 
         Between these: the home, and whether they are among `states`.
         """
@@ -191,7 +192,7 @@ class Sizing:
 
     # --- what plans are made of -------------------------------------------------------------------
 
-    def specs(self, layouts: Mapping[int, BufferLayout]) -> Sequence[SubgroupSpec]:
+    def specs(self, layouts: Mapping[int, BufferLayout]) -> tuple[SubgroupSpec, ...]:
         """Return subgroups as plans see them; those with a layout pass a buffer laid out so."""
         if not layouts:
             return self._specs_in_memory
@@ -207,7 +208,7 @@ class Sizing:
             if (spec := known.get(key)) is None:
                 spec = known[key] = self._spec(subgroup, *passes)
             found.append(spec)
-        return found
+        return tuple(found)
 
     @cached_property
     def _specs_in_memory(self) -> tuple[SubgroupSpec, ...]:
@@ -290,8 +291,8 @@ class Sizing:
         self, resting: Resting, homes: Mapping[int, Home], parameters: Tier
     ) -> dict[int, BufferLayout]:
         """Return where the things of each subgroup lie in a host buffer, of which so much rests."""
-        alike = resting.gradients, resting.values, resting.small_bytes, parameters
-        known = self._layouts.setdefault(alike, {})
+        resting_alike = resting.gradients, resting.values, resting.small_bytes, parameters
+        known = self._layouts.setdefault(resting_alike, {})
         found = {}
         for index, first in enumerate(self.alike):
             key = first, index in resting.states, homes[index]
@@ -425,7 +426,7 @@ class Sizing:
         first = self.gradients_of(
             subgroup for subgroup in self.subgroups if homes[subgroup.index] in staying
         )
-        return sums + max(first.values())
+        return sums + max(first.values(), default=0)
 
     @cached_property
     def all_gradients(self) -> Mapping[int, int]:

@@ -1,4 +1,4 @@
-"""Sizing: subgroups alike are counted, and a plan's bytes are those of asking for all of them."""
+"""Sizing: subgroups alike are counted, and a plan's bytes are those of asking one by one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OneByOne(Sizing):
 @st.composite
 def sizings(draw: st.DrawFn) -> Sizing:
     """Models of a few kinds of parameters, so that many subgroups are alike."""
-    sizes = draw(st.lists(st.sampled_from([3000, 65_536, 200_000, 300_000]), min_size=1))
+    sizes = draw(st.lists(st.sampled_from([3000, 65_536, 100_000, 200_000, 300_000]), min_size=1))
     mixed = draw(st.booleans())
     parameters = [
         (numel, Formats() if mixed and number % 3 == 0 else BF16)
@@ -45,6 +45,8 @@ def sizings(draw: st.DrawFn) -> Sizing:
         deepest=1 << 20,
         unified=draw(st.booleans()),
         sums=draw(st.booleans()),
+        gradient_width=draw(st.sampled_from([None, 4])),
+        activations=draw(st.sampled_from([0, 1 << 20])),
     )
 
 
@@ -63,9 +65,10 @@ def test_plans_take_as_many_bytes_whether_subgroups_are_counted_or_asked_one_by_
         for subgroup in sizing.subgroups
     }
     small = data.draw(st.sampled_from([1, 10_000, 200_000]))
+    drives = data.draw(st.booleans())
     wished = Resting(
-        states=frozenset(index for index in homes if data.draw(st.booleans())),
-        values=sizing.of_at_least(small) if tier is Tier.NVME else frozenset(),
+        states=frozenset(index for index in homes if drives and data.draw(st.booleans())),
+        values=sizing.of_at_least(small) if drives and tier is Tier.NVME else frozenset(),
         gradients=data.draw(st.sampled_from([0, 1, 3])),
         small_bytes=small,
         early=data.draw(st.sampled_from([0, 2])),
@@ -93,6 +96,10 @@ def test_plans_take_as_many_bytes_whether_subgroups_are_counted_or_asked_one_by_
                 layouts,
                 its_sizing.all_beside_drives(homes, tier, found),
                 its_sizing.demand(outline, PLENTY, found, layouts),
+                its_sizing.beside_gradients(
+                    its_sizing.limits(PLENTY, tier), outline, drives=drives, visit=True
+                ),
+                its_sizing.formats,
             )
         )
     assert answers[0] == answers[1]
