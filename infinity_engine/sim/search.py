@@ -96,7 +96,9 @@ class Search:
         self._alike: dict[_WholeSubgroups, Choice] = {}
         self._in_memory: dict[_WholeSubgroups, bool] = {}  # whether these fit without drives
         self._work = 0
-        self._modules = len(planner.training.model.modules)
+        training = planner.training
+        # Of further micro-batches one is simulated, which stands for all.
+        self._passes = len(training.model.modules) * min(training.accumulation_steps, 2)
         self._least_ns = inf
         self._least_of_kind: dict[tuple[str, str, Tier], float] = {}
         self._known_ns = inf  # what a step takes that the caller knows of
@@ -490,7 +492,7 @@ class Search:
                 self._tried[choice] = tried._replace(candidate=candidate)
                 subgroups = self._planner.trained_numel // choice.subgroup_numel
                 # Passing a module takes as long as a subgroup.
-                self._work += max(subgroups, self._modules)
+                self._work += max(subgroups, self._passes)
                 self._least_ns = min(self._least_ns, candidate.timeline.ns)
                 estimate_ns = self._forms.estimate_ns(form, choice.subgroup_numel)
                 if 0 < estimate_ns < inf:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from inspect import unwrap
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -1279,3 +1280,25 @@ def test_a_large_model_on_a_small_machine_is_planned() -> None:
     assert report.held(Tier.DEVICE) <= 22 * GB
     assert Fraction(report.moved[Lane.NVME_WRITE], report.parameters) > 12
     assert Limits(resident_bytes=0, staging_bytes=0).host_buffers >= report.host_buffers
+
+
+def test_a_search_with_further_micro_batches_takes_no_more_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes = []
+    timed = timeline.time_quickest_step
+
+    def counted(*given: Any, **more: Any) -> Any:
+        # The simulator runs one further micro-batch, which stands for all.
+        passes.append(min(training.accumulation_steps, 2))
+        return timed(*given, **more)
+
+    monkeypatch.setattr("infinity_engine.sim.candidate.time_quickest_step", counted)
+    worked = {}
+    for micro_batches in (1, 4):
+        passes.clear()
+        training = replace(training_of(preset("llama-3-70b")), accumulation_steps=micro_batches)
+        decide(training, means(24, 384, 8000), parameters=Tier.NVME)
+        worked[micro_batches] = sum(passes)
+
+    assert worked[4] <= 1.2 * worked[1]
