@@ -7,6 +7,8 @@ what shares a page.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deepnvme import FaultPlan, File, IOQueue, Requests
+from deepnvme import Direct, FaultPlan, File, IOQueue, Requests
 from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, assert_same, contents, pattern
 
 BODY = 4 << 20  # long enough to be under way when the other write comes
@@ -118,3 +120,47 @@ def test_write_through_one_handle_lengthens_the_file_for_another(
     with queue.open(tmp_path / "file", "w") as file, queue.open(tmp_path / "file", "r+") as other:
         file.pwrite(bytes(CHUNK)).result(TIMEOUT_S)
         assert other.readinto(bytearray(2 * CHUNK)).result(TIMEOUT_S) == CHUNK
+
+
+@pytest.mark.parametrize("mode", ["r", "r+"])
+@pytest.mark.parametrize("direct", [Direct.NEVER, Direct.AUTO])
+def test_a_read_caches_no_page_beside_those_that_it_asks_for(
+    tmp_path: Path, disk_backend: str, mode: str, direct: Direct
+) -> None:
+    """A page that the kernel reads ahead would be stale after a direct write to it.
+
+    The next sync then fails, and a byte written to the page takes all others along.
+    """
+    path = tmp_path / "file"
+    path.write_bytes(bytes(BODY))
+    if not uncached(path):
+        pytest.skip("this file system keeps its files in the page cache")
+
+    with IOQueue(disk_backend) as queue, queue.open(path, mode, direct=direct) as file:  # type: ignore[arg-type]
+        for page in range(8):  # one after the other, as read-ahead expects
+            file.pread(bytearray(PAGE), page * PAGE).result(TIMEOUT_S)
+            file.pread(bytearray(100), page * PAGE + 7).result(TIMEOUT_S)
+
+        assert set(cached_pages(path)) <= set(range(8))
+
+
+def uncached(path: Path) -> bool:
+    """Drop the file from the page cache; tell whether that worked."""
+    with path.open("rb") as plain:
+        os.fsync(plain.fileno())
+        os.posix_fadvise(plain.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return not cached_pages(path)
+
+
+def cached_pages(path: Path) -> list[int]:
+    """Return the numbers of the file's pages that the page cache has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open("r+b") as plain, mmap.mmap(plain.fileno(), 0) as memory:
+        found = (ctypes.c_ubyte * (len(memory) // PAGE))()
+        view = ctypes.c_char.from_buffer(memory)
+        address, nbytes = ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(len(memory))
+        failed = libc.mincore(address, nbytes, found)
+        del view  # else the map cannot be closed
+        if failed:
+            raise OSError(ctypes.get_errno(), "mincore")
+    return [page for page, state in enumerate(found) if state & 1]

@@ -114,11 +114,10 @@ OpenFile::OpenFile(std::string path, OpenMode mode, DirectIO direct, unsigned pe
             } else {
                 memory_alignment_ = page;
             }
-            // Only partial pages are then read through the page cache. Pages that the kernel read
-            // ahead beside them would be stale once a direct write to these has ended.
-            if (direct_ >= 0 && writable())
-                (void)::posix_fadvise(buffered_, 0, 0, POSIX_FADV_RANDOM);
         }
+        // Pages that the kernel read ahead would be stale once a direct write to these has ended,
+        // here or through another handle. The drive orders requests by the pages they ask for.
+        (void)::posix_fadvise(buffered_, 0, 0, POSIX_FADV_RANDOM);
     } catch (...) {
         close_all();
         throw;
