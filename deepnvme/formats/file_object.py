@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -32,6 +33,7 @@ __all__ = ["FileObject", "open"]
 
 _BLOCKS = 3
 _JUMP_BYTES = 64 << 10  # read after a jump: the caller may want little there
+_LINE_BYTES = 128  # looked through at first for the end of a line
 _MODES = MappingProxyType(
     {"rb": "r", "r+b": "r+", "rb+": "r+", "wb": "w", "xb": "x", "ab": "r+"}  # see _opened()
 )
@@ -154,6 +156,11 @@ class FileObject(io.BufferedIOBase):
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Return `size` bytes from the position on; without a size, all up to the end."""
+        if size is not None and size >= 0:
+            ready = self._reader.ready(self._position, size)
+            if ready is not None:
+                self._position += size
+                return ready
         self._begin_reading()
         left = max(0, self._file.size - self._position)
         room = bytearray(left if size is None or size < 0 else min(size, left))
@@ -165,9 +172,28 @@ class FileObject(io.BufferedIOBase):
         return self.read(size)
 
     def peek(self, size: int = 0, /) -> bytes:
-        """Return some of the bytes at the position without moving it. `readline` looks at them."""
+        """Return some of the bytes at the position without moving it; none at the end."""
+        ready = self._reader.ready(self._position, max(size, 1))
+        if ready is not None:
+            return ready
         self._begin_reading()
         return bytes(self._reader.part_from(self._position)[: max(size, PAGE)])
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """Return the bytes up to the end of the line, at most `size`."""
+        left = sys.maxsize if size is None or size < 0 else size
+        line, look = b"", _LINE_BYTES
+        while left:
+            part = self.peek(min(left, look))[:left]
+            found = part.find(b"\n") + 1
+            part = part[:found] if found else part
+            self._position += len(part)
+            line += part
+            if found or not part:
+                break
+            left -= len(part)
+            look = min(2 * look, self._block_bytes)
+        return line
 
     def write(self, data: Any, /) -> int:
         """Write `data` at the position, with "ab" at the end; it may change once this returned."""
@@ -395,6 +421,16 @@ class _BlockReader:
         self._buffers = buffers  # those that no block has, shared with the writer
         self._blocks: deque[_ReadBlock] = deque()
         self._next = 0  # the offset that a caller asks next if it reads on without a jump
+        self._arrived = memoryview(b"")  # the first block, where its bytes were waited for
+        self._arrived_at = 0
+        self._owner = os.getpid()  # in a forked child the memory of blocks is not there
+
+    def ready(self, offset: int, nbytes: int) -> bytes | None:
+        """Return these bytes, if they are here and no call has to be made for them."""
+        start = offset - self._arrived_at
+        if start < 0 or start + nbytes > len(self._arrived) or os.getpid() != self._owner:
+            return None
+        return bytes(self._arrived[start : start + nbytes])
 
     def has(self, offset: int) -> bool:
         """Return whether the byte is in a block."""
@@ -421,10 +457,12 @@ class _BlockReader:
         while reads_on and self._buffers and self._blocks[-1].end < self._file.size:
             self._begin(self._blocks[-1].end, whole=True)
         try:
-            return first.part_from(offset)
+            part = first.part_from(offset)
         except NVMeError:
             self._drop_first()  # the next call reads it again
             raise
+        self._arrived, self._arrived_at = first.buffer[: first.read.result()], first.start
+        return part
 
     def forget(self) -> None:
         """Let go of all blocks, as the file changes."""
@@ -443,6 +481,7 @@ class _BlockReader:
         self._blocks.append(_ReadBlock(start, nbytes, buffer, read))
 
     def _drop_first(self) -> None:
+        self._arrived = memoryview(b"")
         # Waits: until then the drive may be at work on the buffer. Interrupted, the block stays.
         self._blocks[0].read.exception()
         self._buffers.append(self._blocks.popleft().buffer)

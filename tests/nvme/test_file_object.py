@@ -190,6 +190,18 @@ def test_lines_are_iterated_over(tmp_path: Path) -> None:
         assert list(file) == lines
 
 
+@pytest.mark.parametrize("limit", [-1, None, 0, 1, 100, 5000])
+def test_a_line_is_read_as_from_memory_up_to_its_limit(limit: int | None, tmp_path: Path) -> None:
+    """Also over the ends of blocks, where a limit counts as well."""
+    kept = b"".join(b"x" * length + b"\n" for length in (0, 1, 127, 128, 129, 3700, 90, 9000, 5))
+    (tmp_path / "f").write_bytes(kept + b"no end")
+    expected = io.BytesIO(kept + b"no end")
+    with deepnvme.open(tmp_path / "f", block_bytes=PAGE) as file:
+        for _ in range(200):
+            assert file.readline(limit) == expected.readline(limit)
+            assert file.tell() == expected.tell()
+
+
 @pytest.mark.parametrize(
     ("mode", "may_read", "may_write"), [("rb", 1, 0), ("wb", 0, 1), ("ab", 0, 1), ("r+b", 1, 1)]
 )
@@ -980,9 +992,11 @@ import os, sys
 import deepnvme
 
 file = deepnvme.open(sys.argv[1], "r+b")
+read = deepnvme.open(sys.argv[1])
+read.read(1)
 file.write(b"abc")
 if os.fork() == 0:
-    for use in (file.read, lambda: file.write(b"x"), file.tell, lambda: file.seek(0), file.sync):
+    for use in (lambda: read.read(1), read.readline, file.read, lambda: file.write(b"x"), file.tell, lambda: file.seek(0), file.sync):
         try:
             use()
         except deepnvme.ForkedError:
@@ -999,5 +1013,5 @@ def test_a_forked_child_is_refused_its_parents_file_object(tmp_path: Path) -> No
     (tmp_path / "f").write_bytes(b"-" * 5)
     printed = output_of(run_program(FORKED, tmp_path / "f", folder=tmp_path))
 
-    assert printed.split() == ["refused"] * 5 + ["0"]
+    assert printed.split() == ["refused"] * 7 + ["0"]
     assert (tmp_path / "f").read_bytes() == b"abc--"
