@@ -15,6 +15,7 @@ import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from deepnvme.memory.arrays import Returns, code_of, numpy_dtype
@@ -31,10 +32,12 @@ _Path = tuple[object, ...]
 
 _MAX_PLAIN = (1 << 53) - 1  # every reader of JSON has numbers up to here exactly
 _NAMELESS = "_"
+_MOST_PLAIN_BYTES = 4096  # more lie in extents, as tensors do, and not in the structure
+_LEAVES = MappingProxyType({"tensor": Returns.TORCH, "array": Returns.NUMPY, "blob": Returns.BYTES})
 
 
 def flatten(state: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the structure of `state` and its tensors and arrays by name.
+    """Return the structure of `state` and its tensors, arrays and long bytes by name.
 
     Kept exactly: dicts and OrderedDicts in their order, lists, tuples, keys and values that are
     str, int, bool, float or None, bytes, and numpy's scalars. One tensor in several places stays
@@ -56,7 +59,8 @@ def flatten(state: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def leaves(structure: Any) -> dict[str, Returns]:
-    """Return the names of the leaves, each with its kind: a tensor (TORCH) or an array (NUMPY).
+    """Return the names of the leaves, each with its kind: a tensor (TORCH), an array (NUMPY) or
+    bytes.
 
     Raises:
         ManifestError: it is not a structure that `flatten` makes.
@@ -65,7 +69,7 @@ def leaves(structure: Any) -> dict[str, Returns]:
 
     def note(name: str, kind: Returns) -> None:
         if found.setdefault(name, kind) is not kind:
-            raise ValueError(f"the leaf {name!r} is both a tensor and an array")
+            raise ValueError(f"the leaf {name!r} is of two kinds")
 
     _built(structure, note)
     return found
@@ -81,7 +85,7 @@ def unflatten(structure: Any, tensors: Mapping[str, Any]) -> Any:
     def leaf(name: str, kind: Returns) -> Any:
         if name not in tensors:
             raise ValueError(f"the {kind.name.lower()} leaf {name!r} is missing")
-        return tensors[name]
+        return bytes(tensors[name]) if kind is Returns.BYTES else tensors[name]
 
     return _built(structure, leaf)
 
@@ -107,6 +111,8 @@ class _Flattening:
                     "in itself?"
                 )
             return self._container(value, path)
+        if kind is bytes and len(value) > _MOST_PLAIN_BYTES:
+            return {"blob": self._name_of(value, path)}
         if value is None or kind in (bool, int, float, str, bytes):
             return _plain(value, path)
         tag = _leaf_tag(value)
@@ -164,7 +170,7 @@ def _identity(leaf: Any) -> Hashable:
                 leaf.stride(),
                 bits,
             )
-    elif leaf.size:
+    elif not isinstance(leaf, bytes) and leaf.size:
         return "array", leaf.ctypes.data, leaf.dtype.str, leaf.shape, leaf.strides
     return id(leaf)
 
@@ -268,10 +274,10 @@ def _value(node: Any, leaf: Callable[[str, Returns], Any], path: _Path) -> Any:
         return _mapping(content, leaf, path, OrderedDict if tag == "ordered" else dict)
     if tag == "tuple":
         return tuple(_values(content, leaf, path))
-    if tag in ("tensor", "array"):
+    if tag in _LEAVES:
         if not isinstance(content, str):
             raise _refusal(path, "the name of a leaf", content)
-        return leaf(content, Returns.TORCH if tag == "tensor" else Returns.NUMPY)
+        return leaf(content, _LEAVES[tag])
     return _tagged_value(tag, content, path)
 
 

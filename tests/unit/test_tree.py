@@ -73,9 +73,10 @@ numpy_scalars = st.builds(
 arrays = st.builds(
     np.zeros, st.lists(st.integers(0, 2), max_size=2).map(tuple), st.sampled_from(["f4", "u1", "?"])
 )
+blobs = st.binary(max_size=5) | st.builds(bytes, st.sampled_from([4096, 4097, 9000]))
 keys = scalars | st.sampled_from(["a", "b", "a.b", "a/b", "", ".", "0", "_", "a~2"])
 states = st.recursive(
-    scalars | st.binary(max_size=5) | numpy_scalars | arrays,
+    scalars | blobs | numpy_scalars | arrays,
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=3).map(tuple)
@@ -84,6 +85,20 @@ states = st.recursive(
     ),
     max_leaves=20,
 )
+
+
+def test_long_bytes_are_a_leaf_and_not_a_part_of_the_structure() -> None:
+    long = bytes(range(256)) * 40
+    structure, found = flatten({"a": long, "b": [long], "c": long[:4096]})
+
+    assert found == {"a": long}  # one object is one leaf
+    assert structure["dict"][:2] == [["a", {"blob": "a"}], ["b", [{"blob": "a"}]]]
+    assert leaves(structure) == {"a": Returns.BYTES}
+    assert unflatten(structure, {"a": memoryview(bytearray(long))}) == {
+        "a": long,
+        "b": [long],
+        "c": long[:4096],
+    }
 
 
 @settings(max_examples=300)
@@ -101,7 +116,10 @@ def test_every_leaf_has_a_name_of_its_own_without_a_slash(state: Any) -> None:
     structure, found = flatten(state)
 
     assert len({id(leaf) for leaf in found.values()}) == len(found)
-    assert leaves(stored(structure)) == dict.fromkeys(found, Returns.NUMPY)
+    assert leaves(stored(structure)) == {
+        name: Returns.BYTES if isinstance(leaf, bytes) else Returns.NUMPY
+        for name, leaf in found.items()
+    }
     assert not any("/" in name or not name for name in found)
 
 
@@ -361,7 +379,9 @@ def test_a_state_in_itself_is_refused() -> None:
         ({"numpy": [["F32"], "00000000"]}, "no scalar of numpy"),
         ({"numpy": ["F32", 0]}, "no scalar of numpy"),
         ({"numpy": ["BOOL", "02"]}, "no scalar of numpy"),
-        ([{"tensor": "a"}, {"array": "a"}], "'a' is both a tensor and an array"),
+        ([{"tensor": "a"}, {"array": "a"}], "'a' is of two kinds"),
+        ([{"array": "a"}, {"blob": "a"}], "'a' is of two kinds"),
+        ({"blob": 3}, "the name of a leaf"),
     ],
 )
 def test_a_structure_that_flatten_does_not_make_is_refused(structure: Any, message: str) -> None:
