@@ -494,7 +494,7 @@ def short_read_error(
     at_end: _native.AtEndOfFile, *, path: str, offset: int, asked: int, done: int, backend: str
 ) -> ShortReadError:
     """Compose the error of a read that found the end of the file where it should not."""
-    why = "readinto() accepts fewer"
+    why = "all of it has to be there (a single readinto() accepts fewer)"
     if at_end is _native.AtEndOfFile.STOPS:  # the end was welcome, but not there
         why = (
             "the file was longer when it was opened or last written here: another process cut it "

@@ -20,6 +20,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -243,7 +244,7 @@ class IOQueue(Closing):
 
     def open(
         self,
-        path: str | os.PathLike[str],
+        path: str | bytes | os.PathLike[str],
         mode: _Mode = "r",
         *,
         size: int | str | None = None,
@@ -260,7 +261,7 @@ class IOQueue(Closing):
             BackendUnavailableError: only a backend that `require` does not name serves that file
                 system.
         """
-        plain = mode.replace("b", "", 1)  # all files are binary
+        plain = str(mode).replace("b", "", 1)  # all files are binary
         if plain not in _MODES:
             raise ValueError(f"mode must be one of {', '.join(_MODES)}; got {mode!r}")
         if size is not None:
@@ -268,8 +269,7 @@ class IOQueue(Closing):
             _check_range("size", size)
         direct = chosen(Direct, direct, "direct")
         permissions = whole_number("permissions", permissions)
-        if "\0" in str(path):
-            raise ValueError(f"a path cannot have null bytes; got {str(path)!r}")
+        path = _path_of(path)
         drive = self.settings_for(path).native()
         # Errors show this name, which a chdir does not make wrong. Links stay in it.
         absolute = str(Path(path).absolute())
@@ -291,7 +291,7 @@ class IOQueue(Closing):
 
     async def open_async(
         self,
-        path: str | os.PathLike[str],
+        path: str | bytes | os.PathLike[str],
         mode: _Mode = "r",
         *,
         size: int | str | None = None,
@@ -472,7 +472,7 @@ class IOQueue(Closing):
 
     def _checked(self, offset: int, nbytes: int) -> int:
         """Check an operation's offset, and that the queue is open; return it as a number."""
-        offset = operator.index(offset)
+        offset = byte_count("offset", offset)
         _check_range("offset", offset, nbytes)
         if self._closed:
             raise ClosedError(_native.QUEUE_IS_CLOSED)
@@ -619,12 +619,12 @@ class File(Closing):
             deadline_s=deadline_s,
         )
 
-    def read(self, nbytes: int | str, offset: int = 0) -> memoryview:
+    def read(self, nbytes: int | str, offset: int | str = 0) -> memoryview:
         """Read `nbytes` from `offset` into new memory, wait, and return it.
 
         Fewer bytes come back where the file ends before. `readinto` does the same without waiting.
         """
-        asked = byte_count("nbytes", nbytes)
+        asked, offset = byte_count("nbytes", nbytes), byte_count("offset", offset)
         _check_range("offset", offset, asked)
         # No more memory than the file can fill.
         room = empty("U8", (min(asked, max(0, self.size - offset)),), Returns.BYTES)
@@ -837,10 +837,14 @@ class Batch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait for all, also when the body raised: a drive may use the memory until then."""
+        """Wait for all, also when the body raised: a drive may use the memory until then.
+
+        Ctrl-C ends the wait alone: what was submitted goes on, and its memory is held until it has
+        ended.
+        """
         if kind is None:
             self.wait()
-        else:
+        elif not issubclass(kind, KeyboardInterrupt):
             self.drain()
 
 
@@ -855,13 +859,17 @@ def _end_of(future: IOFuture[int]) -> BaseException | None:
 _USUAL_TERMS = (0, NO_DEADLINE_S)
 
 
-def _terms(priority: Priority, deadline_s: float | None) -> tuple[int, float]:
+def _terms(priority: Priority, deadline_s: Any) -> tuple[int, float]:
     """Return the priority and the deadline as native code takes them."""
     if priority is _NORMAL and deadline_s is None:
         return _USUAL_TERMS
-    if deadline_s is not None and not deadline_s >= 0:
+    if deadline_s is None:
+        deadline_s = NO_DEADLINE_S
+    elif not isinstance(deadline_s, Real):
+        raise TypeError(f"deadline_s must be a number of seconds, got {deadline_s!r}")
+    elif not float(deadline_s) >= 0:
         raise ValueError(f"deadline_s must not be negative, got {deadline_s}")
-    seconds = NO_DEADLINE_S if deadline_s is None else min(float(deadline_s), NO_DEADLINE_S)
+    seconds = min(float(deadline_s), NO_DEADLINE_S)
     return chosen(Priority, priority, "priority").value, seconds
 
 
@@ -901,6 +909,21 @@ def _pieces_of(
             _check_range("offset", place, nbytes)
     numbers[2::3] = array("Q", places)
     return numbers, Memory(0, sum(sizes), holder)
+
+
+def _path_of(path: Any) -> str:
+    """Return a path as text, from what `os` takes for one."""
+    text = os.fsdecode(path)
+    if "\0" in text:
+        raise ValueError(f"a path cannot have null bytes; got {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"a path must be text in UTF-8, got {path!r}: rename the file, or reach it by a link "
+            "of another name"
+        ) from None
+    return text
 
 
 def _check_range(what: str, start: int, nbytes: int = 0) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -223,32 +224,18 @@ def three_reads(batch: Batch, file: File, buffers: list[bytearray]) -> None:
         batch.pread(file, buffer, number * CHUNK)
 
 
-def test_a_batch_whose_wait_is_interrupted_waits_for_the_rest_when_it_is_left(
-    tmp_path: Path,
+@pytest.mark.parametrize("body", [Batch.wait, lambda batch: None, lambda batch: time.sleep(10)])
+def test_a_batch_that_is_interrupted_keeps_its_memory_until_the_drive_is_done(
+    tmp_path: Path, body: Callable[[Batch], object]
 ) -> None:
+    """In its wait, where it is left, or in what its block does: Ctrl-C waits for nothing."""
     buffers = [bytearray(CHUNK) for _ in range(3)]
     with behind_a_slow_write(tmp_path / "file") as (queue, file):
         batch = queue.batch()
         three_reads(batch, file, buffers)
         futures = list(batch.futures)
         with pytest.raises(KeyboardInterrupt), interrupted_after(0.02), batch:
-            batch.wait()
-        assert [future.result(0) for future in futures] == [CHUNK] * 3
-        assert buffers[0] == pattern(CHUNK, seed=1)
-        for buffer in buffers:
-            buffer.append(0)
-
-
-def test_a_batch_interrupted_where_it_is_left_keeps_its_memory_until_the_drive_is_done(
-    tmp_path: Path,
-) -> None:
-    buffers = [bytearray(CHUNK) for _ in range(3)]
-    with behind_a_slow_write(tmp_path / "file") as (queue, file):
-        batch = queue.batch()
-        three_reads(batch, file, buffers)
-        futures = list(batch.futures)
-        with pytest.raises(KeyboardInterrupt), interrupted_after(0.02), batch:
-            pass
+            body(batch)
         with pytest.raises(BufferError):
             buffers[2].append(0)
         assert [future.result() for future in futures] == [CHUNK] * 3

@@ -138,6 +138,28 @@ def test_a_file_is_not_synced_by_a_choice_that_there_is_not(queue: IOQueue, path
         file.sync(wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ((3,), "expected str, bytes or os.PathLike object, not int"),
+        (("a\0b",), "a path cannot have null bytes"),
+        ((b"caf\xe9",), "a path must be text in UTF-8, got b'caf"),
+        ((os.fsdecode(b"caf\xe9"),), "rename the file, or reach it by a link"),
+        (("a", None), "mode must be one of"),
+    ],
+)
+def test_a_path_or_mode_that_is_none_is_refused_in_words(
+    queue: IOQueue, wrong: Any, told: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(told)):
+        queue.open(*wrong)
+
+
+def test_a_path_may_be_bytes(queue: IOQueue, path: Path) -> None:
+    with queue.open(os.fsencode(path)) as file:
+        assert bytes(file.read(4)) == b"kept"
+
+
 # --- numbers --------------------------------------------------------------------------------------
 
 
@@ -152,6 +174,18 @@ def test_a_wrong_number_empties_no_file(queue: IOQueue, path: Path, wrong: Any) 
         queue.open(path, "w", **wrong)
 
     assert path.read_bytes() == b"kept"
+
+
+def test_an_offset_may_be_text_and_a_deadline_may_not(queue: IOQueue, path: Path) -> None:
+    path.write_bytes(bytes(4096) + b"here")
+    seconds: Any = "1"
+    with queue.open(path) as file:
+        assert bytes(file.read(4, "4KiB")) == b"here"
+        with pytest.raises(TypeError, match="deadline_s must be a number of seconds, got '1'"):
+            file.pread(bytearray(4), deadline_s=seconds)
+        for wrong in (1.5, None):
+            with pytest.raises(TypeError, match="offset must be a whole number, got"):
+                file.pread(bytearray(4), wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [-1, 0, "8 apples", 1.5])

@@ -153,7 +153,7 @@ def test_a_short_read_is_an_end_of_file_error_and_an_os_error(
     assert isinstance(error, EOFError)
     assert (error.op, error.offset, error.asked, error.done) == ("read", 1, 10, 2)
     assert (error.path, error.backend) == (str(tmp_path / "file"), queue.backend)
-    assert "readinto() accepts fewer" in str(error)
+    assert "all of it has to be there (a single readinto() accepts fewer)" in str(error)
 
 
 # --- batches --------------------------------------------------------------------------------------
