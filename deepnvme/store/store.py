@@ -212,7 +212,7 @@ class TensorStore:
 
     def put_many(self, tensors: Mapping[str, Any], *, copy: bool = False) -> None:
         """Write several tensors, small ones together: all of them, or none and raise."""
-        description = storable if copy else describe
+        description = storable if copy else _as_it_lies
         self._put(tensors, tensors, description, self._tensors.holdings.name)
 
     def get(self, name: str, out: Any = None) -> Any:
@@ -276,7 +276,7 @@ class TensorStore:
         if isinstance(tensor, Number):
             given: Storable | Number = tensor
         else:
-            given = described(name, tensor, storable if copy else describe)
+            given = described(name, tensor, storable if copy else _as_it_lies)
         has_commits = self.durability is not Durability.NONE
         self._wait_for_queued((name,))
         # One at a time: two writes to one page or checksum block would each undo the other. And a
@@ -798,9 +798,21 @@ class TensorStore:
         return self._threads
 
 
+def _as_it_lies(tensor: Any) -> Storable:
+    """Return what `describe` does; its errors name `copy`, where that helps."""
+    try:
+        return describe(tensor)
+    except (TypeError, ValueError) as refusal:
+        try:
+            storable(tensor)
+        except (TypeError, ValueError):
+            raise refusal from None
+        raise type(refusal)(f"{refusal}. Or let the store copy it: copy=True") from None
+
+
 def _as_described(tensor: Any) -> Storable:
     """Return what is stored of a tensor, as `describe` does, or a Scattered as it is."""
-    return tensor if isinstance(tensor, Scattered) else describe(tensor)
+    return tensor if isinstance(tensor, Scattered) else _as_it_lies(tensor)
 
 
 def _durable(durability: Durability) -> Durability:

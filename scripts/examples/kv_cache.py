@@ -9,8 +9,8 @@ of a swap store, which has no commits, and whose space is free again however the
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -115,5 +115,7 @@ async def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("directory", nargs="?", help="on the drive; without it, a temporary one")
     with tempfile.TemporaryDirectory() as temporary:
-        asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else temporary))
+        asyncio.run(main(arguments.parse_args().directory or temporary))

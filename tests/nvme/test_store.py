@@ -587,7 +587,7 @@ def some_state(value: float) -> dict[str, Any]:
     weight = torch.full((3, 4), value, dtype=torch.bfloat16)
     return {
         "model": OrderedDict([("w", weight), ("tied", weight), ("b", torch.zeros(0))]),
-        "steps": [1, 2.5, None, True, "text", b"bytes"],
+        "steps": [1, 2.5, None, True, "text", b"bytes", bytes(range(256)) * 40],
         "pair": (np.arange(3), {7: torch.tensor(value)}),
     }
 
@@ -1769,9 +1769,15 @@ def test_the_copy_of_a_large_tensor_is_gone_before_the_next_one_is_made(
 
 @pytest.mark.parametrize("name", scattered())
 def test_put_copies_nothing_and_says_so(store: TensorStore, name: str) -> None:
-    with pytest.raises(ValueError, match=r"tensor 'it': .*(contiguous|lazy)"):
+    refused = pytest.raises(ValueError, match=r"tensor 'it': .*(contiguous|lazy).*copy=True$")
+    with refused:
         store.put("it", scattered()[name])
+    with refused:
+        store.put_async("it", scattered()[name]).result()
     assert "it" not in store
+
+    with pytest.raises(TypeError, match=r"Python objects.*pickle them$"):  # a copy is no help
+        store.put("it", np.array([object()]))
 
 
 @pytest.mark.parametrize(
