@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from deepnvme import (
     DeadlineError,
+    Direct,
     FaultPlan,
     File,
     IOFuture,
@@ -39,6 +40,7 @@ from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, Bytes, Home, memory
 
 LARGEST_FILE = 12 * CHUNK
 HANDLES = 3
+WAYS = (Direct.AUTO, Direct.AUTO, Direct.NEVER)  # of the handles beside the first
 SHORT_ROUNDS = 12
 SLOW_S = float(os.environ.get("DEEPNVME_MODEL_S", "120"))  # for each backend: five make ten minutes
 QUEUES: tuple[dict[str, Any], ...] = (
@@ -259,7 +261,10 @@ def play(backend: str, folder: Path, pool: Pool, seed: int, seconds: float) -> N
                 )
             )
             files = [stack.enter_context(queue.open(path, "w"))]
-            files += [stack.enter_context(queue.open(path, "r+")) for _ in range(HANDLES - 1)]
+            files += [
+                stack.enter_context(queue.open(path, "r+", direct=rng.choice(WAYS)))
+                for _ in range(HANDLES - 1)
+            ]
             player = Player(rng, queue, path, pool)
             for _ in range(4):
                 player.play(files)
